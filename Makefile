@@ -16,11 +16,12 @@ else
 TORCH := torch>=2.11
 endif
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint docs clean
 
 help:
 	@echo "make demo   create .venv, install, and let the built-in model answer"
 	@echo "make test   ruff, import-linter, pyright and all tests"
+	@echo "make docs   rewrite every generated page"
 	@echo "make clean  remove .venv and what tools left behind"
 
 demo: $(VENV)/.installed
@@ -34,6 +35,10 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# Every page that a script writes; a test fails while one of them is stale.
+docs: $(VENV)/.installed-test
+	@for script in write_cli_reference write_passes_page results_table draw_architecture; do $(BIN)/python scripts/$$script.py; done
 
 # A stamp is as old as the last install; a change of pyproject.toml installs anew.
 $(BIN)/python:

@@ -28,10 +28,10 @@ from torchweave.ops.attention.backends.triton import (
     default_decode_config,
     default_prefill_config,
 )
+from torchweave.ops.attention.call import AttentionCall
 from torchweave.ops.attention.op import (
     AttentionBackend,
     AttentionMetadata,
-    AttentionVariant,
     LayerKVCache,
     LayerSpec,
     available_backends,
@@ -134,7 +134,7 @@ def time_us(backend: AttentionBackend, bench: Bench) -> float:
     def run() -> None:
         step = backend.begin(bench.meta)
         for cache in bench.caches:
-            step.forward(bench.q, bench.k, bench.v, out, cache, AttentionVariant(bench.scale))
+            step.forward(AttentionCall(bench.q, bench.k, bench.v, out, 0, bench.scale), cache)
 
     return graph_us(run) / len(bench.caches)
 

@@ -30,8 +30,8 @@ from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning.measure import Call, GraphClock
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.attention.backends.triton import TritonBackend
-from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerSpec
-from torchweave.ops.rope import Rotary
+from torchweave.ops.attention.call import AttentionCall
+from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
 
 EPS = 1e-5
 COPIES_BYTES = 256 << 20
@@ -182,13 +182,14 @@ def measure_attention(model: Model, tokens: list[int], clock: GraphClock, normed
             i: int, given: list[Any] = given, caches: list[Any] = caches, out: Tensor = out, step: Any = step
         ) -> None:
             q, k = piece(call_op, *given[i].values())
-            step.forward(q, k, heads(i)[2], out, caches[i], AttentionVariant(scale=0.125))
+            step.forward(AttentionCall(q, k, heads(i)[2], out, i, 0.125), caches[i])
 
         def inside(
             i: int, given: list[Any] = given, caches: list[Any] = caches, out: Tensor = out, step: Any = step
         ) -> None:
-            rotary = Rotary(given[i]["cos"], given[i]["sin"], *weights, eps=EPS)
-            step.forward_with_rope(rotary, *heads(i), out, caches[i], AttentionVariant(scale=0.125))
+            norm = dict(zip(("q_weight", "k_weight"), weights, strict=False), norm_eps=EPS)
+            call = AttentionCall(*heads(i), out, i, 0.125, cos=given[i]["cos"], sin=given[i]["sin"], **norm)
+            step.forward(call, caches[i])
 
         times = clock.time({"inductor": apart, "inductor kept": inside}, copies)
         rows += [{"fusion": name, "tokens": count, "build": build} | asdict(timing) for build, timing in times.items()]

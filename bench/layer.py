@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.linear import SUBJECTS, kind
 from torchweave.compiler.tuning.measure import GraphClock
 from torchweave.ops.attention.backends.triton import DecodeConfig, TritonBackend
-from torchweave.ops.attention.calls import run_attention
+from torchweave.ops.attention.call import AttentionCall, run_attention
 from torchweave.ops.attention.op import AttentionMetadata, LayerKVCache, LayerSpec
 from torchweave.ops.linear import LinearFusion, run, run_unfused
 from torchweave.ops.linear_config import LinearConfig, choose
@@ -129,7 +129,7 @@ class Chain:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, backend: TritonBackend) -> Tensor:
         out = torch.empty(self.tokens, self.spec.num_heads * self.spec.head_dim, device="cuda", dtype=q.dtype)
         step, scale = backend.begin(self.meta), self.spec.head_dim**-0.5
-        run_attention(step, [layer.cache], q, k, v, out, 0, scale, cos=self.cos, sin=self.sin)
+        run_attention(step, AttentionCall(q, k, v, out, 0, scale, cos=self.cos, sin=self.sin), layer.cache)
         return out
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

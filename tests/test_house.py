@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchweave"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MAX_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_LINES, MAX_FUNCTION_LINES = 600, 60
 MAX_KERNEL_LINES = 90  # a kernel shares no locals with a helper: splitting one costs registers
 
 

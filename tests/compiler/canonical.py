@@ -1,4 +1,4 @@
-"""A captured graph as text that is equal for two graphs exactly when they compute the same in the same order."""
+"""A captured graph as text, equal for two graphs exactly when they run the same operations in the same order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
 def canonical(graph: CapturedGraph) -> list[str]:
-    """One line an operation: target, arguments, and what it gives: geometry, and which storage it lives in.
+    """One line per operation: target, arguments, and the geometry and storage of its result.
 
-    Constants go by their source and identity, sizes by their expression over the caller's names: which node happens to hold
-    a size is no difference. Everything else is by number.
+    Constants are named by source and identity, sizes by their expression over the caller's names (not by their node), and all
+    other values by number.
     """
     names: dict[fx.Node, str] = {}
     storages: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The dump folder: what is in it, and that nothing is made for it when nobody asked."""
+"""The dump folder: its files, and that artifacts are only generated for a listener."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_folder_that_can_no_more_be_written_ends_the_dump_and_nothing_else(tmp
     report.event("plan")
     report.artifact("passes/a.py", "a")
     report.event("piece")
-    assert ["nothing more is written" in each["why"] for each in report.select("warning")] == [True]
+    assert ["stopped writing" in each["why"] for each in report.select("warning")] == [True]
     assert len(report.select("piece")) == 1
 
 

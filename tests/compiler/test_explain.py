@@ -1,4 +1,4 @@
-"""`explain --json` keeps to its schema, and the page is one file that shows what the events say."""
+"""`explain --json` follows its schema, and the page is one file that shows the events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def valid(facts: Facts) -> Facts:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """A toy decoder of five layers, with a cache, and what only a GPU, a tuner or bad luck would add."""
+    """A toy decoder of five layers with a cache, and events that need a GPU, a tuner or a fallback."""
     report = Report(show=False)
     cache = CompileCache(tmp_path_factory.mktemp("cache"), report)
     with report.stage("weaving"):

@@ -1,4 +1,4 @@
-"""An unmodified transformers model, by way of nothing but a boundary op: one graph, three distinct pieces, equal results."""
+"""An unmodified transformers model with a boundary op: one graph, three distinct pieces, equal results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torchweave.compile` is the public function, whatever was imported first; `torchweave.compiler` is the package."""
+"""`torchweave.compile` is a function after any import order; `torchweave.compiler` is the package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from torchweave import compile
 assert compile is torchweave.compile
 from torchweave.compiler import TraceError, compile_graph, eager_forward, open_cache
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
-assert callable(eager_forward) and callable(compile_graph)
+assert callable(compile_graph) and callable(eager_forward)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
@@ -88,10 +88,10 @@ def test_a_boundary_op_of_the_project_is_called_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("inputs", "dynamic", "said"),
     [
-        ({}, None, "inputs are example tensors"),
-        ({"input": 3}, None, "inputs are example tensors"),
-        ([torch.zeros(3, 8)], None, "inputs are example tensors"),
-        ({"input": torch.zeros(3, 8)}, {"x": {0: "T"}}, "there is no input x, but input"),
+        ({}, None, "inputs must be example tensors"),
+        ({"input": 3}, None, "inputs must be example tensors"),
+        ([torch.zeros(3, 8)], None, "inputs must be example tensors"),
+        ({"input": torch.zeros(3, 8)}, {"x": {0: "T"}}, "no input is named x; inputs are input"),
         ({"input": torch.zeros(3, 8)}, {"input": {2: "T"}}, "not 2: 'T', where input has 2 dimensions"),
         ({"input": torch.zeros(3, 8)}, {"input": {-2: "T"}}, "not -2: 'T', where input has 2 dimensions"),
         ({"input": torch.zeros(3, 8)}, {"input": {0: 3}}, "not 0: 3, where input has 2 dimensions"),
@@ -106,12 +106,12 @@ def test_examples_that_are_none_are_refused_with_what_they_should_be(inputs: Any
 @pytest.mark.parametrize("given", [(), (3,), (torch.zeros(3, 8), torch.zeros(3, 8))])
 def test_a_call_with_something_else_than_the_inputs_is_refused(given: Any) -> None:
     compiled = torchweave.compile(nn.Linear(8, 4), {"input": torch.zeros(3, 8)}, {"input": {0: "T"}}, FX)
-    with pytest.raises(ValueError, match=r"^it takes one tensor for each of input, and was given "):
+    with pytest.raises(ValueError, match=r"^expected one tensor for each of input, not "):
         compiled(*given)
 
 
 def test_autocast_is_as_it_was_when_the_module_was_compiled() -> None:
-    """Whether a graph computes in bfloat16 is decided once, and a module decides at each call."""
+    """A graph fixes autocast when it is compiled; a module reads it at each call."""
     module, x = nn.Linear(8, 4), torch.randn(3, 8)
     outside = torchweave.compile(module, {"input": x}, {"input": {0: "T"}}, FX)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -121,6 +121,12 @@ def test_autocast_is_as_it_was_when_the_module_was_compiled() -> None:
             outside(x)
     with pytest.raises(ValueError, match=r"^compiled with autocast torch\.bfloat16 and called with autocast off; "):
         inside(x)
+
+
+def test_woven_is_a_deprecated_alias_of_compiled_graph() -> None:
+    compiled = torchweave.compile(nn.Linear(8, 4), {"input": torch.zeros(3, 8)}, {"input": {0: "T"}}, FX)
+    with pytest.warns(DeprecationWarning, match=r"use `\.compiled_graph`"):
+        assert compiled.woven is compiled.compiled_graph
 
 
 class Scale(nn.Module):

@@ -1,4 +1,4 @@
-"""A small decoder without any library, with a boundary op of its own, and steps to run it on."""
+"""A small decoder in plain torch with a boundary op of its own, and example steps."""
 
 from __future__ import annotations
 

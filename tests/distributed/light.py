@@ -5,18 +5,16 @@ from __future__ import annotations
 import sys
 import time
 
-from torchweave.distributed import channel
-from torchweave.distributed.channel import Channel
+from torchweave.distributed.channel import Channel, MessageKind
 from torchweave.distributed.launchers.local import WorkerPool
-from torchweave.distributed.leader_connection import LeaderConnection
-from torchweave.distributed.worker_group import WorkerGroup
+from torchweave.distributed.worker_group import LeaderConnection, WorkerGroup
 
 WORKER_ENTRYPOINT = "tests.distributed.light:run_worker"
 
 
-def run_worker(peer_channel: Channel, task: str) -> None:
+def run_worker(channel: Channel, task: str) -> None:
     """Echo what is sent as a digest until the end; `refuse`, `crash` and `hang` are other things to do."""
-    leader = LeaderConnection(peer_channel, rank_timeout=2.0)
+    leader = LeaderConnection(channel, rank_timeout=2.0)
     leader.report_joined()
     if task == "refuse":
         leader.report_failure("this cannot be; do that.", user_error=True)
@@ -24,7 +22,7 @@ def run_worker(peer_channel: Channel, task: str) -> None:
     if task == "crash":
         sys.exit(3)
     leader.report_built({"rank": 1})
-    while (message := leader.messages.get())[0] != channel.END:
+    while (message := leader.messages.get())[0] != MessageKind.END:
         leader.digest(message[1])
         while task == "hang":  # as in a collective whose other rank is gone
             time.sleep(60)
@@ -34,7 +32,7 @@ if __name__ == "__main__":
     workers = WorkerPool(WORKER_ENTRYPOINT).assign(["hang"])
     worker_group = WorkerGroup(workers, rank_timeout=60.0)
     worker_group.wait_until_built()
-    worker_group.send(channel.STEP)
+    worker_group.send(MessageKind.STEP)
     worker_group.digests(10.0)
     print(workers[0].name, flush=True)
     time.sleep(60)

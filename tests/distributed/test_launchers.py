@@ -87,9 +87,9 @@ def test_connection_without_the_secret_is_refused():
     waiting.start()
     with pytest.raises((AuthenticationError, OSError, EOFError)):
         connect_to_rendezvous(server.address, b"not the key", 1)
-    peer_channel = connect_to_rendezvous(server.address, server.key, 1)
+    channel = connect_to_rendezvous(server.address, server.key, 1)
     waiting.join()
-    peer_channel.send(b"x", b"hello")
+    channel.send(b"x", b"hello")
     (ours, process_name) = channels[1]
     assert ours.receive() == (b"x", b"hello") and str(os.getpid()) in process_name
 

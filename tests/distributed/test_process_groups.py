@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from torchweave.distributed.pipeline_transport import PipelineTransport
-from torchweave.distributed.process_groups import ProcessGroups, abort_groups, init_process_groups
+from torchweave.distributed.process_groups import PipelineTransport, ProcessGroups, abort_groups, init_process_groups
 
 
 def _look(process_groups: ProcessGroups) -> tuple:

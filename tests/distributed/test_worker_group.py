@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.distributed.light import WORKER_ENTRYPOINT
-from torchweave.distributed import channel
+from torchweave.distributed.channel import MessageKind
 from torchweave.distributed.launchers.local import LocalWorker, WorkerPool
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.distributed.worker_group import RankFailure, WorkerGroup
@@ -59,7 +59,7 @@ def test_every_rank_hears_the_same_and_ends_when_told():
     with worker_group_of("", "") as (worker_group, processes):
         worker_group.wait_until_joined()
         worker_group.wait_until_built()
-        worker_group.send(channel.STEP, b"one")
+        worker_group.send(MessageKind.STEP, b"one")
         assert worker_group.digests(LIMIT) == [b"one", b"one"]
         begin = time.monotonic()
         worker_group.close()
@@ -74,7 +74,7 @@ def test_worker_pool_assigns_tasks_later_and_ends_unused_workers():
         assert is_gone(second)
     try:
         worker_group.wait_until_built()
-        worker_group.send(channel.STEP, b"one")
+        worker_group.send(MessageKind.STEP, b"one")
         assert worker_group.digests(LIMIT) == [b"one"] and Path(f"/proc/{first}").exists()
     finally:
         worker_group.close()
@@ -113,7 +113,7 @@ def test_killed_worker_ends_the_group():
         assert re.fullmatch(expected, str(wait_for_failure(worker_group)))
         assert all(map(is_gone, processes))
         with pytest.raises(RankFailure, match="Rank 1"):
-            worker_group.send(channel.STEP, b"two")
+            worker_group.send(MessageKind.STEP, b"two")
         end = time.monotonic() + LIMIT
         while not failures and time.monotonic() < end:
             time.sleep(0.01)

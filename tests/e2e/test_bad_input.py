@@ -176,7 +176,7 @@ def test_a_process_says_one_line_and_ends_with_2(
     ],
 )
 def test_running_out_of_memory(error: Exception, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object) -> None:
+    def load(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(building, "load", load)
@@ -187,7 +187,7 @@ def test_running_out_of_memory(error: Exception, words: tuple[str, ...], monkeyp
 
 
 def test_an_error_of_another_kind_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object) -> None:
+    def load(*_: object, **__: object) -> None:
         raise RuntimeError("a kernel is broken")
 
     monkeypatch.setattr(building, "load", load)
@@ -210,7 +210,7 @@ REQUESTS: list[tuple[str, Callable[[LLM], object], str]] = [
     (
         "scored",
         lambda llm: llm.stream("1", SamplingParams(prompt_logprobs=1)),
-        "A stream tells of new tokens alone; ask for prompt_logprobs by generate",
+        "A stream does not return prompt_logprobs; use generate",
     ),
     ("streamed", lambda llm: llm.stream("1" * 600), "shorten the prompt"),
     ("empty", lambda llm: llm.generate([[]]), "The prompt is empty"),

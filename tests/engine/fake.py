@@ -1,7 +1,7 @@
-"""A model without weights whose tokens depend on every token before them, read through the real paged cache.
+"""A fake model whose next token is a hash of all tokens before it, read through the real paged cache.
 
-The cache holds token ids. A step writes the ids of its tokens at the places that `prepare` computed, and the next token of a row
-is a hash of all ids that its block table reaches. A wrong block, position, slot or chunk thus changes the tokens.
+The cache stores token ids. A step writes the ids of its tokens at the positions that `prepare` computes, and the next token of a
+row is a hash of the ids in its block table. A wrong block, position, slot or chunk therefore changes the tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LOGPROBS = (
 
 
 def hashes(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The number that stands for the first `lengths[i]` of `ids[i]`."""
+    """Hash of the first `lengths[i]` of `ids[i]`."""
     at = lengths[:, None] - 1 - np.arange(ids.shape[1])
     known = np.where(at >= 0, (ids + 1) * _POWERS[np.maximum(at, 0)], 0)
     return (7 * _POWERS[lengths] + known.sum(axis=1)) % 1_000_003
@@ -61,7 +61,7 @@ def best_of(numbers: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected_beams(prompt: Sequence[int], params: SamplingParams, stops: Sequence[int] = ()) -> list[list[int]]:
-    """What a beam search finds that runs alone, every sequence read from its beginning in each step."""
+    """Answers of a beam search that runs alone and recomputes every sequence in each step."""
     assert params.max_tokens is not None
     search = BeamSearch(params, frozenset(stops), params.max_tokens)
     most = num_candidates(params, len(set(stops)))
@@ -73,11 +73,11 @@ def expected_beams(prompt: Sequence[int], params: SamplingParams, stops: Sequenc
 
 
 def visible_tokens(ids: Sequence[int], windows: Sequence[AttentionWindow]) -> list[int]:
-    """What the last of `ids` sees: group by group, as far back as that group looks."""
-    found: list[int] = []
+    """Tokens that the last of `ids` attends to, group by group."""
+    tokens: list[int] = []
     for window in windows:
-        found += ids[int(window.first_visible(np.array(len(ids) - 1))) :]
-    return found
+        tokens += ids[int(window.first_visible(np.array(len(ids) - 1))) :]
+    return tokens
 
 
 def expected(
@@ -95,7 +95,7 @@ def expected(
 
 
 class FakeRunner:
-    """Runs steps at once, on the CPU, with the project's own step ops."""
+    """Runs steps synchronously on the CPU, with the real step ops."""
 
     def __init__(
         self,
@@ -123,8 +123,8 @@ class FakeRunner:
         return False
 
     def collect(self, handle: object) -> StepResult:
-        tokens, found = handle  # type: ignore[misc]
-        return StepResult(tokens, "plain", found)
+        tokens, logprobs = handle  # type: ignore[misc]
+        return StepResult(tokens, "plain", logprobs)
 
     def memory_in_use(self) -> int | None:
         return None
@@ -171,7 +171,7 @@ class FakeRunner:
         return buffers.out[:rows].numpy().copy(), self._logprobs(step, numbers, drawn.numpy())
 
     def _numbers(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The number of what each row sees, read by the tables of all groups."""
+        """Hash of the tokens that each row attends to, read through the tables of all groups."""
         size = self.block_size
         if self.windows == (AttentionWindow(),):
             at = np.arange(int(lengths.max()))
@@ -197,7 +197,7 @@ class FakeRunner:
 
 
 class FakeBlockCopier:
-    """Copies as late as it may: when somebody has to wait, or as often as `polls_per_copy` looks found that nothing had landed."""
+    """Delays each copy until a step waits for it, or until `polls_per_copy` polls."""
 
     def __init__(self, num_host_blocks: int, polls_per_copy: int = 3) -> None:
         self.num_host_blocks = num_host_blocks

@@ -1,4 +1,4 @@
-"""The contract of the callbacks: rows B1, B2 and B8 of the specification. Faults and statistics have files of their own."""
+"""Callbacks of the batch manager (requirements B1, B2, B8); see also test_manager_faults.py and test_statistics.py."""
 
 from __future__ import annotations
 
@@ -97,6 +97,16 @@ class Harness:
 
     def tokens(self, request_id: int) -> list[int]:
         return [int(token) for output, _, _ in self.received[request_id] for token in output.token_ids]
+
+
+def test_tell_moves_is_a_deprecated_name_of_notify_state_changes() -> None:
+    changes: list[tuple[int, str]] = []
+    with pytest.warns(DeprecationWarning, match="use notify_state_changes"):
+        h = Harness(tell_moves=changes.extend)
+    with h.manager:
+        h.ask(1, [1, 2], max_tokens=3)
+        h.wait_final(1)
+    assert changes == [(1, "started"), (1, "answering")]
 
 
 def test_B1_streaming_gets_every_step_and_others_the_whole_at_the_end() -> None:

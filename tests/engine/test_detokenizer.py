@@ -1,4 +1,4 @@
-"""Text as it grows: stop strings over token borders, text held back, what was taken."""
+"""Incremental detokenization: stop strings across tokens, withheld text, partial reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with sliding windows through the whole engine: tokens equal to transformers' own, prompts several windows long."""
+"""Models with sliding windows in the whole engine: tokens equal transformers' for prompts several windows long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM` under many callers: right answers for each, nothing left behind by those who leave, and an end that all hear of."""
+"""`LLM` with many callers: correct answers, no leaks after abandoned requests, and a shutdown that all callers notice."""
 
 from __future__ import annotations
 

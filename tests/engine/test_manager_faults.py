@@ -1,4 +1,4 @@
-"""Faults stay where they belong: whatever raises, every affected request is answered, others go on, and nothing hangs."""
+"""Failures are isolated: affected requests are answered, others continue, and nothing hangs."""
 
 from __future__ import annotations
 

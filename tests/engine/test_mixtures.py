@@ -1,4 +1,4 @@
-"""Mixtures through the whole engine: routers fused, experts as one op, tokens equal to transformers' own."""
+"""Mixture-of-experts models in the whole engine: routers are fused, tokens equal transformers'."""
 
 from __future__ import annotations
 

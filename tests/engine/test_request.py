@@ -1,4 +1,4 @@
-"""What may be asked for: every field out of range is refused in one sentence that names it."""
+"""Validation of requests: each field out of range is rejected in a sentence that names it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1.5}, "a whole number"),
     ({"n": None}, "a whole number"),
     ({"logprobs": 2.5}, "a whole number"),
-    ({"stop": [3]}, "a list of texts"),
-    ({"stop": 3}, "a list of texts"),
+    ({"stop": [3]}, "a list of strings"),
+    ({"stop": 3}, "a list of strings"),
     ({"stop_token_ids": [-1]}, "a list of token ids"),
     ({"length_penalty": 2000}, "between -5 and 5"),
     ({"logit_bias": {3: 101.0}}, "between -100 and 100"),
@@ -33,9 +33,9 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": [3]}, "token ids"),
     ({"allowed_token_ids": []}, "at least one token id"),
     ({"allowed_token_ids": [True]}, "at least one token id"),
-    ({"bad_words": ["a", ""]}, "none of them empty"),
-    ({"bad_words": [[]]}, "none of them empty"),
-    ({"bad_words": "word"}, "a list of texts"),
+    ({"bad_words": ["a", ""]}, "non-empty strings"),
+    ({"bad_words": [[]]}, "non-empty strings"),
+    ({"bad_words": "word"}, "a list of non-empty strings"),
     ({"prompt_logprobs": 101}, "between 0 and 100"),
 ]
 
@@ -52,9 +52,9 @@ STRUCTURED_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"json_object": False}, "exactly one"),
     ({"regex": "a", "json": {}}, "json and regex"),
     ({"regex": 3}, "a regular expression"),
-    ({"choice": []}, "a list of texts"),
-    ({"choice": ["a", ""]}, "a list of texts"),
-    ({"choice": "ab"}, "a list of texts"),
+    ({"choice": []}, "a list of non-empty strings"),
+    ({"choice": ["a", ""]}, "a list of non-empty strings"),
+    ({"choice": "ab"}, "a list of non-empty strings"),
     ({"json": 3}, "a JSON schema"),
     ({"grammar": ["start: A"]}, "a Lark grammar"),
 ]

@@ -1,4 +1,4 @@
-"""Row B5: the statistics, key by key."""
+"""Statistics of the batch manager (requirement B5), key by key."""
 
 from __future__ import annotations
 

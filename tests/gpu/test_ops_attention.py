@@ -41,7 +41,7 @@ def backend_for(case: Case, name: str = "triton") -> AttentionBackend:
 
 
 def attend(backend: AttentionBackend, built: Built) -> None:
-    backend.begin(built.meta).forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
+    backend.begin(built.meta).forward(built.call, built.cache)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -69,8 +69,8 @@ def fill(into: Built, source: Built) -> None:
     for field in ("slots", "query_start", "seq_lens", "block_table", "slot_mapping"):
         getattr(into.meta, field).copy_(getattr(source.meta, field))
     for mine, theirs in zip(
-        (into.q, into.k, into.v, *into.cache.tensors),
-        (source.q, source.k, source.v, *source.cache.tensors),
+        (into.call.q, into.call.k, into.call.v, *into.cache.tensors),
+        (source.call.q, source.call.k, source.call.v, *source.cache.tensors),
         strict=True,
     ):
         mine.copy_(theirs)
@@ -139,6 +139,6 @@ def test_V10_rows_change_under_a_mixed_graph(name: str, spec: LayerSpec) -> None
 def test_a_padded_decode_row_neither_writes_nor_reads() -> None:
     case = Case((None, (1, 40), None), LLAMA_1B, 64, dtype=torch.bfloat16)
     built = build(case, "cuda")
-    built.q[0], built.k[0], built.v[0] = float("nan"), float("inf"), float("nan")
+    built.call.q[0], built.call.k[0], built.call.v[0] = float("nan"), float("inf"), float("nan")
     attend(backend_for(case), built)
     built.check(2e-2)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 import torchweave.ops.quant.fp8_fused  # noqa: F401  (defines the fused ops)
 from tests.ops.attention.attention_cases import Case, build
-from torchweave.ops.attention.op import FusedQuantStep, LayerSpec, QuantizedOutput, get_backend
+from torchweave.ops.attention.op import LayerSpec, get_backend
 from torchweave.ops.quant.fp8 import FP8, GROUP, fp8_quant, quantize
 from torchweave.ops.quant.fp8_linear import Fp8Config, block_scales, choose, fp8_linear
 
@@ -118,9 +120,8 @@ def test_attention_quantises_in_its_decode_kernel(given: float | None) -> None:
     q, s = fp8_quant(built.out.flatten(1), GROUP if scale is None else 0, scale)
     out = torch.empty(built.out.shape, dtype=FP8, device="cuda")
     written = torch.empty_like(s) if scale is None else None
-    target = QuantizedOutput(out, written, scale)
-    assert isinstance(step, FusedQuantStep)
-    step.forward_quantized(target, built.rotary, built.q, built.k, built.v, built.cache, built.variant)
+    assert step.fuses_quant
+    step.forward(dataclasses.replace(built.call, out=out, given_scale=scale, out_scale=written), built.cache)
     near((out.flatten(1), s if written is None else written), (q, s))
 
 

@@ -14,7 +14,7 @@ from torchweave.engine.runner.step_buffers import HostBufferRing
 from torchweave.ops.sampling.sample import sample
 from torchweave.ops.step_io import advance, carry, prepare, prepare_decode_inputs
 
-pytestmark = pytest.record_end.gpu
+pytestmark = pytest.mark.gpu
 
 
 def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -30,8 +30,8 @@ def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.record_end.parametrize("seed", range(10))
-@pytest.record_end.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("graphed", [False, True])
 def test_step_ops(seed: int, graphed: bool) -> None:
     generator = np.random.default_rng(seed)
     state = random_state(generator)
@@ -66,8 +66,8 @@ def test_step_ops(seed: int, graphed: bool) -> None:
     assert twin.arena.cpu().equal(state.arena)
 
 
-@pytest.record_end.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.record_end.parametrize("vocab_size", [5, 1000, 4097, 32000, 128256, 262144])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [5, 1000, 4097, 32000, 128256, 262144])
 def test_sampling_equals_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
     logits, slots, state = build(vocab_size, dtype, repeats=2, seed=vocab_size)
     expected = sample(logits, slots, state).tolist()

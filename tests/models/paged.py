@@ -13,7 +13,7 @@ import torch
 
 from torchweave.compiler import eager_forward
 from torchweave.models import DecoderStep
-from torchweave.ops.attention.calls import run_attention
+from torchweave.ops.attention.call import AttentionCall, run_attention
 from torchweave.ops.attention.op import AttentionMetadata, get_backend
 
 BLOCK = 16
@@ -59,7 +59,7 @@ def paged_tokens(
         def boundary(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attention: Any = attention) -> None:
             named = {argument.name: argument.default_value for argument in op._schema.arguments}
             named |= dict(zip(named, args, strict=False)) | kwargs | (spoil or {})
-            run_attention(attention, caches, **named)
+            run_attention(attention, AttentionCall(**named), caches[named["layer"]])
 
         ends = meta.query_start[1:].long() - 1
         chosen = forward(boundary, ids, positions, ends).argmax(-1).tolist()

@@ -160,8 +160,8 @@ def _profile_rows(row: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Rows of a step of `bench profile` and its longest kernels."""
     heading, shown, rest = f"A {row['kind']} step", row["kernels"][:_KERNELS], row["kernels"][_KERNELS:]
     what = f"{row['rows']:g} rows, {row['tokens']:g} tokens, {' or '.join(row['how'])}"
-    stats = sum(kernel["us"] for kernel in row["kernels"]) / 1e3
-    note = f"GPU busy for {row['busy_ms']:.3f} ms" if "busy_ms" in row else f"{stats:.3f} ms in ops of torch"
+    profiled_ms = sum(kernel["us"] for kernel in row["kernels"]) / 1e3
+    note = f"GPU busy for {row['busy_ms']:.3f} ms" if "busy_ms" in row else f"{profiled_ms:.3f} ms in ops of torch"
     found = [(heading, what, f"{row['ms']:.3f} ms", note)]
     for kernel in shown:
         found.append(

@@ -1,4 +1,4 @@
-"""The compile stack: `torchweave.compile(module, inputs, dynamic=...)`, and the parts that an engine is built from."""
+"""The compiler: `torchweave.compile(module, inputs, dynamic=...)`, and the interfaces that the engine uses."""
 
 from __future__ import annotations
 

@@ -21,23 +21,23 @@ def compile(
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a plain module: `compiled(*tensors)` computes what `module(*tensors)` does, without gradients.
+    """Compile a plain module: `compiled(*tensors)` returns the result of `module(*tensors)`, without gradients.
 
     Args:
-        module: must not change afterwards, but for values of its weights that are written in place.
+        module: must not change afterwards, except for in-place writes to its weights.
         inputs: example tensors by forward's parameter names, in forward's order; values are not read.
         dynamic: names of the dimensions that vary, by input and dimension: `{"x": {0: "T"}}`.
-        config: how; see `torchweave.TorchCompileConfig`. With its `compile_cache` an equal module is loaded, not captured again.
-        report: collects what was decided.
-        passes: what runs instead of the stack's own passes; `[*default_passes(), Mine()]` adds one to them.
+        config: see `torchweave.TorchCompileConfig`. With its `compile_cache` an equal module is loaded, not captured again.
+        report: collects the events of the compilation.
+        passes: replaces the default passes; `[*default_passes(), Mine()]` adds a pass to them.
 
     Returns:
-        A callable; `.compiled_graph` holds the pieces and the code. Boundary ops are called as they are. It raises
-        ValueError for what it
-        was not compiled for: inputs of another kind, or that share memory where forward writes to one; another `torch.autocast`.
+        A callable; `.compiled_graph` holds the pieces and the code. Boundary ops run as they are. A call raises ValueError when
+        inputs differ in kind from the examples, share memory that forward writes to, or when `torch.autocast` differs.
 
     Raises:
-        TraceError: a ValueError; forward is no one graph for every size, or changes Python objects, with the line and the cause.
+        TraceError: a ValueError; forward is not one graph for all sizes, or changes Python objects, with the line and the
+        cause.
     """
     from torchweave.compiler.compiled_module import CompiledModule
 

@@ -1,5 +1,4 @@
-"""Everything that can be asked about a module on this device, asked: which configuration each of its products of few tokens takes,
-whether passes that wait for a measurement pay, whether pieces are faster over several streams or built for one size."""
+"""Autotune a module on its device: kernel configurations of small linears, gated passes, stream splits, fixed-size builds."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from torchweave.report import Report
 
 @dataclass(frozen=True)
 class Module:
-    """A module that is tuned.
+    """A module to tune.
 
     Attributes:
-        compile_graph: compiles it by a config.
-        step: runs what was woven once, on a number of tokens.
-        device: where it is.
+        compile_graph: compiles the module with a config.
+        step: runs one step of the compiled graph on a number of tokens.
+        device: device of the module.
     """
 
     compile_graph: Callable[[TorchCompileConfig], CompiledGraph]
@@ -42,11 +41,11 @@ def tune_module(
     report: Report,
     tokens: Sequence[int] = linears.TOKENS,
 ) -> Table:
-    """The answers that are not in `known`, an event `tuned` for each.
+    """Measure the entries that `known` lacks, with an event `tuned` for each.
 
     Args:
-        config: what the module will be built by: streams and fixed sizes are asked about when it has them.
-        tokens: numbers of tokens to ask for.
+        config: config of the deployment; streams and fixed sizes are measured if it enables them.
+        tokens: token counts to measure.
     """
     plain = replace(config, max_num_streams=1, compile_sizes=())
     compiled_graph = module.compile_graph(plain)
@@ -81,5 +80,5 @@ def _piece_tasks(
     if config.compile_sizes:
         others[COMPILE_SIZES] = (replace(plain, compile_sizes=config.compile_sizes), config.compile_sizes)
     for subject, (other, counts) in others.items():
-        found = pieces.tuning_tasks(subject, compiled_graph, module.compile_graph(other), counts)
-        yield from (each for each in found if not known.matching_entries(each.subject, each.shape))
+        tasks = pieces.tuning_tasks(subject, compiled_graph, module.compile_graph(other), counts)
+        yield from (each for each in tasks if not known.matching_entries(each.subject, each.shape))

@@ -1,4 +1,4 @@
-"""The backend on one page: capture, passes, split, build, stitch."""
+"""The compiler backend in six stages: capture, pipeline stage, passes, split, build, assemble."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torchweave.compiler.cache.entries import GraphEntry
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.codegen.inductor import start_inductor_workers
-from torchweave.compiler.ir.collectives import num_ranks, report_collectives
+from torchweave.compiler.ir.collectives import num_ranks
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.size_ranges import size_range
 from torchweave.compiler.ir.symbols import DynamicDims
 from torchweave.compiler.partition.pipeline_stages import extract_pipeline_stage
-from torchweave.compiler.partition.split import Piece, describe, split
+from torchweave.compiler.partition.split import Piece, report_parts, split
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager
-from torchweave.compiler.piece_builder import build_pieces
+from torchweave.compiler.piece_builder import BuildOptions, build_pieces
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.tuning.table_store import load_tables, report_table
 from torchweave.config.options import TorchCompileConfig
@@ -40,17 +40,16 @@ def compile_graph(
     passes: Sequence[Pass] | None = None,
     lock_cache: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> CompiledGraph:
-    """Compile a module's forward: one captured graph, cut at boundary ops, each distinct piece built once.
+    """Compile a module's forward: one captured graph, split at boundary ops, each distinct piece built once.
 
     Args:
         module: must not change afterwards; its parameters and buffers are bound here, and passes may move their storage.
         inputs: example tensors by forward's parameter names, in forward's order; values are not read.
-        dynamic: names of the dimensions that vary: `{"input_ids": {0: "T"}}`. All else is fixed to the examples.
-        boundary_ops: ops that are handed to the caller at each call, such as `torchweave::attention`.
-        cache: keeps captured graphs and built pieces between processes; None builds everything anew.
-        passes: what to run instead of the stack's own passes and those that the config adds.
-        lock_cache: entered around each thing that the cache keeps: ranks that share one take turns, so that one makes
-        what others load.
+        dynamic: names of the dimensions that vary: `{"input_ids": {0: "T"}}`. All others are fixed to the examples.
+        boundary_ops: ops that the caller executes at each call, such as `torchweave::attention`.
+        cache: stores captured graphs and built pieces between processes; None builds everything.
+        passes: replaces the default passes and those that the config adds.
+        lock_cache: entered around each use of the cache, so that of ranks with one cache one builds and the others load.
 
     Raises:
         TraceError: the forward cannot be captured, with the line and the cause.
@@ -62,19 +61,24 @@ def compile_graph(
     device = next(iter(inputs.values())).device
     table = load_tables(device, cache, report)
     with gc_paused():
+        # 1. Capture: Dynamo traces forward into one graph of Torch IR, or the cache holds it.
         with lock_cache():
             graph = _load_or_capture(module, inputs, dynamic, config, cache, report)
-        extract_pipeline_stage(graph)
-        manager = PassManager(passes, config, table, num_ranks(graph))
         graph.boundary_ops = frozenset(boundary_ops)
+        # 2. Pipeline stage: cut the graph to the layers of this rank.
+        extract_pipeline_stage(graph)
+        # 3. Passes on Torch IR.
+        manager = PassManager(passes, config, table, num_ranks(graph))
         manager.run(graph, report)
         report_table(table, graph, report)
+        # 4. Split at the boundary ops.
         parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
-    report.event("parts", order=[describe(part) for part in parts])
-    report_collectives(pieces, graph.symbols, report)
+    report_parts(parts, graph.symbols, report)
+    # 5. Build each distinct piece: lowering, passes on ATen, Inductor or FX, or the cache.
     with lock_cache():
-        built = build_pieces(graph, pieces, manager, cache, device, report)
+        built = build_pieces(pieces, BuildOptions(graph, manager, cache, device, report))
+    # 6. Assemble: generate the forward that calls the pieces and boundary ops in order.
     low, high = size_range(graph, config.dynamic_shapes, report)
     return CompiledGraph(graph, parts, built, (low, min([high, *(each.max_size for each in built.values())])), report)
 
@@ -89,14 +93,14 @@ def _load_or_capture(
 ) -> CapturedGraph:
     """The module's graph, from the cache when an equal module was captured before."""
     begin = time.monotonic()
-    graph_entry = GraphEntry(cache, module, inputs, dynamic, config) if cache is not None else None
-    graph = graph_entry.load() if graph_entry is not None else None
+    entry = GraphEntry(cache, module, inputs, dynamic, config) if cache is not None else None
+    graph = entry.load() if entry is not None else None
     source = "dynamo" if graph is None else "cache"
     if graph is None:
         device = next(iter(inputs.values())).device
         with start_inductor_workers(device) if config.enable_inductor else nullcontext():
             graph = capture(module, inputs, dynamic, config.dynamic_shapes, report)
-        if graph_entry is not None:
-            graph_entry.store(graph)
+        if entry is not None:
+            entry.store(graph)
     report.event("capture", seconds=time.monotonic() - begin, operations=graph.num_calls(), source=source)
     return graph

@@ -1,7 +1,8 @@
-"""A plain module, compiled: no engine, no boundary to hand ops to."""
+"""The result of `torchweave.compile`: a compiled module without an engine, which runs boundary ops as they are."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,10 @@ from torchweave.compiler.cache.store import open_cache
 from torchweave.compiler.dump import open_dump
 from torchweave.compiler.explain.page import save_explanation
 from torchweave.compiler.passes.base import Pass
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
+from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
 
 
@@ -33,7 +36,7 @@ class CompiledModule:
         _validate_inputs(inputs, dynamic or {})
         config, report = config or TorchCompileConfig(), report or Report(show=False)
         open_dump(config, report)
-        ops = _registered_boundary_ops()
+        ops = boundary_ops()
         cache = open_cache(config, report)
         self.compiled_graph = compile_graph(
             module, inputs, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, passes=passes
@@ -42,40 +45,38 @@ class CompiledModule:
         self._device_type = next(iter(inputs.values())).device.type
         self._autocast = autocast(self._device_type)
 
+    @property
+    def woven(self) -> CompiledGraph:
+        """Deprecated alias of `compiled_graph`."""
+        warnings.warn("`.woven` is deprecated; use `.compiled_graph`", DeprecationWarning, stacklevel=2)
+        return self.compiled_graph
+
     def __call__(self, *inputs: Tensor) -> Any:
         if len(inputs) != len(self.compiled_graph.inputs) or not all(isinstance(each, Tensor) for each in inputs):
             given = ", ".join(type(each).__name__ for each in inputs) or "nothing"
-            raise ValueError(
-                f"it takes one tensor for each of {', '.join(self.compiled_graph.inputs)}, and was given {given}"
-            )
+            raise ValueError(f"expected one tensor for each of {', '.join(self.compiled_graph.inputs)}, not {given}")
         if (now := autocast(self._device_type)) != self._autocast:
             raise ValueError(
-                f"compiled with autocast {self._autocast} and called with autocast {now}; compile in the `torch.autocast` in which "
-                "the module is called, or enter it in forward"
+                f"compiled with autocast {self._autocast} and called with autocast {now}; compile in the `torch.autocast` in "
+                "which the module is called, or enter it in forward"
             )
         return self.compiled_graph(call_op, *inputs)
 
 
 def _validate_inputs(inputs: Any, dynamic: Any) -> None:
-    """Say what is wrong with examples that are no tensors by name, or with names of dimensions that there are not."""
+    """Raise ValueError for examples that are not tensors by name, and for names of dimensions that do not exist."""
     if not isinstance(inputs, Mapping) or not inputs or not all(isinstance(each, Tensor) for each in inputs.values()):
         raise ValueError(
-            'inputs are example tensors by the names of forward\'s parameters, at least one: `{"x": torch.zeros(8, 64)}`'
+            'inputs must be example tensors by forward\'s parameter names, at least one: `{"x": torch.zeros(8, 64)}`'
         )
-    wanted = 'dynamic names dimensions of inputs, counted from 0: `{"x": {0: "T"}}`'
+    rule = 'dynamic names dimensions of inputs, counted from 0: `{"x": {0: "T"}}`'
     if not isinstance(dynamic, Mapping) or not all(isinstance(each, Mapping) for each in dynamic.values()):
-        raise ValueError(f"{wanted}; not {dynamic}")
+        raise ValueError(f"{rule}; not {dynamic}")
     for name, dims in dynamic.items():
         if name not in inputs:
-            raise ValueError(f"{wanted}; there is no input {name}, but {', '.join(inputs)}")
+            raise ValueError(f"{rule}; no input is named {name}; inputs are {', '.join(inputs)}")
         for dim, size_name in dims.items():
             if not (isinstance(dim, int) and 0 <= dim < inputs[name].dim() and isinstance(size_name, str)):
                 raise ValueError(
-                    f"{wanted}; not {dim!r}: {size_name!r}, where {name} has {inputs[name].dim()} dimensions"
+                    f"{rule}; not {dim!r}: {size_name!r}, where {name} has {inputs[name].dim()} dimensions"
                 )
-
-
-def _registered_boundary_ops() -> frozenset[str]:
-    from torchweave.ops.registry import boundary_ops
-
-    return frozenset(boundary_ops())

@@ -1,10 +1,10 @@
 """The dump folder: every artifact as a file, every event as a line of `timeline.jsonl`.
 
 timeline.jsonl                    every event, in order: {"at": seconds, "event": its kind, facts}
-dynamo/transformed_code.txt       the bytecode that Dynamo made of the forward
-passes/NN-NAME/{before,after}.py  the graph around each pass
-pieces/DIGEST/{fx,inductor}.py    each distinct piece, and what Inductor generated for it
-explain.json, report.html         everything that was decided, once all is built
+dynamo/transformed_code.txt       the bytecode that Dynamo generated for the forward
+passes/NN-NAME/{before,after}.py  the graph before and after each pass
+pieces/DIGEST/{fx,inductor}.py    each distinct piece, and the code that Inductor generated for it
+explain.json, report.html         all decisions, written once everything is built
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FOLDERS = ("dynamo", "passes", "pieces")
 
 
 def open_dump(config: TorchCompileConfig, report: Report) -> Path | None:
-    """Let everything that `report` is told from now on be written to the folder that a config asks for.
+    """Write all later events and artifacts of `report` to the config's dump folder; None when it names none.
 
-    What an earlier dump left there is taken away first; other files stay.
+    Files of an earlier dump are removed first; other files stay.
 
     Raises:
-        ValueError: the folder cannot be made or written.
+        ValueError: the folder cannot be created or written.
     """
     if config.dump_dir is None:
         return None
@@ -55,7 +55,7 @@ def open_dump(config: TorchCompileConfig, report: Report) -> Path | None:
 
 
 class _DumpWriter:
-    """Writes what a report is told, until the folder cannot be written any more: looking at the work must not stop it."""
+    """Writes events and artifacts until a write fails: a dump must not stop the compilation."""
 
     def __init__(self, folder: Path, report: Report) -> None:
         self._folder, self._report, self._disabled = folder, report, False
@@ -76,17 +76,17 @@ class _DumpWriter:
                 file.write(text)
         except OSError as error:
             self._disabled = True
-            why = f"nothing more is written to {self._folder}: {error}"
+            why = f"stopped writing to {self._folder}: {error}"
             self._report.event("warning", what="dump_dir", why=why)
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """A graph as annotated Python: each value with its dtype, shape and strides, each line of the model above what it made."""
+    """A graph as annotated Python: values with dtype, shape and strides, operations below their lines of the model."""
     return module.print_readable(print_output=False, include_stride=True, include_device=True)
 
 
 def bytecode_text(code: CodeType) -> str:
-    """A code object and those within it, disassembled."""
+    """The disassembly of a code object and of those nested in it."""
     text = io.StringIO()
     dis.dis(code, file=text)
     return text.getvalue()

@@ -1,4 +1,4 @@
-"""What can go wrong while a module is woven, each with the place and the cause."""
+"""Errors of a compilation, each with its source line and cause."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import fx
 from torch.utils._traceback import shorten_filename
 
 VIEW_MUTATION_HINT = (
-    "torch can take a write to such a view apart for one size alone: write to `x[:, i]` in the place of a part of `unbind` or "
+    "torch can decompose a write to such a view for a single size only: write to `x[:, i]` instead of a part of `unbind` or "
     "`unfold`, or compute a new tensor"
 )
 
 
 class CompileError(ValueError):
-    """A module cannot be woven as asked.
+    """A module cannot be compiled.
 
     Attributes:
-        where: `file:line` in the traced code, or "" when there is no one place.
+        where: `file:line` in the traced code, or "" when no single line is the cause.
         cause: one sentence.
     """
 
@@ -32,19 +32,19 @@ class CompileError(ValueError):
 
 
 class TraceError(CompileError):
-    """The module's forward cannot be captured as one graph of pieces. It can still be run as it is; see `eager_forward`."""
+    """The module's forward cannot be captured as one graph. It can still run uncompiled; see `eager_forward`."""
 
 
 class SizeError(TraceError):
-    """What was captured holds for some sizes only."""
+    """The captured graph is valid for some sizes only."""
 
 
 class InvariantError(TraceError):
-    """What was captured breaks a rule that pieces and recordings rest on."""
+    """The captured graph breaks a rule of pieces or CUDA graphs."""
 
 
 def trace_error(error: BaseException) -> TraceError:
-    """`error`, raised while tracing, as one sentence and the user's line."""
+    """The TraceError of an error that tracing raised: one sentence and the user's line."""
     stack = getattr(error, "real_stack", None)
     where = ""
     if stack:
@@ -70,9 +70,9 @@ def _one_line_message(error: BaseException) -> str:
 
 
 def user_location(sloc: Any) -> tuple[str, str]:
-    """`file:line` of the user's code that a guard is from, and that line; "" for what is not known.
+    """`file:line` of the user's code that made a guard, and the code; "" where torch did not record it.
 
-    torch writes `code  # file:line in function`.
+    torch's format is `code  # file:line in function`.
     """
     code, _, rest = (getattr(sloc, "maybe_user_loc", None) or "").rpartition("#")
     short, _, line = rest.strip().partition(" in ")[0].rpartition(":")
@@ -82,8 +82,8 @@ def user_location(sloc: Any) -> tuple[str, str]:
 
 
 def resolve_file_name(short: str) -> str:
-    """The name of a file of which torch cut off the beginning, with dots in its place or without; "" when it is of no module, and
-    nothing that was read to show a line."""
+    """The full name of a file that torch shortened at the front, with or without dots; "" when it is neither a module's file
+    nor in the line cache."""
     end = short.lstrip(".")
     for file in (*linecache.cache, *(str(getattr(module, "__file__", "")) for module in list(sys.modules.values()))):
         if shorten_filename(file) == short or (end != short and file.endswith(end)):
@@ -92,11 +92,11 @@ def resolve_file_name(short: str) -> str:
 
 
 def source_location(node: fx.Node) -> str:
-    """`file:line` of the user's code that made the node, as far as tracing kept it."""
+    """`file:line` of the user's code that made the node; "" where tracing did not record it."""
     places = source_locations(node)
     return places[-1] if places else ""
 
 
 def source_locations(node: fx.Node) -> list[str]:
-    """`file:line` of every frame in which the node was made, the innermost last."""
+    """`file:line` of each frame that made the node, the innermost last."""
     return [":".join(each) for each in re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")]

@@ -1,7 +1,12 @@
-"""From pieces to code: each distinct piece is lowered where a pass of the ATen stage wants that, rewritten, built, and kept.
+"""Build each distinct piece in stages: token-count variants, cache, ATen passes, streams, code.
 
-Most pieces are built once, for every token count. A piece is built again for a range of token counts where a pass pays only
-there, and for every size of `compile_sizes` with that size fixed; the call then chooses by its token count.
+variants      a build for each range of the token count in which other passes pay, and for each of `compile_sizes`
+cache         load the build, or run the later stages and store their result
+aten_passes   lower the piece to ATen ops and rewrite it
+streams       split the piece over several CUDA streams where that saves time
+code          Inductor code, or the Python code of the FX graph
+
+`PieceBuilder.stages` holds the order. Each stage is a function of a job and of the rest of the list.
 """
 
 from __future__ import annotations
@@ -33,11 +38,27 @@ from torchweave.compiler.precompile.precompile import KernelPrecompiler
 from torchweave.compiler.streams.backends import make_streams
 from torchweave.compiler.streams.build import StreamBuilder
 from torchweave.compiler.tuning.table import COMPILE_SIZES, STREAMS, Table, device_kind
-from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
-Facts = list[dict[str, Any]]
 TokenSpan = tuple[int, int | None]
+"""Smallest and largest token count; None for an open end."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Settings shared by all pieces of a graph.
+
+    Attributes:
+        graph: the captured graph that the pieces were cut from.
+        manager: passes of the ATen stage, the config and the tuning table.
+        cache: None to build every piece anew.
+    """
+
+    graph: CapturedGraph
+    manager: PassManager
+    cache: CompileCache | None
+    device: torch.device
+    report: Report
 
 
 @dataclass(frozen=True)
@@ -45,174 +66,175 @@ class RewrittenPiece:
     """A piece after the ATen stage.
 
     Attributes:
-        facts: of each pass's event.
-        ranges: of the token count in which the piece becomes different things, all of them; empty when it was not divided.
+        facts: fields of each pass's event.
+        ranges: all ranges of the token count in which the passes give different graphs, lowest first.
     """
 
     piece: Piece
-    facts: Facts = field(default_factory=list)
+    facts: list[dict[str, Any]] = field(default_factory=list)
     ranges: tuple[TokenSpan, ...] = ()
 
-    def at(self, low: int, high: int | None) -> RewrittenPiece:
-        """The same, its facts marked with the token counts that it is for."""
+    def with_tokens(self, low: int, high: int | None) -> RewrittenPiece:
+        """A copy whose facts carry the range of token counts."""
         return replace(self, facts=[{**each, "tokens": [low, high]} for each in self.facts])
 
 
-def build_pieces(
-    graph: CapturedGraph,
-    pieces: Sequence[Piece],
-    manager: PassManager,
-    cache: CompileCache | None,
-    device: torch.device,
-    report: Report,
-) -> dict[str, BuiltPiece]:
-    """Each distinct piece, built once."""
-    distinct: dict[str, list[Piece]] = {}
+@dataclass(frozen=True)
+class PieceJob:
+    """A piece on its way through the stages.
+
+    Attributes:
+        num_guards: number of the graph's guards before this piece was built.
+        rewrite: runs the ATen passes; called on a cache miss only.
+        cache_factors: factors of the cache key besides the piece and the config.
+        tune: let Inductor time candidate kernels, which pays where sizes are fixed.
+    """
+
+    piece: Piece
+    num_guards: int
+    rewrite: Callable[[], RewrittenPiece] | None = None
+    cache_factors: Mapping[str, Any] = field(default_factory=dict)
+    tune: bool = False
+
+
+Build = Callable[[PieceJob], BuiltPiece]
+Stage = Callable[[PieceJob, Build], BuiltPiece]
+
+
+def build_pieces(pieces: Sequence[Piece], options: BuildOptions) -> dict[str, BuiltPiece]:
+    """Build each distinct piece once; returns the builds by digest."""
+    layers: dict[str, list[Piece]] = {}
     for piece in pieces:
-        distinct.setdefault(piece.digest, []).append(piece)
+        layers.setdefault(piece.digest, []).append(piece)
     built: dict[str, BuiltPiece] = {}
-    builder = PieceBuilder(graph, manager, cache, device, report)
-    code = InductorCacheDir(cache, device)
-    with code, builder.kernel_precompiler, report.progress("building pieces", len(distinct)) as advance:
-        # Those of most layers first: the first and the last piece have most of the kernels that Inductor writes, and the processes
-        # that build these need some seconds to be ready.
-        for digest, same in sorted(distinct.items(), key=lambda item: -len(item[1])):
-            built[digest] = code.run(functools.partial(builder.build, same[0]))
+    builder, report = PieceBuilder(options), options.report
+    inductor_dir = InductorCacheDir(options.cache, options.device)
+    with inductor_dir, builder.kernel_precompiler, report.progress("building pieces", len(layers)) as advance:
+        # Pieces of most layers first: the graph's first and last piece need most of the Inductor kernels, and the worker
+        # processes that compile these take some seconds to start.
+        for digest, same in sorted(layers.items(), key=lambda item: -len(item[1])):
+            built[digest] = inductor_dir.run(functools.partial(builder.build, same[0]))
             advance(1, digest)
-    for digest, same in distinct.items():
+    for digest, same in layers.items():
         _report_piece(same, built[digest], report)
     return built
 
 
 class PieceBuilder:
-    """Builds one piece after the other.
+    """Builds pieces one at a time through `stages`."""
 
-    Args:
-        graph: what the pieces were cut from; knows which symbol is the token count.
-    """
-
-    def __init__(
-        self,
-        graph: CapturedGraph,
-        manager: PassManager,
-        cache: CompileCache | None,
-        device: torch.device,
-        report: Report,
-    ) -> None:
-        self.manager, self.cache, self.device, self.report = manager, cache, device, report
-        self.config: TorchCompileConfig = manager.config
-        # A pass for other devices would only cost the lowering.
+    def __init__(self, options: BuildOptions) -> None:
+        self.options, self.report, self.config = options, options.report, options.manager.config
+        # A pass for other devices would cost a lowering and never match.
+        device_type = options.device.type
         self.passes = tuple(
-            each for each in manager.passes("aten") if device.type in getattr(each, "devices", (device.type,))
+            each for each in options.manager.passes("aten") if device_type in getattr(each, "devices", (device_type,))
         )
-        self.graph, self.known_guards = graph, 0
-        self.tokens = token_count(graph.symbols)
-        self.table = manager.table or Table(device_kind(device))
-        self.kernel_precompiler = KernelPrecompiler(device)
-        self.streams = _stream_builder(self.config, device, report, self.table)
+        self.tokens = token_count(options.graph.symbols)
+        self.table = options.manager.table or Table(device_kind(options.device))
+        self.kernel_precompiler = KernelPrecompiler(options.device)
+        self.stream_builder = _stream_builder(options, self.table)
+        self.stages: tuple[Stage, ...] = (self.variants, self.cache, self.aten_passes, self.code)
+        if self.stream_builder is not None:  # each part of a split piece has its own cache entry
+            self.stages = (self.variants, self.aten_passes, self.streams, self.cache, self.code)
 
     def build(self, piece: Piece) -> BuiltPiece:
-        """The piece for every token count, and its variants."""
-        self.known_guards = num_guards(self.graph)
-        *narrow, whole = self._build_ranges(piece)
-        built = replace(whole.built, variants=tuple(narrow))
-        if self.config.enable_inductor and self.tokens is not None:
-            sizes = [size for size in sorted(set(self.config.compile_sizes)) if self._is_worthwhile(piece, size)]
-            fixed = [self._build_for_size(piece, size) for size in sizes]
-            built = replace(built, variants=(*(each for each in fixed if each is not None), *built.variants))
-        return replace(built, max_size=min([built.max_size, *(each.built.max_size for each in built.variants)]))
+        """Build a piece for every token count, with its variants."""
+        return self._run_stages(0, PieceJob(piece, num_guards(self.options.graph)))
 
-    def _build_ranges(self, piece: Piece) -> list[Variant]:
-        """The piece by ranges of the token count, lowest first, the last one open; one when no pass divides them."""
-        ranges, factors = token_ranges(self.passes), aten_cache_keys(self.passes)
-        if len(ranges) == 1 or self.tokens is None:
-            return [
-                Variant(
-                    1,
-                    None,
-                    self._load_or_build(
-                        piece, lambda: self._rewrite(piece, self.passes, lambda: lower(piece)), factors
-                    ),
-                )
-            ]
-        found = functools.cache(lambda: self._rewrite_ranges(piece, ranges))  # not at a start that only loads
-        whole = self._load_or_build(piece, lambda: found()[-1], factors)
-        narrow = [
-            Variant(
-                low, high, self._load_or_build(piece, lambda at=at: found()[at], {**factors, "tokens": [low, high]})
-            )
-            for at, (low, high) in enumerate(whole.ranges[:-1])
+    def _run_stages(self, first: int, job: PieceJob) -> BuiltPiece:
+        return self.stages[first](job, functools.partial(self._run_stages, first + 1))
+
+    def variants(self, job: PieceJob, build: Build) -> BuiltPiece:
+        """Stage: the build for the highest token counts, and as its variants those for lower ranges and fixed sizes."""
+        rewrites = functools.cache(functools.partial(self._rewrite_ranges, job.piece))  # not called when all is cached
+        factors = aten_cache_keys(self.passes)
+
+        def build_range(index: int, factors: Mapping[str, Any]) -> BuiltPiece:
+            return build(replace(job, rewrite=lambda: rewrites()[index], cache_factors=factors))
+
+        whole = build_range(-1, factors)
+        variants = [
+            Variant(low, high, build_range(index, {**factors, "tokens": [low, high]}))
+            for index, (low, high) in enumerate(whole.ranges[:-1])
         ]
-        return [*narrow, Variant(whole.ranges[-1][0], None, whole)]
+        if self.config.enable_inductor and self.tokens is not None:
+            sizes = (size for size in sorted(set(self.config.compile_sizes)) if self._is_worthwhile(job.piece, size))
+            fixed = [each for size in sizes if (each := self._build_for_size(job, size, build)) is not None]
+            variants = fixed + variants
+        limit = min([whole.max_size, *(each.built.max_size for each in variants)])
+        return replace(whole, variants=tuple(variants), max_size=limit)
 
-    def _rewrite_ranges(self, piece: Piece, ranges: Sequence[TokenSpan]) -> list[RewrittenPiece]:
-        """What the piece becomes in each range; ranges in which it becomes the same are one."""
+    def cache(self, job: PieceJob, build: Build) -> BuiltPiece:
+        """Stage: the build from the compile cache, else built and stored. FX builds are not cached."""
+        if self.options.cache is None or not self.config.enable_inductor:
+            return build(job)
+        make, device = functools.partial(build, job), self.options.device
+        entry = PieceEntry(self.options.cache, job.piece, self.config, device, make, job.cache_factors)
+        return entry.load_or_build()
+
+    def aten_passes(self, job: PieceJob, build: Build) -> BuiltPiece:
+        """Stage: run the ATen passes that the variant asks for."""
+        assert job.rewrite is not None
+        rewritten = job.rewrite()
+        factors = {"tuned_by_inductor": True} if job.tune else {}  # the rewritten piece is in the key itself
+        built = build(replace(job, piece=rewritten.piece, cache_factors=factors))
+        return replace(built, passes=tuple(rewritten.facts), ranges=rewritten.ranges)
+
+    def streams(self, job: PieceJob, build: Build) -> BuiltPiece:
+        """Stage: build the piece as parts on several streams where that saves time."""
+        assert self.stream_builder is not None
+        return self.stream_builder.build(job.piece, lambda part: build(replace(job, piece=part)))
+
+    def code(self, job: PieceJob, _: Build) -> BuiltPiece:
+        """Stage: Inductor code, or the graph's Python code where Inductor is off or fails."""
+        self.kernel_precompiler.submit_piece(job.piece)
+        built = (self._by_inductor(job) if self.config.enable_inductor else None) or build_fx(job.piece)
+        # Read here, before the cache stores the piece: a load from the cache creates no guards.
+        return replace(built, max_size=max_size(self.options.graph, job.num_guards))
+
+    def _rewrite_ranges(self, piece: Piece) -> list[RewrittenPiece]:
+        """The rewritten piece of each range of the token count; adjacent ranges with equal graphs are merged."""
+        ranges = token_ranges(self.passes) if self.tokens is not None else [(1, None)]
         spans: list[TokenSpan] = []
-        found: list[RewrittenPiece] = []
+        rewritten_pieces: list[RewrittenPiece] = []
         lowered = functools.cache(lambda: cached_lowering(piece))
         for low, high in ranges:
-            rewritten = self._rewrite(piece, passes_for_range(self.passes, low, high), lambda: lowered()())
-            if found and _same(found[-1].piece, rewritten.piece):
+            passes = self.passes if len(ranges) == 1 else passes_for_range(self.passes, low, high)
+            rewritten = self._rewrite(piece, passes, lambda: lowered()())
+            if rewritten_pieces and _same(rewritten_pieces[-1].piece, rewritten.piece):
                 spans[-1] = (spans[-1][0], high)
             else:
                 spans.append((low, high))
-                found.append(rewritten)
-        if len(found) > 1:
-            found = [each.at(*span) for each, span in zip(found, spans, strict=True)]
-        return [replace(each, ranges=tuple(spans)) for each in found]
+                rewritten_pieces.append(rewritten)
+        if len(spans) > 1:
+            rewritten_pieces = [each.with_tokens(*span) for each, span in zip(rewritten_pieces, spans, strict=True)]
+        return [replace(each, ranges=tuple(spans)) for each in rewritten_pieces]
 
     def _is_worthwhile(self, piece: Piece, size: int) -> bool:
-        """Whether building for this size is worth it, as far as it was measured."""
-        entry = next(
-            (each for each in self.table.matching_entries(COMPILE_SIZES, piece.digest) if each.tokens == size), None
-        )
+        """Whether a build for this token count is faster by the tuning table, or was never measured."""
+        entries = self.table.matching_entries(COMPILE_SIZES, piece.digest)
+        entry = next((each for each in entries if each.tokens == size), None)
         if entry is None or entry.choice:
             return True
-        why = f"{entry.baseline:.1f} us as it is; building it for {size} tokens did not win by more than the noise"
+        why = f"a build for {size} tokens was not measured to be faster than the general one ({entry.baseline:.1f} us)"
         self.report.event("fallback", what=f"piece {piece.digest[:12]} for {size} tokens", why=why)
         return False
 
-    def _build_for_size(self, piece: Piece, size: int) -> Variant | None:
-        """The piece for one token count, which Inductor may tune for; None, and an event, when the size cannot be fixed."""
+    def _build_for_size(self, job: PieceJob, size: int, build: Build) -> Variant | None:
+        """The piece for one token count, tuned by Inductor; None, and an event, where it cannot be lowered for it."""
         assert self.tokens is not None
         passes, sizes = passes_for_range(self.passes, size, size), {self.tokens: size}
+
+        def rewrite() -> RewrittenPiece:
+            lowered = functools.partial(lower, job.piece, sizes)
+            return self._rewrite(job.piece, passes, lowered, sizes).with_tokens(size, size)
+
         factors = {**aten_cache_keys(passes), "token_count": size, "tuned_by_inductor": True}
         try:
-            fixed = lambda: self._rewrite(piece, passes, lambda: lower(piece, sizes), sizes).at(size, size)  # noqa: E731
-            made = self._load_or_build(piece, fixed, factors, tune=True)
+            return Variant(size, size, build(replace(job, rewrite=rewrite, cache_factors=factors, tune=True)))
         except LoweringError:
             return None
-        return Variant(size, size, made)
-
-    def _load_or_build(
-        self, piece: Piece, rewritten: Callable[[], RewrittenPiece], factors: Mapping[str, Any], tune: bool = False
-    ) -> BuiltPiece:
-        """What a piece is rewritten to, built; from the cache without rewriting it again, unless it may be spread over streams."""
-        if self.streams is not None:
-            return self._build_on_streams(rewritten(), tune)
-        if not self._uses_cache():
-            return self._build_rewritten(rewritten(), tune)
-        assert self.cache is not None
-        make = lambda: self._build_rewritten(rewritten(), tune)  # noqa: E731
-        return PieceEntry(self.cache, piece, self.config, self.device, make, factors).load_or_build()
-
-    def _build_on_streams(self, rewritten: RewrittenPiece, tune: bool) -> BuiltPiece:
-        """A piece over several streams, where it gains by it; each part from the cache by what it is."""
-        assert self.streams is not None
-
-        def part(piece: Piece) -> BuiltPiece:
-            if not self._uses_cache():
-                return self._build_rewritten(RewrittenPiece(piece), tune)
-            assert self.cache is not None
-            factors = {"tuned_by_inductor": True} if tune else {}
-            make = lambda: self._build_rewritten(RewrittenPiece(piece), tune)  # noqa: E731
-            return PieceEntry(self.cache, piece, self.config, self.device, make, factors).load_or_build()
-
-        built = self.streams.build(rewritten.piece, part)
-        return replace(built, passes=tuple(rewritten.facts), ranges=rewritten.ranges)
-
-    def _uses_cache(self) -> bool:
-        return self.cache is not None and self.config.enable_inductor
 
     def _rewrite(
         self,
@@ -221,23 +243,22 @@ class PieceBuilder:
         lowered: Callable[[], Piece],
         sizes: Mapping[str, int] | None = None,
     ) -> RewrittenPiece:
-        """The ATen stage: the piece lowered and rewritten, or as it is where no pass matches or it cannot be lowered.
+        """Lower a piece and run the passes; the captured piece where no pass matches or lowering fails.
 
         Args:
-            lowered: the piece lowered, a graph of its own at each call.
-            sizes: that it is lowered for.
+            lowered: returns the lowered piece, a new graph at each call.
+            sizes: fixed values of symbols in `lowered`.
 
         Raises:
-            LoweringError: sizes are to be fixed, and the piece cannot be lowered.
-            SizeError: to take a write apart made a number of a size.
+            LoweringError: lowering failed with fixed sizes.
+            SizeError: functionalization fixed a dynamic size to a number.
         """
-        # A piece that nothing rewrites runs as it was traced, and writes in place as it is.
-        last = [each for each in passes if isinstance(each, Reinplace)]
+        last = [each for each in passes if isinstance(each, Reinplace)]  # pays after a rewrite only
         passes = [each for each in passes if each not in last]
         if not passes and not sizes and not (self.config.enable_inductor and has_mutations(piece.graph)):
             return RewrittenPiece(piece)
-        # Without passes, too, where Inductor would take writes apart: what its own cache has of such a piece does not tell whether
-        # that made a number of a size, and lowering does.
+        # Inductor functionalizes mutations itself, which may fix a dynamic size. Its own cache does not record that; lowering
+        # finds it, so a piece with mutations is lowered even without passes.
         with dynamic_shapes_mode(self.config.dynamic_shapes):
             try:
                 rewritten = lowered()
@@ -246,30 +267,24 @@ class PieceBuilder:
                 if sizes:
                     raise
                 return RewrittenPiece(piece)
-            facts = self.manager.rewrite(rewritten, passes, self.report)
+            manager = self.options.manager
+            facts = manager.rewrite(rewritten, passes, self.report)
             if not sizes and not any(each["matches"] for each in facts):
                 return RewrittenPiece(piece, facts)
-            facts += self.manager.rewrite(rewritten, last, self.report)
+            facts += manager.rewrite(rewritten, last, self.report)
         name = "lowered" + "".join(f"-T{size}" for size in (sizes or {}).values())
         self.report.artifact(f"pieces/{piece.digest}/{name}.py", lambda: graph_text(rewritten.module))
         return RewrittenPiece(rewritten, facts)
 
-    def _build_rewritten(self, rewritten: RewrittenPiece, tune: bool = False) -> BuiltPiece:
-        piece = rewritten.piece
-        self.kernel_precompiler.submit_piece(piece)
-        built = (self._by_inductor(piece, tune) if self.config.enable_inductor else None) or build_fx(piece)
-        # Asked before anything is kept: who loads the piece learns nothing of what was found while it was built.
-        limit = max_size(self.graph, self.known_guards)
-        return replace(built, passes=tuple(rewritten.facts), ranges=rewritten.ranges, max_size=limit)
-
-    def _by_inductor(self, piece: Piece, tune: bool) -> BuiltPiece | None:
-        """The piece by Inductor; None, and an event, where it cannot."""
+    def _by_inductor(self, job: PieceJob) -> BuiltPiece | None:
+        """The piece as Inductor code; None, and an event, where Inductor cannot build it."""
+        piece = job.piece
         shared = next(iter(mutated_aliased_inputs(piece.graph).values()), None)
         try:
             if shared is None:
-                return build_inductor(piece, self.config, tune)
-            # AOTAutograd joins such inputs to one, whose shape it takes from how they are views while it compiles; when the code
-            # runs they are views in another way, and it reads sizes that are not those.
+                return build_inductor(piece, self.config, job.tune)
+            # AOTAutograd joins aliased inputs into one whose shape follows from the views at compile time. Other views at run
+            # time would make the code read wrong sizes.
             why = f"it writes to {shared.name}, which shares its memory with another input"
         except InductorUnsupportedError as error:
             why = str(error)
@@ -277,24 +292,21 @@ class PieceBuilder:
         return None
 
 
-def _stream_builder(
-    config: TorchCompileConfig, device: torch.device, report: Report, table: Table
-) -> StreamBuilder | None:
+def _stream_builder(options: BuildOptions, table: Table) -> StreamBuilder | None:
+    config = options.manager.config
     if config.max_num_streams < 2:
         return None
-    streams = make_streams(config.max_num_streams, device)
-    built_by = "inductor" if config.enable_inductor else "fx"
     return StreamBuilder(
-        streams,
+        make_streams(config.max_num_streams, options.device),
         config.max_num_streams,
-        report,
-        built_by,
+        options.report,
+        "inductor" if config.enable_inductor else "fx",
         measured_saving=lambda piece: table.measured_saving_us(STREAMS, piece.digest),
     )
 
 
 def token_ranges(passes: Sequence[Pass]) -> list[TokenSpan]:
-    """Ranges of the token count, lowest first, in each of which the same passes pay."""
+    """Ranges of the token count, lowest first, within each of which the same passes pay."""
     starts = {1}
     for each in passes:
         low, high = each.token_range

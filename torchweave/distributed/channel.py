@@ -1,6 +1,6 @@
-"""One end of the connection between the leader and another rank: messages, each a letter and bytes.
+"""Message channel between the leader and another rank: each message is a kind (one byte) and a payload.
 
-Both ends are on one machine (a pair of sockets) or on two (TCP, with a secret that both know).
+Both ends are on one machine (a socket pair) or on two (TCP, authenticated by a shared secret).
 """
 
 from __future__ import annotations
@@ -14,41 +14,43 @@ import threading
 from multiprocessing.connection import Connection
 
 HEARTBEAT_SECONDS = 0.5
-"""Seconds between two signs of life."""
+"""Interval of heartbeats."""
 BUILD_TIMEOUT_SECONDS = 60.0
-"""Seconds of silence that are no fault while ranks build: a library may hold the interpreter for long."""
+"""Least heartbeat timeout while ranks build, since a library may hold the interpreter lock for long."""
 
-# From the leader.
-TASK, STEP, IDLE, ALIVE, END = b"t", b"s", b"r", b"a", b"e"
-# From the others; `ALIVE` too.
-JOINED, BUILT, FAILED, DIGEST = b"j", b"b", b"f", b"d"
+
+class MessageKind:
+    """First byte of a message: the first line from the leader, the second from other ranks, `ALIVE` (heartbeat) from both."""
+
+    TASK, STEP, IDLE, ALIVE, END = b"t", b"s", b"r", b"a", b"e"
+    JOINED, BUILT, FAILED, DIGEST = b"j", b"b", b"f", b"d"
 
 
 class Channel:
     """Sends from any thread, receives on one.
 
     Args:
-        connection: a connected socket, as `multiprocessing.connection` frames its messages.
+        connection: a connected socket with the message framing of `multiprocessing.connection`.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
-        if self._socket.family != socket.AF_UNIX:  # a step must not wait until the one before it was acknowledged
+        if self._socket.family != socket.AF_UNIX:  # send a step before the previous one is acknowledged
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, kind: bytes, payload: bytes = b"") -> None:
-        """Send a message; waits only where the other end has not read for long.
+        """Send a message; blocks only while the socket's buffer is full.
 
         Raises:
-            OSError: there is no other end any more.
+            OSError: the other end is closed.
         """
         with self._lock:
             self._connection.send_bytes(kind + payload)
 
     def try_send(self, kind: bytes, payload: bytes = b"") -> None:
-        """Send a short message if that can be done at once; else, or where nobody is there, nothing happens."""
+        """Send a short message if that does not block; drop it otherwise, and when the other end is closed."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -60,26 +62,26 @@ class Channel:
             self._lock.release()
 
     def poll(self, seconds: float) -> bool:
-        """Whether something can be received within so many seconds."""
+        """Wait at most `seconds` for a message or the end of the connection; return whether either came."""
         return self._connection.poll(seconds)
 
     def receive(self) -> tuple[bytes, bytes]:
-        """The next message: its letter and the rest.
+        """Return kind and payload of the next message.
 
         Raises:
-            EOFError, OSError: there is no other end any more.
+            EOFError, OSError: the other end is closed.
         """
         message = self._connection.recv_bytes()
         return message[:1], message[1:]
 
     def clear_receive_timeout(self) -> None:
-        """Let reading take as long as it takes again."""
+        """Remove the receive timeout of the socket."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def abort(self) -> None:
-        """Break the connection, also under a thread that waits in `send`; both ends see its end."""
-        with contextlib.suppress(OSError):  # it is broken already
+        """Shut the connection down for both ends, even while another thread blocks in `send`."""
+        with contextlib.suppress(OSError):  # already shut down
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed (NCCL on GPUs, gloo on CPUs), as `torchweave.ops.collectives.op` asks for them."""
+"""`Communicator` of `torchweave.ops.collectives.op` over torch.distributed: NCCL on GPUs, gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from torchweave.ops.collectives.all_reduce_norm import NormSpec
 
-# The names that torch 2.13 gives to what older ones call `..._into_tensor` and `..._tensor`.
+# Renamed in torch 2.13 from `..._into_tensor` and `..._tensor`.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def sum_of_ranks(parts: Tensor) -> Tensor:
-    """`[size, ...]` -> the sum over ranks: added in float32 in their order, rounded once. What every faster sum is held to."""
+    """`[size, ...]` -> sum over ranks, added in rank order in float32 and rounded once: the reference for faster sums."""
     wide = torch.float32 if parts.dtype.itemsize < 4 and parts.dtype.is_floating_point else parts.dtype
     total = parts[0].to(wide)
     for part in parts[1:]:
@@ -25,10 +25,10 @@ def sum_of_ranks(parts: Tensor) -> Tensor:
 
 
 class ProcessGroupCommunicator:
-    """A group of torch.distributed.
+    """Collectives of a torch.distributed group.
 
-    Over NCCL sums are NCCL's own: in an order that depends on its algorithm, in the dtype of x, and the same on all ranks. Over
-    gloo, where speed is not asked for, every rank gathers all parts and adds them itself, in the order of the ranks.
+    NCCL sums in the dtype of x, in an order that depends on its algorithm, with the same result on all ranks. Over gloo every rank
+    gathers all parts and adds them in rank order (`sum_of_ranks`).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -56,19 +56,19 @@ class ProcessGroupCommunicator:
         return out
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> None:
-        """None: torch.distributed reads any memory."""
+        """None: torch.distributed accepts any memory."""
 
     def fused_all_reduce_norm(self, x: Tensor, norm: NormSpec) -> None:
-        """None: the parts."""
+        """None: not fused."""
 
     def abort(self) -> None:
-        """Whoever leaves the world aborts its process groups."""
+        """Nothing: `process_groups.abort_groups` aborts NCCL's groups."""
 
     def fault(self) -> None:
-        """None: torch.distributed raises."""
+        """None: torch.distributed raises errors itself."""
 
     def _gather_parts(self, x: Tensor) -> Tensor:
-        """x of all ranks, `[size, ...]`."""
+        """Gather x of all ranks as `[size, ...]`."""
         parts = x.new_empty(self.size, *x.shape)
         _gather(parts.view(-1), x.reshape(-1), group=self.group)
         return parts

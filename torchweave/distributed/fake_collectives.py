@@ -1,4 +1,4 @@
-"""What collectives would launch on this rank, without meeting another one: for looking at launches that are not carried out."""
+"""Collectives without other ranks, for enumerating kernel launches that are not executed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchweave.ops.collectives.op import find_communicator, register_communicat
 
 
 class FakeCommunicator:
-    """Stands in for torch.distributed: results have their shapes, and nothing is exchanged."""
+    """Replaces torch.distributed: results have the right shapes, without communication."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -39,19 +39,19 @@ class FakeCommunicator:
 
 @contextmanager
 def fake_collectives(group: str) -> Iterator[bool]:
-    """In here ops that name the group launch its kernels over symmetric memory and leave out what torch.distributed would carry.
+    """Make collective ops of `group` launch only symmetric-memory kernels and skip torch.distributed in this context.
 
-    Kernels that are launched for real would wait for other ranks. Yields whether there is anything to look at: over
-    torch.distributed alone no kernel is the project's.
+    Executed kernels would wait for other ranks. Yields whether the group uses symmetric memory: over torch.distributed alone it
+    launches no kernel of this project.
     """
-    found = find_communicator(group)
-    if not isinstance(found, SymmetricCommunicator):
+    original = find_communicator(group)
+    if not isinstance(original, SymmetricCommunicator):
         yield False
         return
-    fake = FakeCommunicator(found.rank, found.size)
+    fake = FakeCommunicator(original.rank, original.size)
     status = torch.zeros(1, dtype=torch.int32)
-    register_communicator(group, SymmetricCommunicator(found.workspace, fake, found.size_limits, status))
+    register_communicator(group, SymmetricCommunicator(original.workspace, fake, original.size_limits, status))
     try:
         yield True
     finally:
-        register_communicator(group, found)
+        register_communicator(group, original)

@@ -1,4 +1,4 @@
-"""The context of a GPU, made while the interpreter imports: it takes the driver some tenths of a second, and no torch."""
+"""Create a GPU's context while the interpreter imports: the driver needs tenths of a second for it, and not torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _DRIVER = "libcuda.so.1"
 
 
 def open_gpu_context(index: int) -> threading.Thread | None:
-    """Begin to make the context that torch will use on the GPU of that number; None where torch uses none.
+    """Start a thread that creates the context torch will use on GPU `index`; None if torch is built without CUDA.
 
-    What goes wrong is left to torch, which will say it.
+    Errors are ignored: torch reports them later.
     """
     spec = find_spec("torch")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -25,7 +25,7 @@ def open_gpu_context(index: int) -> threading.Thread | None:
 
 
 def _make_context(index: int) -> None:
-    """The device's primary context, which whoever asks for it later gets too. Calls of ctypes hold no lock of the interpreter."""
+    """Retain the device's primary context, which torch then shares. ctypes releases the interpreter lock during calls."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:

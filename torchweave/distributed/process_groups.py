@@ -1,8 +1,8 @@
-"""Which ranks run one engine, and the process groups between them.
+"""Ranks of an engine, their process groups, and the transport between pipeline stages.
 
-A rank is a process with a device of its own. Ranks are numbered so that those of one tensor-parallel group are neighbours:
-`rank = pipeline_rank * tensor_parallel_size + tensor_rank`. Rank 0 leads: it alone knows requests. It has the last stage of a
-pipeline, where tokens are drawn, so that all that a request asks about its tokens is there already.
+A rank is a process with a device of its own. Ranks of a tensor-parallel group have consecutive numbers:
+`rank = pipeline_rank * tensor_parallel_size + tensor_rank`. Rank 0 is the leader, which alone schedules requests. It runs the last
+pipeline stage, which samples, so that tokens and log-probabilities need no transfer to it.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store, TCPStore
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.ops.collectives.op import communicator, find_communicator, register_communicator
 
 TENSOR, PIPELINE = "tp", "pp"
-"""Names under which a graph knows its groups: the same on every rank, so that all ranks have the same graph."""
+"""Group names in graphs, the same on every rank so that all ranks have the same graph."""
 PREVIOUS_STAGE, NEXT_STAGE = "pp_previous", "pp_next"
-"""Names of the groups of two: with the stage before, and with the one behind."""
-_LEAVE_SECONDS, _ABORT_SECONDS = 20.0, 5.0  # until all ranks have left; without ranks that are gone
+"""Names of the two-rank groups with the previous and the next stage."""
+_DESTROY_SECONDS, _ABORT_SECONDS = 20.0, 5.0  # for all ranks to leave; if other ranks have ended
 _log = logging.getLogger("torchweave")
 
 RendezvousStore = Store
-"""Where the ranks of a world find each other."""
 
 
 def create_rendezvous_store(host: str) -> tuple[RendezvousStore, tuple[str, int]]:
-    """Rank 0: a meeting point, which lives as long as it is held, and the address at which other ranks reach it."""
+    """Create the store on rank 0; returns it (it closes when dropped) and its address for the other ranks."""
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, (host, store.port)
 
 
 def join_rendezvous_store(address: tuple[str, int]) -> RendezvousStore:
-    """Another rank: the meeting point at an address."""
+    """Connect another rank to the store at an address."""
     return TCPStore(*address, is_master=False)
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The ranks of one engine, as one of them sees them.
+    """The process groups of an engine, on one of its ranks.
 
     Attributes:
         rank: of this process.
-        size: ranks in all: `tensor_parallel_size * pipeline_parallel_size`.
+        size: number of ranks: `tensor_parallel_size * pipeline_parallel_size`.
         tensor_parallel_size: ranks that share each layer.
-        pipeline_parallel_size: stages that the layers are divided into.
+        pipeline_parallel_size: pipeline stages.
         device: of this rank: `cpu` or `cuda:N`.
-        groups: process groups by name: `tp`, `pp` (this rank's own ones, where they have several ranks), for tensors on its
-            device; also `pp_previous` and `pp_next`, of this stage and a neighbour.
-        host: a gloo group of all ranks, for what the host has to tell; None in a world of one rank.
+        groups: this rank's process groups of several ranks, by name, for tensors on its device: `tp`, `pp`, and `pp_previous` and
+            `pp_next` with a neighbouring stage.
+        host: gloo group of all ranks, for host data; None with a single rank.
     """
 
     rank: int = 0
@@ -67,7 +67,7 @@ class ProcessGroups:
 
     @classmethod
     def single_rank(cls) -> ProcessGroups:
-        """One rank, which is all there is: nothing is exchanged."""
+        """The groups of an engine on one rank, without communication."""
         return cls()
 
     @property
@@ -80,16 +80,16 @@ class ProcessGroups:
 
     @property
     def stage(self) -> int:
-        """Which part of the layers this rank has: 0 begins with the embedding, the last draws tokens."""
+        """This rank's pipeline stage: 0 begins with the embedding, the last one samples."""
         return self.pipeline_parallel_size - 1 - self.pipeline_rank
 
     def rank_of_stage(self, stage: int) -> int:
-        """The rank of another stage with which this one exchanges."""
+        """Rank of the same tensor rank in another stage."""
         return (self.pipeline_parallel_size - 1 - stage) * self.tensor_parallel_size + self.tensor_rank
 
     @property
     def tensor_group(self) -> str:
-        """The name that collective ops of a graph carry."""
+        """Group name of the collective ops in graphs."""
         return TENSOR
 
     @property
@@ -97,19 +97,19 @@ class ProcessGroups:
         return self.rank == 0
 
     def all_reduce_min(self, number: int) -> int:
-        """The smallest of the numbers that the ranks give, each its own; waits for all of them."""
+        """Minimum of all ranks' numbers; waits for every rank."""
         if self.host is None:
             return number
-        found = torch.tensor([number], dtype=torch.int64)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.host)
-        return int(found)
+        minimum = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(minimum, op=dist.ReduceOp.MIN, group=self.host)
+        return int(minimum)
 
     def fault(self) -> str | None:
-        """Why what this device computed is worth nothing, if its kernels gave up waiting for another rank; never waits itself."""
+        """Return why results of this device are invalid: its kernels timed out waiting for another rank. Does not block."""
         return communicator(TENSOR).fault() if self.tensor_parallel_size > 1 else None
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for every rank."""
         if self.host is not None:
             dist.barrier(group=self.host)
 
@@ -122,25 +122,24 @@ def init_process_groups(
     store: RendezvousStore,
     timeout: float = 1800.0,
 ) -> ProcessGroups:
-    """Join the world; returns once every rank has joined.
+    """Initialise torch.distributed and create the groups; returns once every rank has joined.
 
     Args:
         rank: of this process.
-        device: of this rank; `cpu` takes gloo for everything, `cuda:N` takes NCCL for tensors and gloo for the host.
-        store: where the ranks find each other.
-        timeout: seconds that ranks wait for each other, here and in collectives of the host.
+        device: of this rank; `cpu` uses gloo for all groups, `cuda:N` NCCL for tensors and gloo for host data.
+        timeout: seconds that ranks wait for each other, here and in collectives on host data.
 
     Raises:
-        ValueError: this process takes part in a `torch.distributed` world already.
+        ValueError: torch.distributed is initialised in this process already.
     """
     size = tensor_parallel_size * pipeline_parallel_size
     if dist.is_initialized():
         raise ValueError(
-            "This process has initialised torch.distributed already, and an engine over several ranks needs it for itself; "
+            "torch.distributed is initialised in this process already, and an engine over several ranks initialises it itself; "
             "call torch.distributed.destroy_process_group() first, or shut the other engine down."
         )
     if device != "cpu":
-        torch.cuda.set_device(device)  # NCCL moves pickled objects by way of the current one
+        torch.cuda.set_device(device)  # NCCL sends pickled objects through the current device
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     groups = {}
@@ -148,7 +147,7 @@ def init_process_groups(
         (TENSOR, _tensor_groups(tensor_parallel_size, size)),
         (PIPELINE, _pipeline_groups(tensor_parallel_size, size)),
     ):
-        for ranks in members if len(members[0]) > 1 else ():  # every rank takes part in making every group
+        for ranks in members if len(members[0]) > 1 else ():  # creating a group is collective over all ranks
             group = _new_group(ranks, device, limit)
             if rank in ranks:
                 groups[name] = group
@@ -162,10 +161,10 @@ def init_process_groups(
 
 
 def destroy_process_groups(process_groups: ProcessGroups, abort: bool = False) -> None:
-    """Leave the world. The process may join another one afterwards.
+    """Destroy the groups; the process can create others afterwards.
 
     Args:
-        abort: other ranks are gone: leave without them.
+        abort: do not wait for other ranks, since some have ended.
     """
     if process_groups.host is None or not dist.is_initialized():
         return
@@ -176,24 +175,23 @@ def destroy_process_groups(process_groups: ProcessGroups, abort: bool = False) -
         register_communicator(TENSOR, None)
         dist.destroy_process_group()
 
-    # NCCL waits for every CUDA graph that holds a collective of the group, and whoever failed or forgot one may still have it.
-    leaving = threading.Thread(target=leave, name="torchweave-leave", daemon=True)
-    leaving.start()
-    leaving.join(_ABORT_SECONDS if abort else _LEAVE_SECONDS)
-    if leaving.is_alive():
+    # NCCL waits for every CUDA graph with a collective of the group; after a failure such a graph may still exist.
+    thread = threading.Thread(target=leave, name="torchweave-leave", daemon=True)
+    thread.start()
+    thread.join(_ABORT_SECONDS if abort else _DESTROY_SECONDS)
+    if thread.is_alive():
         _log.warning(
-            "Process groups were not left in time: a CUDA graph or a kernel with a collective of theirs is still there."
+            "Timed out destroying process groups: a CUDA graph or a running kernel still uses their collectives."
         )
 
 
 def abort_groups(process_groups: ProcessGroups) -> None:
-    """Give up what is under way on GPUs between ranks, of which some are gone: kernels that wait for them end."""
-    if (found := find_communicator(TENSOR)) is not None:
-        found.abort()
-    # At the same moment: to abort one NCCL waits for the whole GPU, where a kernel of another group may wait for who is gone.
-    groups = {
-        id(group): group for group in process_groups.groups.values() if group.name() == "nccl"
-    }  # two names may be one group
+    """Abort running collectives after ranks have ended: kernels that wait for those ranks return."""
+    if (tensor_communicator := find_communicator(TENSOR)) is not None:
+        tensor_communicator.abort()
+    # In parallel: NCCL's abort waits for the whole GPU, where a kernel of another group may wait for a rank that has ended.
+    # Two names may refer to one group.
+    groups = {id(group): group for group in process_groups.groups.values() if group.name() == "nccl"}
     threads = [threading.Thread(target=group.abort, name="torchweave-abort", daemon=True) for group in groups.values()]
     for thread in threads:
         thread.start()
@@ -202,18 +200,18 @@ def abort_groups(process_groups: ProcessGroups) -> None:
 
 
 def _new_group(ranks: list[int], device: str, limit: datetime.timedelta) -> ProcessGroup | None:
-    """A group for tensors on `device`."""
+    """Create a group for tensors on `device`."""
     if device.startswith("cuda"):
-        return dist.new_group(ranks, timeout=limit, backend="nccl", device_id=torch.device(device))
-    return dist.new_group(ranks, timeout=limit, backend="gloo")
+        return dist.new_group(ranks, timeout=limit, backend="nccl", device_id=torch.device(device))  # type: ignore[return-value]
+    return dist.new_group(ranks, timeout=limit, backend="gloo")  # type: ignore[return-value]
 
 
 def _neighbor_groups(
     pipeline: ProcessGroup | None, rank: int, tensor: int, size: int, device: str, limit: datetime.timedelta
 ) -> dict[str, ProcessGroup | None]:
-    """The groups of two through which a stage hands over to the next one; a pipeline of two stages is one already."""
+    """Create the two-rank groups between consecutive stages; a pipeline of two stages is used as it is."""
     groups = {}
-    for later in range(size - tensor):  # the rank of the later stage, which is the lower one
+    for later in range(size - tensor):  # rank of the later stage, which has the lower number
         earlier = later + tensor
         group = pipeline if size == 2 * tensor else _new_group([later, earlier], device, limit)
         if rank == later:
@@ -229,3 +227,36 @@ def _tensor_groups(tensor_parallel_size: int, size: int) -> list[list[int]]:
 
 def _pipeline_groups(tensor_parallel_size: int, size: int) -> list[list[int]]:
     return [list(range(first, size, tensor_parallel_size)) for first in range(tensor_parallel_size)]
+
+
+class PipelineTransport:
+    """Transfers of hidden states and tokens between pipeline stages.
+
+    Every rank calls `receive`, `send` and `broadcast_from_last` in this order. A transfer is a broadcast in a group of two: unlike
+    `send` and `recv` of torch.distributed, which connect on first use, it uses an existing connection and can be recorded into CUDA
+    graphs. It runs on the current stream.
+
+    Args:
+        process_groups: of several stages.
+    """
+
+    def __init__(self, process_groups: ProcessGroups) -> None:
+        self._groups = process_groups
+        self._last_stage = process_groups.pipeline_parallel_size - 1
+        self.is_first = process_groups.stage == 0
+        self.is_last = process_groups.stage == self._last_stage
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Receive a new tensor from the previous stage."""
+        x = torch.empty(shape, dtype=dtype, device=self._groups.device)
+        previous = self._groups.rank_of_stage(self._groups.stage - 1)
+        dist.broadcast(x, src=previous, group=self._groups.groups[PREVIOUS_STAGE])
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """Send x to the next stage."""
+        dist.broadcast(x.contiguous(), src=self._groups.rank, group=self._groups.groups[NEXT_STAGE])
+
+    def broadcast_from_last(self, x: Tensor) -> None:
+        """Overwrite x (contiguous) on every stage with that of the last one."""
+        dist.broadcast(x, src=self._groups.rank_of_stage(self._last_stage), group=self._groups.groups[PIPELINE])

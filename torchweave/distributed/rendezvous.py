@@ -1,6 +1,6 @@
-"""How ranks that the leader did not start as its children come to it: a TCP port, and a secret that both sides prove to know.
+"""Rendezvous of the leader with ranks that are not its children: a TCP port and a secret that both sides prove to have.
 
-Steps are pickled, so that whoever may send them may run code: nobody without the secret gets as far as that.
+Steps are pickled, and unpickling runs code: connections without the secret are closed before the first message.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _POLL_SECONDS = 0.5
 
 
 class RemoteWorker:
-    """A rank that came through the door.
+    """A rank that connected through the rendezvous (`Worker`).
 
     Args:
-        process_name: of its process: `process 12 on node-3`.
-        kill: ends it, as far as that can be done from here; its connection is broken in any case, and it ends then by itself.
+        process_name: `process 12 on node-3`.
+        kill: ends it, as far as the launcher allows; it also ends by itself when its connection breaks.
     """
 
-    def __init__(self, rank: int, peer_channel: Channel, process_name: str, kill: Callable[[], None]) -> None:
-        self.peer_channel = peer_channel
+    def __init__(self, rank: int, channel: Channel, process_name: str, kill: Callable[[], None]) -> None:
+        self.channel = channel
         self.name = f"Rank {rank} ({process_name})"
-        self._kill = kill
+        self.kill = kill
 
     def exit_reason(self) -> str:
         return ""
@@ -41,13 +41,10 @@ class RemoteWorker:
         """Wait until it has closed its end."""
         deadline = time.monotonic() + seconds
         try:
-            while (left := deadline - time.monotonic()) > 0 and self.peer_channel.poll(left):
-                self.peer_channel.receive()
+            while (left := deadline - time.monotonic()) > 0 and self.channel.poll(left):
+                self.channel.receive()
         except (EOFError, OSError):
             pass
-
-    def kill(self) -> None:
-        self._kill()
 
 
 class RendezvousServer:
@@ -59,25 +56,26 @@ class RendezvousServer:
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(32)
-        self._server = socket.create_server((host, 0), family=_family(host))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.create_server((host, 0), family=family)
         self.address: tuple[str, int] = host, self._server.getsockname()[1]
 
     def accept_ranks(
         self, ranks: set[int], seconds: float, check: Callable[[], None]
     ) -> dict[int, tuple[Channel, str]]:
-        """Wait for these ranks; returns the connection of each, and of which process it is. The door is closed then.
+        """Wait for connections of `ranks`, then close the port; returns channel and process name by rank.
 
         Args:
-            check: called now and then; raises where waiting is in vain.
+            check: called at least every half second; raises if a rank cannot come.
 
         Raises:
-            TimeoutError: some did not come.
+            TimeoutError: a rank did not connect in time.
         """
-        found: dict[int, tuple[Channel, str]] = {}
+        accepted: dict[int, tuple[Channel, str]] = {}
         deadline = time.monotonic() + seconds
         self._server.settimeout(_POLL_SECONDS)
         with self._server:
-            while missing := ranks - set(found):
+            while missing := ranks - set(accepted):
                 check()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {min(missing)} did not connect to {self.address[0]} within {seconds:g} s")
@@ -85,14 +83,15 @@ class RendezvousServer:
                     connected, _ = self._server.accept()
                 except TimeoutError:
                     continue
-                if (accepted := self._authenticate(connected)) is not None:
-                    rank, peer_channel, process_name = accepted
-                    found[rank] = peer_channel, process_name
-        return found
+                if (worker := self._authenticate(connected)) is not None:
+                    rank, channel, process_name = worker
+                    accepted[rank] = channel, process_name
+        return accepted
 
     def _authenticate(self, connected: socket.socket) -> tuple[int, Channel, str] | None:
-        """The rank behind a connection; None for a stranger."""
-        _set_receive_timeout(connected, _HANDSHAKE_SECONDS)
+        """Return rank, channel and process name of a connection; None if it fails the challenge."""
+        connected.settimeout(None)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_HANDSHAKE_SECONDS), 0))
         connection = Connection(connected.detach())
         try:
             deliver_challenge(connection, self.key)
@@ -101,17 +100,17 @@ class RendezvousServer:
         except (AuthenticationError, OSError, EOFError, ValueError):
             connection.close()
             return None
-        peer_channel = Channel(connection)
-        peer_channel.clear_receive_timeout()
-        return int(rank), peer_channel, str(process_name)
+        channel = Channel(connection)
+        channel.clear_receive_timeout()
+        return int(rank), channel, str(process_name)
 
 
 def connect_to_rendezvous(address: tuple[str, int], key: bytes, rank: int) -> Channel:
-    """Another rank's side: connect to the leader.
+    """Connect another rank to the leader.
 
     Raises:
         OSError: the leader cannot be reached.
-        AuthenticationError: it is not the leader.
+        AuthenticationError: the server does not have the secret.
     """
     connected = socket.create_connection(address)
     connected.settimeout(None)
@@ -120,12 +119,3 @@ def connect_to_rendezvous(address: tuple[str, int], key: bytes, rank: int) -> Ch
     deliver_challenge(connection, key)
     connection.send_bytes(json.dumps([rank, f"process {os.getpid()} on {socket.gethostname()}"]).encode())
     return Channel(connection)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _set_receive_timeout(connected: socket.socket, seconds: float) -> None:
-    connected.settimeout(None)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))

@@ -1,11 +1,8 @@
-"""Collectives over symmetric memory: kernels of the project where they measured faster, torch.distributed beyond.
+"""Collectives over symmetric memory: the project's kernels up to measured sizes, torch.distributed beyond.
 
 Every rank allocates the same memory and maps that of the others (`torch.distributed._symmetric_memory`: NVLink or PCIe peer access
-within a machine). It is done once, before the first CUDA graph is recorded: kernels find all they need in tensors that stay where
-they are. Multicast is not used.
-
-How ranks wait for each other, and why one meeting is enough: `torchweave.ops.collectives.symmetric_memory`, and
-docs/decisions/0087.
+within a machine), once, before the first CUDA graph is recorded: addresses never change. Multicast is not used. For the
+synchronisation between ranks see `torchweave.ops.collectives.symmetric_memory` and docs/decisions/0087.
 """
 
 from __future__ import annotations
@@ -26,10 +23,7 @@ from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec
 from torchweave.ops.collectives.op import Communicator, register_communicator
 from torchweave.ops.collectives.symmetric_memory import (
-    PROGRAMS,
     SIZES,
-    SymmetricLayout,
-    SymmetricWorkspace,
     can_gather,
     gather,
     kernels_can_run,
@@ -38,24 +32,25 @@ from torchweave.ops.collectives.symmetric_memory import (
     supports_shape,
     two_shot,
 )
+from torchweave.ops.kernels.collectives.workspace import PROGRAMS, SymmetricLayout, SymmetricWorkspace
 from torchweave.report import Report
 
 WAIT_SECONDS = 300.0
-"""After so long a kernel gives up waiting for another rank, when no host has ended the wait before."""
+"""Timeout of a kernel that waits for another rank, unless the host aborts the wait before."""
 _TIMED_OUT, _ABORTED = 1, 2
 
 
 @dataclass(frozen=True)
 class KernelSizeLimits:
-    """Up to how many bytes of operand which kernel runs; beyond, NCCL.
+    """Largest operand in bytes for each kernel; larger ones use NCCL.
 
     Attributes:
-        slots: operands that lie where one meeting is enough; larger ones meet twice.
-        gather: parts that are gathered.
-        one_shot: sums that every rank adds whole.
-        norm: the same with what follows, in one launch.
-        two_shot: sums of which every rank adds a share.
-        measured: the file that says so; "" where nobody has measured.
+        slots: operands in slots, which need one synchronisation; larger ones need two.
+        gather: all-gather.
+        one_shot: all-reduce in which every rank adds the whole operand.
+        norm: one-shot all-reduce fused with the following norm.
+        two_shot: all-reduce in which every rank adds a share.
+        measured: file with the measurement; empty for defaults.
     """
 
     slots: int
@@ -67,7 +62,7 @@ class KernelSizeLimits:
 
     @property
     def large(self) -> int:
-        """The largest operand of all."""
+        """The largest of the limits."""
         return max(self.gather, self.one_shot, self.norm, self.two_shot)
 
 
@@ -77,7 +72,7 @@ _DEFAULT_LIMITS = {
     4: KernelSizeLimits(256 * KIB, 256 * KIB, 256 * KIB, 256 * KIB, 16 * MIB),
     8: KernelSizeLimits(128 * KIB, 128 * KIB, 128 * KIB, 128 * KIB, 8 * MIB),
 }
-"""Conservative: one-shot reads `size - 1` operands over the links where NCCL's rings read about two."""
+"""By number of ranks. Conservative: one-shot reads `size - 1` operands over the links, NCCL's rings about two."""
 _MEASURED_LIMITS: dict[tuple[str, int], KernelSizeLimits] = {
     ("NVIDIA H200", 2): KernelSizeLimits(
         4 * MIB, 64 * MIB, 64 * MIB, 64 * MIB, 64 * MIB, "bench/results/collectives-large-2x_h200_202611.md"
@@ -86,23 +81,22 @@ _MEASURED_LIMITS: dict[tuple[str, int], KernelSizeLimits] = {
         1 * MIB, 512 * KIB, 512 * KIB, 1 * MIB, 16 * MIB, "bench/results/collectives-4x_h200_202611.json"
     ),
 }
-"""By GPU and number of ranks, from bench/collectives.py."""
+"""By GPU and number of ranks; measured with bench/collectives.py."""
 
 
 def size_limits_for(gpu: str, size: int) -> KernelSizeLimits | None:
-    """The ranges of `size` GPUs of that name; None where the kernels are not built for so many."""
+    """Limits for `size` GPUs of the given name; None if the kernels do not support that number."""
     return _MEASURED_LIMITS.get((gpu, size), _DEFAULT_LIMITS.get(size))
 
 
 class SymmetricCommunicator:
-    """A group of GPUs that see each other's memory. Every rank makes it at the same moment.
+    """`Communicator` of GPUs that map each other's memory; created by every rank together.
 
     Args:
-        workspace: the memory, of the group's layout.
-        fallback: carries what the kernels do not.
-        size_limits: which kernel runs when.
-        status: int32 `[1]` of the host, to which the workspace's table points.
-        mapping: what keeps others' memory mapped.
+        workspace: the symmetric memory.
+        fallback: runs collectives beyond the size limits.
+        status: int32 `[1]` in host memory, which the workspace's table points to.
+        mapping: handle that keeps the other ranks' memory mapped.
     """
 
     def __init__(
@@ -133,7 +127,7 @@ class SymmetricCommunicator:
         return self._fallback.reduce_scatter(x)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> Tensor | None:
-        """See `Communicator.buffer`. Operands of a size that NCCL carries have no room here."""
+        """See `Communicator.buffer`; None for operands beyond the size limits."""
         size = math.prod(shape) * dtype.itemsize
         workspace, size_limits = self.workspace, self.size_limits
         if not supports_shape(shape, dtype) or size > size_limits.large:
@@ -148,21 +142,21 @@ class SymmetricCommunicator:
         return None
 
     def abort(self) -> None:
-        """End all waits on this GPU, now and later: a rank has died. What kernels compute from now on is worth nothing."""
+        """End current and later waits on this GPU because a rank has ended; results of kernels are invalid from now on."""
         self._status[0] = _ABORTED
 
     def fault(self) -> str | None:
-        """What went wrong between ranks so far, if anything did; asks no GPU."""
+        """Return the synchronisation error, if any; does not access the GPU."""
         status = int(self._status[0])
         if status == _TIMED_OUT:
-            return f"a kernel of rank {self.rank} waited too long for those of another rank and gave up"
+            return f"a kernel of rank {self.rank} gave up waiting for another rank"
         return "a rank died" if status == _ABORTED else None
 
 
 def open_symmetric(
     group: dist.ProcessGroup, device: torch.device, size_limits: KernelSizeLimits, wait_seconds: float = WAIT_SECONDS
 ) -> SymmetricCommunicator:
-    """The communicator of a group over NCCL, whose ranks all call this; takes `layout.bytes` of each GPU.
+    """Create the communicator of an NCCL group, collectively; allocates `layout.bytes` on each GPU.
 
     Raises:
         RuntimeError: the GPUs cannot map each other's memory.
@@ -170,7 +164,7 @@ def open_symmetric(
     fallback = ProcessGroupCommunicator(group)
     assert fallback.size in SIZES, f"{fallback.size} ranks"
     layout = SymmetricLayout(fallback.size, size_limits.slots, size_limits.large)
-    # The GPU writes into the host's memory when it gives up, and reads there whether it should.
+    # In host memory: the GPU writes a timeout there and reads whether to abort.
     status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     handle, memory = _allocate_symmetric(layout.bytes, group, device)
     table = torch.tensor(
@@ -182,7 +176,7 @@ def open_symmetric(
 
 
 def enable_symmetric_memory(process_groups: ProcessGroups, report: Report) -> None:
-    """Let the collectives of tensor parallelism run over symmetric memory, if these GPUs can; every rank calls this."""
+    """Use symmetric memory for tensor-parallel collectives if all GPUs support it; collective over all ranks."""
     if process_groups.tensor_parallel_size == 1 or not process_groups.device.startswith("cuda"):
         return
     group, device = process_groups.groups[process_groups.tensor_group], torch.device(process_groups.device)
@@ -202,12 +196,12 @@ def enable_symmetric_memory(process_groups: ProcessGroups, report: Report) -> No
 
 
 _groups_with_symmetric_memory: set[str] = set()
-"""Names of the groups with which this process has shared memory. torch remembers them as well, with where their ranks met and how
-often: a group of a later engine has the same name, and its ranks would wait for each other for ever."""
+"""Names of the groups that have used symmetric memory in this process. torch keeps their rendezvous state by name as well, so a
+group of a later engine, which has the same name, would deadlock."""
 
 
 def agreed_refusal(group: dist.ProcessGroup) -> str:
-    """Why the ranks of a group cannot share memory, though their GPUs could; empty where they can. The same on all ranks."""
+    """Why a group whose GPUs support symmetric memory cannot use it; empty if it can. The same on all ranks."""
     own = (
         "an engine over several GPUs ran in this process before"
         if group.group_name in _groups_with_symmetric_memory
@@ -219,7 +213,7 @@ def agreed_refusal(group: dist.ProcessGroup) -> str:
 
 
 def _all_peers_accessible(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether every rank's GPU can read every other's memory; the answer is the same on all ranks."""
+    """Whether every rank's GPU can read every other's memory; the same on all ranks."""
     known = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
     machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     own = next(uuid for uuid, index in known.items() if index == device.index)
@@ -235,16 +229,16 @@ def _all_peers_accessible(group: dist.ProcessGroup, device: torch.device) -> boo
 
 
 def _allocate_symmetric(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, Tensor]:
-    """Memory of `size` bytes on every rank, all zeros: the handle of what is mapped here, and this rank's own."""
+    """Allocate `size` zeroed bytes on every rank; returns the handle of the mapping and this rank's memory."""
     disable_multicast()
     import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    # Not `symmetric_memory.empty`: in a pool a tensor may begin anywhere in what is mapped.
+    # Not `symmetric_memory.empty`: a tensor from its pool may begin anywhere within the mapping.
     memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
     handle = symmetric_memory.rendezvous(memory, group.group_name)
-    assert handle.buffer_ptrs[group.rank()] == memory.data_ptr(), "a rank's memory begins where it is mapped"
+    assert handle.buffer_ptrs[group.rank()] == memory.data_ptr(), "the mapping begins at the rank's memory"
     memory.zero_()
     torch.cuda.synchronize(device)
-    dist.barrier(group=group)  # nobody signals before everybody's words are zero
+    dist.barrier(group=group)  # no rank signals before all signal words are zero
     return handle, memory

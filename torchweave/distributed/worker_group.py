@@ -1,28 +1,33 @@
-"""The other ranks as their leader sees them: told what to do, watched, and ended together when one of them fails.
+"""Connections between the leader and the other ranks: commands, heartbeats, and failure of all ranks when one fails.
 
-A thread hears what they say and gives a sign of life each `channel.HEARTBEAT_SECONDS` seconds. A rank that ends,
-fails or falls silent is the
-failure of all: the rest are killed, and the leader finds the reason in `failure`.
+A thread on each side sends a heartbeat every `HEARTBEAT_SECONDS` and reads messages. When a rank ends, fails or stops answering,
+`WorkerGroup` on the leader kills the other ranks and keeps the reason in `failure`. When the leader ends, `LeaderConnection` ends
+the rank's process.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, NoReturn, Protocol
 
-from torchweave.distributed import channel
-from torchweave.distributed.channel import Channel
+from torchweave.distributed.channel import BUILD_TIMEOUT_SECONDS, HEARTBEAT_SECONDS, Channel, MessageKind
 
-_END_SECONDS = 5.0  # for a rank to end by itself
-_FAULT_DELAY_SECONDS = 3.0  # in which the reason of another rank's end arrives, once the leader has felt it
+_END_SECONDS = 5.0  # for a rank to exit after END
+_FAULT_DELAY_SECONDS = 3.0  # until the reason of another rank's end arrives, after the leader's own error
 
 
 class RankFailure(RuntimeError):
-    """A rank ended, failed or fell silent. `user_error`: because of what was asked, an option or a model that cannot be."""
+    """A rank ended, failed or stopped answering.
+
+    Attributes:
+        user_error: the cause is an unsupported option or model.
+    """
 
     def __init__(self, sentence: str, user_error: bool = False) -> None:
         super().__init__(sentence)
@@ -30,46 +35,45 @@ class RankFailure(RuntimeError):
 
 
 class Worker(Protocol):
-    """Another rank, however it was started."""
+    """A rank other than the leader, independent of its launcher.
 
-    @property
-    def name(self) -> str:
-        """For people: `rank 1 (process 4711)`."""
-        ...
+    Attributes:
+        name: for messages: `Rank 1 (process 4711)`.
+    """
 
-    @property
-    def peer_channel(self) -> Channel: ...
+    name: str
+    channel: Channel
 
     def exit_reason(self) -> str:
-        """How its process ended, as a clause (`exit code 1`), waiting a moment for it; empty where that is not known."""
+        """Return how its process ended (`exit code 1`), after a short wait; empty if that is unknown."""
         ...
 
-    def wait(self, seconds: float) -> None:
-        """Wait until it has ended, but no longer than so many seconds."""
+    def wait(self, seconds: float, /) -> object:
+        """Wait until its process has ended, at most `seconds`."""
         ...
 
     def kill(self) -> None:
-        """End it now, whatever it does."""
+        """End its process at once."""
         ...
 
 
 class WorkerGroup:
-    """The other ranks of an engine.
+    """The leader's view of the other ranks of an engine.
 
     Args:
-        workers: the ranks from 1, in their order.
-        rank_timeout: seconds of silence after which a built rank counts as hung.
+        workers: ranks 1, 2, ..., in order.
+        rank_timeout: seconds without a heartbeat after which a rank that has built its engine counts as hung.
 
     Attributes:
-        failure: why the ranks were ended, once they were.
-        worker_facts: what each rank said of itself when it was built.
+        failure: why the ranks were ended; None while they run.
+        worker_facts: by worker number, the facts that each rank reported when its engine was built.
     """
 
     def __init__(self, workers: Sequence[Worker], rank_timeout: float) -> None:
         self.failure: RankFailure | None = None
         self.worker_facts: dict[int, dict[str, Any]] = {}
         self._workers = tuple(workers)
-        self._channels = tuple(worker.peer_channel for worker in workers)
+        self._channels = tuple(worker.channel for worker in workers)
         self._timeout = rank_timeout
         self._last_seen = [time.monotonic()] * len(workers)
         self._joined: set[int] = set()
@@ -80,19 +84,18 @@ class WorkerGroup:
         self._thread = threading.Thread(target=self._monitor, name="torchweave-worker-group", daemon=True)
         self._thread.start()
 
-    # -- from the leader's threads -------------------------------------------------------------------------------------
+    # -- called by the leader's threads --------------------------------------------------------------------------------
 
     def send(self, kind: bytes, payload: bytes = b"") -> None:
-        """Tell every rank the same.
+        """Send a message to every rank.
 
         Raises:
-            RankFailure: a rank is gone.
+            RankFailure: a rank has ended.
         """
-        if self.failure is not None:
-            raise self.failure
-        for peer_channel in self._channels:
+        self.check()
+        for channel in self._channels:
             try:
-                peer_channel.send(kind, payload)
+                channel.send(kind, payload)
             except OSError as error:
                 self.fail_and_raise(error)
 
@@ -102,7 +105,7 @@ class WorkerGroup:
             raise self.failure
 
     def wait_until_joined(self) -> None:
-        """Wait until every rank is about to join the world."""
+        """Wait until every rank is about to join the process groups."""
         self._wait_for(lambda: len(self._joined) == len(self._workers))
 
     def wait_until_built(self) -> None:
@@ -110,23 +113,23 @@ class WorkerGroup:
         self._wait_for(lambda: len(self.worker_facts) == len(self._workers))
 
     def digests(self, seconds: float) -> list[bytes]:
-        """What the ranks have said of themselves after the last `IDLE`; waits until all have."""
+        """Wait for every rank's state digest after the last `IDLE` message and return them in order."""
         self._wait_for(lambda: len(self._digests) == len(self._workers), seconds)
-        found = [self._digests[number] for number in range(len(self._workers))]
+        digests = [self._digests[number] for number in range(len(self._workers))]
         self._digests.clear()
-        return found
+        return digests
 
     def root_cause(self, error: BaseException) -> BaseException:
-        """The failure of a rank that is behind an error of the leader's own; the error itself where there is none.
+        """Return the rank failure that caused an error of the leader; the error itself if no rank has failed.
 
-        A collective fails on all ranks when one is gone: what happened there arrives a moment later.
+        A collective fails on all ranks when one has ended; the reason arrives a moment later.
         """
         with self._condition:
             self._condition.wait_for(lambda: self.failure is not None, _FAULT_DELAY_SECONDS)
         return self.failure or error
 
     def fail_and_raise(self, error: Exception) -> NoReturn:
-        """End all ranks for an error of the leader's own, or for what is behind it, and raise that."""
+        """End all ranks because of an error of the leader, and raise its root cause."""
         cause = self.root_cause(error)
         if cause is error:
             self.fail(error if isinstance(error, RankFailure) else RankFailure(f"Rank 0 failed: {error}"))
@@ -134,7 +137,7 @@ class WorkerGroup:
         raise cause from error
 
     def on_failure(self, listener: Callable[[RankFailure], None]) -> None:
-        """Call `listener` once, on a thread of its own, when a rank fails; at once where one has."""
+        """Call `listener` once, on a thread of its own, when a rank fails; immediately if one has failed."""
         with self._condition:
             self._listeners.append(listener)
             failure = self.failure
@@ -142,7 +145,7 @@ class WorkerGroup:
             listener(failure)
 
     def fail(self, failure: RankFailure) -> None:
-        """End all ranks for a reason; only the first one counts."""
+        """End all ranks with this failure, unless another one came first."""
         with self._condition:
             if self.failure is not None or self._closing:
                 return
@@ -150,32 +153,29 @@ class WorkerGroup:
             self._condition.notify_all()
             listeners = tuple(self._listeners)
         for worker in self._workers:
-            worker.peer_channel.abort()
+            worker.channel.abort()
             worker.kill()
         for listener in listeners:
             threading.Thread(target=listener, args=(failure,), daemon=True).start()
 
     def request_shutdown(self) -> bool:
-        """Tell the ranks to end once they have done what they were told before, and return whether this is the first time.
-
-        `close` waits for them.
-        """
+        """Ask the ranks to end after the messages sent before; return False if that was done already. `close` waits."""
         with self._condition:
             if self._closing:
                 return False
             self._closing = True
-        for peer_channel in self._channels:
-            peer_channel.try_send(channel.END)
+        for channel in self._channels:
+            channel.try_send(MessageKind.END)
         return True
 
     def close(self) -> None:
-        """End the ranks. One that does not end by itself is killed."""
+        """End the ranks; kill those that do not end by themselves."""
         self.request_shutdown()
         deadline = time.monotonic() + (0.0 if self.failure else _END_SECONDS)
         for worker in self._workers:
             worker.wait(max(deadline - time.monotonic(), 0.0))
             worker.kill()
-            worker.peer_channel.abort()
+            worker.channel.abort()
         self._thread.join(_END_SECONDS)
 
     def _wait_for(self, predicate: Callable[[], bool], seconds: float | None = None) -> None:
@@ -185,19 +185,19 @@ class WorkerGroup:
         if not in_time:
             raise RankFailure(f"The ranks did not answer within {seconds:g} s")
 
-    # -- the watching thread -------------------------------------------------------------------------------------------
+    # -- the monitor thread --------------------------------------------------------------------------------------------
 
     def _monitor(self) -> None:
-        numbers = {peer_channel: number for number, peer_channel in enumerate(self._channels)}
+        numbers = {channel: number for number, channel in enumerate(self._channels)}
         last_beat = 0.0
         while self.failure is None and not self._closing:
-            for peer_channel in wait(list(numbers), channel.HEARTBEAT_SECONDS):
-                self._on_message(numbers[peer_channel])  # type: ignore[index]
+            for channel in wait(list(numbers), HEARTBEAT_SECONDS):  # type: ignore[arg-type]
+                self._on_message(numbers[channel])  # type: ignore[index]
             now = time.monotonic()
-            if now - last_beat >= channel.HEARTBEAT_SECONDS:
+            if now - last_beat >= HEARTBEAT_SECONDS:
                 last_beat = now
-                for peer_channel in self._channels:
-                    peer_channel.try_send(channel.ALIVE)
+                for channel in self._channels:
+                    channel.try_send(MessageKind.ALIVE)
                 self._check_heartbeats(now)
 
     def _on_message(self, number: int) -> None:
@@ -205,30 +205,86 @@ class WorkerGroup:
         try:
             kind, payload = self._channels[number].receive()
         except (EOFError, OSError):
-            how = worker.exit_reason()
-            self.fail(RankFailure(f"{worker.name} has ended unexpectedly{f' ({how})' if how else ''}"))
+            reason = worker.exit_reason()
+            self.fail(RankFailure(f"{worker.name} has ended unexpectedly{f' ({reason})' if reason else ''}"))
             return
         self._last_seen[number] = time.monotonic()
-        if kind == channel.FAILED:
+        if kind == MessageKind.FAILED:
             user_error, sentence = pickle.loads(payload)
             self.fail(RankFailure(sentence if user_error else f"{worker.name} failed: {sentence}", user_error))
             return
         with self._condition:
-            if kind == channel.JOINED:
+            if kind == MessageKind.JOINED:
                 self._joined.add(number)
-            elif kind == channel.BUILT:
+            elif kind == MessageKind.BUILT:
                 self.worker_facts[number] = pickle.loads(payload)
-            elif kind == channel.DIGEST:
+            elif kind == MessageKind.DIGEST:
                 self._digests[number] = payload
             self._condition.notify_all()
 
     def _check_heartbeats(self, now: float) -> None:
-        limit = (
-            self._timeout
-            if len(self.worker_facts) == len(self._workers)
-            else max(self._timeout, channel.BUILD_TIMEOUT_SECONDS)
-        )
+        limit = _heartbeat_timeout(self._timeout, len(self.worker_facts) == len(self._workers))
         for number, last_seen in enumerate(self._last_seen):
             if now - last_seen > limit:
                 self.fail(RankFailure(f"{self._workers[number].name} has not answered for {limit:g} s"))
                 return
+
+
+class LeaderConnection:
+    """Another rank's view of the leader: receives its messages and exchanges heartbeats on a thread.
+
+    The rank's other threads may block in a collective forever, so this thread ends the whole process when the leader has ended.
+
+    Args:
+        channel: to the leader.
+        rank_timeout: seconds without a message after which a leader that has built its engine counts as hung.
+    """
+
+    def __init__(self, channel: Channel, rank_timeout: float) -> None:
+        self.messages: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
+        self._channel = channel
+        self._timeout = rank_timeout
+        self._leader_ready = False  # the leader has built its engine
+        threading.Thread(target=self._receive_loop, name="torchweave-leader-connection", daemon=True).start()
+
+    def report_joined(self) -> None:
+        """Report that this rank is about to join the process groups."""
+        self._channel.send(MessageKind.JOINED)
+
+    def report_built(self, facts: dict[str, Any]) -> None:
+        """Report that this rank has built its engine."""
+        self._channel.send(MessageKind.BUILT, pickle.dumps(facts))
+
+    def digest(self, digest: bytes) -> None:
+        """Send this rank's state digest."""
+        self._channel.send(MessageKind.DIGEST, digest)
+
+    def report_failure(self, sentence: str, user_error: bool) -> None:
+        """Report why this rank ends; `user_error`: because of an unsupported option or model."""
+        self._channel.send(MessageKind.FAILED, pickle.dumps((user_error, sentence)))
+
+    def _receive_loop(self) -> None:
+        last_seen, last_beat = time.monotonic(), 0.0
+        while True:
+            try:
+                while self._channel.poll(HEARTBEAT_SECONDS):
+                    kind, payload = self._channel.receive()
+                    last_seen = time.monotonic()
+                    if kind != MessageKind.ALIVE:
+                        self._leader_ready |= kind == MessageKind.STEP
+                        self.messages.put((kind, payload))
+                    if kind == MessageKind.END:
+                        return
+                    if last_seen - last_beat >= HEARTBEAT_SECONDS:
+                        self._channel.try_send(MessageKind.ALIVE)
+                        last_beat = last_seen
+            except (EOFError, OSError):
+                os._exit(1)
+            last_beat = time.monotonic()
+            self._channel.try_send(MessageKind.ALIVE)
+            if last_beat - last_seen > _heartbeat_timeout(self._timeout, self._leader_ready):
+                os._exit(1)
+
+
+def _heartbeat_timeout(rank_timeout: float, built: bool) -> float:
+    return rank_timeout if built else max(rank_timeout, BUILD_TIMEOUT_SECONDS)

@@ -1,7 +1,7 @@
-"""The doctor: what keeps a module from being captured once, as one graph, and from running fast; each with place and fix.
+"""The doctor: finds the lines that keep a module from capture as one graph or from running fast, with cause and fix.
 
-A subject is looked at from three sides: run eagerly under watch (`eager`), traced by Dynamo with graph breaks and guards
-allowed, so that everything behind the first problem is found too (`tracing`), and woven by the stack itself
-(`weaving`). Each class of finding is drawn from what these saw: `trace_failures`, `graph_breaks`, `recompiles`,
-`performance`. Source code is read only to tell causes apart, and only on lines that did run.
+A subject is examined in three ways: an instrumented eager run (`eager_run`), a Dynamo trace that allows graph breaks and guards,
+to find problems behind the first one (`tracing`), and a compilation by the stack (`compile_run`). Findings of each kind come
+from their results: `trace_failures`, `graph_breaks`, `recompiles`, `performance`. Source code serves only to distinguish
+causes, and only on executed lines.
 """

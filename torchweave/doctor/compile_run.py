@@ -1,4 +1,4 @@
-"""Weave the subject with the stack itself, and compare what it computes with the eager run at every size."""
+"""Compile the subject with the stack, and compare its results with the eager run at each size."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from torchweave.report import Report
 
 @dataclass
 class CompileResult:
-    """What the stack made of the subject.
+    """Result of compiling the subject.
 
     Attributes:
-        compiled_graph: the whole, None when it was refused.
-        error: why it was refused.
-        unbacked_error: why it is refused when no size is known while tracing.
-        mismatches: size -> in what the result differs from the eager one.
-        report: every decision on the way.
+        compiled_graph: None after an error.
+        error: error of the compilation.
+        unbacked_error: error of a capture with unbacked sizes.
+        mismatches: size -> difference from the eager result.
+        report: all events of the compilation.
     """
 
     report: Report = field(default_factory=lambda: Report(show=False))
@@ -43,7 +43,7 @@ class CompileResult:
 
 
 def compile_subject(subject: Subject, eager_result: EagerResult) -> CompileResult:
-    """Weave with the default rule for sizes and compare; then capture once more with sizes that are not known."""
+    """Compile with the default `dynamic_shapes` and compare; then capture with unbacked sizes."""
     compile_result = CompileResult()
     inputs = dict(zip(subject.inputs, subject.arguments(23), strict=True))
     config = TorchCompileConfig(enable_inductor=False, compile_cache=False)

@@ -1,7 +1,6 @@
-"""Run the subject as it is, under watch: which lines ran, where the host waited for a value, and whether ops keep their word.
+"""Instrumented eager run of the subject: executed lines, host synchronisations, and checks of custom ops.
 
-Every op that is not torch's own is run once more on fake tensors of the same geometry, and what its fake kernel says is
-compared with what the op did.
+Each custom op also runs on fake tensors of the same geometry, and the result of its fake kernel is compared with the real one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _HOST_SYNC_OPS = (
 
 @dataclass(frozen=True)
 class OpFault:
-    """An op that does not keep its word: `what` is `missing`, `wrong`, `mutates` or `aliases`."""
+    """An op that violates its schema or fake kernel: `what` is `missing`, `wrong`, `mutates` or `aliases`."""
 
     op: torch._ops.OpOverload
     where: str
@@ -45,16 +44,16 @@ class OpFault:
 
 @dataclass
 class EagerResult:
-    """What eager runs showed.
+    """Results of the eager runs.
 
     Attributes:
-        results: what forward returned, by size; a size at which it raised is not there.
-        errors: what it raised instead.
-        lines: the subject's lines that ran, `file:line`; those that ran within a custom op are `lines_in_ops` instead, with the
-            first line of each function there.
-        host_syncs: lines at which the host waited for the value of a tensor.
-        faults: ops that do not keep their word.
-        int_arguments: (line, op, argument) of plain `int` arguments of custom ops -> size -> the values that they had, in order.
+        results: forward's result by size, without sizes at which it raised.
+        errors: error text by size.
+        lines: executed lines of the subject, `file:line`, outside custom ops.
+        lines_in_ops: executed lines in custom ops, with the first line of each function.
+        host_syncs: lines that made the host wait for a tensor's value.
+        faults: ops that violate their schema or fake kernel.
+        int_arguments: (line, op, argument) of plain `int` arguments of custom ops -> size -> values, in order.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
@@ -84,7 +83,7 @@ def run_eager(subject: Subject, sizes: Sequence[int] = SIZES) -> EagerResult:
 
 @contextlib.contextmanager
 def fixed_seed() -> Iterator[None]:
-    """Let what draws random numbers draw the same ones meanwhile as in every other such place."""
+    """Run the body with random seed 0, and restore the generator state."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
@@ -118,7 +117,7 @@ class _OpWatcher(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):  # `cond` and its like: what is in them comes by itself
+        if isinstance(func, torch._ops.HigherOrderOperator):  # ops inside `cond` and the like dispatch separately
             return func(*args, **kwargs)
         if func in _HOST_SYNC_OPS:
             self.eager_result.host_syncs.add(_call_site())
@@ -144,10 +143,10 @@ class _OpWatcher(TorchDispatchMode):
         return result
 
     def _note_int_arguments(self, func: Any, args: tuple, where: str) -> None:
-        for given, declared in zip(args, func._schema.arguments, strict=False):
-            if type(given) is int and isinstance(declared.real_type, torch.IntType):
-                place = (where, func._schema.name, declared.name)
-                self.eager_result.int_arguments.setdefault(place, {}).setdefault(self.size, []).append(given)
+        for argument, declared in zip(args, func._schema.arguments, strict=False):
+            if type(argument) is int and isinstance(declared.real_type, torch.IntType):
+                key = (where, func._schema.name, declared.name)
+                self.eager_result.int_arguments.setdefault(key, {}).setdefault(self.size, []).append(argument)
 
 
 def _call_site() -> str:
@@ -155,31 +154,31 @@ def _call_site() -> str:
 
 
 def check(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[tuple[str, str]]]:
-    """Run an op, and hold what its schema and its fake kernel promise against what it did.
+    """Run an op, and compare its behaviour with its schema and fake kernel.
 
     Returns:
         The result, and faults as (what, detail).
     """
     fake_result, fault = _fake(func, args, kwargs)
-    given = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-    copies = [item.clone() for item in given]
+    tensors = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+    copies = [item.clone() for item in tensors]
     result = func(*args, **kwargs)
     faults = [fault] if fault else []
     declared = _written(func, args, kwargs)
-    for tensor, copy in zip(given, copies, strict=True):
+    for tensor, copy in zip(tensors, copies, strict=True):
         if id(tensor) not in declared and not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
-            faults.append(("mutates", "it writes to an argument that its schema does not name as mutated"))
+            faults.append(("mutates", "it writes to an argument that its schema does not declare as mutated"))
             break
     outputs = [item for item in pytree.tree_leaves(result) if isinstance(item, Tensor)]
-    owned = {tensor.untyped_storage().data_ptr() for tensor in given if tensor.numel()}
+    owned = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
     if not any(value.alias_info for value in func._schema.returns) and any(
         out.numel() and out.untyped_storage().data_ptr() in owned for out in outputs
     ):
-        faults.append(("aliases", "its output shares memory with an argument, which its schema does not say"))
+        faults.append(("aliases", "its output shares memory with an argument, which its schema does not declare"))
     if fault is None:
         fakes = [item for item in pytree.tree_leaves(fake_result) if isinstance(item, Tensor)]
         if len(fakes) != len(outputs):
-            faults.append(("wrong", f"it promises {len(fakes)} tensors and returns {len(outputs)}"))
+            faults.append(("wrong", f"it returns {len(fakes)} tensors, the op returns {len(outputs)}"))
         faults += [
             ("wrong", why) for fake, out in zip(fakes, outputs, strict=False) if (why := disagreement(fake, out))
         ]
@@ -187,15 +186,15 @@ def check(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[tup
 
 
 def _fake(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple[str, str] | None]:
-    """What the fake kernel promises for these arguments, or the fault that keeps it from doing so."""
+    """The fake kernel's result for these arguments, or its fault."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
-    def faked(item: Any) -> Any:
+    def to_fake(item: Any) -> Any:
         return mode.from_tensor(item, static_shapes=True) if isinstance(item, Tensor) else item
 
-    args, kwargs = pytree.tree_map(faked, (args, kwargs))
+    args, kwargs = pytree.tree_map(to_fake, (args, kwargs))
     tracer = sys.gettrace()
-    sys.settrace(None)  # what torch loads the first time would be traced line by line
+    sys.settrace(None)  # lazy imports of torch would be traced line by line
     try:
         with mode:
             return func(*args, **kwargs), None
@@ -211,15 +210,15 @@ def _fake(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple[st
 
 
 def disagreement(fake: Tensor, real: Tensor) -> str:
-    """In what a fake result differs from the real one, as a clause; "" when it does not. An unknown size fits any."""
+    """Difference between a fake and a real result as a clause; "" if they agree. A symbolic size matches any."""
     if fake.dtype != real.dtype:
-        return f"it promises {fake.dtype}, the op returns {real.dtype}"
+        return f"it returns {fake.dtype}, the op returns {real.dtype}"
     if fake.dim() != real.dim() or not all(map(_fits, fake.shape, real.shape)):
-        return f"it promises shape {tuple(fake.shape)}, the op returns {tuple(real.shape)}"
+        return f"it returns shape {tuple(fake.shape)}, the op returns {tuple(real.shape)}"
     if fake.device.type != real.device.type:
-        return f"it promises a tensor on {fake.device}, the op returns one on {real.device}"
+        return f"it returns a tensor on {fake.device}, the op returns a tensor on {real.device}"
     if not all(_fits(a, b) for a, b, size in zip(fake.stride(), real.stride(), real.shape, strict=True) if size > 1):
-        return f"it promises strides {tuple(fake.stride())}, the op returns {tuple(real.stride())}"
+        return f"it returns strides {tuple(fake.stride())}, the op returns {tuple(real.stride())}"
     return ""
 
 
@@ -231,5 +230,5 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> set[int]:
     names = {
         argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
     }
-    named = {**{declared.name: given for given, declared in zip(args, func._schema.arguments, strict=False)}, **kwargs}
+    named = {**{declared.name: item for item, declared in zip(args, func._schema.arguments, strict=False)}, **kwargs}
     return {id(item) for name in names for item in pytree.tree_leaves(named.get(name))}

@@ -1,4 +1,4 @@
-"""The examination on one page: watch it run, trace it, weave it, and say what was found."""
+"""The examination: run the subject eagerly, trace it, compile it, and collect the findings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torchweave.doctor.tracing import trace
 
 
 def examine(subject: Subject) -> list[Finding]:
-    """Everything that was found, worst first; empty for a module that is captured once and runs as it should.
+    """All findings, worst first; empty for a module without problems.
 
     Raises:
-        ValueError: forward cannot be run on the inputs that were described.
+        ValueError: forward raises on the described inputs at every size.
     """
     with _quiet():
         eager_result = run_eager(subject)
@@ -35,14 +35,14 @@ def examine(subject: Subject) -> list[Finding]:
             *trace_failures.find(eager_result, trace_result),
             *graph_breaks.find(eager_result, trace_result),
             *performance.find(subject, trace_result, compile_result),
-            *recompiles.find(subject, eager_result, trace_result, compile_result),
+            *recompiles.find(eager_result, trace_result, compile_result),
         )
     )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what the subject prints, and torch's own advice, out of the report."""
+    """Suppress the subject's output and torch's warnings and logs."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)

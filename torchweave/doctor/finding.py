@@ -1,4 +1,4 @@
-"""A finding: one problem at one place, with its cause in one sentence and the fix."""
+"""A finding: one problem at one line, with cause and fix."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Finding:
     """One problem.
 
     Attributes:
-        kind: its class, as TensorRT-LLM's guide divides them, and `performance`.
-        rule: its name within the class, such as `missing_fake_kernel`.
-        where: `file:line`, or "" when there is no one place.
+        kind: a class of TensorRT-LLM's guide, or `performance`.
+        rule: name within the kind, such as `missing_fake_kernel`.
+        where: `file:line`, or "" if there is no single line.
         cause, fix: one sentence each.
-        severity: `error`: the module cannot be one graph, or computes something else; `warning`: it is captured anew or
-            runs slower; `note`: it could be faster.
+        severity: `error`: the module is not one graph or gives wrong results; `warning`: it recompiles or runs slower;
+            `note`: it could be faster.
     """
 
     kind: Kind
@@ -38,22 +38,21 @@ class Finding:
 
 
 def deduplicate(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding for a kind at a line, and none that only follows from another at the same line; worst first.
+    """Keep the first finding per line, and the first of each performance rule per line; sort worst first.
 
-    The first of several at one line is the most telling: callers hand findings over in this order. An error is told all the same
-    where the first is a warning.
+    Callers order findings by significance: later ones at a line often follow from the first. An error replaces a warning.
     """
     by_key: dict[tuple[str, str], Finding] = {}
-    blamed: set[str] = set()
+    lines: set[str] = set()
     for finding in findings:
         key = (finding.where or finding.cause, finding.rule if finding.kind == "performance" else "")
         worse = key in by_key and (by_key[key].severity, finding.severity) == ("warning", "error")
-        if finding.where and finding.where in blamed and finding.kind != "performance" and not worse:
+        if finding.where and finding.where in lines and finding.kind != "performance" and not worse:
             continue
         if key not in by_key or worse:
             by_key[key] = finding
             if finding.kind != "performance":
-                blamed.add(finding.where)
+                lines.add(finding.where)
     order = sorted(by_key.values(), key=lambda one: (_file(one.where), _line(one.where), _KINDS.index(one.kind)))
     return sorted(order, key=lambda one: _SEVERITIES.index(one.severity))
 

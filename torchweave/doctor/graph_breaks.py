@@ -1,4 +1,4 @@
-"""Graph breaks: what Dynamo cannot put into the graph, told apart by what the line does."""
+"""Graph breaks: lines that Dynamo cannot trace, classified by their operation."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from torchweave.doctor.tracing import Break, TraceResult
 
 _RULES: dict[str, tuple[str, str]] = {
     "print": (
-        "`print` in a forward breaks the graph, and would be left out of it anyway",
-        "take it out, or print where the model is called",
+        "`print` in a forward breaks the graph and would not be part of it",
+        "remove it, or print in the caller",
     ),
     "tolist": (
-        ".tolist() needs the values of a tensor on the host",
-        "keep the values in a tensor, or do it inside a custom op, or before the forward and pass the result in",
+        ".tolist() needs a tensor's values on the host",
+        "keep the values in a tensor, move the line into a custom op, or compute it before the forward and pass the result",
     ),
     "item": (
-        "a tensor is turned into a Python number, which needs its value on the host",
-        "keep it a tensor of one element: arithmetic, comparison and indexing take it as it is",
+        "the conversion of a tensor to a Python number needs its value on the host",
+        "keep a tensor of one element; arithmetic, comparison and indexing accept it",
     ),
     "data_dependent_shape": (
-        "the shape of the result depends on the values of a tensor",
-        "use a mask (torch.where, masked_fill) that keeps the shape, or do it inside a custom op whose output has a fixed shape",
+        "the shape of the result depends on a tensor's values",
+        "use a mask (torch.where, masked_fill) that keeps the shape, or a custom op whose output has a fixed shape",
     ),
     "data_dependent_control": (
-        "which branch runs depends on the values of a tensor",
-        "compute both and choose with torch.where, or decide before the forward and pass the result in",
+        "the branch depends on a tensor's values",
+        "compute both sides and select with torch.where, or decide before the forward and pass the result",
     ),
     "custom_object": (
-        "the method of an object that is no module cannot be traced",
-        "call it once in __init__ and keep the result as a bool or number",
+        "Dynamo cannot trace the method of an object that is no module",
+        "call it in __init__ and store the result as a bool or number",
     ),
     "native_call": (
-        "a function of a compiled extension, unknown to torch, is called",
-        "register it as a custom op with a fake kernel, or call it outside of the forward",
+        "the line calls a function of a compiled extension that is not registered with torch",
+        "register it as a custom op with a fake kernel, or call it outside the forward",
     ),
-    "other": ("Dynamo cannot trace this line", "move it out of the forward, or into a custom op"),
+    "other": ("Dynamo cannot trace the line", "move it out of the forward, or into a custom op"),
 }
 _HOST = {"float", "int", "bool", ".item", ".__int__", ".__float__"}
 _SHAPED = {".nonzero", ".unique", ".masked_select", ".unique_consecutive", ".argwhere"}
 
 
 def find(eager_result: EagerResult, trace_result: TraceResult) -> Iterator[Finding]:
-    """Every break; and, where Dynamo gave up a whole frame, what the eager run shows in it."""
+    """All breaks of the trace, and those that the eager run shows in frames that Dynamo skipped."""
     for one in trace_result.breaks:
         if one.where in eager_result.lines_in_ops:
             continue
@@ -69,7 +69,7 @@ def _finding(rule: str, where: str, detail: str = "") -> Finding:
 
 
 def _line_to_change(one: Break) -> str:
-    """The line to change: of an object's method, where it is called."""
+    """The line to change: for a method of a plain object, its call site."""
     own = [place for place in one.callers if is_user_code(place.rpartition(":")[0])]
     while len(own) > 1 and statement(own[-1]).plain_object_method():
         own.pop()
@@ -96,7 +96,7 @@ def _rule(one: Break, line: Statement) -> str:
 
 
 def _host_sync_rule(line: Statement) -> str:
-    """What a line that waited for a tensor's value did."""
+    """The rule for a line that made the host wait for a tensor's value."""
     calls = line.calls()
     if ".tolist" in calls:
         return "tolist"
@@ -108,8 +108,9 @@ def _host_sync_rule(line: Statement) -> str:
 
 
 def _first_clause(text: str) -> str:
-    """Dynamo's explanation of a break as one clause, else its first line."""
+    """Dynamo's explanation of a break as a clause, else its first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = next((line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), "")
-    sentence = said or (lines[0] if lines else "")
+    prefix = "Explanation:"
+    explanation = next((line.removeprefix(prefix).strip() for line in lines if line.startswith(prefix)), "")
+    sentence = explanation or (lines[0] if lines else "")
     return re.split(r"\.?`? This function", sentence)[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Examine a model as the engine would run it: the doctor's three looks at the step of a decoder."""
+"""Examine a model's decoder step as the engine runs it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchweave.report import Report
 
 
 def examine_model(config: EngineConfig, report: Report) -> list[Finding]:
-    """What the doctor finds in a model; see `compile.doctor.examine`.
+    """Findings of a model; see `torchweave.doctor.examine.examine`.
 
     Raises:
-        ValueError: the model or an option cannot be.
+        ValueError: the model or an option is invalid, or there are several ranks.
     """
     if config.num_ranks > 1:
         raise ValueError(
-            "A model is examined on one rank: what it is traced to does not depend on others. Leave --tp and --pp out."
+            "The doctor examines a model on one rank; its trace is the same on all. Leave out --tp and --pp."
         )
     facts = model_facts(config.model, config.trust_remote_code)
     plan = resolve(config, device_facts(config.device), facts)

@@ -1,4 +1,4 @@
-"""Performance findings: the module is captured, but something keeps it from being cut, shared, fused or recorded well."""
+"""Performance findings: obstacles to splitting, sharing pieces, fusions, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find(subject: Subject, trace_result: TraceResult, compile_result: CompileRes
             "invariant",
             compile_result.error.where,
             compile_result.error.cause,
-            "see the rules of pieces in docs/diagnosis.md",
+            "follow the rules of pieces in docs/diagnosis.md",
         )
     yield from _near_misses(compile_result, trace_result.graphs)
     if compile_result.compiled_graph is not None:
@@ -56,8 +56,8 @@ def _boundary_outputs(gm: fx.GraphModule, names: frozenset[str]) -> Iterator[Fin
                 "performance",
                 "boundary_output",
                 source_location(node),
-                f"the boundary op {op._schema.name} has an output, whose address changes from call to call",
-                "let it write into a tensor that is given to it: allocate with torch.empty before, name it in mutates_args",
+                f"the boundary op {op._schema.name} has an output, whose address differs at each call",
+                "write to an argument instead: allocate it with torch.empty before, and name it in mutates_args",
             )
 
 
@@ -74,8 +74,8 @@ def _mutated_constants(gm: fx.GraphModule) -> Iterator[Finding]:
                 "performance",
                 "mutated_constant",
                 source_location(node),
-                "forward writes to a parameter or buffer, but constants are bound once when pieces are built",
-                "pass the tensor in as an input, or write to it in a boundary op",
+                "forward writes to a parameter or buffer, but pieces bind constants when they are built",
+                "pass the tensor as an input, or write to it in a boundary op",
             )
 
 
@@ -86,19 +86,19 @@ def _host_copies(gm: fx.GraphModule) -> Iterator[Finding]:
                 "performance",
                 "host_synchronisation",
                 source_location(node),
-                "a tensor is copied to the host in the forward: the host waits, and a CUDA graph cannot hold it",
-                "keep the work on the device, or do it after the forward",
+                "the forward copies a tensor to the host, which makes the host wait and cannot be in a CUDA graph",
+                "keep the computation on the device, or copy after the forward",
                 "warning",
             )
 
 
 def _names_cpu(node: fx.Node) -> bool:
-    """Whether a `.to` names the CPU itself, and not the device of another tensor that is on one."""
+    """Whether a `.to` names the CPU literally, not through the device of another tensor."""
     return node.target == "to" and re.search(r"""["']cpu["']""", source_line(source_location(node))) is not None
 
 
 def _upcasts(gm: fx.GraphModule) -> Iterator[Finding]:
-    """Matrix products in float32 whose operand came from a narrower type: norms and RoPE may compute in float32, these need not."""
+    """Matmuls in float32 with an operand cast from a narrower dtype; norms and RoPE need float32, matmuls do not."""
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
         if not node.op.startswith("call") or name not in _MATMULS:
@@ -110,15 +110,15 @@ def _upcasts(gm: fx.GraphModule) -> Iterator[Finding]:
                     "performance",
                     "upcast_matmul",
                     source_location(cast),
-                    f"a matrix product runs in float32 because its operand was widened from {cast_from(cast)}",
-                    "multiply in the narrow type (it accumulates in float32 anyway), and widen the result where needed",
+                    f"a matmul runs in float32 because its operand was cast from {cast_from(cast)}",
+                    "multiply in the narrow dtype, which accumulates in float32 anyway, and cast the result if needed",
                     "warning",
                 )
                 break
 
 
 def _upcast_behind(node: fx.Node) -> fx.Node | None:
-    """The cast from a narrow type to float32 behind a node, through views."""
+    """The cast from a narrow dtype to float32 that a node reads, through views."""
     for _ in range(6):
         out = value(node)
         if not isinstance(out, Tensor) or out.dtype != torch.float32 or not node.all_input_nodes:
@@ -148,13 +148,13 @@ def _near_misses(compile_result: CompileResult, graphs: Iterable[fx.GraphModule]
                 "near_miss",
                 places.get(node.partition(",")[0], ""),
                 f"the pass {event['name']} does not match {node}: {why}",
-                "write the line the way the pass knows (docs/passes.md), or leave it: results are right either way",
+                "write the line in the form that the pass matches (docs/passes.md), or leave it; results are correct anyway",
                 "note",
             )
 
 
 def _unshared_pieces(pieces: Iterable[Piece]) -> Iterator[Finding]:
-    """Pieces that do the same operations in the same order and still differ, so that each is built by itself."""
+    """Pieces with the same sequence of operations but different digests, which are built separately."""
     first: dict[str, Piece] = {}
     reported: set[tuple[str, str]] = set()
     for piece in pieces:
@@ -169,8 +169,8 @@ def _unshared_pieces(pieces: Iterable[Piece]) -> Iterator[Finding]:
             "performance",
             "unshared_pieces",
             where,
-            f"pieces {same.index} and {piece.index} do the same operations but are built twice: {difference}",
-            "hand what differs over as a tensor, or make it equal (an index of a layer, a number in its config)",
+            f"pieces {same.index} and {piece.index} have the same operations but are built twice: {difference}",
+            "pass the difference as a tensor, or make it equal (a layer's index, a number in its config)",
             "note",
         )
 

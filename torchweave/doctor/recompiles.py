@@ -1,5 +1,7 @@
-"""Recompiles: what makes one capture hold for some calls only. Torchweave captures once and keeps no guard, so that each of
-these is either refused at start-up or fixed to the value of the example."""
+"""Recompiles: lines that make a capture valid for some calls only.
+
+Torchweave captures once without guards, so that each of these is an error at start-up or fixed to the example's value.
+"""
 
 from __future__ import annotations
 
@@ -11,54 +13,53 @@ from torchweave.doctor.compile_run import CompileResult
 from torchweave.doctor.eager_run import EagerResult
 from torchweave.doctor.finding import Finding
 from torchweave.doctor.source_reader import statement
-from torchweave.doctor.subject import Subject
 from torchweave.doctor.tracing import Recompile, TraceResult
 
 _RULES: dict[str, tuple[str, str]] = {
     "bit_length": (
-        "bit_length() needs the very number, so each one is compiled anew",
+        "bit_length() needs the exact number, so each value needs a new compilation",
         "round up to a power of two by shifts: n -= 1; n |= n >> 1; n |= n >> 2; ... n |= n >> 32; n += 1",
     ),
     "min_max_of_list": (
-        "min/max over a list of numbers is fixed to the elements it saw, and compiled anew when one changes",
+        "min/max over a list of numbers is fixed to its elements, and a change of one needs a new compilation",
         "keep the numbers in a tensor and use amin/amax, or compute the result before the forward",
     ),
     "size_branch": (
-        "control flow depends on a dynamic size ({guard}), so each side is a graph of its own",
-        "write it without a branch (a mask, torch.where, clamp), or choose before the forward",
+        "control flow depends on a dynamic size ({guard}), so each branch is a separate graph",
+        "write it without a branch (a mask, torch.where, clamp), or decide before the forward",
     ),
     "zero_one": (
         "a size of 0 or 1 takes another path ({guard})",
-        "let the general path handle it; a step of one token is the most common of all",
+        "let the general path handle it; steps of one token are the most common",
     ),
     "op_takes_int": (
-        "the schema of {op} declares `{argument}` as int, and it changes with the size: each value is compiled anew",
-        "declare it as SymInt in the schema (`SymInt {argument}`), or hand over a tensor that has the size",
+        "the schema of {op} declares `{argument}` as int, but it follows a size, so each value needs a new compilation",
+        "declare it as SymInt in the schema (`SymInt {argument}`), or pass a tensor of that size",
     ),
     "dynamic_loop": (
-        "how often the loop runs follows a size, so each size is compiled anew",
-        "write the loop as tensor operations, or put it into one custom op",
+        "the loop's number of iterations follows a size, so each size needs a new compilation",
+        "write the loop as tensor operations, or move it into one custom op",
     ),
     "changing_attribute": (
-        "an attribute of the module changes from call to call ({guard}), and each value is compiled anew",
-        "keep it out of the forward, or pass it in as a tensor",
+        "an attribute of the module changes between calls ({guard}), and each value needs a new compilation",
+        "do not read it in the forward, or pass it as a tensor",
     ),
     "changing_number": (
-        "a Python number that changes from call to call is part of the graph ({guard})",
+        "a Python number that changes between calls is part of the graph ({guard})",
         "pass it as a tensor, or as a size of a tensor; in an op's schema declare it as SymInt",
     ),
     "data_dependent_size": (
-        "a number taken from a tensor's values decides what is computed ({guard}), and each value is compiled anew",
-        "keep the shape and use a mask, or do it inside a custom op",
+        "the computation depends on a number read from a tensor ({guard}), and each value needs a new compilation",
+        "keep the shape and use a mask, or move the line into a custom op",
     ),
-    "fixed_size": ("a dynamic size is fixed to one value ({guard})", "let the line hold for every size"),
+    "fixed_size": ("a dynamic size is fixed to one value ({guard})", "make the line valid for every size"),
     "wrong_at_size": (
-        "what was captured computes something else at {guard}",
-        "take out what depends on the size: a branch, a number read from the shape, or an op with a wrong fake kernel",
+        "the captured graph gives another result at {guard}",
+        "remove the dependence on the size: a branch, a number read from the shape, or an op with a wrong fake kernel",
     ),
     "unbacked": (
-        "cannot be captured when no size is known (dynamic_shapes=unbacked): {guard}",
-        "nothing with the default dynamic_shapes; else take out the comparison of sizes",
+        "the capture fails with unbacked sizes (dynamic_shapes=unbacked): {guard}",
+        "nothing with the default dynamic_shapes; else remove the comparison of sizes",
     ),
 }
 _SIZE_MISMATCH = re.compile(r"tensor '(\w+)' (?:size|stride) mismatch")
@@ -66,22 +67,22 @@ _ATTRIBUTE = re.compile(r"\bself\b.* == ")
 
 
 def find(
-    subject: Subject, eager_result: EagerResult, trace_result: TraceResult, compile_result: CompileResult | None
+    eager_result: EagerResult, trace_result: TraceResult, compile_result: CompileResult | None
 ) -> Iterator[Finding]:
-    # Where an op was kept out of the graph, Dynamo looks into its implementation, which is nobody's concern.
+    # At an op that was kept out of the graph, Dynamo traces the implementation; its recompiles do not matter.
     own = [one for one in trace_result.recompiles if one.first_line not in eager_result.lines_in_ops]
     fixed = any(_SIZE_MISMATCH.match(one.guard) and "resume" not in one.function for one in own)
-    found = [
+    findings = [
         _finding(_rule(one), one.where, guard=_short(one.guard))
         for one in own
         if one.where and not _SIZE_MISMATCH.match(one.guard)
     ]
-    found += _size_dependent_lines(eager_result, fixed)
-    if not found and fixed:
-        found += _from_capture(compile_result)
-    if not found and compile_result is not None:
-        found += _from_compile(subject, compile_result)
-    yield from found
+    findings += _size_dependent_lines(eager_result, fixed)
+    if not findings and fixed:
+        findings += _from_capture(compile_result)
+    if not findings and compile_result is not None:
+        findings += _from_compile(compile_result)
+    yield from findings
 
 
 def _finding(rule: str, where: str, severity: str = "error", **facts: str) -> Finding:
@@ -109,7 +110,7 @@ def _rule(one: Recompile) -> str:
 
 
 def _size_dependent_lines(eager_result: EagerResult, fixed: bool) -> Iterator[Finding]:
-    """Lines that need a size as a number, for a specialisation whose line Dynamo does not tell."""
+    """Lines that need a size as a number, for a specialisation that Dynamo reports without a line."""
     for where in sorted(eager_result.lines if fixed else ()):
         line = statement(where)
         if ".bit_length" in line.calls():
@@ -125,10 +126,10 @@ def _from_capture(compile_result: CompileResult | None) -> Iterator[Finding]:
     if compile_result is not None and compile_result.error is not None:
         yield _refused(compile_result.error)
     else:
-        yield _finding("fixed_size", "", guard="Dynamo does not say where")
+        yield _finding("fixed_size", "", guard="Dynamo reports no line")
 
 
-def _from_compile(subject: Subject, compile_result: CompileResult) -> Iterator[Finding]:
+def _from_compile(compile_result: CompileResult) -> Iterator[Finding]:
     if compile_result.error is not None and not isinstance(compile_result.error, InvariantError):
         yield _refused(compile_result.error)
     if compile_result.mismatches:
@@ -143,10 +144,10 @@ def _from_compile(subject: Subject, compile_result: CompileResult) -> Iterator[F
 
 
 def _refused(error: CompileError) -> Finding:
-    """What weaving refused; only sometimes is that a size."""
+    """The finding for an error of the compilation."""
     if isinstance(error, SizeError):
         return _finding("fixed_size", error.where, guard=error.cause)
-    return Finding("trace_failure", "refused", error.where, error.cause, "do what the sentence asks for")
+    return Finding("trace_failure", "refused", error.where, error.cause, "change the line as the cause describes")
 
 
 def _short(guard: str) -> str:

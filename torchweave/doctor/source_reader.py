@@ -1,4 +1,4 @@
-"""Reading source: whose a file is, and what a line of it does. Nothing is concluded from code that did not run."""
+"""Source analysis: the owner of a file, and the operation of an executed line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _STANDARD = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
 
 
 def is_user_code(file: str) -> bool:
-    """Whether a file is the subject's own: not torch's, not the standard library's, not the doctor's."""
+    """Whether a file belongs to the subject, not to torch, the standard library or the doctor."""
     if file.startswith(("<", _TORCH)):
         return False
     return "site-packages" in file or not file.startswith(_STANDARD)
 
 
 def innermost_user_line(frames: Iterable[Any]) -> str:
-    """`file:line` of the last frame that is the subject's own; "" when none is."""
+    """`file:line` of the innermost frame in the subject's code; "" if there is none."""
     own = [frame for frame in frames if is_user_code(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
@@ -35,7 +35,7 @@ def source_line(where: str) -> str:
 
 
 class Statement:
-    """The innermost statement at a line; of a compound one (`if`, `for`, `with`), its header alone."""
+    """The innermost statement at a line; for a compound statement (`if`, `for`, `with`), its header only."""
 
     def __init__(self, node: ast.stmt | ast.expr | None, parents: tuple[ast.AST, ...] = ()) -> None:
         self.node, self.parents = node, parents
@@ -51,23 +51,22 @@ class Statement:
                     yield from ast.walk(item)
 
     def calls(self) -> set[str]:
-        """Names that are called: `print`, `torch.nonzero`, and `.item` for a method of anything else."""
-        found: set[str] = set()
+        """Names of the called functions, as `print` or `torch.nonzero`, and of methods, as `.item`."""
+        names: set[str] = set()
         for node in self._header():
             if isinstance(node, ast.Call):
                 if isinstance(node.func, ast.Attribute):
-                    found.add("." + node.func.attr)
-                    found.add(ast.unparse(node.func))
+                    names |= {"." + node.func.attr, ast.unparse(node.func)}
                 elif isinstance(node.func, ast.Name):
-                    found.add(node.func.id)
-        return found
+                    names.add(node.func.id)
+        return names
 
     def is_branch(self) -> bool:
         tests = (ast.If, ast.While, ast.Assert)
         return isinstance(self.node, tests) or any(isinstance(node, (ast.IfExp, ast.BoolOp)) for node in self._header())
 
     def loop(self) -> ast.For | ast.While | None:
-        """The innermost loop that the statement is or stands in, within its function."""
+        """The innermost loop in the function that is or contains the statement."""
         for node in (self.node, *reversed(self.parents)):
             if isinstance(node, (ast.FunctionDef, ast.Lambda)):
                 return None
@@ -81,7 +80,7 @@ class Statement:
         return next((node for node in self._header() if isinstance(node, kinds)), None)
 
     def iterates_modules(self) -> bool:
-        """Whether a loop calls what it loops over, as over the layers of a model: `layer(x)`, `self.layers[i](x)`."""
+        """Whether a loop calls its items, as over the layers of a model: `layer(x)`, `self.layers[i](x)`."""
         if self.node is None:
             return False
         loops = [self.node] if isinstance(self.node, ast.For) else getattr(self.node, "generators", ())
@@ -89,12 +88,12 @@ class Statement:
         return any(isinstance(node, ast.Call) and _is_one_of(node.func, names) for node in ast.walk(self.node))
 
     def reads_shape(self) -> bool:
-        """Whether the header asks for a size: `.shape`, `.size()`, `len()`, `.numel()`."""
+        """Whether the header reads a size: `.shape`, `.size()`, `len()`, `.numel()`."""
         names = {node.attr for node in self._header() if isinstance(node, ast.Attribute)}
         return bool(names & {"shape", "size", "numel"}) or "len" in self.calls()
 
     def plain_object_method(self) -> bool:
-        """Whether the line stands in a method of a class that is no module."""
+        """Whether the line is in a method of a class that is no module."""
         for node in reversed(self.parents):
             if isinstance(node, ast.ClassDef):
                 methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
@@ -104,7 +103,7 @@ class Statement:
 
 
 def _is_one_of(function: ast.expr, names: set[str]) -> bool:
-    """Whether what is called is a loop's variable, or was looked up by one."""
+    """Whether the called expression is a loop variable, or an item indexed by one."""
     if isinstance(function, ast.Subscript):
         return any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(function.slice))
     return isinstance(function, ast.Name) and function.id in names
@@ -112,12 +111,12 @@ def _is_one_of(function: ast.expr, names: set[str]) -> bool:
 
 @lru_cache(maxsize=256)
 def _statements_by_line(file: str) -> dict[int, Statement]:
-    """Every line of a file -> the innermost statement that covers it."""
+    """Map each line of a file to its innermost statement."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return {}
-    found: dict[int, Statement] = {}
+    statements: dict[int, Statement] = {}
 
     def visit(node: ast.AST, parents: tuple[ast.AST, ...]) -> None:
         if isinstance(node, ast.stmt):
@@ -125,12 +124,12 @@ def _statements_by_line(file: str) -> dict[int, Statement]:
             body = getattr(node, "body", None)
             last = body[0].lineno - 1 if isinstance(body, list) and body else node.end_lineno or node.lineno
             for line in range(node.lineno, max(last, node.lineno) + 1):
-                found[line] = statement
+                statements[line] = statement
         for child in ast.iter_child_nodes(node):
             visit(child, (*parents, node))
 
     visit(tree, ())
-    return found
+    return statements
 
 
 def statement(where: str) -> Statement:

@@ -1,4 +1,4 @@
-"""What is examined: a module, how to make its arguments at a size, and which ops the graph is cut at."""
+"""The subject of an examination: a module, the specs of its inputs, and its boundary ops."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _INTS = ((5, (3, 9, 6)), (9, (8, 2, 4)), (12, (5, 7, 4)))
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One argument of forward, as `float32[T,16]`: a tensor whose named sizes vary; `int`, `ints`: numbers that vary.
+    """Spec of one argument of forward: a tensor with named dynamic sizes, as `float32[T,16]`, or numbers: `int`, `ints`.
 
     Attributes:
-        dtype: of the tensor; `arange` is int64 and counts; `int` and `ints` are a number and a list of numbers.
-        shape: numbers, or names of sizes that vary.
-        below: integers are drawn below this number, or below a named size.
+        dtype: a dtype of torch; `arange`: int64 that counts from 0; `int`, `ints`: a number or a list of numbers.
+        shape: sizes, or names of dynamic sizes.
+        below: exclusive upper bound of random integers: a number or a named size.
     """
 
     dtype: str
@@ -39,7 +39,7 @@ class InputSpec:
 
     @classmethod
     def parse(cls, text: str) -> InputSpec:
-        """Raises ValueError for text that is no spec."""
+        """Parse a spec; raises ValueError for invalid text."""
         text = text.strip()
         if text in ("int", "ints"):
             return cls(text)
@@ -52,7 +52,7 @@ class InputSpec:
         if match["dtype"] == "arange" and len(shape) != 1:
             raise ValueError(f"{text!r} describes no input: arange counts along one size; write arange[T]")
         if below == 0:
-            raise ValueError(f"{text!r} describes no input: no value is below 0; write a larger number behind <")
+            raise ValueError(f"{text!r} describes no input: no value is below 0; write a larger number after <")
         return cls(match["dtype"], shape, below)
 
     @property
@@ -60,7 +60,7 @@ class InputSpec:
         return self.dtype not in ("int", "ints")
 
     def make(self, sizes: Mapping[str, int], generator: torch.Generator, variant: int) -> Any:
-        """An argument, with the given sizes; integers outside tensors take the value of the variant."""
+        """An argument with the given sizes; plain numbers follow `variant`."""
         if not self.is_tensor:
             number, numbers = _INTS[variant % len(_INTS)]
             return number if self.dtype == "int" else list(numbers)
@@ -89,12 +89,12 @@ class Subject:
     device: str = "cpu"
 
     def arguments(self, size: int, variant: int = 0) -> list[Any]:
-        """Forward's arguments where the first named size is `size`; other names get about half of it."""
+        """Forward's arguments: the first named size is `size`, other names are half of it, rounded up."""
         named = [name for spec in self.inputs.values() for name in spec.shape if isinstance(name, str)]
         sizes = {name: size if name == named[0] else (size + 1) // 2 for name in dict.fromkeys(named)}
         generator = torch.Generator().manual_seed(100 * size + variant)
-        made = [spec.make(sizes, generator, variant) for spec in self.inputs.values()]
-        return [item.to(self.device) if isinstance(item, Tensor) else item for item in made]
+        arguments = [spec.make(sizes, generator, variant) for spec in self.inputs.values()]
+        return [item.to(self.device) if isinstance(item, Tensor) else item for item in arguments]
 
     @property
     def dynamic(self) -> DynamicDims:
@@ -110,26 +110,26 @@ class Subject:
 
 
 def find(target: str, inputs: Mapping[str, str] | None = None) -> Subject:
-    """The subject that `module:attribute` or `file.py:attribute` names: a function, a module, or a class of modules.
+    """The subject named `module:attribute` or `file.py:attribute`: a function, a module, or a class of modules.
 
     Args:
-        inputs: specs by forward's parameter names; None reads the attribute `doctor_inputs` of what is named.
+        inputs: specs by forward's parameter names; None reads the attribute `doctor_inputs` of the subject.
 
     Raises:
-        ValueError: it cannot be imported, is nothing to examine, or its inputs are not known.
+        ValueError: the import fails, the attribute is no subject, or its inputs are missing or invalid.
     """
     path, _, attribute = target.rpartition(":")
-    found = _import(path)
+    thing = _import(path)
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(thing, part):
             raise ValueError(f"{path} has no {attribute}")
-        found = getattr(found, part)
-    if (isinstance(found, type) and not issubclass(found, nn.Module)) or not callable(found):
-        raise ValueError(f"{target} is of type {type(found).__name__}; name a function, a module or a class of modules")
-    specs = inputs or getattr(found, "doctor_inputs", None)
+        thing = getattr(thing, part)
+    if (isinstance(thing, type) and not issubclass(thing, nn.Module)) or not callable(thing):
+        raise ValueError(f"{target} is of type {type(thing).__name__}; name a function, a module or a class of modules")
+    specs = inputs or getattr(thing, "doctor_inputs", None)
     if not specs:
         raise ValueError(
-            f"the inputs of {target} are not known: give --input 'NAME=float32[T,16]' for each, in forward's order, or an "
+            f"{target} has no input specs: give --input 'NAME=float32[T,16]' for each, in forward's order, or an "
             f"attribute doctor_inputs = {{'NAME': 'float32[T,16]'}}; a spec is {_FORMS}"
         )
     if not (isinstance(specs, Mapping) and all(isinstance(each, str) for pair in specs.items() for each in pair)):
@@ -141,15 +141,15 @@ def find(target: str, inputs: Mapping[str, str] | None = None) -> Subject:
     for name, spec in parsed.items():
         if isinstance(spec.below, str) and spec.below not in sizes:
             raise ValueError(
-                f"{name} is to be below {spec.below}, which is no size of an input; write a number, or name a size"
+                f"{name} is to be below {spec.below}, which is no size of an input; write a number or the name of a size"
             )
     return Subject(
-        target, as_module(found, target, tuple(parsed)), parsed, frozenset(getattr(found, "doctor_boundary_ops", ()))
+        target, as_module(thing, target, tuple(parsed)), parsed, frozenset(getattr(thing, "doctor_boundary_ops", ()))
     )
 
 
 def as_module(thing: Any, name: str, inputs: Sequence[str] = ()) -> nn.Module:
-    """A module of whatever can be examined; `inputs` are the names of a function's arguments."""
+    """Convert a module, a class of modules or a function to a module; `inputs` are the function's argument names."""
     if isinstance(thing, nn.Module):
         return thing.eval()
     if isinstance(thing, type) and issubclass(thing, nn.Module):
@@ -159,18 +159,18 @@ def as_module(thing: Any, name: str, inputs: Sequence[str] = ()) -> nn.Module:
             raise ValueError(
                 f"{name} cannot be made without arguments ({error}); name a function that uses it"
             ) from None
-        except Exception as error:  # whatever the module raises
+        except Exception as error:  # any error of the module
             raise ValueError(f"{name} cannot be made ({type(error).__name__}: {error})") from None
     return _function_module(thing, inputs)
 
 
 def _function_module(function: Callable[..., Any], inputs: Sequence[str]) -> nn.Module:
-    """A module whose forward has the function's parameters, as capture asks for."""
+    """A module whose forward has the function's parameters, which capture requires."""
     if unknown := [name for name in inputs if not name.isidentifier()]:
-        raise ValueError(f"{unknown[0]!r} is no name of a parameter")
+        raise ValueError(f"{unknown[0]!r} is not a valid parameter name")
     if taken := [name for name in inputs if keyword.iskeyword(name) or name in ("self", "function")]:
         raise ValueError(
-            f"an input cannot be called {taken[0]!r} here; take another name, since it is their order that counts"
+            f"an input cannot be called {taken[0]!r} here; choose another name, inputs are passed by position"
         )
     names = ", ".join(inputs)
     namespace = {"function": function}
@@ -190,12 +190,12 @@ def _import(path: str) -> Any:
             return importlib.import_module(path)
         name = f"torchweave_doctor_{file.stem}"
         if getattr(sys.modules.get(name), "__file__", None) == str(file):
-            return sys.modules[name]  # a module registers its ops once
+            return sys.modules[name]  # a second import would register its ops again
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # tracing looks code up by its module
+        sys.modules[name] = module  # tracing finds code through its module
         spec.loader.exec_module(module)
         return module
-    except (Exception, SystemExit) as error:  # whatever the imported code raises; a script may end itself
+    except (Exception, SystemExit) as error:  # any error of the imported code; a script may call sys.exit
         raise ValueError(f"{path} cannot be imported ({type(error).__name__}: {error})") from None

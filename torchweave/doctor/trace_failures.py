@@ -1,4 +1,4 @@
-"""Trace failures: ops without an honest fake kernel, loops that unroll, and whatever tracing could not run at all."""
+"""Trace failures: missing or wrong fake kernels, unrolled loops, and lines that fail on symbolic sizes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torchweave.doctor.finding import Finding
 from torchweave.doctor.source_reader import Statement, is_user_code, source_line, statement
 from torchweave.doctor.tracing import TraceResult
 
-_UNROLLED = 32  # times that one line of one module was traced from one place
+_UNROLLED = 32  # minimum number of traced operations of one module from one stack
 _FRAMES = re.compile(r'File "([^"]+)", line (\d+)')
 
 _FIXES = {
-    "missing": "register one with register_fake: outputs by torch.empty of the right shape, dtype and strides, no values read",
-    "wrong": "make the fake kernel return what the op returns, at every size; torchweave's `define` and "
+    "missing": "register one with register_fake: return torch.empty of the right shape, dtype and strides, read no values",
+    "wrong": "return the op's shape, dtype and strides from the fake kernel at every size; torchweave's `define` and "
     "torch.library.opcheck test it",
     "mutates": "name the argument in mutates_args (or as Tensor(a!) in the schema), or write to a copy",
     "aliases": "return a copy, or declare the alias in the schema",
 }
 _CAUSES = {
-    "missing": "the custom op {op} has no fake kernel, so its result cannot be traced",
+    "missing": "the custom op {op} has no fake kernel, so it cannot be traced",
     "wrong": "the fake kernel of {op} is wrong: {detail}",
-    "mutates": "the custom op {op} breaks its schema: {detail}",
-    "aliases": "the custom op {op} breaks its schema: {detail}",
+    "mutates": "the custom op {op} violates its schema: {detail}",
+    "aliases": "the custom op {op} violates its schema: {detail}",
 }
 _RULES = {
     "missing": "missing_fake_kernel",
@@ -43,13 +43,13 @@ def find(eager_result: EagerResult, trace_result: TraceResult) -> Iterator[Findi
     yield from _refused(trace_result, {fault.where for fault in eager_result.faults})
     if eager_result.errors:
         sizes = ", ".join(map(str, eager_result.errors))
-        said = " ".join(next(iter(eager_result.errors.values())).split())[:200]
+        message = " ".join(next(iter(eager_result.errors.values())).split())[:200]
         yield Finding(
             "trace_failure",
             "raises",
             "",
-            f"forward itself raises at a size of {sizes} ({said})",
-            "make it take every size from 1; steps of one token are the most common",
+            f"forward raises at a size of {sizes} ({message})",
+            "support every size from 1; steps of one token are the most common",
         )
 
 
@@ -66,7 +66,7 @@ def _ops(eager_result: EagerResult) -> Iterator[Finding]:
 
 
 def _loops(graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
-    """Loops whose body was traced many times, counted by the whole stack and the module: layers of a model are modules."""
+    """Unrolled loops. Operations count by stack and module, so that a loop over layers, which are modules, does not count."""
     times: dict[tuple[str, str], int] = defaultdict(int)
     for gm in graphs:
         for node in gm.graph.nodes:
@@ -76,26 +76,26 @@ def _loops(graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
                 times[stack, str(list(modules)[-1:])] += 1
     reported: dict[tuple[str, bool], int] = {}
     for (stack, _), count in times.items():
-        found = _loop_of(stack) if count >= _UNROLLED else None
-        if found is not None:
-            reported[found] = reported.get(found, 0) + count
+        loop = _loop_of(stack) if count >= _UNROLLED else None
+        if loop is not None:
+            reported[loop] = reported.get(loop, 0) + count
     for (where, sized), count in reported.items():
         cause = f"the loop was unrolled into {count} operations, which makes tracing and building slow"
         if sized:
-            cause += ", and its count follows a size, so each size would be captured anew"
+            cause += ", and its length follows a size, so each size would need a new capture"
         yield Finding(
             "trace_failure",
             "unrolled_loop",
             where,
             cause,
-            "write the loop as tensor operations, or put it into one custom op; a short loop over layers may stay",
+            "write the loop as tensor operations, or move it into one custom op; a short loop over layers may stay",
             "error" if sized else "warning",
         )
 
 
 def _loop_of(stack: str) -> tuple[str, bool] | None:
-    """The line of the innermost loop around any frame of a stack, and whether its count follows a size; None: there is none, or it
-    goes over modules. A loop that stands on one line with its body is read by itself, not by its line."""
+    """Line of the innermost loop around any frame of a stack, and whether its length follows a size; None without a loop, or for
+    a loop over modules. The loop's own node is analysed, since its body may share its line."""
     for file, line in reversed(_FRAMES.findall(stack)):
         around = statement(f"{file}:{line}") if is_user_code(file) else Statement(None)
         node = around.loop() or around.comprehension()
@@ -116,6 +116,6 @@ def _refused(trace_result: TraceResult, known: set[str]) -> Iterator[Finding]:
                 "trace_failure",
                 "fake_run",
                 where,
-                f"`{source_line(where)}` cannot be run on symbolic sizes: {cause}",
-                "make it hold for every size that is declared dynamic, or put it into a custom op with a fake kernel",
+                f"`{source_line(where)}` fails on symbolic sizes: {cause}",
+                "make it valid for every dynamic size, or move it into a custom op with a fake kernel",
             )

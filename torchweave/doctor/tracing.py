@@ -1,7 +1,7 @@
-"""Trace the subject with Dynamo, breaks and guards allowed: where it breaks, and what makes it compile again.
+"""Trace the subject with Dynamo, allowing graph breaks and guards, to record all breaks and recompiles.
 
-Behind a break Dynamo goes on, so that all of them are seen. An op that is known to have no honest fake kernel is made a
-break as well. Numbers are constants and only declared sizes are dynamic, as when the stack captures.
+Dynamo continues after a break. Ops with a missing or wrong fake kernel become breaks. As in the stack's capture, numbers are
+constants, and only declared sizes are dynamic.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torchweave.compiler.ir.symbols import dynamic_shapes_mode, value
 from torchweave.doctor.source_reader import innermost_user_line
 from torchweave.doctor.subject import Subject
 
-# Sizes in the order in which they are run; a third call with the numbers of the first must find its code again.
+# (size, variant) of each call.
 _CALLS = ((64, 0), (7, 1), (1, 2))
 _GUARD_PLACE = re.compile(r"# (?P<code>.*?)\s+# (?P<file>\S+):(?P<line>\d+) in (?P<function>\S+)")
 
 
 @dataclass(frozen=True)
 class Break:
-    """A graph break: its line, the frames above it, Dynamo's own name of it, and its explanation."""
+    """A graph break: its line, the frames above, Dynamo's name of the break, and its explanation."""
 
     where: str
     callers: tuple[str, ...]
@@ -38,7 +38,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Recompile:
-    """A guard that failed: the expression, the line that made it, where Dynamo knows it, and the first line of its function."""
+    """A failed guard: its expression, its line if Dynamo records one, and the name and first line of its function."""
 
     guard: str
     where: str
@@ -48,7 +48,7 @@ class Recompile:
 
 @dataclass
 class TraceResult:
-    """What tracing showed: `graphs` of the first call, breaks, recompiles, and errors as (line, text)."""
+    """Result of a trace: `graphs` of the first call, breaks, recompiles, and errors as (line, text)."""
 
     graphs: list[fx.GraphModule] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
@@ -60,7 +60,7 @@ class TraceResult:
 
 
 def trace(subject: Subject, wrong_fake_ops: Iterable[torch._ops.OpOverload] = ()) -> TraceResult:
-    """Run the subject compiled, at several sizes. `wrong_fake_ops` ops are kept out of the graph."""
+    """Run the subject under Dynamo at several sizes; `wrong_fake_ops` stay out of the graphs."""
     import torch._dynamo as dynamo
 
     trace_result = TraceResult()
@@ -90,9 +90,9 @@ def trace(subject: Subject, wrong_fake_ops: Iterable[torch._ops.OpOverload] = ()
             compiled = dynamo.optimize(backend, guard_fail_fn=failed)(_as_one_call(subject.module))
             for call, (size, variant) in enumerate(_CALLS):  # noqa: B007  the closures above read it
                 arguments = subject.arguments(size, variant)
-                for given, dims in zip(arguments, map(subject.dynamic.get, subject.inputs), strict=True):
+                for argument, dims in zip(arguments, map(subject.dynamic.get, subject.inputs), strict=True):
                     for dim in dims or ():
-                        dynamo.maybe_mark_dynamic(given, dim)
+                        dynamo.maybe_mark_dynamic(argument, dim)
                 try:
                     compiled(*arguments)
                 except Exception as error:  # whatever tracing or the subject raises
@@ -105,7 +105,7 @@ def trace(subject: Subject, wrong_fake_ops: Iterable[torch._ops.OpOverload] = ()
 
 
 def _as_one_call(module: nn.Module) -> Callable[..., Any]:
-    """The module; or a function that calls it, where it has hooks: Dynamo traces those of the outermost module by themselves."""
+    """The module, or a function that calls a module with hooks: Dynamo traces the outermost module's hooks separately."""
     if not (module._forward_hooks or module._forward_pre_hooks):
         return module
 
@@ -116,14 +116,13 @@ def _as_one_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def _recompile(failure: Any) -> Recompile:
-    """A guard's text is `0/1: n == 5   # y = x * n  # file.py:12 in forward`."""
+    """Parse a guard failure: `0/1: n == 5   # y = x * n  # file.py:12 in forward`."""
     expression, _, _ = failure.reason.partition("#")
     guard = expression.partition(":")[2].strip() or expression.strip()
     place = _GUARD_PLACE.search(failure.reason)
     code, where = failure.orig_code, ""
     if place is not None:
-        # Dynamo cuts paths; the rest of the file's name is that of the frame, in the stack behind the guard, or a module's: of a
-        # function that the frame calls.
+        # Dynamo shortens paths. The full path is the frame's, one in the stack behind the guard, or that of a loaded module.
         full = [code.co_filename, *re.findall(r'File "([^"]+)"', failure.reason)]
         file = next((name for name in full if name.endswith(place["file"].lstrip("."))), "") or resolve_file_name(
             place["file"]
@@ -133,8 +132,8 @@ def _recompile(failure: Any) -> Recompile:
 
 
 @contextlib.contextmanager
-def _record_breaks(found: list[Break]) -> Iterator[None]:
-    """Note every graph break meanwhile. Dynamo tells of breaks to a log alone, without their place as data."""
+def _record_breaks(breaks: list[Break]) -> Iterator[None]:
+    """Append each graph break to `breaks`. Dynamo only logs breaks, so its logging method is patched."""
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
 
     original = Translator.log_graph_break
@@ -142,7 +141,7 @@ def _record_breaks(found: list[Break]) -> Iterator[None]:
     def note(self: Any, code_options: Any, reason: str, exc: Any, *args: Any, **kwargs: Any) -> Any:
         stack = list(getattr(exc, "real_stack", None) or ())
         places = tuple(f"{frame.filename}:{frame.lineno}" for frame in stack)
-        found.append(Break(innermost_user_line(stack), places, str(getattr(exc, "gb_type", "") or ""), str(exc)))
+        breaks.append(Break(innermost_user_line(stack), places, str(getattr(exc, "gb_type", "") or ""), str(exc)))
         return original(self, code_options, reason, exc, *args, **kwargs)
 
     with mock.patch.object(Translator, "log_graph_break", note):
@@ -151,7 +150,7 @@ def _record_breaks(found: list[Break]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _break_at(ops: Iterable[torch._ops.OpOverload]) -> Iterator[None]:
-    """Let Dynamo break at these ops meanwhile."""
+    """Make Dynamo break the graph at these ops."""
     from torch._dynamo import trace_rules
 
     ids: set[int] = set()
@@ -170,7 +169,7 @@ def _break_at(ops: Iterable[torch._ops.OpOverload]) -> Iterator[None]:
 
 
 def _mark_constants(gm: fx.GraphModule) -> None:
-    """Note on each placeholder whether it is a parameter or buffer; Dynamo forgets where they came from once it is done."""
+    """Mark placeholders of parameters and buffers; Dynamo drops the sources after the trace."""
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             source = getattr(node.meta.get("grapharg"), "source", None)

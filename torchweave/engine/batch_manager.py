@@ -1,4 +1,4 @@
-"""Requests in by one callback, responses out by another, and a thread between them.
+"""Batch manager: a thread that takes requests from one callback and passes responses to another.
 
 The contract is that of TensorRT-LLM's batch manager ("GptManager"): callbacks, their order, and when state is freed.
 """
@@ -6,6 +6,7 @@ The contract is that of TensorRT-LLM's batch manager ("GptManager"): callbacks, 
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections import deque
 
@@ -26,30 +27,32 @@ from torchweave.engine.scheduler.scheduler import Scheduler
 
 
 class BatchManager:
-    """Runs requests in flight until it is shut down, or dropped: then what is active is finished first.
+    """Runs requests until `shutdown`. When the object is garbage-collected, active requests are finished first.
 
-    In each iteration `get_requests` is called first; when a step has completed, `send_response`, `poll_stop` and `return_stats`,
-    in this order. All of them run on the manager's own thread, and should return soon: no step is formed meanwhile.
+    Each iteration calls `get_requests`; when a step has completed, it calls `send_response`, `poll_stop` and `return_stats`, in
+    this order. All run on the manager's own thread and should return soon, because no step is scheduled meanwhile.
 
-    A callback that raises is logged, and costs no more than the requests that it was about. When the runner raises, every
+    An exception of a callback is logged and cancels at most the requests of that call. After an exception of the runner, every
     request is answered with an error, the thread ends, and `failure` holds the exception.
 
     Args:
-        scheduler: forms the steps.
-        runner: carries them out.
-        get_requests: called with the number of requests that can be taken (negative: any number); returns new ones. An id
-            that is in flight is answered with an error; the first goes on.
-        send_response: `(id, output, final, error)`, called for each request with something to say. A non-empty error implies
-            final. All state of a request is freed before its final response. None where `send_responses` is given.
-        poll_stop: returns ids of requests to stop.
-        return_stats: gets statistics as JSON; never called while nothing is active.
-        send_responses: takes the place of `send_response`: one call an iteration with all responses.
-        notify_state_changes: gets (id, `started`, `paused` or `answering`) of requests whose state changed, before their responses.
-        run_ahead: steps in flight at the most.
-        max_num_requests: requests in flight at the most, waiting ones included; negative: any number.
-        idle_seconds: while nothing runs, `get_requests` is called this often; None: only after `wake`.
-        stats_interval: seconds between two statistics at the least; the last before the manager falls idle always come.
-        seed: seeds the requests that bring no seed; None draws one.
+        scheduler: schedules the steps.
+        runner: executes the steps.
+        get_requests: called with the number of requests that can be added (negative: any number); returns new requests. A
+            request whose id is in flight is answered with an error; the first one continues.
+        send_response: `(id, output, final, error)`, called for each response. A non-empty error implies final. All state of a
+            request is freed before its final response. None if `send_responses` is given.
+        poll_stop: returns ids of requests to cancel.
+        return_stats: receives statistics as JSON; not called without active requests.
+        send_responses: replaces `send_response`: one call per iteration with all responses.
+        notify_state_changes: receives (id, `started`, `paused` or `answering`) of requests whose state changed, before their
+            responses.
+        run_ahead: most steps in flight.
+        max_num_requests: most requests in flight, including waiting ones; negative: any number.
+        idle_seconds: interval of `get_requests` calls without active requests; None: only after `wake`.
+        stats_interval: least seconds between two statistics; the last ones before the manager becomes idle are always sent.
+        seed: seed for the requests without a seed; None: random.
+        tell_moves: deprecated name of `notify_state_changes`.
 
     Raises:
         ValueError: neither `send_response` nor `send_responses` is given, or both.
@@ -71,9 +74,14 @@ class BatchManager:
         idle_seconds: float | None = 0.02,
         stats_interval: float = 0.0,
         seed: int | None = None,
+        tell_moves: NotifyStateChanges | None = None,
     ) -> None:
         if (send_response is None) == (send_responses is None):
-            raise ValueError("Responses go one way: give either send_response or send_responses.")
+            raise ValueError("Responses need exactly one callback; give either send_response or send_responses.")
+        if tell_moves is not None:
+            message = "tell_moves is deprecated and will be removed in the next release; use notify_state_changes."
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            notify_state_changes = notify_state_changes or tell_moves
         self._loop = GenerationLoop(
             scheduler,
             runner,
@@ -86,22 +94,20 @@ class BatchManager:
         )
         self._thread = threading.Thread(target=self._loop.run, name="torchweave-batch-manager", daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(
-            self, self._loop.stop, drain=True
-        )  # the thread knows the loop, not this object
+        self._finalizer = weakref.finalize(self, self._loop.stop, drain=True)  # the thread references only the loop
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Look for new requests now rather than at the next look of an idle loop."""
+        """Let an idle loop call `get_requests` now."""
         self._loop.wake()
 
     def join(self) -> None:
-        """Wait until the loop has ended; `failure` then says whether it failed."""
+        """Wait until the loop has ended; see `failure`."""
         self._thread.join()
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
-        """End the loop: after the active requests have been answered, or with an error to each of them now."""
+        """End the loop after the active requests (`drain`), or now with an error to each of them."""
         self._loop.stop(drain)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
@@ -118,12 +124,12 @@ class BatchManager:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the loop, if it did not end as it should."""
+        """The exception that ended the loop; None without a failure."""
         return self._loop.failure
 
     @property
     def counts(self) -> dict[str, int]:
-        """Steps by the way they ran: decode_graph, mixed_graph, piecewise_graph, plain."""
+        """Number of steps by execution mode: decode_graph, mixed_graph, piecewise_graph, plain."""
         return self._loop.counts
 
     @property
@@ -133,5 +139,5 @@ class BatchManager:
 
     @property
     def iterations(self) -> deque[Iteration]:
-        """The last iterations. Who counts them takes them away (`popleft`), on any one thread."""
+        """The last iterations. A single consumer may remove them (`popleft`), on any thread."""
         return self._loop.iterations

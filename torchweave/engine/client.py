@@ -1,4 +1,4 @@
-"""Hands requests of any thread to the batch manager and its responses back, each to the one who waits for it."""
+"""Client of the batch manager: queues requests of any thread and routes responses to their inboxes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Inbox = queue.SimpleQueue[Sequence[Response]]
 
 
 class Client:
-    """The batch manager's callbacks, and `submit`, `stop` and `close` for everyone else."""
+    """The batch manager's callbacks, and `submit`, `stop` and `close` for other threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # `stop` may be called by a finalizer, anywhere
+        self._lock = threading.RLock()  # reentrant: a finalizer may call `stop` anywhere
         self._ids = itertools.count()
-        self._queue: OrderedDict[int, InferenceRequest] = OrderedDict()  # not yet taken by the batch manager
+        self._queue: OrderedDict[int, InferenceRequest] = OrderedDict()  # not yet fetched by the batch manager
         self._inboxes: dict[int, Inbox] = {}
         self._stops: set[int] = set()
         self._closed = False
         self._all_answered = threading.Condition(self._lock)
 
     def submit(self, prompt: np.ndarray, params: SamplingParams, inbox: Inbox, streaming: bool) -> int:
-        """Queue a request; its responses go to `inbox`. Returns its id. The caller then wakes the batch manager.
+        """Queue a request whose responses go to `inbox` and return its id; the caller then wakes the batch manager.
 
         Raises:
             RuntimeError: after `close`.
@@ -43,28 +43,28 @@ class Client:
         return request.id
 
     def stop(self, request_id: int) -> None:
-        """Ask that a request is stopped; its final response still comes."""
+        """Request that a request is stopped; its final response still arrives."""
         with self._lock:
             pending = self._queue.pop(request_id, None)
             if pending is None and request_id in self._inboxes:
                 self._stops.add(request_id)
-        if pending is not None:  # the batch manager never heard of it
+        if pending is not None:  # never fetched by the batch manager
             self.send_responses(Responses([Response(request_id, Output(NO_TOKENS, "cancelled"), final=True)]))
 
     def close(self) -> None:
-        """Take no more requests."""
+        """Refuse further requests."""
         with self._lock:
             self._closed = True
 
     def fail_all(self, message: str) -> None:
-        """Answer everyone who still waits with an error, when no batch manager will."""
+        """Answer all unfinished requests with an error, after the batch manager has ended."""
         with self._lock:
             self._queue.clear()
             pending = list(self._inboxes)
         self.send_responses(Responses(refusal(request_id, message) for request_id in pending))
 
     def wait_until_answered(self, timeout: float) -> bool:
-        """Wait until every request has its final response; returns whether that is so."""
+        """Wait until every request has its final response; return False after `timeout` seconds."""
         with self._all_answered:
             return self._all_answered.wait_for(lambda: not self._inboxes, timeout)
 
@@ -74,13 +74,13 @@ class Client:
         if not self._queue:
             return []
         with self._lock:
-            taken = []
-            while self._queue and (max_num < 0 or len(taken) < max_num):
-                taken.append(self._queue.popitem(last=False)[1])
-            return taken
+            requests = []
+            while self._queue and (max_num < 0 or len(requests) < max_num):
+                requests.append(self._queue.popitem(last=False)[1])
+            return requests
 
     def send_responses(self, responses: Sequence[Response]) -> None:
-        """Put responses into the inboxes of those who asked, one message an inbox."""
+        """Put responses into the inboxes of their requests, one message an inbox."""
         batch = responses if isinstance(responses, Responses) else Responses(responses)
         inboxes = {id(inbox): inbox for inbox in map(self._inboxes.get, batch.request_ids()) if inbox is not None}
         if len(inboxes) == 1:

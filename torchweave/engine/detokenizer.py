@@ -1,4 +1,4 @@
-"""From token ids to text as they come, ended by stop strings. Runs on the caller's thread, never on the engine's."""
+"""Incremental detokenization with stop strings, on the caller's thread, never on the engine's."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torchweave.engine.request import CompletionOutput, FinishReason, SamplingPa
 
 
 class Detokenizer(Protocol):
-    """Turns ids into text piece by piece."""
+    """Incremental conversion of token ids to text."""
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that these ids add; text that a later id may still change is held back."""
+        """Return the text that `ids` add, without text that later ids may change."""
         ...
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the remaining text."""
         ...
 
 
 def encode_bad_words(params: SamplingParams, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
-    """The same, with `bad_words` as sequences of token ids, which is all that the engine knows.
+    """Replace the strings in `bad_words` by token ids.
 
-    A word is barred at the beginning of a text and, where that is as many other tokens, behind a space; as in vLLM.
+    A word is excluded at the beginning of a text and, if that is an equal number of different tokens, after a space; as in vLLM.
 
     Args:
-        encode: a text's token ids, without special tokens.
+        encode: returns a text's token ids without special tokens.
     """
     if not any(isinstance(word, str) for word in params.bad_words or ()):
         return params
@@ -45,15 +45,15 @@ def encode_bad_words(params: SamplingParams, encode: Callable[[str], Sequence[in
 
 
 class CompletionBuilder:
-    """One answer as it grows.
+    """Builds a completion from its tokens.
 
     Args:
-        params: where it ends.
-        detokenizer: None when the model has no tokenizer; the text is then empty.
-        index: which of the `n` answers it is.
+        params: of its request; stop strings end the completion.
+        detokenizer: None if the model has no tokenizer; the text is then empty.
+        index: of the `n` completions.
 
     Attributes:
-        prompt_logprobs: of the prompt's tokens but the first, where this is the answer that brings them.
+        prompt_logprobs: of the prompt's tokens except the first, in the completion that carries them.
     """
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None, index: int) -> None:
@@ -65,12 +65,12 @@ class CompletionBuilder:
         self._params = params
         self._detokenizer = detokenizer
         self._logprobs: list[TokenLogprobs] = []
-        self._num_chars_taken = 0  # characters that `take_delta` has returned
-        self._num_tokens_taken = 0  # tokens that `take_delta` has returned
+        self._num_chars_taken = 0  # returned by `take_delta`
+        self._num_tokens_taken = 0  # returned by `take_delta`
         self._sum = 0.0  # of their log-probabilities
         self._stops = params.stop_strings
         self._holdback = max((len(text) for text in self._stops), default=1) - 1
-        self._first_stop_char = 0  # characters of the first `min_tokens` tokens: no stop string ends among them
+        self._first_stop_char = 0  # characters of the first `min_tokens` tokens, in which no stop string may end
 
     @property
     def finished(self) -> bool:
@@ -79,12 +79,12 @@ class CompletionBuilder:
     def add(
         self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()
     ) -> bool:
-        """Take in new tokens. Returns True when a stop string ended the answer, so that the engine can be told."""
+        """Add new tokens; return True if a stop string ended the completion, so that the caller stops the request."""
         if self.finished:
             return False
         ids = list(map(int, token_ids))
         self._logprobs += logprobs
-        drop_stop_token = reason == "stop" and not self._params.include_stop_str_in_output  # a stop token is no text
+        drop_stop_token = reason == "stop" and not self._params.include_stop_str_in_output  # a stop token has no text
         if self._detokenizer is not None and self._append_text(ids[:-1] if drop_stop_token else ids):
             return True
         self.token_ids += ids
@@ -96,7 +96,7 @@ class CompletionBuilder:
         return False
 
     def _append_text(self, ids: list[int]) -> bool:
-        """Add the text of `ids`; one by one where a stop string may end it, so that the tokens end there too."""
+        """Add the text of `ids`, one by one if there are stop strings, so that the tokens end with the text."""
         assert self._detokenizer is not None
         if not self._stops:
             self.text += self._detokenizer.feed(ids)
@@ -113,21 +113,21 @@ class CompletionBuilder:
         return False
 
     def _truncate_at_stop(self, start: int) -> bool:
-        """End the text at the first stop string found from `start` on: before it, or behind it where that is asked for."""
-        encoded = [
+        """End the text at the first stop string from `start` on, before it or (`include_stop_str_in_output`) after it."""
+        matches = [
             (at, text)
             for text in self._stops
             if (at := self.text.find(text, max(start, self._first_stop_char - len(text) + 1))) >= 0
         ]
-        if not encoded:
+        if not matches:
             return False
-        at, text = min(encoded, key=lambda each: (each[0], len(each[1])))
+        at, text = min(matches, key=lambda each: (each[0], len(each[1])))
         self.text = self.text[: at + len(text) * self._params.include_stop_str_in_output]
         self.finish_reason = "stop"
         return True
 
     def new(self) -> tuple[str, list[int]]:
-        """Text and tokens since the last call. Text that may be the beginning of a stop string is held back."""
+        """Text and tokens since the last call, without text that may begin a stop string."""
         begin, end = self._num_chars_taken, len(self.text)
         if self._holdback and self.finish_reason is None:
             end = max(end - self._holdback, begin)
@@ -136,16 +136,16 @@ class CompletionBuilder:
         return self.text[begin:end], self.token_ids[first:]
 
     def take_delta(self) -> CompletionOutput:
-        """The same as an output, with the tokens' log-probabilities where they were asked for, and their sum from the beginning."""
+        """The same as an output, with the tokens' log-probabilities if requested, and their sum from the beginning."""
         first = self._num_tokens_taken
         return self._with_logprobs(CompletionOutput(self.index, *self.new(), self.finish_reason), first)
 
     def result(self) -> CompletionOutput:
-        """The whole answer."""
+        """The whole completion."""
         return self._with_logprobs(CompletionOutput(self.index, self.text, self.token_ids, self.finish_reason), 0)
 
     def _with_logprobs(self, output: CompletionOutput, first: int) -> CompletionOutput:
-        """`output`, whose tokens begin at number `first`."""
+        """Add log-probabilities to `output`, whose tokens begin at index `first`."""
         if self._params.logprobs is not None:
             new = self._logprobs[first : first + len(output.token_ids)]
             output.logprobs = [{**entry.top, entry.token_id: entry.logprob} for entry in new]
@@ -154,7 +154,7 @@ class CompletionBuilder:
         return output
 
     def prompt_logprob_dicts(self) -> list[dict[int, float] | None] | None:
-        """Log-probabilities of each token of the prompt, None for the first; None where nobody asked."""
+        """Log-probabilities of each token of the prompt, None for the first; None if not requested."""
         if self._params.prompt_logprobs is None:
             return None
         return [None, *({**entry.top, entry.token_id: entry.logprob} for entry in self.prompt_logprobs)]

@@ -1,6 +1,6 @@
-"""Text in, text out: the engine as one object, with vLLM's names.
+"""`LLM`: offline inference with vLLM's interface.
 
-To import this imports no torch: with several ranks, they are started first, and all import at the same time.
+Importing this module does not import torch: several ranks are started first and import in parallel.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
-_POLL_SECONDS = 1.0  # between two looks at whether the engine is still alive, while it drains
+_POLL_SECONDS = 1.0  # between checks that the engine is alive while it drains
 
 
 class LLM:
-    """An engine that is ready when the constructor returns.
+    """An engine, ready when the constructor returns.
 
     Args:
         model: a folder in Hugging Face's layout, a hub id, or a built-in name (`demo`).
-        report: gets every decision; one is made when none is given.
-        options: fields of `EngineConfig`; those that hold options of their own may be given as dicts.
+        report: receives every decision; None creates one.
+        options: fields of `EngineConfig`; nested configs may be dicts.
 
     Raises:
-        ValueError: the model or an option cannot be; the message says why and what to do.
+        ValueError: the model or an option is not supported; the message says why and what to do.
     """
 
     def __init__(self, model: str, *, report: Report | None = None, **options: Any) -> None:
@@ -55,14 +55,14 @@ class LLM:
     def from_config(
         cls, config: EngineConfig, report: Report | None = None, worker_pool: WorkerPool | None = None
     ) -> LLM:
-        """An engine for a config; `worker_pool` as in `open_engine`."""
+        """Create an engine from a config; `worker_pool` as in `open_engine`."""
         llm = cls.__new__(cls)
         llm._open(config, report, None, worker_pool)
         return llm
 
     @classmethod
     def from_loaded(cls, loaded: LoadedModel, config: EngineConfig, report: Report | None = None) -> LLM:
-        """An engine over a model that is in memory already; `config.model` is its name only."""
+        """Create an engine over a model in memory; `config.model` is only its name."""
         llm = cls.__new__(cls)
         llm._open(config, report, loaded)
         return llm
@@ -75,8 +75,8 @@ class LLM:
         worker_pool: WorkerPool | None = None,
     ) -> None:
         self.report = report if report is not None else Report()
-        others = prestart_workers(config) if worker_pool is None and loaded is None else nullcontext(worker_pool)
-        with others as worker_pool:
+        prestarted = prestart_workers(config) if worker_pool is None and loaded is None else nullcontext(worker_pool)
+        with prestarted as worker_pool:
             with gc.gc_paused():
                 from torchweave.compiler.dump import open_dump
                 from torchweave.engine.batch_manager import BatchManager
@@ -100,7 +100,7 @@ class LLM:
         self.report.event("ready")
         save_explanation(self.plan, self.report)
 
-    # -- whole answers -------------------------------------------------------------------------------------------------
+    # -- complete outputs ----------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -108,18 +108,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer prompts, all in flight together.
+        """Generate completions of prompts, batched together.
 
         Args:
             prompts: texts, or lists of token ids.
-            sampling_params: one for all, or one for each; None takes `default_sampling_params()`.
+            sampling_params: one for all, or one for each; None: `default_sampling_params()`.
             use_tqdm: show a progress bar on a terminal.
 
         Returns:
-            One output a prompt, in their order.
+            One output a prompt, in order.
 
         Raises:
-            ValueError: a prompt that can never run; nothing is started then.
+            ValueError: a prompt or its parameters are not supported; no request is started.
             RuntimeError: the engine failed or was shut down.
         """
         texts, params = _as_lists(prompts, self._params_or_default(sampling_params))
@@ -128,8 +128,8 @@ class LLM:
         self._validate(ids, params)
         report = self.report if use_tqdm else Report(show=False)
         with self._open_stream() as stream:
-            numbers = [
-                stream.submit(*one, streaming=bool(one[1].stop_strings)) for one in zip(ids, params, strict=True)
+            request_ids = [
+                stream.submit(*each, streaming=bool(each[1].stop_strings)) for each in zip(ids, params, strict=True)
             ]
             stream.wake_engine()
             with report.progress("generating", len(stream.completions)) as advance:
@@ -138,13 +138,13 @@ class LLM:
                         advance()
         return [
             RequestOutput(
-                request_id=request_ids[0],
+                request_id=of_prompt[0],
                 prompt=text if isinstance(text, str) else None,
                 prompt_token_ids=prompt.tolist(),
-                outputs=[answer.result() for number in request_ids for answer in stream.completions[number]],
-                prompt_logprobs=stream.completions[request_ids[0]][0].prompt_logprob_dicts(),
+                outputs=[completion.result() for each in of_prompt for completion in stream.completions[each]],
+                prompt_logprobs=stream.completions[of_prompt[0]][0].prompt_logprob_dicts(),
             )
-            for text, prompt, request_ids in zip(texts, ids, numbers, strict=True)
+            for text, prompt, of_prompt in zip(texts, ids, request_ids, strict=True)
         ]
 
     def chat(
@@ -156,10 +156,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations, `{"role": ..., "content": ...}` each message, through the model's chat template.
+        """Generate replies to conversations, lists of `{"role": ..., "content": ...}`, with the model's chat template.
 
         Args:
-            chat_template_kwargs: variables of the template (`{"enable_thinking": False}`), which may also be given by themselves.
+            chat_template_kwargs: variables of the template (`{"enable_thinking": False}`); also accepted as keyword arguments.
         """
         variables = {**(chat_template_kwargs or {}), **variables}
         first = messages[0] if isinstance(messages, Sequence) and messages else None
@@ -167,23 +167,23 @@ class LLM:
         prompts = [self.encode_chat(conversation, **variables) for conversation in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    # -- answers as they come ------------------------------------------------------------------------------------------
+    # -- streams -------------------------------------------------------------------------------------------------------
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
-        """Answer one prompt; yields what is new as it comes, `finish_reason` set in the last of each answer.
+        """Generate completions of a prompt; yields new text and tokens, with `finish_reason` in the last output of each.
 
         Leaving the iterator early stops the request.
         """
-        one: Any = prompt if isinstance(prompt, str) else _as_ids(prompt)
-        return (output for _, output in self.stream_all([one], sampling_params))
+        checked: Any = prompt if isinstance(prompt, str) else _as_ids(prompt)
+        return (output for _, output in self.stream_all([checked], sampling_params))
 
     def stream_all(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[int, CompletionOutput]]:
-        """Answer prompts in flight together; yields (number of the prompt, what is new). A beam search is told at its end."""
+        """Stream several prompts, batched together; yields (index of the prompt, new output). A beam search yields at its end."""
         texts, params = _as_lists(prompts, self._params_or_default(sampling_params))
         if any(each.prompt_logprobs is not None for each in params):
-            raise ValueError("A stream tells of new tokens alone; ask for prompt_logprobs by generate.")
+            raise ValueError("A stream does not return prompt_logprobs; use generate.")
         params = [self._encode_bad_words(each) for each in params]
         ids = self._encode_all(texts)
         self._validate(ids, params)
@@ -197,7 +197,7 @@ class LLM:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation config asks for; greedy where it asks for nothing."""
+        """Sampling parameters of the checkpoint's generation config; greedy if it has none."""
         defaults = self.engine.loaded.generation
         return SamplingParams(
             temperature=0.0 if defaults.temperature is None else defaults.temperature,
@@ -209,10 +209,10 @@ class LLM:
         )
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer as transformers has it.
+        """The model's tokenizer from transformers.
 
         Raises:
-            ValueError: it has none.
+            ValueError: the model has none.
         """
         return self._require_tokenizer().hf_tokenizer
 
@@ -239,7 +239,7 @@ class LLM:
         return [_as_ids(self.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
 
     def _validate(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> None:
-        grammar_errors: dict[int, str] = {}  # to look at one takes milliseconds, and mostly all prompts have the same
+        grammar_errors: dict[int, str] = {}  # by grammar, since a check takes milliseconds and prompts mostly share one
         for number, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
             why, grammar = (
                 self.engine.scheduler.rejection_reason(InferenceRequest(0, prompt, settings)),
@@ -256,7 +256,7 @@ class LLM:
         return RequestStream(self._client, self.manager, self.tokenizer)
 
     def shutdown(self, drain: bool = True) -> None:
-        """End the engine: after all that was asked for is answered, or now, with an error to everyone who waits."""
+        """End the engine: after all requests have finished, or (`drain=False`) now, failing unfinished requests."""
         self._client.close()
         while drain and self.manager.alive and not self._client.wait_until_answered(_POLL_SECONDS):
             pass
@@ -272,34 +272,34 @@ class LLM:
 
 
 def _shutdown_engine(manager: BatchManager, engine: Engine) -> None:
-    """End the threads and processes of an engine that nobody holds any more."""
+    """End the threads and processes of an engine that was dropped."""
     manager.shutdown(drain=False)
     engine.close()
 
 
 def _stream_deltas(stream: RequestStream, prompt_of: dict[int, int]) -> Iterator[tuple[int, CompletionOutput]]:
-    """What is new of each answer, with the number of its prompt, until all are told to their end."""
+    """Yield new output of each completion with the index of its prompt, until all have finished."""
     done: set[tuple[int, int]] = set()
     with stream:
         for request_id, _ in stream.responses():
-            for answer in stream.completions[request_id]:
-                delta = answer.take_delta()
-                key = request_id, answer.index
+            for completion in stream.completions[request_id]:
+                delta = completion.take_delta()
+                key = request_id, completion.index
                 if key not in done and (delta.text or delta.token_ids or delta.finish_reason):
                     yield prompt_of[request_id], delta
-                if answer.finished:
+                if completion.finished:
                     done.add(key)
 
 
 def _as_ids(prompt: Sequence[int]) -> np.ndarray:
-    """Token ids as an array; that the model knows them is checked later.
+    """Token ids as an array; their range is checked later.
 
     Raises:
-        ValueError: something that is no token id.
+        ValueError: not a list of whole numbers.
     """
     ids = None
     if _is_list(prompt):
-        with suppress(TypeError, ValueError):  # parts that have no length, or different ones
+        with suppress(TypeError, ValueError):  # ragged lists
             ids = np.asarray([*prompt] or np.empty(0, np.int64))
     if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError("A prompt is a text or a list of token ids, which are whole numbers; this one is neither.")
@@ -322,6 +322,6 @@ def _as_lists(
         raise ValueError(f"sampling_params must be SamplingParams, or a list of them, but holds {wrong[0]!r}.")
     if len(several) != len(prompt_list):
         raise ValueError(
-            f"There are {len(prompt_list)} prompts but {len(several)} sampling_params; give one for each, or one for all."
+            f"Got {len(prompt_list)} prompts but {len(several)} sampling_params; give one for each, or one for all."
         )
     return prompt_list, several

@@ -1,7 +1,7 @@
-"""The generation loop: fetch requests, form and launch a step, take in an older one, tell what there is to say.
+"""The generation loop: fetch requests, schedule and launch a step, collect an older one, send responses.
 
-Faults stay where they belong. A callback that raises costs no more than the requests that it was about; a device that fails
-ends the loop, and everyone who waits is answered with an error.
+Failures are isolated: an exception of a callback cancels at most the requests of that call; a failure of the device ends the loop,
+and every request is answered with an error.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ PollStop = Callable[[], Collection[int]]
 ReturnStats = Callable[[str], None]
 NotifyStateChanges = Callable[[Sequence[tuple[int, StateChange]]], None]
 
-_FIRST_POLL_SECONDS = 0.0005  # seconds of the first wait of an idle loop that has to look for requests itself
-_RETRY_SECONDS = 0.02  # requests wait, but no step can be formed: look again
+_FIRST_POLL_SECONDS = 0.0005  # first wait of an idle loop that polls for requests
+_RETRY_SECONDS = 0.02  # requests wait, but no step can be scheduled: retry
 _LOG_INTERVAL_SECONDS = 1.0  # between two log lines about the same callback
 _MAX_TIMINGS = 4096
 _log = logging.getLogger("torchweave")
 
 
 class Timing(NamedTuple):
-    """Host seconds of one iteration: forming the step, launching it, waiting for an older one, taking that in."""
+    """Host seconds of one iteration: schedule a step, launch it, wait for an older one, process its result."""
 
     schedule: float
     launch: float
@@ -48,12 +48,12 @@ class Timing(NamedTuple):
 
     @property
     def host(self) -> float:
-        """All but the waiting."""
+        """Seconds without the wait."""
         return self.schedule + self.launch + self.update
 
 
 class Iteration(NamedTuple):
-    """One iteration as it is counted: wall-clock seconds, prompt tokens that were read, tokens that were drawn."""
+    """Counts of one iteration: wall-clock seconds, prefill tokens, sampled tokens."""
 
     seconds: float
     num_prefill_tokens: int
@@ -61,36 +61,36 @@ class Iteration(NamedTuple):
 
 
 class StepRunner(Protocol):
-    """Carries out steps, several in flight. What `launch` returns is the runner's own affair."""
+    """Executes steps, several in flight."""
 
     def start(self) -> None:
-        """Called once, on the thread that will make all other calls."""
+        """Called once, on the thread of all other calls."""
         ...
 
     def launch(self, step: Step) -> Any:
-        """Begin a step without waiting for it; returns what `collect` takes."""
+        """Launch a step without waiting for it; returns a handle for `collect`."""
         ...
 
     def ready(self, handle: Any) -> bool:
-        """Whether `collect` would return at once."""
+        """Whether `collect` would return without waiting."""
         ...
 
     def collect(self, handle: Any) -> StepResult:
-        """Wait for a step."""
+        """Wait for a step and return its result."""
         ...
 
     def memory_in_use(self) -> int | None:
-        """Bytes of the GPU's memory that are taken; None where there is no GPU."""
+        """GPU memory in use, in bytes; None without a GPU."""
         ...
 
     def on_idle(self) -> None:
-        """Called when there is nothing left to run: what only a running engine needs may be let go."""
+        """Called when no request is active; resources of running steps may be freed."""
         ...
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What the loop calls; see `BatchManager`."""
+    """Callbacks of the loop; see `BatchManager`."""
 
     get_requests: GetRequests
     send_responses: SendResponses | None
@@ -101,23 +101,13 @@ class Callbacks:
 
 
 class GenerationLoop:
-    """Runs on one thread (`run`); `stop` and `wake` may be called by any.
-
-    Args:
-        scheduler: forms the steps.
-        runner: carries them out.
-        callbacks: where requests come from and answers go.
-        run_ahead: steps in flight at the most.
-        max_num_requests: requests taken in at the most, waiting ones included; negative: any number.
-        idle_seconds: longest time between two looks for requests while nothing runs; None: only `wake` ends the wait.
-        stats_interval: seconds between two statistics at the least.
-        seed: seeds the requests that bring no seed; None draws one.
+    """Runs on one thread (`run`); `stop` and `wake` may be called from any thread. For the arguments see `BatchManager`.
 
     Attributes:
-        failure: what ended the loop, if it did not end as it should.
-        counts: steps by the way they ran.
-        timings: of the last iterations.
-        iterations: the last ones; who counts them takes them away.
+        failure: exception that ended the loop; None without a failure.
+        counts: number of steps by execution mode.
+        timings: host times of the last iterations.
+        iterations: counts of the last iterations, removed by their consumer.
     """
 
     def __init__(
@@ -160,7 +150,7 @@ class GenerationLoop:
         self._wake.set()
 
     def stop(self, drain: bool) -> None:
-        """End after the active requests have been answered, or now, with an error to each of them."""
+        """End the loop after the active requests (`drain`), or now with an error to each of them."""
         if self._stopping != "abandon":
             self._stopping = "drain" if drain else "abandon"
         self._wake.set()
@@ -174,7 +164,7 @@ class GenerationLoop:
                 self._loop()
         except BaseException as failure:
             self.failure = failure
-            # Of another rank's end the failure says all; where this one waited for it means nothing.
+            # The failure of another rank is complete in its message; the traceback of this rank's wait adds nothing.
             of_a_rank = isinstance(failure, RankFailure)
             detail = f" ({failure})" if of_a_rank else ""
             _log.error(
@@ -218,11 +208,11 @@ class GenerationLoop:
         try:
             self._callbacks.notify_state_changes(state_changes)
         except Exception:
-            self._log_callback_error("tell_moves", "nobody hears of it")
+            self._log_callback_error("notify_state_changes", "these state changes are not reported")
 
     def _idle(self) -> None:
-        """Nothing runs: wait for requests."""
-        if self._scheduler.num_active:  # they wait for something that is not in this loop's power
+        """Wait for requests while no step is in flight."""
+        if self._scheduler.num_active:  # they wait for a grammar or for blocks from host memory
             self._wait(_FIRST_POLL_SECONDS if self._scheduler.is_loading else _RETRY_SECONDS)
             self._poll_stop()
             return
@@ -246,21 +236,21 @@ class GenerationLoop:
             for request in self._callbacks.get_requests(room):
                 self._add_request(request)
         except Exception:
-            self._log_callback_error("get_requests", "the requests in flight go on")
+            self._log_callback_error("get_requests", "the requests in flight continue")
 
     def _add_request(self, request: InferenceRequest) -> None:
         try:
             error = self._rejection_reason(request)
             if not error:
                 self._scheduler.add(request, int(self._seeds.integers(2**64, dtype=np.uint64)))
-        except Exception as fault:
-            error = f"The request cannot be read ({fault}); give an InferenceRequest."
+        except Exception as failure:
+            error = f"The request is invalid ({failure}); give an InferenceRequest."
         if not error:
             self._num_new += 1
         elif isinstance(request, InferenceRequest) and isinstance(request.id, (int, np.integer)):
             self._send([refusal(request.id, error)])
         else:
-            _log.error("A request without a number for an id cannot be answered, and is left out: %.200r", request)
+            _log.error("Ignored a request without an integer id, which cannot be answered: %.200r", request)
 
     def _rejection_reason(self, request: InferenceRequest) -> str:
         if not isinstance(request.id, (int, np.integer)):
@@ -268,11 +258,11 @@ class GenerationLoop:
         if not 0 <= request.id <= MAX_REQUEST_ID:
             return f"The request id {request.id} is outside 0..2**64 - 1; give another."
         if self._scheduler.has_request(request.id):
-            return f"A request with the id {request.id} is in flight; use the id again after its final response."
+            return f"A request with the id {request.id} is in flight; reuse the id after its final response."
         return self._scheduler.rejection_reason(request)
 
     def _collect(self, wait: bool) -> None:
-        """Take in the oldest step in flight, if it has completed or there is nothing better to do than wait for it."""
+        """Process the oldest step in flight, if it has completed or `wait` is set."""
         step, handle = self._in_flight[0]
         if not wait and not self._runner.ready(handle):
             return
@@ -300,10 +290,10 @@ class GenerationLoop:
         if poll_stop is None:
             return
         try:
-            stop_ids = poll_stop()
-            stops = [int(each) for each in stop_ids] if stop_ids is not None else []
+            request_ids = poll_stop()
+            stops = [int(each) for each in request_ids] if request_ids is not None else []
         except Exception:
-            self._log_callback_error("poll_stop", "nothing is stopped")
+            self._log_callback_error("poll_stop", "no request is cancelled")
             return
         if stops:
             self._send(Responses(response for each in stops for response in self._scheduler.cancel(each)))
@@ -331,7 +321,7 @@ class GenerationLoop:
         except Exception:
             self._log_callback_error("return_stats", "these statistics are lost")
 
-    # -- answers -------------------------------------------------------------------------------------------------------
+    # -- responses -----------------------------------------------------------------------------------------------------
 
     def _send(self, responses: Sequence[Response]) -> None:
         if not responses:
@@ -345,7 +335,7 @@ class GenerationLoop:
         try:
             send_all(responses)
         except Exception:
-            self._log_callback_error("send_responses", "the requests that it was about are stopped")
+            self._log_callback_error("send_responses", "the requests of this call are cancelled")
             self._cancel_all(response.id for response in responses if not response.final)
 
     def _send_one(self, response: Response) -> None:
@@ -353,17 +343,17 @@ class GenerationLoop:
         try:
             self._callbacks.send_response(response.id, response.output, response.final, response.error)
         except Exception:
-            self._log_callback_error("send_response", f"request {response.id} is stopped")
+            self._log_callback_error("send_response", f"request {response.id} is cancelled")
             if not response.final:
                 self._cancel_all([response.id])
 
     def _cancel_all(self, request_ids: Iterable[int]) -> None:
-        """Stop requests whose client cannot be told about them."""
+        """Cancel requests whose responses cannot be sent."""
         for request_id in request_ids:
             self._send(self._scheduler.cancel(request_id))
 
     def _log_callback_error(self, callback: str, consequence: str) -> None:
-        """Log the exception at hand, not more often than once a second for each callback."""
+        """Log the current exception, at most once a second per callback."""
         now = time.monotonic()
         if now - self._last_logged.get(callback, float("-inf")) >= _LOG_INTERVAL_SECONDS:
             self._last_logged[callback] = now
@@ -376,10 +366,10 @@ class GenerationLoop:
             self._runner.collect(self._in_flight.popleft()[1])
 
     def _reject_pending(self) -> None:
-        """After a failure: answer what is still handed in, once, so that nobody waits for ever."""
+        """Answer the requests of one more `get_requests` call with an error after a failure, so that no client waits forever."""
         try:
-            on_idle = list(self._callbacks.get_requests(-1))
+            requests = list(self._callbacks.get_requests(-1))
         except Exception:
-            self._log_callback_error("get_requests", "the engine has failed anyway")
+            self._log_callback_error("get_requests", "the engine had already failed")
             return
-        self._send([refusal(request.id, f"The engine failed: {self.failure}") for request in on_idle])
+        self._send([refusal(request.id, f"The engine failed: {self.failure}") for request in requests])

@@ -1,4 +1,4 @@
-"""What a user asks for and what comes back."""
+"""Requests, sampling parameters and outputs."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 FinishReason = Literal["stop", "length", "complete", "cancelled", "error"]
-"""Why an answer ended: a stop token, its limit, the form that it has now, its client, a fault. To users `complete` is `stop`."""
+"""Why an answer ended: stop token, limit, complete structured output, cancellation, error. Users see `complete` as `stop`."""
 
 MAX_REQUEST_ID = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """The form that an answer has to have: exactly one of the first five, under vLLM's names.
+    """Constraint on the form of an answer: exactly one of the first five fields, with vLLM's names.
 
     Attributes:
-        json: a JSON schema, as a dict or as text.
-        regex: a regular expression that the whole answer matches.
-        choice: the answer is one of these.
-        grammar: a grammar in Lark's notation, from its rule `start`.
+        json: JSON schema, as a dict or a string.
+        regex: regular expression that the whole answer matches.
+        choice: allowed answers.
+        grammar: Lark grammar with the rule `start`.
         json_object: any JSON object.
-        disable_any_whitespace: JSON without white space between its parts.
+        disable_any_whitespace: JSON without optional white space.
 
     Raises:
-        ValueError: none, or more than one, is given, or it is of the wrong kind.
+        ValueError: not exactly one field is given, or it has the wrong type.
     """
 
     json: str | dict[str, Any] | None = None
@@ -41,9 +41,9 @@ class StructuredOutputs:
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
-            found = " and ".join(given) or "none"
             raise ValueError(
-                f"structured_outputs takes exactly one of json, regex, choice, grammar and json_object, but has {found}."
+                "structured_outputs takes exactly one of json, regex, choice, grammar and json_object, but has "
+                f"{' and '.join(given) or 'none'}."
             )
         types = {"json": (str, dict), "regex": str, "grammar": str, "choice": (list, tuple), "json_object": bool}
         if not isinstance(getattr(self, given[0]), types[given[0]]):
@@ -59,10 +59,10 @@ class StructuredOutputs:
 
 
 _FIELD_DESCRIPTIONS = {
-    "json": "a JSON schema (a dict or its text)",
-    "regex": "a regular expression (text)",
-    "choice": "a list of texts, none of them empty",
-    "grammar": "a Lark grammar (text)",
+    "json": "a JSON schema (a dict or a string)",
+    "regex": "a regular expression (a string)",
+    "choice": "a list of non-empty strings",
+    "grammar": "a Lark grammar (a string)",
     "json_object": "true or false",
 }
 
@@ -89,12 +89,12 @@ _FIELD_TYPES = tuple(
     )
     for name in names
 )
-"""Fields with the types that their values nearly always have, all that are allowed beside these, and how to say it."""
+"""Name of each field, its common types (fast check), further types, and their description in errors."""
 _MAX_FLOAT = 1e30
-"""Numbers of ours are float32 on the device, and so are their inverses."""
+"""The device stores values and their inverses as float32."""
 _MAX_N = 16384
-"""Each is a request of its own; vLLM's bound."""
-_N_RANGE = f"from 1 to {_MAX_N}"  # written once, not for every request
+"""Each answer is a request of its own; vLLM's bound."""
+_N_RANGE = f"from 1 to {_MAX_N}"  # formatted once, not per request
 _TEMPERATURE_RANGE = f"0 (greedy) or a positive number up to {_MAX_FLOAT:g}"
 _PENALTY_RANGE = f"between {1 / _MAX_FLOAT:g} and {_MAX_FLOAT:g}, 1 for none"
 
@@ -132,7 +132,7 @@ class SamplingParams:
             "never" when a better one is impossible.
 
     Raises:
-        ValueError: for a value out of range.
+        ValueError: a value has a wrong type or is out of range.
     """
 
     n: int = 1
@@ -188,7 +188,7 @@ class SamplingParams:
             ),
             ("logit_bias", _is_bias(self.logit_bias), "token ids with numbers between -100 and 100"),
             ("allowed_token_ids", _are_tokens(self.allowed_token_ids), "a list of at least one token id, or None"),
-            ("bad_words", _are_words(self.bad_words), "a list of texts or of token ids, none of them empty"),
+            ("bad_words", _are_words(self.bad_words), "a list of non-empty strings or token id lists"),
             (
                 "prompt_logprobs",
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100,
@@ -206,21 +206,21 @@ class SamplingParams:
         if not isinstance(self.stop, str | list | tuple | None) or not all(
             isinstance(each, str) for each in self.stop_strings
         ):
-            raise ValueError(f"stop must be a text, a list of texts, or None, but is {self.stop!r}.")
+            raise ValueError(f"stop must be a string, a list of strings, or None, but is {self.stop!r}.")
         if not all(self.stop_strings):
-            raise ValueError("stop holds an empty string; leave it out or give the text that should end the answer.")
+            raise ValueError("stop holds an empty string; leave it out or give the string that ends the answer.")
         if self.beam_width > 1 and (why := _beam_search_error(self)):
             raise ValueError(why)
 
     def each(self) -> list[SamplingParams]:
-        """Parameters of each of the `n` answers: seeds that follow one another, and the prompt scored for the first."""
-        found: list[SamplingParams] = [self]
+        """Parameters of each of the `n` answers: consecutive seeds, and prompt log-probabilities only for the first."""
+        params: list[SamplingParams] = [self]
         for index in range(1, self.n):
-            other = copy(self)  # checked: long lists would be looked through once more for each
+            other = copy(self)  # without another validation of long lists
             object.__setattr__(other, "seed", None if self.seed is None else (self.seed + index) % 2**64)
             object.__setattr__(other, "prompt_logprobs", None)
-            found.append(other)
-        return found
+            params.append(other)
+        return params
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -230,7 +230,7 @@ class SamplingParams:
 
 
 def _check_types(params: SamplingParams) -> None:
-    """Refuse values of another kind than their field's, and make numbers of NumPy's, whose arithmetic wraps, Python's."""
+    """Reject values of a wrong type, and convert NumPy numbers, whose arithmetic wraps, to Python numbers."""
     for name, plain, types, expected in _FIELD_TYPES:
         value = getattr(params, name)
         if type(value) in plain:
@@ -255,14 +255,17 @@ _UNSUPPORTED_WITH_BEAMS = {
 
 
 def _beam_search_error(params: SamplingParams) -> str:
-    """Why there can be no beam search with these, in one sentence; empty when there can."""
+    """Why these parameters exclude a beam search, in a sentence; empty if they do not."""
     if params.n > params.beam_width:
-        return f"A beam search with beam_width={params.beam_width} has no n={params.n} answers; raise beam_width or lower n."
+        return (
+            f"A beam search with beam_width={params.beam_width} has at most {params.beam_width} answers, but n is {params.n}; "
+            "raise beam_width or lower n."
+        )
     if params.stop_strings:
-        return "A beam search does not look for stop strings; give stop_token_ids, or leave stop or beam_width out."
+        return "A beam search does not support stop strings; give stop_token_ids, or leave stop or beam_width out."
     for name, meaningless in _SAMPLING_DEFAULTS.items():
         if getattr(params, name) not in meaningless:
-            return f"A beam search draws nothing, so {name} has no meaning with beam_width; leave one of them out."
+            return f"A beam search does not sample, so {name} has no effect with beam_width; leave one of them out."
     for name, default in _UNSUPPORTED_WITH_BEAMS.items():
         if getattr(params, name) != default:
             return f"{name} is not supported in a beam search; leave it or beam_width out."
@@ -278,7 +281,7 @@ def _are_tokens(ids: object) -> bool:
         return True
     if not isinstance(ids, (list, tuple)) or not ids:
         return False
-    if set(map(type, ids)) == {int}:  # a whole vocabulary in a tenth of the time
+    if set(map(type, ids)) == {int}:  # ten times as fast for a whole vocabulary
         return min(ids) >= 0
     return all(_is_token(each) for each in ids)
 
@@ -301,15 +304,15 @@ def _are_words(words: object) -> bool:
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """One request as the batch manager takes it: token ids in, token ids out.
+    """A request to the batch manager: token ids in, token ids out.
 
     Attributes:
         id: 0 to 2**64 - 1, unique among the requests in flight.
-        input_ids: the prompt's tokens, at least one.
-        sampling: `n` and `stop` are the caller's business; the batch manager answers each id once, with tokens.
-        streaming: a response with every step, else one at the end.
-        priority: a higher one starts earlier; equals start in the order of arrival.
-        cache_salt: requests with different salts never use each other's KV cache blocks.
+        input_ids: prompt tokens, at least one.
+        sampling: sampling parameters. The caller handles `n` and `stop`: the batch manager gives one answer, as tokens.
+        streaming: a response per token; else one at the end.
+        priority: requests with a higher priority start earlier, equal ones in the order of arrival.
+        cache_salt: requests with different salts share no KV cache blocks.
     """
 
     id: int
@@ -322,7 +325,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: of the token that was drawn, and of the most likely ones."""
+    """Log-probabilities at one position: of the sampled token and of the most likely ones."""
 
     token_id: int
     logprob: float
@@ -334,7 +337,7 @@ class BeamOutput(NamedTuple):
     """One answer of a beam search.
 
     Attributes:
-        token_ids: int32; a stop token that ended it is its last.
+        token_ids: int32, including a stop token at the end.
         score: sum of the tokens' log-probabilities, divided by their number to the power of `length_penalty`.
     """
 
@@ -345,14 +348,14 @@ class BeamOutput(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Tokens of one request: those new since its last response.
+    """New tokens of a request since its last response.
 
     Attributes:
-        token_ids: int32; where the reason is "stop", the stop token is its last.
+        token_ids: int32, including the stop token at the end.
         finish_reason: None until the final response.
-        logprobs: of these tokens, where that was asked for.
-        prompt_logprobs: of the prompt's tokens but the first, with the first response behind them.
-        beams: of a beam search, the `n` best answers, best first; the other fields are those of the first.
+        logprobs: log-probabilities of these tokens, if requested.
+        prompt_logprobs: log-probabilities of the prompt tokens except the first, in the first response after the prefill.
+        beams: the `n` best answers of a beam search, best first; the other fields are those of the first.
     """
 
     token_ids: np.ndarray
@@ -364,7 +367,7 @@ class Output(NamedTuple):
 
 @dataclass
 class CompletionOutput:
-    """One answer, with vLLM's names. In a stream, `text`, `token_ids` and `logprobs` are what came since the last one."""
+    """One answer, with vLLM's names. In a stream, `text`, `token_ids` and `logprobs` are those since the last output."""
 
     index: int
     text: str
@@ -379,7 +382,7 @@ class RequestOutput:
     """A prompt and its answers, with vLLM's names.
 
     Attributes:
-        prompt_logprobs: of each token of the prompt, None for the first; None where they were not asked for.
+        prompt_logprobs: one entry per prompt token, None for the first; None if not requested.
     """
 
     request_id: int

@@ -1,4 +1,4 @@
-"""The requests of one call: submitted together, answered together, and stopped together when the caller leaves early."""
+"""The requests of one call of `LLM`: submitted together, and stopped together when the caller leaves early."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from torchweave.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from torchweave.engine.batch_manager import BatchManager
 
-_POLL_SECONDS = 1.0  # between two looks at whether the engine is still alive, while waiting for it
+_POLL_SECONDS = 1.0  # between checks that the engine is alive while waiting for responses
 
 
 class RequestStream:
-    """Belongs to one thread. Leaving its `with` block, or dropping it, stops the requests that are not done.
+    """Requests and their completions, on one thread. Leaving the context or dropping the object stops unfinished requests.
 
     Args:
-        client: takes the requests.
-        manager: runs them.
-        tokenizer: turns answers into text; None when the model has none.
+        tokenizer: None if the model has none; completions then have no text.
 
     Attributes:
-        completions: what has come of each request so far, by request id; a beam search has several.
+        completions: by request id; several for a beam search.
     """
 
     def __init__(self, client: Client, manager: BatchManager, tokenizer: Tokenizer | None) -> None:
@@ -41,7 +39,7 @@ class RequestStream:
         self._tokenizer = tokenizer
 
     def submit(self, prompt: np.ndarray, params: SamplingParams, streaming: bool) -> list[int]:
-        """Queue the `n` answers of a prompt; returns their request ids. `wake_engine` follows the last of them.
+        """Queue the `n` completions of a prompt and return their request ids; call `wake_engine` after the last prompt.
 
         Raises:
             RuntimeError: the engine was shut down.
@@ -50,8 +48,8 @@ class RequestStream:
         if params.beam_width > 1:
             return [self._submit(prompt, params, streaming, completions)]
         ids = []
-        for answer, seeded in zip(completions, params.each(), strict=True):
-            ids.append(self._submit(prompt, seeded, streaming, [answer]))
+        for completion, seeded in zip(completions, params.each(), strict=True):
+            ids.append(self._submit(prompt, seeded, streaming, [completion]))
         return ids
 
     def _submit(
@@ -68,17 +66,17 @@ class RequestStream:
         return self._tokenizer.stream(prompt.tolist(), params.skip_special_tokens)
 
     def wake_engine(self) -> None:
-        """Tell the batch manager that there are new requests.
+        """Notify the batch manager of new requests.
 
         Raises:
-            RuntimeError: the engine failed before.
+            RuntimeError: the engine has failed.
         """
         if not self._manager.alive:
             raise self._engine_ended() from self._manager.failure
         self._manager.wake()
 
     def responses(self) -> Iterator[tuple[int, bool]]:
-        """Feed responses to their answers as they come; yields (request id, whether that was its last response).
+        """Add responses to their completions as they arrive; yields (request id, whether the response is its last).
 
         Raises:
             RuntimeError: the engine failed or was shut down.
@@ -92,8 +90,8 @@ class RequestStream:
                 output = response.output
                 completions = self.completions[response.id]
                 completions[0].prompt_logprobs += output.prompt_logprobs
-                for answer, new_output in zip(completions, output.beams or (output,), strict=False):
-                    if answer.add(new_output.token_ids.tolist(), new_output.finish_reason, new_output.logprobs):
+                for completion, new_output in zip(completions, output.beams or (output,), strict=False):
+                    if completion.add(new_output.token_ids.tolist(), new_output.finish_reason, new_output.logprobs):
                         self._client.stop(response.id)
                 yield response.id, response.final
 
@@ -109,7 +107,7 @@ class RequestStream:
         return RuntimeError(f"The engine has ended: {self._manager.failure or 'it was shut down'}")
 
     def close(self) -> None:
-        """Stop the requests that are not done: an error, an interrupt, or a caller who has heard enough."""
+        """Stop unfinished requests."""
         while self._active_ids:
             self._client.stop(self._active_ids.pop())
 

@@ -1,4 +1,4 @@
-"""What there is to say after an iteration, made so that a token for each of hundreds of streams costs no Python for each."""
+"""Responses of an iteration, stored so that hundreds of streamed tokens cost no Python per token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchweave.engine.request import Output
 
 
 class Response(NamedTuple):
-    """What the batch manager says to the client about one request."""
+    """A response of the batch manager to one request."""
 
     id: int
     output: Output
@@ -24,20 +24,20 @@ _NO_IDS = np.empty(0, np.uint64)
 
 
 def refusal(request_id: int, error: str) -> Response:
-    """The only and final response to a request that will not run (any further)."""
+    """The final response to a request that is rejected or aborted."""
     return Response(request_id, Output(NO_TOKENS, "error"), final=True, error=error)
 
 
 class Responses(Sequence[Response]):
     """Responses of one iteration: those with one more token of a stream, then all others.
 
-    The first kind is kept as arrays, and made into `Response`s when somebody looks at them one by one; who does not need to
-    (to write them to a socket, say) takes `ids`, `tokens` and `others` as they are.
+    The former are stored as arrays, and become `Response`s on iteration. To serialize them without that cost, read `ids`,
+    `tokens` and `others`.
 
     Attributes:
-        ids: uint64 [n], requests with exactly one new token, no log-probabilities, and not at their end.
-        tokens: int32 [n], that token.
-        others: every other response.
+        ids: uint64 [n], unfinished requests with exactly one new token and no log-probabilities.
+        tokens: int32 [n], their tokens.
+        others: all other responses.
     """
 
     def __init__(

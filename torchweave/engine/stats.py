@@ -1,7 +1,7 @@
-"""What a step looked like, as the statistics that the batch manager's callback gets.
+"""Statistics of a step for the batch manager's `return_stats` callback.
 
-The keys of the first part are those of TensorRT-LLM's batch manager, verbatim; the second part is its later iteration record.
-A field that is not measured is absent.
+The first keys are those of TensorRT-LLM's batch manager, verbatim; the others those of its later iteration record. Fields that are
+not measured are absent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchweave.engine.scheduler.step import Step
 
 @dataclass(frozen=True)
 class IterationFacts:
-    """What the batch manager counts about one iteration; times in seconds, memory of the GPU in bytes (None: there is none)."""
+    """Counts of one iteration; times in seconds, GPU memory in bytes (None: no GPU)."""
 
     latency: float
     num_active: int
@@ -30,7 +30,7 @@ class IterationFacts:
 
 
 def _gptmanager_stats(step: Step, facts: IterationFacts) -> dict[str, int]:
-    """What the batch manager reports of a step, by the way requests are batched."""
+    """The batch manager's record of a step, by batching mode."""
     record = {"Scheduled Requests": step.num_requests, "Context Requests": len(step.chunks)}
     if facts.static:  # V1 batching
         return {
@@ -43,12 +43,12 @@ def _gptmanager_stats(step: Step, facts: IterationFacts) -> dict[str, int]:
         **record,
         "Generation Requests": step.num_decode_rows - step.extra_rows,
         "Total Context Tokens": step.num_prefill_tokens,
-        "MicroBatch ID": 0,  # there is one
+        "MicroBatch ID": 0,  # the only one
     }
 
 
 def _batching_stats(step: Step, facts: IterationFacts) -> dict[str, dict[str, int | float]]:
-    """The same as the later record has it."""
+    """The same for the later record."""
     record: dict[str, int | float] = {
         "numScheduledRequests": step.num_requests,
         "numContextRequests": len(step.chunks),
@@ -63,13 +63,15 @@ def _batching_stats(step: Step, facts: IterationFacts) -> dict[str, dict[str, in
         "microBatchId": 0,
     }
     if step.num_decode_rows:
-        record["avgNumDecodedTokensPerIter"] = 1.0  # one token a sequence and step
+        record["avgNumDecodedTokensPerIter"] = 1.0  # one token per sequence and step
     return {"inflightBatchingStats": record}
 
 
 def _reuse_stats(kv: BlockManager) -> dict[str, int | float]:
-    """Blocks since the engine began: granted (new ones), and of whole prompt blocks those that were known or were not;
-    `restoredBlocks` are those of the known ones that came from host memory."""
+    """Blocks since the engine's start: allocated ones, and full prompt blocks that were reused or missed in the prefix cache.
+
+    `restoredBlocks` are reused blocks that came from host memory.
+    """
     record: dict[str, int | float] = {
         "allocTotalBlocks": kv.allocated_total + kv.reused_total,
         "allocNewBlocks": kv.allocated_total,

@@ -8,7 +8,7 @@ project's kernels, bucket by bucket, as its argument `choices` says (`linear_con
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,29 +17,8 @@ from torch import Tensor
 
 from torchweave.ops import activation as _activation  # noqa: F401 (registers the ops that stand around a product)
 from torchweave.ops import norm as _norm  # noqa: F401
-from torchweave.ops.linear_config import LinearConfig, select_config
+from torchweave.ops.linear_config import LinearConfig, LinearFusion, select_config
 from torchweave.ops.registry import define
-
-
-@dataclass(frozen=True)
-class LinearFusion:
-    """What a product is fused with; the default is nothing.
-
-    Attributes:
-        bias: `[N]`, added to the product before it is rounded.
-        norm: weight `[K]` of the RMSNorm of x; `eps`, `offset` and `wide` as in `torchweave::rms_norm`.
-        residual: `[T, N]`, added to the rounded product.
-        activation: gates the first half of the product's columns by the second: `[T, N // 2]`; see `torchweave.ops.activation`.
-    """
-
-    bias: Tensor | None = None
-    norm: Tensor | None = None
-    eps: float = 0.0
-    offset: float = 0.0
-    wide: bool = False
-    residual: Tensor | None = None
-    activation: str | None = None
-
 
 NO_FUSION = LinearFusion()
 

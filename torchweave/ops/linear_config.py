@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 BLAS = "blas"
 """In a choice: the product by the BLAS, and what is around it by kernels of their own."""
@@ -61,6 +62,26 @@ class LinearConfig:
                 f"{text!r} is no configuration of a linear; expected kernel,n,k,warps,depth,dependent,apart"
             )
         return LinearConfig(kernel, *map(int, numbers[:-1]), norm_apart=bool(int(numbers[-1])))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class LinearFusion:
+    """What a product is fused with; the default is nothing.
+
+    Attributes:
+        bias: `[N]`, added to the product before it is rounded.
+        norm: weight `[K]` of the RMSNorm of x; `eps`, `offset` and `wide` as in `torchweave::rms_norm`.
+        residual: `[T, N]`, added to the rounded product.
+        activation: gates the first half of the product's columns by the second: `[T, N // 2]`; see `torchweave.ops.activation`.
+    """
+
+    bias: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    wide: bool = False
+    residual: Tensor | None = None
+    activation: str | None = None
 
 
 Choices = tuple[tuple[int, LinearConfig | None], ...]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def define(
     fake: Callable[..., Any] | None = None,
     boundary: bool = False,
     cuda: Callable[..., Any] | None = None,
-) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Register the decorated function as custom op `name`, with itself as the eager reference.
 
     The schema comes from the annotations. `fake` gives the shapes of the outputs and may be left out when there are none.
@@ -51,7 +52,7 @@ def define(
     A boundary op must return nothing and write into at least one argument.
     """
 
-    def register(reference: Callable[..., Any]) -> torch.library.CustomOpDef:
+    def register(reference: Callable[..., Any]) -> CustomOpDef:
         assert name not in _OPS, f"{name} is registered twice"
         hints = typing.get_type_hints(reference)
         returns_nothing = hints.get("return", type(None)) is type(None)

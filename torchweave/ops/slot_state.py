@@ -14,11 +14,11 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-MAX_STOP_IDS = 8
-"""Stop ids per slot that the device checks; a request with more has the rest checked by the host."""
+from torchweave.ops.kernels.sampling.layout import MAX_STOP_IDS
 
 SEED_BITS = 64
 _ALIGNMENT = 64  # int32 elements: each region starts on 256 bytes, so kernels may assume aligned vector loads
@@ -166,7 +166,7 @@ class SlotUpdates:
     def __len__(self) -> int:
         return sum(a.size for a in self._indices)
 
-    def set(self, name: str, slots: IntArray, values: object) -> None:
+    def set(self, name: str, slots: IntArray, values: npt.ArrayLike) -> None:
         """Set field `name` of `slots` ([n] or one). `values` [n], or [n, width] for `stop_ids` and `block_table`; broadcasts.
 
         Raises KeyError for an unknown field and IndexError for a slot out of range.

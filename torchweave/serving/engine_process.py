@@ -1,7 +1,7 @@
-"""The engine in a process of its own: requests in by one socket, everything that it says out by another.
+"""The engine process: builds the engine, reads requests from one socket, and sends outputs to the HTTP processes' sockets.
 
-Two threads: this one builds the engine and then reads requests; the batch manager's runs the loop and sends what it has to say.
-Both wait for something that wakes them: an engine without requests costs nothing.
+The main thread builds the engine and then reads requests; the batch manager's thread runs the loop and sends outputs. Both block
+while idle, so an engine without requests uses no CPU.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-
-import zmq
 
 from torchweave.compiler.dump import open_dump
 from torchweave.compiler.explain.facts import as_json, explain
@@ -25,31 +24,27 @@ from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.request import InferenceRequest, Output
 from torchweave.engine.responses import NO_TOKENS, Response
 from torchweave.engine.startup.build import Engine
-from torchweave.engine.startup.open import open_engine
-from torchweave.engine.startup.replica import replica_config
+from torchweave.engine.startup.open import open_engine, replica_config
 from torchweave.report import Report
 from torchweave.serving.ipc import messages as wire
-from torchweave.serving.ipc.socket_stream import Sender
+from torchweave.serving.ipc.socket_stream import Sender, listen, receive
 
 STATS_SECONDS = 0.2
-"""Between two statistics that are sent."""
-_FLUSH_SECONDS = 2.0  # for what was said last to reach the other process
+"""Between two `Stats` messages."""
+_FLUSH_SECONDS = 2.0  # for the last messages to be sent
 
 
 def main(
     config: EngineConfig, addresses: wire.Addresses, replica_info: wire.ReplicaInfo, worker_pool: WorkerPool
 ) -> None:
-    """Build the engine that `config` asks for and run it until the HTTP process ends it.
+    """Build the engine of `config` and run it until the HTTP process ends it.
 
     Args:
-        replica_info: which of the engines behind the server it is.
-        worker_pool: its other ranks, as `open_engine` takes them.
+        worker_pool: the other ranks, see `open_engine`.
     """
-    for name in ("transformers", "torch"):  # their advice on start-up is not for whoever runs a server
+    for name in ("transformers", "torch"):  # their start-up advice addresses developers, not operators
         logging.getLogger(name).setLevel(logging.ERROR)
-    requests = zmq.Context.instance().socket(zmq.PULL)
-    requests.setsockopt(zmq.RCVHWM, 0)
-    requests.bind(addresses.to_engine)
+    listening = listen(addresses.to_engine)
     outbox = Outbox(addresses, replica_info)
     report = Report(show=False)
     report.listen(lambda kind, facts: outbox.put(wire.EngineEvent(report.seconds(), kind, facts)))
@@ -70,10 +65,10 @@ def main(
         )
         outbox.close()
         return
-    _serve(engine, config, requests, outbox)
+    _serve(engine, config, listening, outbox)
 
 
-def _serve(engine: Engine, config: EngineConfig, requests: zmq.Socket[bytes], outbox: Outbox) -> None:
+def _serve(engine: Engine, config: EngineConfig, listening: socket.socket, outbox: Outbox) -> None:
     report = engine.report
     inbox = Inbox()
     manager = BatchManager(
@@ -96,8 +91,7 @@ def _serve(engine: Engine, config: EngineConfig, requests: zmq.Socket[bytes], ou
     report.event("ready")
     save_explanation(engine.plan, report)
     outbox.put(wire.Ready(_model_card(engine), as_json(explain(engine.plan, report))))
-    while True:
-        message = wire.decode_to_engine(requests.recv())
+    for message in map(wire.decode_to_engine, receive(listening)):
         if isinstance(message, wire.Submit):
             _accept_request(message, engine, inbox, outbox)
         elif isinstance(message, wire.Stop):
@@ -112,7 +106,7 @@ def _serve(engine: Engine, config: EngineConfig, requests: zmq.Socket[bytes], ou
 
 
 def _accept_request(message: wire.Submit, engine: Engine, inbox: Inbox, outbox: Outbox) -> None:
-    """Queue a request, or say at once why it can never run."""
+    """Queue a request, or reject it if it can never run."""
     try:
         request = wire.decode_request(message)
         why = engine.scheduler.rejection_reason(request)
@@ -124,14 +118,14 @@ def _accept_request(message: wire.Submit, engine: Engine, inbox: Inbox, outbox: 
 
 
 def _watch_manager(manager: BatchManager, outbox: Outbox) -> None:
-    """End the process when the loop has failed: the HTTP process sees it at once, and nothing of a broken device is left."""
+    """End the process when the loop has failed: the HTTP process notices at once, and no broken device state remains."""
     manager.join()
     if manager.failure is not None:
         _report_failure_and_exit(outbox, manager.failure)
 
 
 def _report_failure_and_exit(outbox: Outbox, failure: BaseException) -> None:
-    """Say why, and end the process; the loop may be in the middle of a step that never ends."""
+    """Report a failure and end the process; the loop may hang in a step that never ends."""
     outbox.put(wire.Failed(f"The engine failed: {failure}", is_config_error=False))
     outbox.close()
     os._exit(1)
@@ -162,14 +156,14 @@ def _model_card(engine: Engine) -> wire.ModelCard:
 
 
 def _stats(record: str, engine: Engine, manager: BatchManager) -> wire.Stats:
-    """An iteration's record, with what holds behind it: the iteration itself counts those who left in it."""
+    """An iteration's record with the running requests after it: the record itself includes those that finished in it."""
     scheduler, iterations = engine.scheduler, manager.iterations
     now = json.loads(record) | {"numRunningRequests": scheduler.num_active - scheduler.num_waiting}
     return wire.Stats(json.dumps(now), [iterations.popleft() for _ in range(len(iterations))])
 
 
 class Inbox:
-    """Requests that the batch manager has not taken yet, and ids to stop. Of any thread."""
+    """Requests and cancellations that the batch manager has not taken yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -181,19 +175,19 @@ class Inbox:
             self._requests[request.id] = request
 
     def stop(self, ids: Sequence[int]) -> list[int]:
-        """Stop requests; returns those that the batch manager never heard of."""
+        """Cancel requests; returns those that the batch manager had not taken."""
         with self._lock:
-            here = [request_id for request_id in ids if self._requests.pop(request_id, None) is not None]
-            self._stops |= set(ids) - set(here)
-        return here
+            queued = [request_id for request_id in ids if self._requests.pop(request_id, None) is not None]
+            self._stops |= set(ids) - set(queued)
+        return queued
 
     def get_requests(self, _: int) -> list[InferenceRequest]:
-        """All: the batch keeps those that wait in order of their priority."""
+        """Return all requests: the scheduler's waiting queue orders them by priority."""
         if not self._requests:
             return []
         with self._lock:
-            found, self._requests = list(self._requests.values()), {}
-        return found
+            requests, self._requests = list(self._requests.values()), {}
+        return requests
 
     def poll_stop(self) -> set[int]:
         if not self._stops:
@@ -204,13 +198,13 @@ class Inbox:
 
 
 class Outbox:
-    """Sends messages, and responses of an iteration, each to the HTTP process that it is for. Of any thread.
+    """Sends messages and responses to the HTTP processes of their requests. Thread-safe.
 
-    Whoever has something to say sends it: a thread of its own would have to wait until the loop lets go of the interpreter, now
-    a tenth of a millisecond and now most of one, which every stream would see (decision 0101).
+    The calling thread sends: a sender thread would wait for the interpreter lock for 0.1 to 1 ms, which would delay every
+    stream (decision 0101).
 
     Attributes:
-        is_failing: whether the errors in responses are those of the engine, which ends.
+        is_failing: whether errors in responses are those of the engine, which ends.
     """
 
     def __init__(self, addresses: wire.Addresses, replica_info: wire.ReplicaInfo) -> None:
@@ -220,13 +214,13 @@ class Outbox:
         self._senders = [Sender(addresses.from_engine(frontend)) for frontend in range(replica_info.frontends)]
 
     def put(self, item: Sequence[Response] | wire.FromEngine) -> None:
-        """Send something; nothing once it is closed. Never waits for those who read."""
+        """Send an item without waiting for the readers; dropped after `close`."""
         with self._lock:
             for frontend, message in wire.messages(item, self._replica_info, self.is_failing()):
                 self._senders[frontend].send(message)
 
     def close(self) -> None:
-        """See to it that all was sent."""
+        """Send the remaining messages, within `_FLUSH_SECONDS`."""
         until = time.monotonic() + _FLUSH_SECONDS
         with self._lock:
             for sender in self._senders:

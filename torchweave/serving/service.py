@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the tokenizer, the names of the model, and the limits."""
+"""State shared by the routes: engine, tokenizer, model names and limits."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torchweave.engine.request import SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.tools import detect_tool_format
 from torchweave.serving.tokenization import AsyncTokenizer, prepare
 
-_MAX_RETRY_AFTER = 60  # seconds that a client is told to wait at the most
-_RATE_WINDOW = 64  # answers over which the rate of answering is taken
+_MAX_RETRY_AFTER = 60  # seconds
+_RATE_WINDOW = 64  # answers over which the completion rate is measured
 
 
 class Service:
-    """The state of one server. Belongs to the event loop.
+    """State of one server. Used from the event loop only.
 
     Attributes:
-        tokenizer: None until the engine is ready, and for a model without tokenizer.
-        draining: the server ends once what runs has finished; new requests are refused.
-        startup_done: set once it is known whether the server became ready.
-        startup_ok: it did: the engines took requests, and the tokenizer is read.
-        startup_error: it did not, and this fault in what was asked is the reason.
+        tokenizer: None until the engine is ready, and for a model without a tokenizer.
+        draining: new requests are refused; the server ends once the running ones have finished.
+        startup_done: set when the start has succeeded or failed.
+        startup_ok: the engines take requests and the tokenizer is loaded.
+        startup_error: an invalid option or model that made the start fail.
     """
 
     def __init__(self, client: Replicas, settings: ServerConfig) -> None:
@@ -46,7 +46,7 @@ class Service:
         self._finish_times: deque[float] = deque(maxlen=_RATE_WINDOW)
 
     async def open(self) -> None:
-        """Wait for the engine, then read the tokenizer's files; sets `startup_done`."""
+        """Wait for the engine, then load the tokenizer; sets `startup_done`."""
         try:
             await prepare()
             await self.client.wait_until_ready()
@@ -55,12 +55,12 @@ class Service:
                 self.tokenizer = await AsyncTokenizer.open(folder, self._template, self.model.trust_remote_code)
             self.startup_ok = True
         except EngineUnavailable:
-            pass  # the client knows why
+            pass  # `client.failure` says why
         except ValueError as error:
             self.startup_error = str(error)
         except Exception as error:
             self.startup_error = (
-                f"The tokenizer of {self.client.config.model} cannot be used: {type(error).__name__}: {error}"
+                f"The tokenizer of {self.client.config.model} could not be loaded: {type(error).__name__}: {error}"
             )
         finally:
             self.startup_done.set()
@@ -71,74 +71,82 @@ class Service:
 
     @property
     def model(self) -> ModelCard:
-        """What is served.
+        """The served model.
 
         Raises:
             ApiError: 503, the engine is not ready.
         """
         card = self.client.model
         if card is None or self.client.state != "ready":
-            why = self.client.failure or "The model is being loaded; GET /ready shows how far it is."
+            why = self.client.failure or "The model is being loaded; GET /ready shows the progress."
             raise ApiError(503, why, code="engine_unavailable", headers={"Retry-After": "2"})
         return card
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names under which the model is served."""
+        """Names of the served model."""
         return self.settings.served_model_name or (self.client.config.model,)
 
     def check_model(self, name: str | None) -> str:
-        """The name that the answer says; a name that is not served is refused with those that are."""
+        """Return the model name for the response.
+
+        Raises:
+            ApiError: 404, no model is served under `name`.
+        """
         if name is None or name in self.names:
             return name or self.names[0]
         raise ApiError(
             404,
-            f"The model {name[:200]!r} is not served here; {' or '.join(map(repr, self.names))} is.",
+            f"The model {name[:200]!r} is not served here; use {' or '.join(map(repr, self.names))}.",
             param="model",
             code="model_not_found",
         )
 
     def require_tokenizer(self) -> AsyncTokenizer:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
-            ApiError: 503 while it is read, 400 for a model without one.
+            ApiError: 503 while it is loaded, 400 for a model without a tokenizer.
         """
         name = self.model.name
         if self.tokenizer is None and not self.startup_ok:
-            raise ApiError(503, "The tokenizer is being read; GET /ready says when.", headers={"Retry-After": "1"})
+            raise ApiError(
+                503, "The tokenizer is being loaded; GET /ready shows the progress.", headers={"Retry-After": "1"}
+            )
         if self.tokenizer is None:
-            raise ApiError(400, f"{name} has no tokenizer; give the prompt as token ids.", param="prompt")
+            raise ApiError(400, f"{name} has no tokenizer; send the prompt as token ids.", param="prompt")
         return self.tokenizer
 
     def chat_template(self) -> str:
-        """What turns conversations into text; empty for a model without one."""
+        """Source of the chat template; empty for a model without one."""
         return self.require_tokenizer().chat_template
 
     def tool_format(self, template: str) -> str | None:
-        """The form in which the model calls tools; None when it is not known."""
+        """Tool-call format of the model; None if unknown."""
         configured = self.settings.tool_call_parser
         return detect_tool_format(template) if configured == "auto" else configured
 
     def check_admission(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        """Refuse what is beyond the server's limits, before the engine hears of it.
+        """Check a request against the server's limits.
 
         Raises:
-            ApiError: 400 for a request that is too large by itself, 429 with Retry-After where too many wait, 503 while
-                the server ends.
+            ApiError: 400 for a request above the limits, 429 with Retry-After if too many requests wait, 503 while the
+                server shuts down.
         """
         if self.draining:
-            raise ApiError(503, "The server is shutting down; ask another one.", code="shutting_down")
+            raise ApiError(
+                503, "The server is shutting down; send the request to another server.", code="shutting_down"
+            )
         model, settings = self.model, self.settings
         sequences = len(prompts) * params.n
-        # Of an idle server: who needs more would be told for ever that others wait, and to come again.
-        room = settings.max_waiting_requests + model.max_batch_size * len(self.client.engines)
-        most = min(settings.max_request_sequences, room)
-        if sequences > most:
+        # Capacity of an idle server: a larger request would get 429 forever.
+        capacity = settings.max_waiting_requests + model.max_batch_size * len(self.client.engines)
+        limit = min(settings.max_request_sequences, capacity)
+        if sequences > limit:
             raise ApiError(
                 400,
-                f"The request asks for {sequences} answers (prompts times n), but this server gives at most "
-                f"{most} to one request; split it.",
+                f"The request asks for {sequences} answers (prompts times n), but this server allows at most {limit} to one "
+                "request; split it.",
                 param="n",
             )
         self._check_tokens(prompts, params, model)
@@ -146,29 +154,29 @@ class Service:
         if waiting + sequences > settings.max_waiting_requests + self.client.num_free:
             raise ApiError(
                 429,
-                f"{waiting} requests are waiting, and this server lets {settings.max_waiting_requests} wait; try again later.",
+                f"{waiting} requests are waiting, and this server queues at most {settings.max_waiting_requests}; retry later.",
                 code="queue_full",
                 headers={"Retry-After": str(self._retry_after(waiting))},
             )
 
     def _check_tokens(self, prompts: Sequence[Sequence[int]], params: SamplingParams, model: ModelCard) -> None:
-        most = self.settings.max_request_tokens
-        if most is None:
+        limit = self.settings.max_request_tokens
+        if limit is None:
             return
         answers = (model.max_model_len if params.max_tokens is None else params.max_tokens) * params.n
         total = sum(len(prompt) + min(answers, (model.max_model_len - len(prompt)) * params.n) for prompt in prompts)
-        if total > most:
+        if total > limit:
             raise ApiError(
                 400,
-                f"The request may take {total} tokens, prompts and answers together, but this server allows {most} to one "
+                f"The request may take {total} tokens, prompts and answers together, but this server allows {limit} for one "
                 "request; shorten the prompt or lower max_tokens.",
                 param="max_tokens",
             )
 
     def _retry_after(self, waiting: int) -> int:
-        """Seconds in which those who wait, with whichever HTTP process, will have been answered, at the rate of the last answers.
+        """Estimate in how many seconds the waiting requests of all HTTP processes will have been answered.
 
-        Only this process's are known here; the kernel gives the others as many.
+        The completion rate of this process is multiplied by their number: the kernel spreads connections evenly.
         """
         if len(self._finish_times) < 2:
             return 1
@@ -186,15 +194,15 @@ class Service:
         cache_salt: str | None,
         prompt_only: bool = False,
     ) -> AnswerStream:
-        """Hand prompts to the engine; returns when it has said that it can run them.
+        """Submit prompts to the engine; returns when it has accepted them.
 
         Args:
-            prompt_only: the answers are empty: what is drawn is not told.
+            prompt_only: the answers are empty; sampled tokens are discarded.
 
         Raises:
             ApiError: see `check_admission`.
-            ValueError: the engine cannot run one; the sentence says why.
-            EngineUnavailable: it is not there.
+            ValueError: the engine refused a request; the message says why.
+            EngineUnavailable: no engine is ready.
         """
         self.check_admission(prompts, params)
         if any(isinstance(word, str) for word in params.bad_words or ()):
@@ -203,16 +211,16 @@ class Service:
             why := await asyncio.to_thread(rejection_reason, params.structured_outputs)
         ):
             raise ApiError(400, why)
-        run = AnswerStream(self.client.request_stream(), self.tokenizer, params, self._finish, prompt_only)
+        answer_stream = AnswerStream(self.client.request_stream(), self.tokenizer, params, self._finish, prompt_only)
         try:
-            run.submit(prompts, stream, priority, cache_salt or "")
-            await run.request_stream.wait_until_accepted()
+            answer_stream.submit(prompts, stream, priority, cache_salt or "")
+            await answer_stream.request_stream.wait_until_accepted()
         except BaseException as error:
-            run.close()
+            answer_stream.close()
             if isinstance(error, ValueError):
                 _check_length(prompts, self.model)
             raise
-        return run
+        return answer_stream
 
     def _finish(self) -> None:
         self._finish_times.append(time.monotonic())
@@ -223,20 +231,19 @@ class Service:
 
 
 def _check_length(prompts: Sequence[Sequence[int]], model: ModelCard) -> None:
-    """Say of prompts that the engine has refused whether one is too long: clients that shorten a conversation and ask again know it
-    by the code, or by these words of OpenAI's sentence."""
+    """Raise OpenAI's error if a refused prompt is too long: clients match its code or wording to shorten the conversation."""
     longest = max(map(len, prompts))
     if longest >= model.max_model_len:
         raise ApiError(
             400,
-            f"This model's maximum context length is {model.max_model_len} tokens (max_model_len), but the prompt has {longest}, "
-            "and the answer needs at least one; shorten the prompt.",
+            f"This model's maximum context length is {model.max_model_len} tokens (max_model_len), but the prompt has {longest} "
+            "and the answer needs at least 1; shorten the prompt.",
             code="context_length_exceeded",
         )
 
 
 def read_template(settings: ServerConfig) -> str | None:
-    """The chat template that was asked for.
+    """Read the configured chat template.
 
     Raises:
         ValueError: the file cannot be read.

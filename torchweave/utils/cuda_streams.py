@@ -1,7 +1,7 @@
-"""Streams of a GPU beside the default one, which go from owner to owner.
+"""Pool of CUDA side streams, reused from owner to owner.
 
-cuBLAS keeps a workspace, 32 MiB on an H100, for each stream on which a thread has run a product, until the process ends. An engine
-with streams that nobody had before would leave 100 MB behind, and so would one whose streams had other uses before.
+cuBLAS keeps a workspace, 32 MiB on an H100, for each stream on which a thread has run a matrix product, until the process ends.
+With new streams for each engine, or with streams in another order, each engine would leave 100 MB behind.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _free: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def side_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """A stream that is `owner`'s alone for as long as it exists; the next owner's work runs behind what is left on it."""
+    """Reserve a stream for the lifetime of `owner`; the next owner's work runs after the work left on it."""
     free = _free.setdefault(device, [])
-    free.sort(key=lambda stream: stream.stream_id)  # engines ask in the same order, so that each stream keeps its use
+    free.sort(key=lambda stream: stream.stream_id)  # engines reserve in the same order, so each stream keeps its use
     stream = free.pop(0) if free else torch.cuda.Stream(device)
     weakref.finalize(owner, free.append, stream).atexit = False
     return stream
 
 
 def wait_until_idle(stream: torch.cuda.Stream, seconds: float) -> bool:
-    """Wait until all work on a stream has ended, so many seconds at the most; whether it has. Other threads run meanwhile."""
+    """Wait at most `seconds` for all work on a stream, and return whether it has ended; other threads run meanwhile."""
     end = time.monotonic() + seconds
     while True:
         try:
             if stream.query():
                 return True
-        except RuntimeError:  # a device that has failed runs nothing any more
+        except RuntimeError:  # a failed device runs no work
             return True
         if time.monotonic() >= end:
             return False

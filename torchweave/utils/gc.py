@@ -1,4 +1,4 @@
-"""What Python's collector of cycles need not look through: it stops every thread while it looks."""
+"""Control of Python's garbage collector, whose collections stop every thread."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _AUTO_COLLECT_THRESHOLD = 50_000
-"""New objects after which the interpreter collects by itself, where nobody calls `collect_if_due` for so long."""
-_YOUNG_THRESHOLD, _OLDER_THRESHOLD = 700, 10  # the interpreter's own: new objects, and collections of what is younger
+"""New objects until an automatic collection, if `collect_if_due` is not called before."""
+_YOUNG_THRESHOLD, _OLDER_THRESHOLD = (
+    700,
+    10,
+)  # the interpreter's defaults: new objects, collections of the younger generation
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """The collector rests in here. Imports and tracing make a million objects that stay, and it would go through all of them again
-    and again: 1.2 s of an engine's 5.5 s of imports, and nothing was found."""
+    """Disable collection in this context. Imports and tracing create a million long-lived objects: repeated collections took
+    1.2 s of an engine's 5.5 s of imports and freed nothing."""
     collect = gc.isenabled()
     gc.disable()
     try:
@@ -26,7 +29,7 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def gc_frozen_after() -> Iterator[None]:
-    """What is imported in here stays, and the collector never looks at it, now or later. For processes of the project's own."""
+    """Freeze all objects at the end of this context for the life of the process; for this project's own processes."""
     with gc_paused():
         yield
         gc.freeze()
@@ -34,12 +37,12 @@ def gc_frozen_after() -> Iterator[None]:
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """What exists when this begins is looked through again only when it has ended.
+    """Freeze the existing objects during this context.
 
-    While an engine runs that is all that was imported and woven, half a million objects or more: to look through them took 0.4 s in
-    the middle of requests, and nothing was found.
+    A running engine has half a million objects or more from imports and compilation: a full collection took 0.4 s in the middle of
+    requests and freed nothing.
     """
-    gc.collect(1)  # what was let go of lately; not what is old, which takes as long
+    gc.collect(1)  # young generations only: a full collection takes as long as the pause to avoid
     gc.freeze()
     try:
         yield
@@ -49,7 +52,7 @@ def gc_frozen() -> Iterator[None]:
 
 @contextmanager
 def gc_frozen_manual_collect() -> Iterator[None]:
-    """As `gc_frozen`; and what is made in here is collected when somebody calls `collect_if_due`."""
+    """Like `gc_frozen`, with new objects collected mainly by calls of `collect_if_due`."""
     usual = gc.get_threshold()
     with gc_frozen():
         gc.set_threshold(_AUTO_COLLECT_THRESHOLD, *usual[1:])
@@ -60,7 +63,7 @@ def gc_frozen_manual_collect() -> Iterator[None]:
 
 
 def collect_if_due() -> None:
-    """Collect what the interpreter would have collected by now, at a moment when nobody waits: 1 to 9 ms."""
+    """Run the collection that the interpreter's default thresholds demand, at a time when no request waits: 1 to 9 ms."""
     young, middle, old = gc.get_count()
     if young > _YOUNG_THRESHOLD:
         gc.collect(2 if old > _OLDER_THRESHOLD else 1 if middle > _OLDER_THRESHOLD else 0)

@@ -1,4 +1,4 @@
-"""Modules that somebody imports for code that no engine runs, imported when that code runs."""
+"""Lazy import of modules that dependencies import for code that an engine does not run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any
 
 @contextmanager
 def lazy_modules(names: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
-    """In here these modules are not imported when somebody imports them.
+    """Replace modules by placeholders in this context: importing them does not run them.
 
     Args:
-        names: by module, what is only imported or named while others are imported, and called later, if ever. Whoever needs more of
-            a module gets it as ever.
+        names: by module, its functions that importers bind and call only later. Access to any other attribute imports the module.
     """
     placeholders = [_LazyModule(module, deferred) for module, deferred in names.items() if module not in sys.modules]
     sys.modules.update({each.__name__: each for each in placeholders})
@@ -29,16 +28,16 @@ def lazy_modules(names: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
 
 
 class _LazyModule(ModuleType):
-    """Stands for a module until something of it is asked for that is none of what is called `deferred`."""
+    """Placeholder that imports its module when an attribute not in `deferred` is accessed."""
 
     def __init__(self, name: str, deferred: tuple[str, ...]) -> None:
         super().__init__(name)
         self._deferred = deferred
-        if "." not in name:  # else the packages around it would be imported to find it
+        if "." not in name:  # find_spec of a submodule imports its packages
             self.__spec__ = find_spec(name)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks of every module
+        if name.startswith("__"):  # the interpreter looks these up on every module
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if name in self._deferred:
             return _deferred_function(self.__name__, name)

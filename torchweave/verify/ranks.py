@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 from collections.abc import Sequence
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.startup.build import build
 from torchweave.models import load
 from torchweave.report import Report
+from torchweave.utils.child_process import ChildProcess, exit_with_parent
 
 _TIMEOUT = 300.0
 """Seconds to wait for a rank."""
@@ -57,17 +58,15 @@ class RankProcesses:
 
     def __init__(self, size: int, stages: int = 1) -> None:
         self.size, self.stages = size, stages
-        context = multiprocessing.get_context("spawn")
         self._store, address = create_rendezvous_store("localhost")
         self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
+        self._processes: list[ChildProcess] = []
         for rank in range(size * stages):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(theirs, rank, size, stages, address), daemon=True)
-            process.start()
-            theirs.close()
+            ours, theirs = Pipe()
+            with theirs:
+                task = theirs.fileno(), rank, size, stages, address
+                self._processes.append(ChildProcess(_rank_main, *task, pass_fds=[theirs.fileno()]))
             self._pipes.append(ours)
-            self._processes.append(process)
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -76,9 +75,8 @@ class RankProcesses:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(_EXIT_TIMEOUT)
-            process.kill()
-            process.join()
+            process.wait(_EXIT_TIMEOUT)
+            process.kill_and_wait()
 
     def generate(self, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[RankResult]:
         """Generate greedily on all ranks; returns the result of each.

@@ -1,4 +1,4 @@
-"""The compile cache: every factor counts, nothing else does, and a bad file is a miss with one warning, never a failure."""
+"""The compile cache: keys depend on every factor and on nothing else, and a damaged file is a miss with one warning."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_an_entry_comes_back_as_it_was(tmp_path: Path, report: Report) -> None:
     [
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "payload is damaged"),
         (lambda data: data[:-3], "payload is damaged"),
-        (lambda data: b"another program's file", "no file of this cache"),
-        (lambda data: b"", "no file of this cache"),
+        (lambda data: b"another program's file", "not a file of this cache"),
+        (lambda data: b"", "not a file of this cache"),
         (lambda data: data.replace(b'"format":%d' % FORMAT, b'"format":9'), "header is damaged"),
         (lambda data: data.replace(b'"a":1', b'"a":2'), "header is damaged"),
         (lambda data: data[: len(MAGIC) + 20], "header is damaged"),
@@ -88,7 +88,7 @@ def test_an_entry_under_the_name_of_another_is_a_miss(tmp_path: Path, report: Re
     cache = CompileCache(tmp_path / "cache", report)
     cache.store("piece", {"a": 1}, b"one")
     cache.store("piece", {"a": 2}, b"two")
-    one, two = (cache._path("piece", read_entry(path).key) for path in cache.entries())
+    one, two = (cache.path("piece", read_entry(path).key) for path in cache.entries())
     two.write_bytes(one.read_bytes())
     assert [cache.load("piece", {"a": number}) is None for number in (1, 2)].count(True) == 1
 
@@ -111,7 +111,7 @@ def test_opening_by_config(tmp_path: Path, report: Report, capsys: pytest.Captur
     (tmp_path / "file").write_text("")
     assert open_cache(TorchCompileConfig(compile_cache_dir=str(tmp_path / "file" / "below")), report) is None
     assert report.select("warning")
-    assert "compile cache: off, so that each start compiles anew" in capsys.readouterr().err
+    assert "compile cache: disabled, so that every start compiles again" in capsys.readouterr().err
 
 
 def test_who_has_no_home_folder_starts_without_a_cache(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_S8_every_factor_of_a_graph_counts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class _Settings:
-    """What a forward can read from."""
+    """Objects that a forward can read."""
 
     __slots__ = ("inner",)
 
@@ -209,7 +209,7 @@ class Pair(NamedTuple):
 
 
 def _deep(inner: Any) -> Any:
-    """Nine lists and dicts around it, and a list that holds itself beside it."""
+    """A setting in nine nested lists and dicts, beside a list that contains itself."""
     around: list[Any] = []
     around.append(around)
     for level in range(9):
@@ -280,7 +280,7 @@ class _Twice(nn.Module):
     ids=["weight", "module", "attribute"],
 )
 def test_S8_which_tensors_are_one_counts(tie: Any, tmp_path: Path) -> None:
-    """Of tied weights a graph reads one, which another module of the same shapes has beside another one."""
+    """A graph reads one of two tied weights; a module of the same shapes may have two separate weights."""
     cache, x = CompileCache(tmp_path / "cache", Report(show=False)), torch.randn(3, 8)
     config = TorchCompileConfig(enable_inductor=False)
     for module in (_Twice(tie), _Twice(lambda _: None)):
@@ -302,7 +302,7 @@ def test_S8_what_is_set_around_a_capture_counts() -> None:
 
 
 def test_S8_an_edited_source_of_the_package_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hash covers every file of the folders, so that a new module needs no entry in a list."""
+    """The hash covers every file of the folders, so that new modules need not be listed."""
     folder = tmp_path / "compile"
     (folder / "nested").mkdir(parents=True)
     (folder / "nested" / "pass.py").write_text("a = 1\n")
@@ -473,8 +473,9 @@ from torchweave.compiler.runtime.forward import call_op
 from torchweave.report import Report
 report, module = Report(show=False), toy(layers=2, hidden=32)
 want = module(*step(9, 4))
-compiled = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, cache=CompileCache(sys.argv[1], report), report=report)
-torch.testing.assert_close(compiled(call_op, *step(9, 4)), want, rtol=2e-5, atol=2e-5)
+cache = CompileCache(sys.argv[1], report)
+compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, cache=cache, report=report)
+torch.testing.assert_close(compiled_graph(call_op, *step(9, 4)), want, rtol=2e-5, atol=2e-5)
 print(report.select("capture")[0]["source"], [event["built"] for event in report.select("piece")], len(report.select("warning")))
 generators = ("compile_fx", "lowering", "scheduler", "graph", "codegen.wrapper", "select_algorithm")
 unwanted = (*(f"torch._inductor.{name}" for name in generators), "torch.export._trace", "networkx")
@@ -483,9 +484,9 @@ print([name for name in unwanted if name in sys.modules])
 
 
 def test_V2_another_process_starts_warm_in_a_folder_that_was_moved(tmp_path: Path) -> None:
-    """Built pieces come from the entries: Inductor's own folder of the first process is not there any more.
+    """Built pieces come from the entries alone: the second process has another Inductor folder.
 
-    What generates code is not imported where it is only loaded.
+    Modules that generate code are not imported when code is only loaded.
     """
 
     def run(folder: Path, scratch: str) -> list[str]:

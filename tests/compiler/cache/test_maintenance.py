@@ -1,4 +1,4 @@
-"""The compile cache under damage and in the hands of its user: a bad file is never loaded, and a folder can be taken elsewhere."""
+"""Maintenance of the compile cache: damaged files are never loaded, and entries can be exported and imported."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_V2_a_flipped_byte_anywhere_is_a_miss_with_one_warning(tmp_path: Path) -
 def test_V2_killed_at_any_write_leaves_no_half_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """A kill runs no clean-up: nothing is unlinked, nothing is caught."""
+    """A killed process runs no clean-up: no file is removed, no exception is handled."""
 
     class Killed(BaseException):
         pass
@@ -129,13 +129,13 @@ def test_an_archive_cannot_write_where_it_likes(cache: CompileCache, tmp_path: P
     added, faults = import_archive(elsewhere, tmp_path / "e.tar")
     assert added == 1 and len(faults) == 2 and "payload is damaged" in faults[0]
     assert not list(tmp_path.glob("*.weave")) and not list((tmp_path / "deep").glob("*.weave"))
-    with pytest.raises(ValueError, match="no archive"):
+    with pytest.raises(ValueError, match="not an archive"):
         import_archive(elsewhere, next(iter(cache.entries())))
 
 
 @pytest.mark.parametrize("kind", ["../outside", "/outside", 5, None, ["piece"]])
 def test_an_entry_of_a_kind_that_is_none_is_written_nowhere(tmp_path: Path, kind: Any) -> None:
-    """Its kind is the folder that an entry goes to, and its maker can give it a key that fits."""
+    """The kind names the entry's folder, and the archive's author can forge a matching key."""
     kind = str(tmp_path / "outside") if kind == "/outside" else kind
     factors = {"a": 1}
     header = {"format": FORMAT, "kind": kind, "key": key_of(kind, factors), "factors": factors, "facts": {}}
@@ -146,14 +146,14 @@ def test_an_entry_of_a_kind_that_is_none_is_written_nowhere(tmp_path: Path, kind
         member.size = len(entry)
         archive.addfile(member, io.BytesIO(entry))
     added, (fault,) = import_archive(CompileCache(tmp_path / "cache", Report(show=False)), tmp_path / "e.tar")
-    assert added == 0 and "there is no kind" in fault and not list(tmp_path.rglob("*.weave"))
+    assert added == 0 and "is unknown" in fault and not list(tmp_path.rglob("*.weave"))
 
 
 def test_an_archive_that_was_cut_off_is_one_sentence(cache: CompileCache, tmp_path: Path) -> None:
     export(cache, tmp_path / "e.tar", summaries(cache))
     packed = gzip.compress((tmp_path / "e.tar").read_bytes())
     (tmp_path / "e.tgz").write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(ValueError, match="is no archive of a compile cache"):
+    with pytest.raises(ValueError, match="is not an archive of a compile cache"):
         import_archive(cache, tmp_path / "e.tgz")
 
 

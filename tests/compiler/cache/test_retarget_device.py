@@ -1,4 +1,4 @@
-"""What one rank compiled is loaded by the others, each for its own GPU. No GPU is needed: nothing of it is run here."""
+"""Pieces that one rank compiled are loaded by the others, each for its own GPU. Nothing is run, so that no GPU is needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_V2_code_for_one_gpu_is_code_for_another_of_its_kind() -> None:
 
 
 def on_gpu(graph: CapturedGraph, index: int) -> CapturedGraph:
-    """The same graph as if it had been captured on a GPU."""
+    """The graph with its devices changed to a GPU."""
     from torchweave.compiler.codegen.retarget_device import rename_device
 
     device = torch.device("cuda", index)
@@ -68,7 +68,7 @@ class Properties(NamedTuple):
 
 
 class Kernel:
-    """What a launcher that Inductor pickled says of its GPU."""
+    """The GPU of a launcher that Inductor pickled."""
 
     def __init__(self) -> None:
         self.device_props, self.triton_meta = Properties(0), {"device": 0, "cc": 90}

@@ -1,4 +1,4 @@
-"""One graph, sizes dynamic, inputs bound to where they come from; what cannot be captured is refused with the place."""
+"""Capture: one graph with dynamic sizes and bound inputs; unsupported forwards raise errors with the source line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_placeholders_are_bound_and_sizes_named(mode: Any) -> None:
 
 
 def test_the_example_does_not_fix_a_size_by_coincidence() -> None:
-    """A token count that equals the hidden size would tie the two; another one is traced."""
+    """A token count that equals the hidden size would tie the two; another size is traced."""
     inputs = {name: torch.zeros(64, dtype=torch.int64) for name in DYNAMIC}
     graph = capture(toy(), inputs, DYNAMIC, "backed_size_oblivious")
     assert set(graph.symbols.values()) == {"T", "N"}
@@ -65,7 +65,7 @@ def test_a_setting_of_numpys_is_refused_with_what_to_do(setting: Any) -> None:
 
     module = Scaled()
     module.by = setting
-    with pytest.raises(TraceError, match=r"reads self.by, which is numpy's; keep a number as Python's .`float"):
+    with pytest.raises(TraceError, match=r"reads self.by, a numpy value; keep a number as a Python number .`float"):
         capture(module, {"x": torch.zeros(3, 4)}, {}, "backed")
 
 
@@ -142,7 +142,7 @@ class _Changing(nn.Module):
     ],
 )
 def test_a_forward_that_changes_python_objects_is_refused_and_they_are_as_they_were(call: Any, changed: str) -> None:
-    """What a graph does not hold happened once, and left tensors of the tracing behind."""
+    """A graph does not hold such a change; tracing would make it once and leave its tensors behind."""
     module = _Changing(call)
     state = module.state
     with pytest.raises(TraceError, match=f"^forward changes {changed}, which a compiled forward would not do"):
@@ -223,7 +223,7 @@ def test_sources_only_look_things_up(source: str) -> None:
 
 
 class Looked(nn.Module):
-    """Returns what tracing leaves outside of the graph: attributes of an input."""
+    """Returns attributes of an input, which tracing keeps outside of the graph."""
 
     def forward(self, x: Tensor) -> Any:
         return x.T, {"more": [x + 1, x.mT]}, x
@@ -249,7 +249,7 @@ class ReturnsSize(nn.Module):
 
 
 def test_a_returned_size_is_refused_as_what_it_is() -> None:
-    with pytest.raises(TraceError, match="forward returns a size, or a number made of sizes; return tensors"):
+    with pytest.raises(TraceError, match="forward returns a size, or a number computed from sizes; return tensors"):
         compile_graph(ReturnsSize(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
 
 
@@ -316,6 +316,6 @@ class Yields(nn.Module):
 
 def test_a_generator_is_refused() -> None:
     with pytest.raises(
-        TraceError, match=r"forward returns (what cannot be made again .*, as a generator|a tuple_iterator)"
+        TraceError, match=r"forward returns (an object that cannot be rebuilt .*, such as a generator|a tuple_iterator)"
     ):
         compile_graph(Yields(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)

@@ -1,4 +1,4 @@
-"""X2: layers that do the same are traced once; the graph is the one that tracing each of them gives, or it is traced plainly."""
+"""X2: equal layers are traced once; the graph equals that of a plain capture, which is also the fallback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODE: Any = "backed_size_oblivious"
 
 
 def captured_twice(module: nn.Module, mode: Any = MODE, inputs: Any = None, dynamic: Any = DYNAMIC) -> dict[str, Any]:
-    """The event of capturing a module with layers traced once, once its graph was found to be that of a plain capture."""
+    """Capture a module with and without `trace_once`, compare the graphs, and return the `trace_once` event."""
     report = Report(show=False)
     inputs = inputs or example()
     once = capture(module, inputs, dynamic, mode, report)
@@ -40,7 +40,7 @@ def test_X2_one_layer_is_traced_and_the_graph_is_that_of_a_plain_capture(mode: A
     classes = [type(layer) for layer in module.layers]
     event = captured_twice(module, mode)
     assert (event["traced"], event["cloned"]) == (["layers.0"], 4)
-    assert [type(layer) for layer in module.layers] == classes, "the module is as it was"
+    assert [type(layer) for layer in module.layers] == classes, "the module is restored"
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.layers)
 
 
@@ -53,7 +53,7 @@ def test_X2_a_clone_is_a_graph_like_any_other() -> None:
 
 
 class _Block(nn.Module):
-    """x -> x + w(x): a layer with what a test wants of it."""
+    """x -> x + w(x), with attributes and operations that a test adds."""
 
     def __init__(self, index: int, extra: Callable[[Any, Tensor], Tensor] | None = None, **facts: Any) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_X2_in_place_operations_and_views_are_cloned() -> None:
 
 
 def test_X2_views_of_results_know_what_they_are_views_of() -> None:
-    """What runs between layers reads stand-ins while it is traced; aliases must be those of the clones."""
+    """Operations between layers read placeholders while they are traced; their aliases must be those of the clones."""
 
     def through_views(self: Any, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -152,7 +152,7 @@ def test_X2_a_layer_that_gives_back_what_it_was_given_is_traced_each_time() -> N
 
     module = _Stack([Same(index) for index in range(5)]).eval().requires_grad_(False)
     event = captured_twice(module, inputs={"x": torch.zeros(6, 8)}, dynamic={"x": {0: "T"}})
-    assert event["cloned"] == 0 and "gives back what it was given" in event["why"]
+    assert event["cloned"] == 0 and "returns one of its inputs" in event["why"]
 
 
 def test_X2_values_that_skip_layers_go_where_they_went() -> None:
@@ -192,7 +192,7 @@ def test_X2_a_layer_that_runs_twice_is_traced_as_often() -> None:
 
 
 def test_X2_what_a_layer_leaves_behind_is_seen() -> None:
-    """Each layer reads what the one before left on an object that they share: their arguments do not say all."""
+    """Each layer reads a tensor that the previous one stored on a shared object, which is not among its arguments."""
 
     def through_a_box(block: Any, y: Tensor) -> Tensor:
         before = block.box.get("y")
@@ -255,7 +255,7 @@ def test_X2_a_forward_that_cannot_be_traced_is_refused_as_ever() -> None:
 
 
 def _left_out(event: dict[str, Any]) -> tuple[int, str]:
-    """How many layers tracing was not shown, and why it was shown all of them."""
+    """The number of layers in tails, and the reason why there is no tail."""
     assert event["cloned"] == 4, event
     return event["left_out"], event.get("why_shown", "")
 
@@ -263,7 +263,7 @@ def _left_out(event: dict[str, Any]) -> tuple[int, str]:
 def test_X2_layers_that_only_go_on_are_not_shown_to_tracing() -> None:
     module = _stack()
     assert _left_out(_captured(module)) == (4, "")
-    assert [*module.blocks._modules] == ["0", "1", "2", "3", "4"], "the list is whole again"
+    assert [*module.blocks._modules] == ["0", "1", "2", "3", "4"], "the list is restored"
     compiled_graph = compile_graph(module, {"x": torch.zeros(6, 8)}, {"x": {0: "T"}}, config=FX)
     x = torch.randn(9, 8)
     assert torch.equal(compiled_graph(call_op, x), module(x))
@@ -329,13 +329,13 @@ def _all_from_the_input(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        (_mean, "aten.div.Tensor depends on how many layers there are"),
-        (_first_again, "aten.mul.Tensor depends on how many layers there are"),
-        (_one_in_the_middle, "aten.add.Tensor depends on how many layers there are"),
+        (_mean, "aten.div.Tensor depends on the number of layers"),
+        (_first_again, "aten.mul.Tensor depends on the number of layers"),
+        (_one_in_the_middle, "aten.add.Tensor depends on the number of layers"),
         (_something_between, "add is called before blocks.1"),
         (_no_operation_between, "contiguous is called before blocks.1"),
-        (_by_number, "with fewer layers it does not run without values (IndexError)"),
-        (_backwards, "blocks.4 is called where blocks.1 would follow"),
+        (_by_number, "with fewer layers: forward cannot run on meta tensors (IndexError)"),
+        (_backwards, "blocks.4 is called where blocks.1 was expected"),
         (_all_from_the_input, ""),
     ],
 )
@@ -398,7 +398,7 @@ def test_X2_layers_that_are_given_something_of_their_own_are_shown() -> None:
             x = block(x, y, masks[index % 2])["x"]
         return x
 
-    assert _left_out(_captured(_pairs(by_turns))) == (0, "a layer is given what none before it was given")
+    assert _left_out(_captured(_pairs(by_turns))) == (0, "a layer takes an argument that no earlier layer takes")
 
 
 def test_X2_a_layer_that_counts_its_list_is_shown_all_of_it() -> None:
@@ -406,7 +406,7 @@ def test_X2_a_layer_that_counts_its_list_is_shown_all_of_it() -> None:
     for block in module.blocks:
         object.__setattr__(block, "box", {"blocks": module.blocks})
     left_out, why = _left_out(_captured(module))
-    assert left_out == 0 and "blocks.0 depends on how many layers there are" in why
+    assert left_out == 0 and "blocks.0 depends on the number of layers" in why
 
 
 def test_X2_a_list_is_whole_again_when_tracing_fails() -> None:
@@ -424,7 +424,7 @@ def test_X2_a_list_is_whole_again_when_tracing_fails() -> None:
 
 
 def _work(module: nn.Module, inputs: Any, dynamic: Any) -> Counter[str]:
-    """What a capture makes torch do: instructions that Dynamo goes through, and operations on fake tensors."""
+    """The work of a capture: instructions that Dynamo traces, and operations on fake tensors."""
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -450,11 +450,11 @@ def test_X2_tracing_does_not_grow_with_the_depth() -> None:
     def traced(layers: int) -> Counter[str]:
         return _work(_stack(_every_other, layers), {"x": torch.zeros(6, 8)}, {"x": {0: "T"}})
 
-    traced(4)  # the first trace of a process does more
+    traced(4)  # the first trace of a process does additional work
     assert traced(4) == traced(12) != Counter()
 
 
 def test_X2_a_layer_that_has_to_be_shown_is_one_call() -> None:
-    """The toy computes the angles of its rope for each layer anew, which is traced."""
+    """The toy computes its rotary angles in the loop over layers, which is traced."""
     few, many = (_work(toy(layers=layers), example(), DYNAMIC)["dispatch"] for layers in (4, 12))
     assert (many - few) / 8 < 10, f"{(many - few) / 8} operations on fake tensors for each further layer"

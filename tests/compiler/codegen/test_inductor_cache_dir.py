@@ -54,7 +54,7 @@ def test_what_fails_elsewhere_too_is_told(tmp_path: Path, report: Report) -> Non
 def test_a_folder_whose_name_falls_apart_is_not_used(tmp_path: Path, report: Report, name: str) -> None:
     with InductorCacheDir(CompileCache(tmp_path / name, report), torch.device("cpu")) as code:
         assert not code.run(cache_dir).startswith(str(tmp_path))
-    assert ["Inductor takes no folder" in each["why"] for each in report.select("warning")] == [True]
+    assert ["Inductor cannot use a folder" in each["why"] for each in report.select("warning")] == [True]
 
 
 def test_V2_a_cache_beside_which_nothing_can_be_compiled_stops_no_start(tmp_path: Path, report: Report) -> None:

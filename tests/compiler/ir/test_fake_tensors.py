@@ -1,4 +1,4 @@
-"""Fake values made again: of the geometry that running the operation gives, and aliases of what it aliases."""
+"""Cached fake values have the geometry and the aliases of the operation's results."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_compared_is_run_each_time(graph: CapturedGraph) -> None:
 
 
 def test_a_stored_graph_keeps_its_aliases() -> None:
-    """Passes decide by them: a graph that comes from the cache must be what was captured, views included."""
+    """Passes depend on them: a graph from the cache must equal the captured graph, including views."""
 
     class Views(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Who writes to what in Torch IR: every way in which torch lets a function say so."""
+"""Mutated arguments in Torch IR, for every way in which torch declares an in-place write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FX = TorchCompileConfig(enable_inductor=False)
 
 
 class Of(nn.Module):
-    """`function(self, x)` as a forward, and modules that write in place."""
+    """A module with `function(self, x)` as forward and submodules that write in place."""
 
     def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What was found out about sizes while pieces were built is refused or kept: who loads a piece is told the same."""
+"""Guards on sizes that a build adds are refused or stored with the piece, so that a warm start applies them too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DYNAMIC = {"x": {0: "T"}}
 
 
 class Unbound(nn.Module):
-    """Writes to a part of `unbind`, which torch takes apart for one size alone."""
+    """Writes to a part of `unbind`, which torch decomposes for a single size only."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x + 1
@@ -34,7 +34,7 @@ class Plain(nn.Module):
 
 
 class OnlyBelow(GraphPass):
-    """Looks at the token count, as a rewriting that holds for few tokens might."""
+    """A pass that adds a guard on the token count, as a rewrite for few tokens might."""
 
     name: str = "only_below"
     stage: Stage = "aten"
@@ -46,7 +46,7 @@ class OnlyBelow(GraphPass):
 
 @pytest.mark.parametrize("passes", [None, []])
 def test_a_size_that_building_fixes_is_refused_and_nothing_of_it_is_kept(tmp_path: Path, passes: Any) -> None:
-    """With no pass too, and at a second start: what Inductor keeps itself does not tell that it was fixed."""
+    """Without passes too, and at a second start: Inductor's own cache does not record that the size was fixed."""
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     line = next(at for at, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "+= right" in text)
     for where in (

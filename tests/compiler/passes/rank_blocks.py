@@ -1,4 +1,4 @@
-"""A block of five linears, three of them divided by rows, as one rank of several computes it, and as one device alone does."""
+"""A block of five linears, three of them row-parallel: one rank's part of it, and the whole on one device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ops = torch.ops.torchweave
 EPS = 1e-5
 D, I = 64, 128  # noqa: E741
 ROWS = (0, 2, 4)
-"""The linears that are divided by rows of the input: their sums meet."""
+"""Indices of the row-parallel linears, whose results are all-reduced."""
 
 
 def weights(d: int = D, i: int = I) -> list[Tensor]:
-    """Five weights in turn [D, I] and [I, D], and three norms; float64."""
+    """Five weights, alternately [D, I] and [I, D], and three norms; float64."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(d, i) if index in ROWS else (i, d) for index in range(5)]
     linears = [torch.randn(shape, generator=draw, dtype=torch.float64) / shape[1] ** 0.5 for shape in shapes]
@@ -38,7 +38,7 @@ def part(x: Tensor, rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def whole(x: Tensor, residual: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The block on one device, in the dtype of what it is given."""
+    """The block on one device, in the dtype of its arguments."""
     for index in range(5):
         x = F.linear(x, given[index])
         if index in ROWS:
@@ -91,6 +91,6 @@ class Block(nn.Module):
         return (x, residual) if self.reads_sum else (x,)
 
     def norm(self, h: Tensor, weight: Tensor) -> Tensor:
-        """As Llama writes it."""
+        """RMSNorm in the form of Llama."""
         wide = h.float()
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(h.dtype)

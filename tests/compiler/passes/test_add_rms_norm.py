@@ -1,4 +1,4 @@
-"""add_rms_norm: the fusion across modules, with the sum kept where somebody else reads it."""
+"""add_rms_norm: the fusion across modules; the sum is written only where other operations read it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_T7_a_chain_of_residuals_is_fused_at_every_link() -> None:
         (lambda x, r, w: rms_norm(torch.add(x, r, alpha=2), w, 1e-6), "argument alpha of add is 2, not 1"),
         (lambda x, r, w: rms_norm(x + r[:, :1], w, 1e-6), "broadcasts"),
         (lambda x, r, w: rms_norm(x.float() + r, w.float(), 1e-6), "widens"),
-        (lambda x, r, w: rms_norm(x + 1.0, w, 1e-6), "argument other of add is 1.0, no Tensor"),
+        (lambda x, r, w: rms_norm(x + 1.0, w, 1e-6), "argument other of add is 1.0, not Tensor"),
     ],
 )
 def test_S9_add_rms_norm_names_near_misses(function: Any, why: str) -> None:

@@ -1,4 +1,4 @@
-"""all_reduce_norm and its quantising forms: fire once, name near-misses, keep what others read, and change no bit."""
+"""all_reduce_norm and its quantised forms: matches, near-misses, results with other readers, bitwise equality."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def other_width(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
 
 
 def other_group(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    """The norm's sum is over one group, and of what is read by another."""
+    """The norm's sum is over one group, of a value that another operation reads."""
     a = ops.all_reduce(x, "tp")
     return norm(ops.all_reduce(a, "ep") + residual + a, weight)
 
@@ -108,7 +108,7 @@ def other_group(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         (other_group, "is also read by"),
     ],
 )
-def test_T7_near_misses_are_told(function: Callable[..., Any], why: str | None) -> None:
+def test_T7_near_misses_have_reasons(function: Callable[..., Any], why: str | None) -> None:
     with mirrored("ep"):
         check(FUSION, function, X, near_miss=why, matches=0)
 
@@ -140,7 +140,7 @@ def test_S6_quantising_joins_and_what_others_read_is_kept(scheme: str, read: str
     assert node.args[-3:] == (read in ("norm", "both"), read in ("sum", "both"), "tp")
 
 
-def test_S6_near_misses_are_told() -> None:
+def test_S6_near_misses_have_reasons() -> None:
     def changed(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         y, _ = ops.all_reduce_add_rms_norm(x, residual, weight, 1e-6, 0.0, False, False, "tp")
         q, s = ops.fp8_quant(y * 2, PER_TOKEN, None)
@@ -158,7 +158,7 @@ def test_S6_near_misses_are_told() -> None:
 
 
 def products(x: Tensor, residual: Tensor, weight: Tensor, w: Tensor) -> Any:
-    """A norm that a product reads, and a product whose sum over ranks is added to the residual."""
+    """A norm that a linear reads, and a linear whose all-reduced result is added to the residual."""
     h = residual + ops.all_reduce(torch.nn.functional.linear(x, w[:D]), "tp")
     return torch.nn.functional.linear(norm(h, weight), w), h
 

@@ -20,7 +20,7 @@ from torchweave.compiler.passes.base import GraphPass, PassResult
 from torchweave.compiler.passes.manager import PassManager, default_passes, run_pass
 from torchweave.compiler.passes.pattern import Fusion
 from torchweave.compiler.passes.testing import T, graph_of
-from torchweave.compiler.piece_builder import PieceBuilder, passes_for_range, token_ranges
+from torchweave.compiler.piece_builder import BuildOptions, PieceBuilder, PieceJob, passes_for_range, token_ranges
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
@@ -46,7 +46,7 @@ def matched(report: Report) -> list[dict[str, Any]]:
 
 
 class Small(nn.Module):
-    """y = exp((x + x * w) * 3), and a size that depends on nothing."""
+    """y = exp((x + x * w) * 3), and a constant size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ def test_S1_no_aten_pass_no_lowering() -> None:
         ({"numerics": "tolerance"}, TorchCompileConfig(pass_numerics="tolerance"), None),
         ({"gated": True}, TorchCompileConfig(), "no measurement"),
         ({"gated": True, "numerics": "tolerance"}, TorchCompileConfig(enabled_passes=("gate",)), None),
-        ({"builds": ("inductor",)}, FX, "only for pieces built by inductor"),
+        ({"builds": ("inductor",)}, FX, "runs only in inductor builds"),
     ],
 )
-def test_S1_what_runs_is_decided_by_config_and_said(
+def test_S1_the_config_enables_passes_and_gives_the_reason(
     facts: dict[str, Any], config: TorchCompileConfig, why: str
 ) -> None:
     manager = PassManager([gate(**facts)], config)
@@ -160,7 +160,7 @@ def test_the_default_start_has_one_variant_on_a_cpu_and_two_on_a_gpu() -> None:
 
 
 class Rows(nn.Module):
-    """Rows `index` [N] of a linear of x [T, 16]: two dynamic sizes, of which one is fixed."""
+    """Rows `index` [N] of a linear of x [T, 16]: two dynamic sizes, one of them fixed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,13 +222,13 @@ def test_S9_debug_finds_fake_values_that_are_wrong() -> None:
             return PassResult(1, 1)
 
     graph = graph_of(lambda x: torch.exp(x).neg(), [torch.randn(T, 4)])
-    run_pass(Lies(), graph)  # what a graph returns is looked at without `debug` too
-    with pytest.raises(RuntimeError, match="pass lies left a graph that does not hold together: exp says"):
+    run_pass(Lies(), graph)  # without `debug` only the outputs are checked
+    with pytest.raises(RuntimeError, match="pass lies left an invalid graph: the fake value of exp"):
         run_pass(Lies(), graph, debug=True)
 
 
 def test_S9_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None:
-    """A model with one key head: a fused op lays its heads out in another order, and no address differs."""
+    """A model with one key head: a fused op returns other strides for the heads, without changing any address."""
 
     class Strides(GraphPass):
         name, stage = "strides", "aten"
@@ -245,7 +245,7 @@ def test_S9_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None
     graph = graph_of(torch.exp, [torch.randn(3, 1, 4)])
     run_pass(Strides(12), graph, debug=True)
     graph = graph_of(torch.exp, [torch.randn(3, 2, 4)])
-    with pytest.raises(RuntimeError, match="pass strides left a graph that does not hold together"):
+    with pytest.raises(RuntimeError, match="pass strides left an invalid graph"):
         run_pass(Strides(12), graph, debug=True)
 
 
@@ -312,8 +312,10 @@ def test_S9_a_piece_that_cannot_be_lowered_is_built_as_it_is() -> None:
     x = torch.randn(6, 8)
     assert all(map(torch.equal, compiled_graph(call_op, x), Aliased()(x)))
     graph = capture(Aliased(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
-    builder = PieceBuilder(graph, PassManager([], TorchCompileConfig()), None, torch.device("cpu"), report)
-    assert builder._fixed(compiled_graph.pieces[-1], 7) is None and len(report.select("lowering")) == 2, (
+    manager = PassManager([], TorchCompileConfig())
+    builder = PieceBuilder(BuildOptions(graph, manager, None, torch.device("cpu"), report))
+    job, rewrite = PieceJob(compiled_graph.pieces[-1], 0), lambda job: builder.aten_passes(job, lambda _: None)
+    assert builder._build_for_size(job, 7, rewrite) is None and len(report.select("lowering")) == 2, (
         "nor has it a fixed size"
     )
 

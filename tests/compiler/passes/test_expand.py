@@ -1,4 +1,4 @@
-"""expand: what was recognised and is of no use to Inductor is written out again."""
+"""expand: fused ops without benefit for Inductor are expanded again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FUSIONS = [module.FUSION for module in (raise_rms_norm, add_rms_norm, gated_acti
 
 
 def layer(x: Tensor, r: Tensor, w: Tensor, cos: Tensor, sin: Tensor, head: Tensor) -> tuple[Tensor, ...]:
-    """All of the vocabulary between two attentions."""
+    """All fused ops between two calls of attention."""
     h = r + x
     y = llama_norm(h, w)
     gate, up = y.chunk(2, -1)

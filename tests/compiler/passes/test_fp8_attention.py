@@ -1,4 +1,4 @@
-"""fp8_attention: attention writes FP8 where its result would be quantised next, and only there."""
+"""fp8_attention: attention writes FP8 exactly where a quantisation reads its result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DYNAMIC = {"x": {0: "T"}}
 
 
 class Layer(nn.Module):
-    """Attention over x and the product behind it, as `models.attention` and `models.quantize` leave them."""
+    """Attention over x and the linear behind it, in the form of `models.attention` and `models.quantize`."""
 
     def __init__(self, group: int, given: bool = False, head: int = GROUP, twice: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""fp8_norm and fp8_activation: what ends in FP8 becomes one op, in all three schemes, and nothing else does."""
+"""fp8_norm and fp8_activation: matches in all three FP8 schemes, near-misses, order of passes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_near_misses() -> None:
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_decoder_layer_needs_no_quantisation_of_its_own_but_behind_attention(blocks: bool) -> None:
-    """norm, gate/up, activation, down, residual, norm: two fusions, and products that read what they leave."""
+    """norm, gate/up, activation, down, residual, norm: two fusions, and linears that read their results."""
     group = GROUP if blocks else PER_TOKEN
 
     def half_layer(x: Tensor, r: Tensor, n: Tensor, w1: Tensor, s1: Tensor, w2: Tensor, s2: Tensor) -> Any:

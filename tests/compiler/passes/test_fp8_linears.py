@@ -1,4 +1,4 @@
-"""merge_fp8_linears: one quantisation and one product where there were several, and nothing else."""
+"""merge_fp8_linears: quantisations and linears over one tensor are merged; near-misses stay separate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FX = TorchCompileConfig(enable_inductor=False)
 
 
 class One(nn.Module):
-    """A linear as `models.quantize` leaves it."""
+    """A linear in the form of `models.quantize`."""
 
     def __init__(self, rows: int, kind: str = "row", bias: bool = False, given: float | None = None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class One(nn.Module):
 
 
 class Several(nn.Module):
-    """Linears over x, between two of which something may happen."""
+    """Linears over x, optionally with a write or a boundary op between them."""
 
     def __init__(self, *linears: One, between: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""fused_linears: norm, gate and residual join the product between them, and nothing else does."""
+"""fused_linears: norm, gate and residual are fused into the linear between them; near-misses are not."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def small(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
         (broadcast, [X, W, RESIDUAL], "another shape"),
         (read_twice, [X, W, NORM], "is also read by"),
         (computed, [X, W, RESIDUAL], "computed, not a parameter"),
-        (small, [X, W[:64], RESIDUAL[..., :64]], "there is only the BLAS"),
-        (small, [X.float(), W.float(), RESIDUAL.float()], "there is only the BLAS"),
+        (small, [X, W[:64], RESIDUAL[..., :64]], "the op has no kernel but the BLAS"),
+        (small, [X.float(), W.float(), RESIDUAL.float()], "the op has no kernel but the BLAS"),
         (small, [X.expand(2, T, K), W, RESIDUAL.expand(2, T, N)], "more than one dimension"),
     ],
     ids=["alpha", "broadcast", "norm read twice", "computed weight", "small", "float32", "batch"],
 )  # fmt: skip
-def test_near_misses_are_told(function: Callable[..., Any], examples: list[Tensor], why: str) -> None:
+def test_near_misses_have_reasons(function: Callable[..., Any], examples: list[Tensor], why: str) -> None:
     check(PASS, function, examples, near_miss=why)
 
 

@@ -1,14 +1,15 @@
-"""The matcher: what it finds, in which order of arguments, and what it refuses with which reason."""
+"""Matcher and Fusion: argument order, alternatives, near-misses and their reasons, rejected replacements."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchweave.compiler.passes.matcher import Pattern
+from torchweave.compiler.passes.matcher import Match, Pattern, either
 from torchweave.compiler.passes.pattern import Fusion
 from torchweave.compiler.passes.testing import T, check, graph_of
 
@@ -54,7 +55,7 @@ def test_S10_fires_once_for_symbolic_T_and_passes_opcheck() -> None:
 
 
 def test_S10_several_outputs_and_a_reader_between() -> None:
-    """The sum has a reader that stands before the last call of the pattern; it is moved behind."""
+    """A reader of the sum precedes the last call of the pattern, and is moved behind it."""
 
     def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         h = x + y
@@ -68,8 +69,8 @@ def test_S10_several_outputs_and_a_reader_between() -> None:
     ("function", "why"),
     [
         (lambda x, y: torch.add(x, y, alpha=2) * 3.0, "argument alpha of add is 2, not 1"),
-        (lambda x, y: (x + y) * x, "argument other of mul is input_0, no float"),
-        (lambda x, y: (x + 1.5) * 3.0, "argument other of add is 1.5, no Tensor"),
+        (lambda x, y: (x + y) * x, "argument other of mul is input_0, not float"),
+        (lambda x, y: (x + 1.5) * 3.0, "argument other of add is 1.5, not Tensor"),
         (lambda x, y: (x - y) * 3.0, ""),
     ],
 )
@@ -92,7 +93,44 @@ def test_S9_a_part_of_another_result_is_no_near_miss() -> None:
     assert not result.near_misses
 
 
-def test_S9_where_decides_and_says_why() -> None:
+def test_where_is_the_deprecated_name_of_extra_check() -> None:
+    def refuse(match: Match) -> str:
+        return "refused"
+
+    old: dict[str, Any] = {"where": refuse}
+    with pytest.warns(DeprecationWarning, match="pass extra_check"):
+        fusion = Fusion("scaled", alone, first, **old)
+    assert fusion.extra_check is refuse
+    with pytest.warns(DeprecationWarning, match="read Fusion.extra_check"):
+        assert fusion.where is refuse
+    check(fusion, lambda x, y: (x + y) * 3.0, XY, near_miss="refused")
+    with pytest.raises(ValueError, match="both"):
+        Fusion("scaled", alone, first, extra_check=refuse, **old)
+    assert dataclasses.replace(fusion, name="other").extra_check is refuse
+
+
+def test_either_matches_each_spelling_and_defaults_fill_what_it_leaves_unbound() -> None:
+    def pattern(x: Tensor, y: Tensor, factor: float) -> Tensor:
+        total = aten.add.Tensor(x, y)
+        return torch.ops.aten.relu.default(either(total, aten.mul.Tensor(total, factor)))
+
+    def replacement(x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
+        return torch.clamp_min((x + y) * factor, 0.0)
+
+    fusion = Fusion("scaled_relu", pattern, replacement)
+    check(fusion, lambda x, y: torch.relu(x + y), XY, matches=1)
+    check(fusion, lambda x, y: torch.relu((x + y) * 3.0), XY, matches=1)
+    check(fusion, lambda x, y: torch.relu((x + y) / 3.0), XY, matches=0)
+    with pytest.raises(ValueError, match="returns `either` among several outputs"):
+        Pattern(either_and_another)
+
+
+def either_and_another(x: Tensor, y: Tensor) -> Any:
+    total = aten.add.Tensor(x, y)
+    return either(total, aten.exp.default(total)), aten.sin.default(total)
+
+
+def test_S9_extra_check_decides_and_gives_the_reason() -> None:
     def extra_check(match) -> str | None:
         return None if match["factor"] == 3.0 and match.value("x").shape[-1] == 8 else "the factor is not 3"
 
@@ -113,10 +151,10 @@ def test_S9_a_replacement_of_another_kind_is_refused() -> None:
     ("replacement", "why"),
     [
         (lambda x, y: x.add_(y).mul_(3.0), "writes to input_0; compute"),
-        (lambda x, y: (x + y) * 3.0 if x.shape[0] == T else x, "not of all sizes"),
+        (lambda x, y: (x + y) * 3.0 if x.shape[0] == T else x, "not for all sizes"),
     ],
 )
-def test_S9_a_replacement_that_is_none_is_one_sentence(replacement: Any, why: str) -> None:
+def test_S9_an_invalid_replacement_is_one_sentence(replacement: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"a replacement .*{why}"):
         check(Fusion("none", alone, replacement), lambda x, y: (x + y) * 3.0, XY, matches=1)
 
@@ -174,7 +212,7 @@ def test_lists_with_symbolic_sizes_are_wildcards() -> None:
 def test_bad_fusions_are_one_sentence() -> None:
     with pytest.raises(ValueError, match="parameter x has no annotation"):
         Pattern(lambda x: aten.exp.default(x))
-    with pytest.raises(ValueError, match="no parameter of its pattern is called z"):
+    with pytest.raises(ValueError, match="its pattern has no parameter z"):
         Fusion("bad", alone, lambda z: z)
-    with pytest.raises(ValueError, match="2 patterns need one replacement or 2"):
+    with pytest.raises(ValueError, match="2 patterns need 1 or 2 replacements"):
         Fusion("bad", (alone, alone), (first, first, first))

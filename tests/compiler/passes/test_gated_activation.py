@@ -1,4 +1,4 @@
-"""gated_activation: halves of a merged product, two tensors, five activations, and what is no gate."""
+"""gated_activation: merged halves, two tensors, five activations, near-misses."""
 
 from __future__ import annotations
 

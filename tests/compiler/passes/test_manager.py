@@ -1,4 +1,4 @@
-"""The pass manager keeps order, switches, receipts and the graph's health; merge_linears merges what it may and says why not."""
+"""Pass manager: order, settings, reports, graph checks. merge_linears: merges and near-misses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def num_linears(graph: CapturedGraph) -> int:
 
 
 class Scale(nn.Module):
-    """The five-line graph that the examples of passes work on."""
+    """The five-line graph of the example passes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.add(x, x, alpha=2) + torch.add(x, x)
@@ -83,11 +83,11 @@ def test_order_switches_and_print_out() -> None:
     assert seen == ["first", "third"]
     assert [(event["name"], event["enabled"]) for event in report.select("pass")][1] == ("second", False)
     assert str(manager).splitlines()[1].split()[:7] == ["1", "second", "torch_ir", "exact", "T", "..", "off:"]
-    with pytest.raises(ValueError, match="no pass is called fourth; there are first"):
+    with pytest.raises(ValueError, match="unknown pass fourth; available: first"):
         PassManager([Note("first")], TorchCompileConfig(disabled_passes=("fourth",)))
-    with pytest.raises(ValueError, match=r"no pass is called merge_linear; did you mean merge_linears\?"):
+    with pytest.raises(ValueError, match=r"unknown pass merge_linear; did you mean merge_linears\?"):
         PassManager([Note("first")], TorchCompileConfig(enabled_passes=("merge_linear",)))
-    with pytest.raises(ValueError, match="two passes have one name"):
+    with pytest.raises(ValueError, match="pass names must be unique"):
         PassManager([Note("first"), Note("first")])
 
 
@@ -142,7 +142,7 @@ def test_switched_off_by_name() -> None:
 
 
 class Pair(nn.Module):
-    """Two linears over x, with a chance to be awkward."""
+    """Two linears over x, with options that prevent merging."""
 
     def __init__(
         self, between: str = "", bias: tuple[bool, bool] = (False, False), rows: tuple[int, int] = (16, 8)
@@ -192,7 +192,7 @@ class Pair(nn.Module):
     ],
     ids=lambda thing: thing.between or "kind" if isinstance(thing, Pair) else "",
 )
-def test_T6_near_misses_are_left_alone_and_told(module: Pair, why: str) -> None:
+def test_T6_near_misses_are_unchanged_and_have_reasons(module: Pair, why: str) -> None:
     graph = graph_of(module, 5, 8)
     graph.boundary_ops = BOUNDARY
     before = num_linears(graph)
@@ -202,7 +202,7 @@ def test_T6_near_misses_are_left_alone_and_told(module: Pair, why: str) -> None:
 
 
 def test_a_near_miss_does_not_keep_the_others_apart() -> None:
-    """Of five that read x, three before a boundary op and two behind it become two."""
+    """Of five linears over x, the three before a boundary op and the two behind it become one each."""
 
     class Parallel(nn.Module):
         def __init__(self) -> None:
@@ -228,7 +228,7 @@ def test_a_near_miss_does_not_keep_the_others_apart() -> None:
 
 
 def test_linears_over_the_same_weights_share_the_merged_one() -> None:
-    """A layer that is applied twice has its weights merged once."""
+    """The weights of a layer that is applied twice are merged once."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The fusions on real decoders: how often each fires, that nothing changes, and that Inductor gets what it always got."""
+"""Fusions on real decoders: number of matches, bitwise equality, and unchanged input of Inductor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def step(tokens: int) -> dict[str, Tensor]:
 
 
 def compiled_graph(module: Any, names: tuple[str, ...] = ATEN, inductor: bool = False) -> tuple[CompiledGraph, Report]:
-    """A module with the passes of those names."""
+    """Compile a module with the named passes."""
     report = Report(show=False)
     config = TorchCompileConfig(enable_inductor=inductor, compile_cache=False)
     passes = [each for each in default_passes() if each.name in names]
@@ -38,7 +38,7 @@ def compiled_graph(module: Any, names: tuple[str, ...] = ATEN, inductor: bool = 
 
 
 def fired(report: Report) -> dict[str, int]:
-    """Matches of each fusion over the whole model: those of a piece count for every piece that it stands for."""
+    """Matches of each fusion over the whole model; a shared piece counts once for each use."""
     counts: Counter[str] = Counter()
     for event in report.select("pass"):
         if event.get("stage") == "aten" and event["enabled"]:
@@ -55,7 +55,7 @@ EXPECTED = {
     # A norm behind attention and MLP as well: four a layer.
     "gemma2": {"raise_rms_norm": 13, "add_rms_norm": 6, "gated_activation": 3, "rope": 3},
     "gemma3": {"raise_rms_norm": 37, "add_rms_norm": 12, "gated_activation": 6, "rope": 6, "qk_norm_rope": 6},
-    # Norms only behind attention and MLP, whose sums are normed by nobody but the last; q/k norms over all heads at once.
+    # Norms only behind attention and MLP; only the last norm reads a residual sum; q/k norms span all heads.
     "olmo2": {"raise_rms_norm": 13, "add_rms_norm": 1, "gated_activation": 3, "rope": 3},
     "cohere2": {"gated_activation": 4},
 }
@@ -70,13 +70,13 @@ def test_T7_fusions_fire_as_often_as_the_model_has_them_and_change_no_bit(name: 
     for tokens in (1, 2, 7, 64):
         given = step(tokens).values()
         assert fused(call_op, *given).equal(module(*given))
-    if name == "cohere2":  # its layer norm
+    if name == "cohere2":  # a layer norm, which resembles an RMSNorm
         events = [event for event in report.select("pass") if event["name"] == "raise_rms_norm"]
         assert all("argument self of pow_1 is sub" in event["near_misses"][0] for event in events)
 
 
 def kernels(built: CompiledGraph) -> list[int]:
-    """How many kernels each distinct piece has, in Inductor's code for a CPU."""
+    """Number of kernels of each distinct piece in Inductor's CPU code."""
     return [piece.code.count("async_compile.") for piece in built.built.values()]
 
 

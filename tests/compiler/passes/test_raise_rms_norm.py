@@ -1,4 +1,4 @@
-"""raise_rms_norm: every dialect in every dtype, and what only looks like it."""
+"""raise_rms_norm: every dialect in every dtype, and near-misses."""
 
 from __future__ import annotations
 

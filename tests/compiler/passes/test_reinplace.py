@@ -1,4 +1,4 @@
-"""Re-inplace: an op writes in place again exactly where nobody can see that it does."""
+"""reinplace: an op writes in place exactly where the write is not observable."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_T9_reinplace_writes_to_an_input_that_the_piece_writes_to() -> None:
 
 
 def shaped(view: str) -> Piece:
-    """`accumulate` writes to a view of what the piece made, as torch writes it down: by size and stride, slice or alias."""
+    """`accumulate` writes to a view, which torch records by size and stride, slice or alias."""
     piece = graph_of(filled, [torch.randn(6, 8), torch.randn(6, 8)])
     call = next(node for node in reversed(piece.module.graph.nodes) if node.target is V2)
     forms = {
@@ -130,7 +130,7 @@ def test_T9_reinplace_the_first_version() -> None:
 
 
 def without_clones(function: Any, *examples: Tensor) -> Piece:
-    """The functional graph of a function, its copies taken out: in a functional graph nobody can tell."""
+    """The functional graph of a function without its clones, which would hide every alias."""
     piece = graph_of(function, list(examples))
     drop_clones(piece)
     return piece
@@ -186,12 +186,12 @@ def two_names(x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (read_later, "add_1 reads add, which shares memory with add, later"),
-        (view_read_later, "reads view"),
+        (read_later, "add_1 later reads add, which shares memory with add"),
+        (view_read_later, "later reads view"),
         (returned, "the piece returns view"),
         (input_written, "is an input, and the result is not written back"),
         (view_of_input, "shares memory with the input input_0"),
-        (two_names, "which the op takes too, shares memory with"),
+        (two_names, "another argument of the op, shares memory with"),
     ],
 )
 def test_T9_reinplace_refuses_what_could_be_seen(function: Any, why: str) -> None:
@@ -206,7 +206,7 @@ def test_T9_reinplace_refuses_what_could_be_seen(function: Any, why: str) -> Non
 
 
 def differs(picks: list[Any], returned: list[int], safety_check: SafetyCheck | None) -> tuple[bool, int]:
-    """Whether a random graph gives anything else, in results or inputs, once its ops write in place; and how many do."""
+    """Whether results or inputs of a random graph change once its ops write in place, and the number of such ops."""
     piece = random_piece(picks, returned)
     try:
         functional, rewritten = lower(piece), lower(piece)
@@ -239,7 +239,7 @@ def test_T9_reinplace_is_never_seen(drawn: Any) -> None:
 
 
 def test_T9_reinplace_is_seen_when_the_proof_is_weakened() -> None:
-    """The property above can fail: with a proof that always holds, some graph gives something else (or this never ends)."""
+    """The property above can fail: with a check that accepts everything, some graph changes (or this never ends)."""
     draw = random.Random(3)
     seen, matches = 0, 0
     while not (seen and matches):

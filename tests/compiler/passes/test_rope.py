@@ -1,4 +1,4 @@
-"""rope and qk_norm_rope: whole and partial, in one dtype or with float32 angles, and what turns in another way."""
+"""rope and qk_norm_rope: full and partial, in one dtype or with float32 angles, and near-misses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compiler.passes.written import BF16, heads, rotary, rotary_part, rotary_wide
+from tests.compiler.passes.written import (
+    BF16,
+    heads,
+    rotary,
+    rotary_each,
+    rotary_part,
+    rotary_tokens_first,
+    rotary_wide,
+)
 from torchweave.compiler.passes.aten import qk_norm_rope, rope
 from torchweave.compiler.passes.manager import run_pass
 from torchweave.compiler.passes.testing import T, check, graph_of
@@ -33,6 +41,15 @@ def of(turn: Any) -> Any:
 def test_S10_rope_fires_once_for_q_and_k(turn: Any, width: int, dtype: torch.dtype) -> None:
     result = check(rope.FUSION, of(turn), operands(width, dtype, dtype), matches=1)
     assert result.rewritten >= 14
+
+
+def tokens_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotary_tokens_first(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+
+@pytest.mark.parametrize("turn", [rotary_each, tokens_first])
+def test_rope_with_an_unsqueeze_for_each_projection(turn: Any) -> None:
+    check(rope.FUSION, of(turn), operands(), matches=1)
 
 
 def test_S10_rope_with_float32_angles() -> None:
@@ -90,7 +107,7 @@ def normed(eps: float = 1e-6, k_eps: float = 1e-6) -> Any:
 
 
 def raised(function: Any) -> Any:
-    """The graph in which rope stands as one operation, for the pass behind it."""
+    """A graph in which rope is one op, as qk_norm_rope expects."""
     graph = graph_of(function, [*operands(), *WEIGHTS])
     assert run_pass(rope.FUSION, graph).matches == 1
     return graph

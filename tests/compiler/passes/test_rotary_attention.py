@@ -1,4 +1,4 @@
-"""rotary_attention: the boundary op takes queries and keys as they were, in real decoders; and what keeps it from that."""
+"""rotary_attention: attention takes queries and keys before norm and rotation, in real decoders; near-misses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from torch import Tensor, nn
 
 from tests.compiler.passes.written import (
     BF16,
+    gemma4_power_norm,
     gemma_norm,
     heads,
+    helium_norm,
     llama_norm,
     olmo_norm,
     rotary,
+    rotary_each,
     rotary_part,
+    rotary_tokens_first,
     rotary_wide,
 )
 from torchweave.compiler import compile_graph
@@ -56,6 +60,9 @@ class Layer(nn.Module):
         return out.flatten(1)
 
     def _normed(self, part: Tensor, weight: Tensor) -> Tensor:
+        if self.turn is rotary_tokens_first:
+            part = part.view(1, part.shape[1], -1, 16)
+            return part if self.norm is None else self.norm(part, weight)
         if self.norm is None:
             return heads(part)
         if self.before:
@@ -84,6 +91,10 @@ LAYERS = {
     "float32": (Layer(rotary, dtype=torch.float32), 2),
     "part": (Layer(rotary_part, width=8), 2),
     "wide": (Layer(rotary_wide), 2),
+    "an unsqueeze for each": (Layer(rotary_each), 2),
+    "tokens first": (Layer(rotary_tokens_first), 2),
+    "tokens first, gemma 4 norm": (Layer(rotary_tokens_first, gemma4_power_norm), 7),
+    "helium norm": (Layer(rotary, helium_norm), 7),
     "llama norm": (Layer(rotary, llama_norm), 7),
     "olmo norm": (Layer(rotary, olmo_norm), 7),
     "gemma norm": (Layer(rotary, gemma_norm, before=False), 7),
@@ -102,7 +113,7 @@ def test_S10_rotary_attention_fires_once_and_is_exact(name: str) -> None:
         assert compiled_graph(call_op, *given.values()).equal(layer(**given))
 
 
-def test_what_a_module_writes_in_place_and_the_contexts_it_opens_stay() -> None:
+def test_in_place_writes_and_contexts_of_a_module_stay() -> None:
     class Writes(Layer):
         def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             y = super().forward(x, cos, sin)
@@ -126,7 +137,7 @@ def test_S10_rotary_attention_in_every_mode_of_dynamic_shapes(mode: DynamicShape
 
 
 def two_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return rotary(q, k, cos, sin)[0], rotary(q, k, cos, sin)[1]
+    return rotary(q, k, cos, sin)[0], rotary(q, k, cos * 2, sin)[1]
 
 
 def swapped_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +147,7 @@ def swapped_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 
 @pytest.mark.parametrize(
-    ("turn", "why"), [(two_angles, "turn by different angles"), (swapped_halves, "not neg")], ids=["angles", "halves"]
+    ("turn", "why"), [(two_angles, "rotate by different angles"), (swapped_halves, "not neg")], ids=["angles", "halves"]
 )
 def test_S9_rotary_attention_names_near_misses(turn: Any, why: str) -> None:
     result, node = rewritten(Layer(turn))
@@ -144,7 +155,7 @@ def test_S9_rotary_attention_names_near_misses(turn: Any, why: str) -> None:
     assert why in result.near_misses[0].why
 
 
-def test_rotary_attention_is_for_devices_whose_kernels_turn() -> None:
+def test_rotary_attention_is_for_devices_whose_kernels_rotate() -> None:
     layer = Layer(rotary)
     graph = capture(layer.requires_grad_(False), inputs(layer), DYNAMIC, "backed")
     assert RotaryAttention().run(graph) == PassResult()
@@ -154,16 +165,16 @@ def test_rotary_attention_is_for_devices_whose_kernels_turn() -> None:
     ("name", "norms"),
     [("llama", False), ("qwen3", True), ("gemma3", True), ("phi3", False), ("olmo2", False)],
 )
-def test_real_decoders_hand_attention_what_it_turns_cold_and_warm(name: str, norms: bool, tmp_path: Path) -> None:
+def test_real_decoders_rotate_in_attention_cold_and_warm(name: str, norms: bool, tmp_path: Path) -> None:
     module = load(zoo.zoo_model(name).config().to_dict(), torch.float32, load_format="dummy").module
     names = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
     ids, index = torch.arange(3, 14), torch.tensor([3, 10])
     given = dict(zip(names, (ids, torch.arange(11), index), strict=True))
     config, cache = TorchCompileConfig(enable_inductor=False), CompileCache(tmp_path, Report(show=False))
-    seen: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def boundary(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(args)
+        calls.append(args)
         op(*args, **kwargs)
 
     for source in ("dynamo", "cache"):
@@ -174,7 +185,7 @@ def test_real_decoders_hand_attention_what_it_turns_cold_and_warm(name: str, nor
         assert [event["source"] for event in report.select("capture")] == [source]
         (event,) = report.select("pass")
         assert event["matches"] == len(module.attention_layers) and not event["near_misses"]
-        seen.clear()
+        calls.clear()
         got = compiled_graph(boundary, *given.values())
-        assert all(args[10] is not None and (args[12] is not None) == norms for args in seen)
+        assert all(args[10] is not None and (args[12] is not None) == norms for args in calls)
         assert got.equal(module(**given))

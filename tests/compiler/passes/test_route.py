@@ -1,4 +1,4 @@
-"""Routers as models write them become one op, step by step; what the op does not know stays behind it."""
+"""route: routers of many models become one op, step by step; unsupported steps stay behind it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUTE = torch.ops.torchweave.route.default
 
 
 def nothing(logits: Tensor) -> Tensor:
-    """[T, E], where weights go: the order of the chosen is open where a model asks for no order."""
+    """Weights scattered to [T, E]: independent of the order of the experts, which unsorted top-k leaves open."""
     return torch.zeros(logits.shape[0], E)
 
 
@@ -79,13 +79,13 @@ def deepseek_v2(logits: Tensor) -> Tensor:
 
 
 def distinct(dtype: torch.dtype) -> Tensor:
-    """Logits [T, E] of which no two in a row are equal."""
+    """Logits [T, E] without ties in a row."""
     generator = torch.Generator().manual_seed(0)
     return torch.stack([torch.randperm(E, generator=generator) for _ in range(T)]).to(dtype) / 4 - 2
 
 
 ROUTERS: dict[str, tuple[Callable[..., Any], torch.dtype, bool, int]] = {
-    # router: its dtype, whether it has a bias, and the steps that join
+    # router: dtype, bias, number of fused steps
     "qwen3": (qwen3, torch.bfloat16, False, 3),
     "qwen3 in float32": (qwen3, torch.float32, False, 2),
     "mixtral": (mixtral, torch.bfloat16, False, 3),
@@ -99,13 +99,13 @@ ROUTERS: dict[str, tuple[Callable[..., Any], torch.dtype, bool, int]] = {
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_becomes_one_op(name: str) -> None:
-    """Fires, equal at every number of tokens, symbolic, op checked."""
+    """Matches; results are equal at every token count; opcheck passes."""
     router, dtype, biased, steps = ROUTERS[name]
     bias = (
         [torch.linspace(-0.3, 0.3, E)[torch.randperm(E, generator=torch.Generator().manual_seed(1))]] if biased else []
     )
     examples = [distinct(dtype), *bias]
-    # Where the choice has no order, the sum of the weights runs in another one.
+    # Unsorted top-k leaves the summation order of the weights open.
     check(FUSION, router, examples, matches=steps, rtol=3e-7 if biased else 0.0)
     graph = graph_of(router, examples)
     with dynamic_shapes_mode("backed_size_oblivious"):
@@ -151,7 +151,7 @@ def test_near_misses_are_left_alone_and_named(router: Callable[..., Any], why: s
     check(FUSION, router, [distinct(torch.bfloat16)], near_miss=why)
 
 
-def test_a_step_of_another_kind_stays_behind() -> None:
+def test_an_unsupported_step_stays_behind_the_op() -> None:
     def ernie(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         scores = F.softmax(logits, dim=1, dtype=torch.float)
         index = torch.topk(scores + bias, K, dim=-1)[1]
@@ -161,7 +161,7 @@ def test_a_step_of_another_kind_stays_behind() -> None:
     check(FUSION, ernie, [distinct(torch.float32), torch.linspace(-0.1, 0.1, E)], matches=1, near_miss="aten.clamp")
 
 
-def test_what_has_no_router_has_no_near_miss() -> None:
+def test_a_graph_without_router_has_no_near_miss() -> None:
     def rotary(x: Tensor) -> Tensor:
         one, two = x.split(E // 2, dim=-1)
         return torch.cat((one * 2.0, two.float().to(x.dtype)), dim=-1)

@@ -1,4 +1,4 @@
-"""small_linears: large half-precision linears with few tokens become `torchweave::linear`, and nothing else does."""
+"""small_linears: large half-precision linears of few tokens become `torchweave::linear`; others do not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BF16 = torch.bfloat16
 
 
 class Half(Toy):
-    """The small decoder with its angles in the weights' dtype, as decoders in half precision have them."""
+    """The small decoder with cos and sin in the weights' dtype, as in half-precision decoders."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_index: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -70,7 +70,7 @@ def apply(
 
 
 class One(nn.Module):
-    """One linear over x, as asked for."""
+    """One linear over x."""
 
     def __init__(
         self, form: str = "", rows: int = 1024, width: int = 1024, dtype: torch.dtype = BF16, bias: bool = False
@@ -114,8 +114,8 @@ def test_it_fires_once_for_a_linear(module: One, shape: tuple[int, ...], mode: D
 @pytest.mark.parametrize(
     ("module", "dtype", "why"),
     [
-        (One(dtype=torch.float32), torch.float32, "for float32 [1024, 1024] there is only the BLAS"),
-        (One(rows=1000), BF16, "bfloat16 [1000, 1024] there is only the BLAS"),
+        (One(dtype=torch.float32), torch.float32, "for float32 [1024, 1024] the op has no kernel but the BLAS"),
+        (One(rows=1000), BF16, "bfloat16 [1000, 1024] the op has no kernel but the BLAS"),
         (One("computed weight"), BF16, "is computed"),
         (One("computed bias"), BF16, "is computed"),
         (One("batch"), BF16, "more than one dimension"),
@@ -123,7 +123,7 @@ def test_it_fires_once_for_a_linear(module: One, shape: tuple[int, ...], mode: D
     ],
     ids=["float32", "small", "computed weight", "computed bias", "batch", "autocast"],
 )
-def test_near_misses_are_left_alone_and_told(module: One, dtype: torch.dtype, why: str) -> None:
+def test_near_misses_are_unchanged_and_have_reasons(module: One, dtype: torch.dtype, why: str) -> None:
     graph, result = apply(module, 5, 1024, dtype=dtype)
     assert result.matches == 0 and targets(graph) == [LINEAR]
     (miss,) = result.near_misses
@@ -132,7 +132,7 @@ def test_near_misses_are_left_alone_and_told(module: One, dtype: torch.dtype, wh
 
 def test_a_fixed_number_of_tokens_and_an_unknown_argument_are_left_alone() -> None:
     graph, result = apply(One(), 5, 1024, static=True)
-    assert targets(graph) == [LINEAR] and "always has 5 tokens" in result.near_misses[0].why
+    assert targets(graph) == [LINEAR] and "token count is fixed at 5" in result.near_misses[0].why
     graph = capture(One().requires_grad_(False), {"x": torch.zeros(5, 1024, dtype=BF16)}, {"x": {0: "T"}}, "backed")
     (node,) = (node for node in graph.graph.nodes if node.target is LINEAR)
     node.kwargs = {"out": node.args[0]}
@@ -235,7 +235,7 @@ def test_pass_list_and_switch() -> None:
 
 
 def test_a_pass_list_changes_the_key_of_pieces_and_needs_no_part_in_that_of_graphs(tmp_path: Path) -> None:
-    """The graph is kept as it was captured, passes run on it at each start; a piece is keyed by what they made of it."""
+    """The cache holds the graph as captured, and passes run at each start; the rewritten piece is the key of its build."""
     cache, keys = CompileCache(tmp_path / "cache", Report(show=False)), []
     for passes in (PASSES[:1], PASSES):
         report = cache.report = Report(show=False)
@@ -252,7 +252,7 @@ def test_a_pass_list_changes_the_key_of_pieces_and_needs_no_part_in_that_of_grap
 
 
 class Calls(TorchDispatchMode):
-    """What the op is called with."""
+    """Arguments of the op's calls."""
 
     def __init__(self) -> None:
         super().__init__()

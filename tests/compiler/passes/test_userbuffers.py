@@ -1,4 +1,4 @@
-"""User buffers and norms by rows: counted on a block of five linears, near-misses with reasons, and numbers on two ranks."""
+"""User buffers and row-sharded norms: matches on a block of five linears, near-misses, and results on two ranks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ BY_ROWS = {"finalize": BUFFERS, "sequence": (SequenceParallel(),)}
 
 
 def quantized_on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
-    """By scheme, how far a norm is from float64 that is quantised behind a sum; fused, and by rows, it has the same bits."""
+    """Error of a quantised norm behind a sum against float64, by scheme; the fused and row-sharded forms have equal bits."""
     found = {}
     wide = [
         torch.randn(T, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
@@ -152,7 +152,7 @@ def dequantized(scheme: str, q: Tensor, s: Tensor, scale: Tensor) -> Tensor:
 
 
 def on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
-    """By case, how far each form is from float64; all forms of a case have equal bits on this rank."""
+    """Error of each form against float64, by case; all forms of a case have equal bits on this rank."""
     register_communicator("tp", ProcessGroupCommunicator(process_groups.groups["tp"]))
     found = quantized_on_two_ranks(process_groups)
     for dtype, quantized, reads_sum in (
@@ -171,7 +171,7 @@ def on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
 
 
 def distance(compiled_graph: CompiledGraph, rank: int, dtype: torch.dtype) -> float:
-    """Largest error, as a part of the largest number of the result."""
+    """Largest error relative to the largest number of the result."""
     worst = 0.0
     for tokens in (1, 5):
         x, residual = inputs(tokens)
@@ -258,9 +258,9 @@ def test_T8_convert_names_near_misses(function: Any, why: str) -> None:
 
 def test_T8_slots_begin_with_0_end_with_1_and_neighbours_differ() -> None:
     for count in range(2, 12):
-        found = slots(count)
-        assert found[0] == 0 and found[-1] == 1 and len(found) == count and set(found) <= {0, 1, 2}
-        assert all(one != other for one, other in pairwise([*found, *found]))
+        indices = slots(count)
+        assert indices[0] == 0 and indices[-1] == 1 and len(indices) == count and set(indices) <= {0, 1, 2}
+        assert all(one != other for one, other in pairwise([*indices, *indices]))
 
 
 def buffered(x: Tensor) -> Tensor:
@@ -272,9 +272,9 @@ PRODUCED = [
     (lambda a, r, w, n: buffered(ops.linear(a, w, None, "1=blas")), None),
     (lambda a, r, w, n: buffered(a + r), None),
     (lambda a, r, w, n: buffered(torch.add(a, r, alpha=2)), "alpha"),
-    (lambda a, r, w, n: buffered(a + r[:, :1]), "adds what has another shape"),
-    (lambda a, r, w, n: buffered(a + 1), "adds what has another shape"),
-    (lambda a, r, w, n: buffered(torch.sin(a)), "sin.default, which cannot write where it is told"),
+    (lambda a, r, w, n: buffered(a + r[:, :1]), "has an addend of another shape"),
+    (lambda a, r, w, n: buffered(a + 1), "has an addend of another shape"),
+    (lambda a, r, w, n: buffered(torch.sin(a)), "sin.default, which cannot write to a given buffer"),
     (lambda a, r, w, n: buffered(a), "made in another piece"),
     (lambda a, r, w, n: [buffered(b := a + r), b * 2], "is also read by"),
 ]
@@ -317,10 +317,10 @@ def post_norm(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
         (other_reader, "not by another collective as its residual"),
         (as_operand, "not by another collective as its residual"),
         (of_other_ranks, "whose ranks are another group"),
-        (post_norm, "it adds no residual"),
+        (post_norm, "it has no residual"),
     ],
 )
-def test_T8_a_sum_that_somebody_else_reads_is_not_left_in_rows(function: Any, why: str) -> None:
+def test_T8_a_sum_with_other_readers_is_not_left_in_rows(function: Any, why: str) -> None:
     with mirrored("ep"):
         graph = graph_of(function, [A, R, W, N])
         if run_pass(CONVERT, graph).matches:
@@ -330,7 +330,7 @@ def test_T8_a_sum_that_somebody_else_reads_is_not_left_in_rows(function: Any, wh
         assert any(why in miss.why for miss in result.near_misses), result
 
 
-# -- what switches them --------------------------------------------------------------------------------------------------
+# -- settings ------------------------------------------------------------------------------------------------------------
 
 
 def settings(config: TorchCompileConfig, ranks: int, table: Table | None = None) -> dict[str, tuple[bool, str]]:
@@ -347,7 +347,7 @@ def test_T8_enable_userbuffers_and_the_number_of_ranks_switch_the_passes() -> No
     alone = settings(TorchCompileConfig(), 1)
     rank_passes = [each.name for each in default_passes() if "ranks" in getattr(each, "needs", ())]
     assert len(rank_passes) == 7
-    assert all(alone[name] == (False, "one rank exchanges nothing") for name in rank_passes)
+    assert all(alone[name] == (False, "needs more than one rank") for name in rank_passes)
 
 
 def test_T8_forms_by_rows_run_from_the_token_count_at_which_they_won_for_this_many_ranks() -> None:
@@ -356,7 +356,7 @@ def test_T8_forms_by_rows_run_from_the_token_count_at_which_they_won_for_this_ma
 
     table = Table("cpu", (entry(256, "rows"), entry(512, ""), entry(1024, "rows"), entry(4096, "rows")))
     enabled = {ranks: settings(TorchCompileConfig(), ranks, table)["sequence_parallel"] for ranks in (2, 4)}
-    assert enabled == {2: (True, ""), 4: (False, "no measurement says that it pays here")}
+    assert enabled == {2: (True, ""), 4: (False, "no measurement shows that it pays here")}
     assert SequenceParallel(table, 2).token_range == (1024, None), "not from 256: it lost at 512"
     keys = {describe_pass(SequenceParallel(*each)) for each in ((None, 2), (None, 4), (table, 2))}
     assert len(keys) == 3, "both are in the keys of the compile cache"

@@ -1,4 +1,4 @@
-"""What models write, as plain functions, for the tests of the passes that recognise it."""
+"""Formulas of norms and rotary embeddings as models write them, for the tests of passes that recognise them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ def gemma4_norm(x: Tensor, weight: Tensor) -> Tensor:
     return (y * weight.float()).type_as(x)
 
 
-NORMS = (llama_norm, olmo_norm, helium_norm, gemma_norm, gemma4_norm)
+def gemma4_power_norm(x: Tensor, weight: Tensor) -> Tensor:
+    y = x.float()
+    y = y * torch.pow(y.pow(2).mean(-1, keepdim=True) + 1e-6, -0.5)
+    return (y * weight.float()).type_as(x)
+
+
+NORMS = (llama_norm, olmo_norm, helium_norm, gemma_norm, gemma4_norm, gemma4_power_norm)
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -53,16 +59,27 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 
 def rotary_part(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As Phi 3 and GPT-NeoX write it: cos and sin are `[1, T, R]`."""
+    """Phi 3 and GPT-NeoX: cos and sin are `[1, T, R]`."""
     width = cos.shape[-1]
     q_turned, k_turned = rotary(q[..., :width], k[..., :width], cos, sin)
     return torch.cat([q_turned, q[..., width:]], dim=-1), torch.cat([k_turned, k[..., width:]], dim=-1)
 
 
 def rotary_wide(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As OLMo 2 writes it: cos and sin are float32."""
+    """OLMo 2: cos and sin are float32."""
     q_turned, k_turned = rotary(q, k, cos, sin)
     return q_turned.to(q.dtype), k_turned.to(k.dtype)
+
+
+def rotary_each(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """With an `unsqueeze` for each projection."""
+    return rotary(q, k, cos, sin)[0], rotary(q, k, cos, sin)[1]
+
+
+def rotary_tokens_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Gemma 4: q `[1, T, H, D]` and k rotate one after the other and are transposed afterwards."""
+    rotated = [(x * cos.unsqueeze(2) + rotate_half(x) * sin.unsqueeze(2)).transpose(1, 2) for x in (q, k)]
+    return rotated[0], rotated[1]
 
 
 def heads(x: Tensor, dim: int = 16) -> Tensor:

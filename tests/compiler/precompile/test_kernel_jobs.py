@@ -1,4 +1,4 @@
-"""Kernels are found by looking at launches, built by other processes, and found by the launches that follow."""
+"""Kernels are found by tracing launches, built by other processes, and used by later launches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchweave.ops.slot_state import SlotState  # noqa: E402
 
 @pytest.fixture
 def hopper(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU on which nothing was built yet, and an empty cache."""
+    """A simulated GPU without built kernels, and an empty cache."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with hoppers.hopper(sampling, step):
         yield
@@ -96,7 +96,7 @@ def test_a_rank_waits_for_what_another_one_builds() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_what_launches_a_kernel_is_built_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is C, linked to the GPU's library, for which another one stands in here."""
+    """The launcher is C code linked to the GPU's library, which a stub replaces here."""
     if not hasattr(triton.backends.nvidia.driver, "make_launcher"):
         pytest.skip("from Triton 3.7 on one function launches all kernels")
     compiler = shutil.which("gcc") or pytest.skip("there is no compiler of C")
@@ -115,7 +115,7 @@ def test_what_launches_a_kernel_is_built_with_it(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.usefixtures("hopper")
 def test_the_key_of_a_kernel_does_not_depend_on_what_was_hashed_before() -> None:
-    """A worker that knows only the second of two kernels that share functions names its files as this process does."""
+    """A worker that builds only the second of two kernels with shared functions uses the same key as this process."""
     shared = [each for each in vars(sampling).values() if isinstance(each, JITFunction)]
     for kernel in shared:
         kernel.hash = None

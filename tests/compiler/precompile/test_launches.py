@@ -1,4 +1,4 @@
-"""Kernels of collectives are known before the first of them is launched, and nobody is met to know them."""
+"""Kernels of collectives are found before their first launch, without communication."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from tests.ops.hopper import Hopper, hopper
 from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.passes.testing import T, graph_of
 from torchweave.compiler.precompile.kernel_jobs import KernelSpec, kernel_specs
-from torchweave.compiler.precompile.launches import OpCall, op_calls
-from torchweave.compiler.precompile.precompile import KernelPrecompiler, linear_kernels
+from torchweave.compiler.precompile.precompile import KernelPrecompiler, OpCall, linear_kernels, op_calls
 from torchweave.distributed.fake_collectives import FakeCommunicator, fake_collectives
 from torchweave.distributed.symmetric_memory import KernelSizeLimits, SymmetricCommunicator
 from torchweave.ops.collectives.op import find_communicator, register_communicator
-from torchweave.ops.collectives.symmetric_memory import SymmetricLayout
+from torchweave.ops.kernels.collectives.workspace import SymmetricLayout
 from torchweave.ops.linear_config import LinearConfig
 
 BF16, D, VOCAB = torch.bfloat16, 1024, 512
@@ -32,10 +31,10 @@ ops = torch.ops.torchweave
 
 
 class Busy(FakeCommunicator):
-    """torch.distributed, which must not be asked for anything."""
+    """A stand-in for torch.distributed that fails when it is used."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        raise AssertionError("another rank was waited for")
+        raise AssertionError("a collective waited for another rank")
 
     all_gather = all_reduce  # type: ignore[assignment]
 
@@ -73,7 +72,7 @@ def keys(found: list[KernelSpec]) -> set[tuple[str, str]]:
 
 
 def calls(tokens: int) -> list[Callable[[], object]]:
-    """What `layer` does at so many tokens, as a step would."""
+    """The calls of `layer` at a token count, as in a step."""
     x, norm = torch.empty(1, tokens, D, dtype=BF16), torch.empty(D, dtype=BF16)
     rest = (norm, 1e-5, 0.0, False, True)
     return [

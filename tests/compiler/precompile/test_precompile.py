@@ -1,4 +1,4 @@
-"""Kernels built ahead: every kernel that a product may run by, each once, and a failure is a warning."""
+"""Kernels of linear ops are built in advance, each once; a failure is a warning."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_product_has_a_kernel_for_every_configuration_and_padded_number_of_tok
 
 
 class Workers:
-    """Stands in for the processes: notes what was begun, and when it was waited for."""
+    """A fake of `KernelWorkers` that logs its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -85,11 +85,11 @@ def test_each_is_built_by_the_workers_once_and_launched_when_it_is_there(monkeyp
     with KernelPrecompiler(torch.device("cuda")) as ahead:
         ahead.submit_piece(piece())
         ahead.submit_piece(piece())
-        workers.asked.remove("launched 8 True")  # what fails when it is looked at is left to the launch
+        workers.asked.remove("launched 8 True")  # a kernel whose tracing fails is built by its launch
     built, launched = workers.asked[:6], workers.asked[8:]
     assert workers.asked[6:8] == ["finished", "ended"] and len(launched) == 7
     assert {each.replace("built", "launched") for each in built} | {"launched 8 True"} == set(launched)
-    assert told == ["1 kernels were not built ahead, the first because of: too much shared memory"]
+    assert told == ["1 kernels were not built in advance; the first error: too much shared memory"]
 
 
 def test_without_a_gpu_nothing_is_built() -> None:

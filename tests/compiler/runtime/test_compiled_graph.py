@@ -291,7 +291,7 @@ def test_an_input_that_no_operation_reads_is_checked_too(example: Tensor, other:
         inputs, config = {"x": torch.zeros(5), "y": example}, TorchCompileConfig(enable_inductor=False)
         compiled_graph = compile_graph(Looks(), inputs, {"x": {0: "T"}}, config=config, cache=cache)
         assert torch.equal(compiled_graph(call_op, torch.ones(7), example), torch.full((7,), 2.0))
-        with pytest.raises(ValueError, match=r"^y is .* woven for float32\[3\]"):
+        with pytest.raises(ValueError, match=r"^y is .* compiled for float32\[3\]"):
             compiled_graph(call_op, torch.ones(7), other)
 
 

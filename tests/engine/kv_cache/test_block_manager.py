@@ -1,4 +1,4 @@
-"""Blocks are given once, in order, and come back whole."""
+"""Block manager: grants, frees, hashes and prefix lookups."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ def test_hashes_are_a_chain_over_full_blocks() -> None:
     known: list[bytes] = []
     hashes = BlockHashes(tokens, 4, "us", known)
     assert len(hashes) == 5 and not known
-    assert hashes[1] == expected[1] and len(known) == 2, "as far as somebody looks"
+    assert hashes[1] == expected[1] and len(known) == 2, "computed on access"
     assert hashes[2:] == expected[2:] and list(hashes) == known == expected
     shorter = BlockHashes(tokens[:11], 4, "us", known)
-    assert list(shorter) == expected[:2], "what is known of a longer sequence is not this one's"
+    assert list(shorter) == expected[:2], "hashes of a longer sequence are not part of a shorter one"
     with pytest.raises(IndexError):
         shorter[2]
 
 
 def test_a_prompt_is_hashed_and_published_as_it_is_read() -> None:
-    """All at once a prompt of 128,000 tokens held up everyone for 9 ms, and each of its steps for 2."""
+    """Hashing a prompt of 128,000 tokens at once stalled all requests for 9 ms, and each of its steps for 2 ms."""
     scheduler, runner = make(max_model_len=512, num_blocks=256, max_num_tokens=16)
     scheduler.add(
         request(0, [int(token) for token in np.random.default_rng(0).integers(3, 50, 400)], max_tokens=4), seed=0
@@ -96,11 +96,11 @@ def test_a_prompt_is_hashed_and_published_as_it_is_read() -> None:
         assert step is not None
         assert len(waiting._hashes) == len(known) == read * 4
         scheduler.update(step, runner.collect(runner.launch(step)))
-    assert known.looks <= 100 + 2, "each block once, and the first one as it is admitted and as it starts"
+    assert known.looks <= 100 + 2, "each block once, and the first one also at admission and start"
 
 
 def test_prefix_lookup_resumes_from_an_earlier_hit() -> None:
-    """Whatever is published, given and lost between two looks; in a cache that is much too small for all."""
+    """Lookups with and without an earlier hit agree, in a cache that is far too small."""
     rng = np.random.default_rng(0)
     kv = BlockManager(num_blocks=24, block_size=4, max_slots=3, max_blocks_per_slot=12)
     texts = [[bytes([text, block_idx]) for block_idx in range(10)] for text in range(3)]
@@ -114,29 +114,29 @@ def test_prefix_lookup_resumes_from_an_earlier_hit() -> None:
         else:
             found = kv.match(texts[text], before[text])
             anew = kv.match(texts[text])
-            assert (found.block_indices, found.unreferenced, found.referenced) == (
-                anew.block_indices,
+            assert (found.num_blocks, found.unreferenced, found.referenced) == (
+                anew.num_blocks,
                 anew.unreferenced,
                 anew.referenced,
             )
-            assert found.block_indices == 0 or np.array_equal(found.blocks, anew.blocks)  # type: ignore[arg-type]
-            kept += 0 < before[text].block_indices == found.block_indices
-            changed += before[text].block_indices != found.block_indices
+            assert found.num_blocks == 0 or np.array_equal(found.blocks, anew.blocks)  # type: ignore[arg-type]
+            kept += 0 < before[text].num_blocks == found.num_blocks
+            changed += before[text].num_blocks != found.num_blocks
             before[text] = found
-            block_indices = int(rng.integers(found.block_indices, len(texts[text]) + 1))
-            if block_indices and block_indices - found.block_indices + found.unreferenced <= kv.num_free:
-                kv.reserve(slot, block_indices * 4)
-                if found.block_indices:
+            num_blocks = int(rng.integers(found.num_blocks, len(texts[text]) + 1))
+            if num_blocks and num_blocks - found.num_blocks + found.unreferenced <= kv.num_free:
+                kv.reserve(slot, num_blocks * 4)
+                if found.num_blocks:
                     kv.attach(slot, found)
-                kv.grant(np.array([slot]), np.array([block_indices * 4]))
-                kv.cache_full_blocks(slot, texts[text][:block_indices], first=found.block_indices)
+                kv.grant(np.array([slot]), np.array([num_blocks * 4]))
+                kv.cache_full_blocks(slot, texts[text][:num_blocks], first=found.num_blocks)
         kv.check()
     assert kept > 100 and changed > 100, "both happen"
 
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 def test_prefix_lookup_stops_at_the_first_request_without_a_slot(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a common beginning of 32,000 tokens each look took a millisecond, of 26 requests in each step."""
+    """With a common prefix of 32,000 tokens a lookup took a millisecond, for 26 requests in each step."""
     scheduler, runner = make(policy=policy, max_batch_size=16, num_blocks=16, max_num_tokens=64)
     for number in range(12):
         scheduler.add(request(number, list(range(3, 24)), max_tokens=30), seed=0)

@@ -1,4 +1,4 @@
-"""Blocks that the device has lost come back from host memory: right, late, and in nobody's way."""
+"""KV cache offload: evicted blocks return from host memory, and other requests do not wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchweave.report import Report
 
 
 def conversations(rng: np.random.Generator, count: int) -> list[list[int]]:
-    """Prompts of which many begin alike."""
+    """Prompts, many with a common prefix."""
     begins = [rng.integers(0, 97, 40).tolist() for _ in range(6)]
     return [[*begins[rng.integers(6)][: rng.integers(8, 41)], *rng.integers(0, 97, 5).tolist()] for _ in range(count)]
 
@@ -27,7 +27,7 @@ def conversations(rng: np.random.Generator, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("host_blocks", [2, 9, 200])
 @pytest.mark.parametrize("polls_per_copy", [0, 3, 50])
 def test_B11_tokens_are_those_of_a_cache_that_loses_nothing(policy: str, host_blocks: int, polls_per_copy: int) -> None:
-    """Copies land as late as they may; a block that is written too soon, or read too soon, changes the tokens."""
+    """Copies complete as late as possible; a block that is written or read too early changes the tokens."""
     rng = np.random.default_rng(host_blocks + polls_per_copy)
     scheduler, runner = make(
         policy=policy, num_blocks=30, max_batch_size=5, copier=FakeBlockCopier(host_blocks, polls_per_copy)
@@ -59,7 +59,7 @@ def test_other_requests_run_while_blocks_load_from_host() -> None:
     assert scheduler.kv.host is not None and scheduler.kv.host.loaded_total == 0
     for _ in range(6):
         step = scheduler.schedule()
-        assert step is not None and step.num_rows == 1, "the newcomer must not be named before its blocks are there"
+        assert step is not None and step.num_rows == 1, "a new request is not scheduled before its blocks are loaded"
     assert scheduler.is_loading and scheduler.kv.host.loaded_total == 8
     copier.wait_for(copier.begun)
     step = scheduler.schedule()
@@ -79,7 +79,7 @@ def test_a_request_is_cancelled_while_its_blocks_load_from_host() -> None:
     (said,) = scheduler.cancel(2)
     assert said.final and said.output.finish_reason == "cancelled"
     scheduler.kv.check()
-    third = list(range(44, 0, -1))  # takes every block, also those that a copy is still to write
+    third = list(range(44, 0, -1))  # takes every block, including targets of pending copies
     scheduler.add(request(3, third, max_tokens=3), seed=0)
     assert scheduler.kv.host is not None
     before = scheduler.kv.host.stalls_total
@@ -111,7 +111,7 @@ def test_host_pool_evicts_least_recently_used() -> None:
     assert a in pool and c in pool and b not in pool and pool.num_cached == pool.num_host_blocks == 2
     host_blocks = pool.pin([a, c])
     pool.offload([b], [1])
-    assert b not in pool, "claimed places are not taken"
+    assert b not in pool, "pinned host blocks are not reused"
     pool.restore(host_blocks, np.array([4, 5]))
     assert torch.equal(tensor[4:], tensor[[0, 2]])
     pool.check()
@@ -121,7 +121,7 @@ def test_host_pool_evicts_least_recently_used() -> None:
 
 
 def test_B11_the_demo_model_goes_on_from_host_memory() -> None:
-    """A tiny cache, so that every prompt is lost on the device before it comes again."""
+    """A tiny cache, so that every prompt is evicted before it is repeated."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 100, 70).tolist() for _ in range(6)]
     report = Report(show=False)

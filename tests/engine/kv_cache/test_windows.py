@@ -1,4 +1,4 @@
-"""Groups of layers with windows keep only what they need: right tokens, bounded memory, and the same sharing."""
+"""Groups of layers with attention windows: correct tokens, bounded memory, prefix reuse."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIXES = {
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("how", ["alone", "reuse", "offload"])
 def test_B11_tokens_are_those_of_a_cache_that_gives_nothing_back(policy: str, mix: str, how: str) -> None:
-    """Prompts several windows long, read in chunks, paused and resumed, shared and restored, in a cache that is too small."""
+    """Prompts of several windows, chunked, paused, shared and restored, in a cache that is too small."""
     windows, rng = MIXES[mix], np.random.default_rng(len(mix))
     copier = FakeBlockCopier(40) if how == "offload" else None
     scheduler, runner = make(
@@ -73,7 +73,7 @@ def test_B11_a_window_bounds_what_a_request_holds() -> None:
 
 
 def test_more_requests_run_at_once_than_without_windows() -> None:
-    """The same memory: 72 blocks of two groups of one layer each, or 36 of both layers together."""
+    """Equal memory: 72 blocks of two groups with one layer each, or 36 blocks of both layers."""
     running = {}
     for name, windows, blocks in (("mixed", (FULL, WINDOW), 72), ("full", (FULL,), 36)):
         scheduler, runner = make(windows=windows, num_blocks=blocks, max_batch_size=8, max_num_tokens=16, reuse=False)
@@ -96,19 +96,19 @@ def test_a_prefix_needs_only_the_last_window_of_a_group() -> None:
     kv.reserve(0, 40)
     kv.grant(np.array([0]), np.array([40]))
     kv.free_out_of_window(np.array([0]), np.array([20]))
-    assert kv.first[:, 0].tolist() == [0, 2], "position 20 sees keys from 11 on"
+    assert kv.first[:, 0].tolist() == [0, 2], "position 20 attends to keys from 11 on"
     kv.cache_full_blocks(0, hashes)
     kv.check()
     found = kv.match(hashes[:9])
     assert (
-        found.block_indices == 9
+        found.num_blocks == 9
         and found.blocks is not None
         and (found.blocks[1] >= 0).tolist() == [False] * 6 + [True] * 3
     )
-    assert kv.match(hashes[:5]).block_indices == 5 and kv.match(hashes[:4]).block_indices == 0, (
-        "column 1 of the window is gone"
+    assert kv.match(hashes[:5]).num_blocks == 5 and kv.match(hashes[:4]).num_blocks == 0, (
+        "block 1 of the window was freed"
     )
-    assert kv.match([*hashes[:5], b"other"]).block_indices == 5
+    assert kv.match([*hashes[:5], b"other"]).num_blocks == 5
     kv.attach(1, found)
     kv.reserve(1, 40)
     kv.check()
@@ -139,9 +139,9 @@ def test_layers_are_grouped_by_attention_window() -> None:
         layer_slots = [
             layer_slot for layer_slot, its in zip(gemma.layer_slots, gemma.groups, strict=True) if its == group
         ]
-        assert len(set(layer_slots)) == len(layer_slots), "two layers of a group in one place"
+        assert len(set(layer_slots)) == len(layer_slots), "two layers of a group share a layer slot"
     odd = group_layers([SLIDING, LayerSpec(1, 16, 16, 4)], 4096)
-    assert odd.windows == (FULL,), "layers of different sizes have no common block"
+    assert odd.windows == (FULL,), "layers of different sizes cannot share a block"
     lonely = group_layers([SLIDING] * 40 + [LAYER], 4096)
     assert lonely.windows == (FULL,), "more groups than there may be"
 
@@ -164,7 +164,7 @@ ALL_WINDOWS = [AttentionWindow(window) for window in (0, 1, 2, 3, 4, 5, 9, 40)] 
 
 
 def test_prefix_lookup_finds_the_longest_valid_prefix() -> None:
-    """By comparison with looking at each length; blocks of 4 tokens."""
+    """Compared with a search over all lengths, with blocks of 4 tokens."""
     rng = np.random.default_rng(0)
     seen = set()
     for _ in range(3000):
@@ -182,7 +182,7 @@ def test_prefix_lookup_finds_the_longest_valid_prefix() -> None:
                 for group, window in enumerate(windows)
             )
         ]
-        found = kv.match(hashes).block_indices
+        found = kv.match(hashes).num_blocks
         assert found == lengths[-1], (windows, known)
         seen.add(found)
     assert len(seen) > 10

@@ -56,7 +56,7 @@ def test_B9_a_kernel_that_gave_up_is_a_failure() -> None:
 
 def test_a_rank_whose_refusal_nobody_hears_any_more_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = Pipe()
-    peer_channel = Channel(theirs)
+    channel = Channel(theirs)
 
     def refuse(*_: object) -> None:
         ours.close()
@@ -66,9 +66,9 @@ def test_a_rank_whose_refusal_nobody_hears_any_more_ends_without_a_word(monkeypa
     monkeypatch.setattr(
         worker,
         "LeaderConnection",
-        lambda peer_channel, _: SimpleNamespace(report_failure=lambda *_: peer_channel.send(b"f")),
+        lambda channel, _: SimpleNamespace(report_failure=lambda *_: channel.send(b"f")),
     )
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as ended:
-        worker.run_worker(peer_channel, worker.WorkerTask(EngineConfig("demo"), 1, "cpu"))
+        worker.run_worker(channel, worker.WorkerTask(EngineConfig("demo"), 1, "cpu"))
     assert ended.value.code == 1

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchweave.engine.runner.step_buffers import StepBuffers
 from torchweave.engine.runner.warm_up import _LENGTHS, _TOKENS, PlaceholderForward, launch_resample
 from torchweave.models import load
-from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerSpec, Rotary
+from torchweave.ops.attention.call import AttentionCall
+from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
 from torchweave.ops.slot_state import SlotState
 from torchweave.verify import zoo
 
@@ -83,9 +84,9 @@ def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
         place = buffers.seq_lens[:rows], table, buffers.slot_mapping[:tokens]
         q = torch.zeros(tokens, 32, 128, dtype=torch.bfloat16)
         k, v = torch.zeros(2, tokens, kv_heads, 128, dtype=torch.bfloat16)
-        angles = Rotary(*torch.zeros(2, tokens, 128, dtype=torch.bfloat16))
+        cos, sin = torch.zeros(2, tokens, 128, dtype=torch.bfloat16)
         meta = AttentionMetadata(packed.slots, starts, *place, rows, tokens, decode_only, longest)
-        backend.begin(meta).forward_with_rope(angles, q, k, v, torch.empty_like(q), cache, AttentionVariant(1.0))
+        backend.begin(meta).forward(AttentionCall(q, k, v, torch.empty_like(q), 0, 1.0, cos=cos, sin=sin), cache)
 
     def kernels(steps: Iterable[tuple[Any, ...]]) -> set[tuple[str, str]]:
         return {(spec.name, spec.key) for each in steps for spec in kernel_specs(lambda each=each: step(*each))}

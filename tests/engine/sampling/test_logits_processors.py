@@ -1,4 +1,4 @@
-"""Penalties, biases and barred words through the whole engine: transformers' processors say which tokens, one by one."""
+"""Penalties, biases and bad words in the whole engine, compared with transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -153,14 +153,14 @@ def test_D_others_in_the_batch_are_what_they_are_alone(llm: LLM, asked: list[tup
 def test_D_rows_that_did_not_ask_are_not_drawn_again(llm: LLM) -> None:
     told: list[LogitsProcessorRows | None] = []
     logits_processors = llm.engine.scheduler._running.logits_processors
-    inner = logits_processors.of
+    inner = logits_processors.rows_of_step
     try:
-        logits_processors.of = lambda slots, emits: told.append(inner(slots, emits)) or told[-1]  # type: ignore[method-assign]
+        logits_processors.rows_of_step = lambda slots, emits: told.append(inner(slots, emits)) or told[-1]  # type: ignore[method-assign]
         tokens(llm, PROMPTS, [GREEDY] * 6)
         assert told and not any(told)
         tokens(llm, PROMPTS, [GREEDY] * 5 + [replace(GREEDY, repetition_penalty=1.1)])
     finally:
-        del logits_processors.of
+        del logits_processors.rows_of_step
     assert {adjust.rows.shape[1] for adjust in told if adjust} == {1}
 
 
@@ -228,7 +228,7 @@ def test_logits_processor_state_rows_are_reused() -> None:
         for slot in (2, 0, 3, 1):
             logits_processors.release(slot)
     logits_processors.start(3, state)
-    step = logits_processors.of(np.array([3]), np.array([True]))
+    step = logits_processors.rows_of_step(np.array([3]), np.array([True]))
     assert step is not None and step.rows[2].tolist() == [0], "the lowest place that is free"
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompt's own tokens: those of the plain model, however the prompt was read."""
+"""Prompt log-probabilities equal those of the plain model, however the prompt is split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine import fake
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, RequestOutput
-from torchweave.engine.scheduler import prompt_logprobs as scoring
+from torchweave.engine.scheduler import request_state
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -96,7 +96,7 @@ def test_D_beside_others_and_only_for_those_who_asked(llm: LLM, model: tuple[Pre
 def test_D_however_the_prompt_is_read(
     model: tuple[PreTrainedModel, Path], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "MAX_SCORED_TOKENS", 10)
+    monkeypatch.setattr(request_state, "MAX_SCORED_TOKENS", 10)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=3)
     with engine(model[1], **options) as llm:
         for output in llm.generate(PROMPTS, params):

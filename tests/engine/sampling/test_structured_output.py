@@ -1,4 +1,4 @@
-"""Answers of a given form, by the built-in model at any temperature: they parse, they match, and nobody else notices."""
+"""Structured outputs of the demo model: valid at any temperature, without effect on other requests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_form_that_goes_on_by_stop_tokens_alone_is_no_whole_answer_before_min_
     (ending,) = llm.encode("x")[1:]
     held = replace(HOT, stop_token_ids=[ending], min_tokens=9)
     assert re.fullmatch("[0-9]{2}", texts(llm, PROMPTS[:1], [form(held, regex="[0-9]{2}x?")])[0])
-    with pytest.raises(RuntimeError, match="stop tokens alone can go on here, which min_tokens holds back"):
+    with pytest.raises(RuntimeError, match="only stop tokens can follow here, but min_tokens bans them"):
         llm.generate(PROMPTS[:1], form(held, regex="[0-9]{2}x"))
 
 
@@ -268,7 +268,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a(b"}, "structured_outputs.regex cannot be used: .*unclosed group"),
     ({"regex": "(?=a)b"}, "look-around"),
     ({"json": "{3"}, "structured_outputs.json cannot be used: it is not JSON"),
-    ({"json": "[3]"}, "a JSON schema is an object"),
+    ({"json": "[3]"}, "a JSON schema must be an object"),
     ({"json": {"type": "foo"}}, "Invalid type: foo"),
     (
         {"json": '{"items":' * 5000 + "{}" + "}" * 5000},
@@ -277,7 +277,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
     ({"grammar": "start: b"}, 'unknown name: "b"'),
     ({"grammar": "b: /x/"}, "no start rule"),
-    ({"regex": "ä"}, "none of the model's tokens can go on here"),
+    ({"regex": "ä"}, "none of the model's tokens can continue the answer here"),
 ]
 
 

@@ -1,8 +1,8 @@
-"""Batches under random arrivals, cancels, pauses and tiny caches, without a model: `python -m
-tests.engine.scheduler.simulate --help`.
+"""Simulate the scheduler under random arrivals, cancels, pauses and tiny caches, without a model.
 
-The next token of a sequence is a hash of what a step finds in the *blocks* that it is given, so that a block that is shared
-wrongly, lost, copied too late or read at the wrong place changes tokens. Every answer is compared with that of an undisturbed run.
+Run `python -m tests.engine.scheduler.simulate --help`. The next token of a sequence is a hash of the contents of its *blocks*, so a
+block that is shared wrongly, lost, copied too late or read at a wrong position changes tokens. Every answer is compared with that
+of the same request alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torchweave.engine.responses import Response
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.step import Step
 
-MAX_AGE = 6000  # steps from arrival to answer; a batch holds at most `MOST_ACTIVE` requests of some hundred tokens each
+MAX_AGE = 6000  # steps from arrival to answer, with at most `MOST_ACTIVE` requests of some hundred tokens each
 MOST_ACTIVE = 24
 
 
 @dataclass
 class PendingRequest:
-    """A request in flight, and what was said to it so far."""
+    """A request in flight and its tokens so far."""
 
     request: InferenceRequest
     arrived_at: int
@@ -36,13 +36,13 @@ class PendingRequest:
 
 
 class Simulation:
-    """One batch, its fake device, and everyone who waits for an answer.
+    """A scheduler, its fake device, and the requests in flight.
 
     Args:
         policy: name of the capacity policy.
-        seed: of everything random.
-        run_ahead: steps in flight at the most.
-        options: sizes of the batch.
+        seed: seed of all random numbers.
+        run_ahead: most steps in flight.
+        options: arguments of `tests.engine.fake.make`.
     """
 
     def __init__(self, policy: str, seed: int = 0, run_ahead: int = 2, **options: Any) -> None:
@@ -58,10 +58,10 @@ class Simulation:
         self._next_id = 0
         self._stems = [self.rng.integers(0, VOCAB, 64) for _ in range(4)]
 
-    # -- what happens to it --------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """A random request; one that can never run is refused, and that is all."""
+        """Add a random request, unless too many are in flight."""
         if len(self.pending) >= MOST_ACTIVE:
             return
         rng = self.rng
@@ -84,12 +84,12 @@ class Simulation:
         return request.id
 
     def cancel(self) -> None:
-        """Stop somebody at random, or somebody who is not there."""
+        """Cancel a random request, or an unknown id."""
         ids = [*self.pending, self._next_id + 7]
         self.on_responses(self.scheduler.cancel(int(self.rng.choice(ids))))
 
     def step(self, eager: bool = False) -> bool:
-        """Form a step, and take in an older one when enough are in flight; returns whether anything happened."""
+        """Schedule a step, and complete the oldest when enough are in flight; returns whether either happened."""
         self.clock += 1
         step = self.scheduler.schedule()
         if step is not None:
@@ -99,7 +99,7 @@ class Simulation:
         if done:
             oldest, handle = self.in_flight.popleft()
             self.on_responses(self.scheduler.update(oldest, self.runner.collect(handle)))
-        self.pauses.update(request_id for request_id, what in self.scheduler.state_changes if what == "paused")
+        self.pauses.update(request_id for request_id, change in self.scheduler.state_changes if change == "paused")
         self.scheduler.state_changes.clear()
         return step is not None or done
 
@@ -131,19 +131,19 @@ class Simulation:
         self.counts[str(reason)] += 1
         if params.beam_width > 1:
             if reason != "cancelled":
-                found = [beam.token_ids.tolist() for beam in response.output.beams]
-                assert found == expected_beams(prompt, params, stops), "a search found something else than undisturbed"
+                beams = [beam.token_ids.tolist() for beam in response.output.beams]
+                assert beams == expected_beams(prompt, params, stops), "a search has other beams than alone"
             return
-        wanted = expected(prompt, params.max_tokens or 0, stops)
+        tokens = expected(prompt, params.max_tokens or 0, stops)
         if reason == "cancelled":
-            wanted = wanted[: len(pending.tokens)]
-        assert pending.tokens == wanted, "a request got other tokens than undisturbed"
+            tokens = tokens[: len(pending.tokens)]
+        assert pending.tokens == tokens, "a request has other tokens than alone"
 
-    # -- what holds ----------------------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         self.scheduler.check()
-        assert self.scheduler.num_active == len(self.pending), "a request was forgotten"
+        assert self.scheduler.num_active == len(self.pending), "a request was lost"
         if self.policy != "max_utilization":
             assert self.scheduler.paused_total == 0
         if self.pending:
@@ -151,11 +151,11 @@ class Simulation:
             assert self.clock - arrived_at <= MAX_AGE, "a request starves"
 
     def drain(self) -> None:
-        """Run until everyone is answered; then nothing is held by anybody."""
+        """Run until all requests are answered; then all blocks are free."""
         for _ in range(MAX_AGE):
             if not self.step() and not self.pending:
                 break
-        assert not self.pending and not self.in_flight, "the batch does not come to an end"
+        assert not self.pending and not self.in_flight, "the simulation does not end"
         self.check()
         assert self.scheduler.kv.num_free == self.scheduler.kv.num_blocks, "a block leaked"
 
@@ -178,10 +178,10 @@ def random_beams(rng: np.random.Generator) -> SamplingParams:
 
 
 def random_options(policy: str, rng: np.random.Generator) -> dict[str, Any]:
-    """Sizes of a batch: small ones, so that everything runs out.
+    """Small random sizes, so that every resource runs out.
 
-    `max_utilization` without chunked context is refused when an engine is planned: what a paused request has to read again may not
-    fit into a step.
+    `max_utilization` is combined with chunked context only, as in the engine: the prefill of a resumed request may not fit into a
+    step otherwise.
     """
     chunked = bool(rng.random() < 0.8) or policy == "max_utilization"
     return {
@@ -201,7 +201,7 @@ def random_options(policy: str, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def run(policy: str, steps: int, seed: int, check_every: int = 1, episode: int = 400) -> Counter[str]:
-    """Worlds of random sizes, `episode` steps of each, until there were `steps`; returns what was seen."""
+    """Simulate random sizes, `episode` steps each, until `steps` steps ran; returns counts of events."""
     rng, counts, number = np.random.default_rng(seed), Counter(), 0
     while counts["steps"] < steps:
         options = random_options(policy, rng)
@@ -219,7 +219,7 @@ def run(policy: str, steps: int, seed: int, check_every: int = 1, episode: int =
             simulation.drain()
         except AssertionError as error:
             raise AssertionError(
-                f"{policy}, seed {seed}, world {number}, step {simulation.clock}: {error} ({options})"
+                f"{policy}, seed {seed}, episode {number}, step {simulation.clock}: {error} ({options})"
             ) from error
         oldest = max(counts["oldest"], simulation.oldest)
         counts += simulation.counts
@@ -234,12 +234,12 @@ def main() -> None:
     parser.add_argument("--policy", choices=sorted(POLICIES), action="append", help="default: all")
     parser.add_argument("--steps", type=int, default=1_000_000, help="for each policy")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check-every", type=int, default=5, help="steps between two looks at all blocks")
+    parser.add_argument("--check-every", type=int, default=5, help="steps between two checks of all blocks")
     args = parser.parse_args()
     for policy in args.policy or sorted(POLICIES):
         begin = time.monotonic()
         counts = run(policy, args.steps, args.seed, args.check_every)
-        facts = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
+        facts = ", ".join(f"{count:,} {event}" for event, count in sorted(counts.items()))
         print(f"{policy}: {facts}; {time.monotonic() - begin:.0f} s", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Beam searches in the batch: they find what they would find alone, whatever runs, is paused or is shared beside them."""
+"""Beam searches in the scheduler: the same answers as alone, under any policy, pause and sharing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_B7_searches_among_others_under_every_policy(policy: str, reuse: bool, r
     responses = drive(scheduler, runner, run_ahead)
     assert {key: found(responses[key]) for key in wanted} == wanted
     assert {key: tokens_of(responses[key]) for key in single} == single
-    assert scheduler.kv.num_free == scheduler.kv.num_blocks and len(scheduler._slots.free) == 8
+    assert scheduler.kv.num_free == scheduler.kv.num_blocks and len(scheduler._running.slots.free) == 8
     assert (scheduler.paused_total > 0) == (policy == "max_utilization")
 
 
@@ -122,7 +122,7 @@ def test_B7_log_probabilities_and_scores_of_a_search() -> None:
     ("params", "sentence"),
     [
         ({"n": 3}, "raise beam_width or lower n"),
-        ({"temperature": 0.7}, "draws nothing"),
+        ({"temperature": 0.7}, "does not sample"),
         ({"stop": "x"}, "stop strings"),
         ({"presence_penalty": 1.0}, "presence_penalty is not supported in a beam search"),
         ({"early_stopping": "soon"}, "early_stopping must be"),

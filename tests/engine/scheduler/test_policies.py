@@ -1,4 +1,4 @@
-"""Policies: whatever is admitted, paused, chunked or shared, every request gets the tokens it would get alone."""
+"""Capacity policies: each request gets the same tokens as alone, however it is admitted, paused, chunked or shared."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import pytest
 from tests.engine.fake import VOCAB, expected, make
 from tests.engine.scheduler.test_scheduler import drive, request, tokens_of
 from torchweave.engine.responses import Response
-from torchweave.engine.scheduler.planner import _LazySequence
 from torchweave.engine.scheduler.policies import POLICIES, DecodeRequests, PrefillRequest, Snapshot, WaitingRequest
-from torchweave.engine.scheduler.policies.chunking import chunk_sizes
-from torchweave.engine.scheduler.policies.mixed_step_size import step_token_budget
-from torchweave.engine.scheduler.policies.prefill_delay import should_delay_prefill
+from torchweave.engine.scheduler.policies.admission import chunk_sizes, should_delay_prefill, step_token_budget
+from torchweave.engine.scheduler.snapshot import LazySequence
 
 
 def prompts(rng: np.random.Generator, count: int, longest: int) -> list[list[int]]:
-    """Prompts of which many begin alike."""
+    """Prompts, many with a common prefix."""
     stems = [rng.integers(0, VOCAB, longest).tolist() for _ in range(3)]
     found = []
     for _ in range(count):
@@ -58,7 +56,7 @@ def test_B4_tokens_are_those_of_an_undisturbed_run(
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_B4_random_arrivals_cancels_and_a_tiny_cache(policy: str) -> None:
-    """No block is lost, nobody is answered twice or never, under arrivals, cancels and pauses."""
+    """No block is lost and each request is answered once, under arrivals, cancels and pauses."""
     rng = np.random.default_rng(7)
     scheduler, runner = make(policy=policy, max_batch_size=5, num_blocks=24, max_num_tokens=16, equal_progress=True)
     number, asked = iter(range(400)), {}
@@ -94,7 +92,7 @@ def test_two_equal_prompts_in_one_step_do_not_share_what_is_being_written() -> N
 
 
 def test_answers_are_reused_as_the_next_prompt() -> None:
-    """The second turn of a conversation begins with the first and its answer."""
+    """The prompt of a conversation's second turn begins with the first prompt and its answer."""
     scheduler, runner = make()
     first = [1, 2, 3, 4, 5]
     scheduler.add(request(0, first, max_tokens=20), 0)
@@ -122,7 +120,7 @@ def test_a_higher_priority_starts_first() -> None:
         scheduler.add(type(one)(one.id, one.input_ids, one.sampling, priority=priority), 0)
 
     def note(step: int) -> tuple[()]:
-        order.extend(key for key in scheduler._slots.of if key not in order)
+        order.extend(key for key in scheduler._running.slots.slot_of if key not in order)
         return ()
 
     drive(scheduler, runner, per_step=note)
@@ -158,7 +156,7 @@ def test_B3_a_static_batch_starts_and_ends_together() -> None:
     together: set[frozenset[int]] = set()
 
     def note(step: int) -> tuple[()]:
-        together.add(frozenset(scheduler._slots.of))
+        together.add(frozenset(scheduler._running.slots.slot_of))
         return ()
 
     drive(scheduler, runner, per_step=note)
@@ -277,20 +275,22 @@ def test_delayed_prefills_start_after_the_timeout() -> None:
     assert [len(step.chunks) for step in steps if step is not None] == [0, 0, 0, 0, 1]
 
 
-def test_waiting_requests_are_evaluated_lazily():
-    looked: list[int] = []
+def test_waiting_requests_are_evaluated_lazily() -> None:
+    evaluated: list[int] = []
 
-    def found() -> Iterator[WaitingRequest]:
+    def requests() -> Iterator[WaitingRequest]:
         for number in range(6):
-            looked.append(number)
+            evaluated.append(number)
             yield WaitingRequest(number, 1)
 
-    waiting = _LazySequence(found())
-    assert waiting[0].remaining_tokens == 0 and looked == [0]
-    assert [each.remaining_tokens for each in waiting[:3]] == [0, 1, 2] == looked
-    assert not waiting[:0] and waiting[1].remaining_tokens == 1 and len(looked) == 3
+    waiting = LazySequence(requests())
+    assert waiting[0].remaining_tokens == 0 and evaluated == [0]
+    assert [each.remaining_tokens for each in waiting[:3]] == [0, 1, 2] == evaluated
+    assert not waiting[:0] and waiting[1].remaining_tokens == 1 and len(evaluated) == 3
     assert waiting[-1].remaining_tokens == 5 and len(waiting) == 6 and waiting[2:][0].remaining_tokens == 2
-    assert [each.remaining_tokens for each in waiting] == looked == list(range(6))
+    assert [each.remaining_tokens for each in waiting] == evaluated == list(range(6))
     with pytest.raises(IndexError):
         waiting[6]
-    assert [each.remaining_tokens for each in _LazySequence(found())][:0] == [] and len(_LazySequence(found())[1:]) == 5
+    assert [each.remaining_tokens for each in LazySequence(requests())][:0] == [] and len(
+        LazySequence(requests())[1:]
+    ) == 5

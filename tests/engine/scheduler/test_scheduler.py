@@ -1,4 +1,4 @@
-"""The batch without threads: every request gets the tokens it would get alone, whatever runs beside it."""
+"""The scheduler without threads: each request gets the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def request(number: int, prompt: list[int], **params: object) -> InferenceReques
 
 
 def drive(scheduler: Scheduler, runner, run_ahead: int = 2, per_step=lambda step: ()) -> dict[int, list[Response]]:
-    """Run until nothing is left, `run_ahead` steps in flight; returns all responses by request."""
+    """Run until all requests are answered, with `run_ahead` steps in flight; returns the responses by request."""
     in_flight: deque = deque()
     responses: dict[int, list[Response]] = {}
     for number in range(100_000):
@@ -35,7 +35,7 @@ def drive(scheduler: Scheduler, runner, run_ahead: int = 2, per_step=lambda step
         scheduler.kv.check()
         if step is None and not in_flight and not scheduler.num_active:
             return responses
-    raise AssertionError("the batch does not come to an end")
+    raise AssertionError("the run does not end")
 
 
 def tokens_of(responses: list[Response]) -> list[int]:
@@ -76,7 +76,7 @@ def test_finish_reasons_and_streaming() -> None:
 
 
 def test_min_tokens_holds_back_late_stops() -> None:
-    """More stop tokens than the device holds: the host checks the rest, and honours min_tokens too."""
+    """The host checks stop tokens beyond the device's table, and applies min_tokens too."""
     scheduler, runner = make()
     whole = expected([5], 12)
     others = [token for token in range(VOCAB) if token not in whole][:9]

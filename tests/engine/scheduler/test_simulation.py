@@ -1,8 +1,7 @@
-"""Batches under random and chosen histories: no block is lost or shared wrongly, nobody starves or is answered twice.
+"""Random and chosen histories of requests: no block is lost or shared wrongly, no request starves or is answered twice.
 
-`python -m tests.engine.scheduler.simulate` runs the same for as long as one likes; here is a small part of it, hypothesis
-looking for short
-histories that break something, and the counter-examples that were published against designs like this one.
+A short run of `python -m tests.engine.scheduler.simulate`, a search for short failing histories by hypothesis, and published
+counter-examples to similar schedulers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def test_B4_a_small_part_of_the_simulation(policy: str) -> None:
 
 
 class Batches(RuleBasedStateMachine):
-    """Any order of arrivals, cancels and steps; hypothesis makes a failing one short."""
+    """Arrivals, cancels and steps in any order; hypothesis shrinks failing ones."""
 
     simulation: Simulation
 
@@ -65,7 +64,7 @@ class Batches(RuleBasedStateMachine):
         self.simulation.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
+        if hasattr(self, "simulation"):
             self.simulation.drain()
 
 
@@ -76,7 +75,7 @@ TestBatches.settings = settings(
 
 
 def test_B11_two_identical_prompts_read_in_one_step() -> None:
-    """Neither may use a block that the other is only about to fill, and one that both filled is known once."""
+    """Neither uses a block that the other has not filled yet; of two equal blocks one enters the prefix cache."""
     simulation = Simulation("max_utilization", max_num_tokens=64)
     for _ in range(2):
         simulation.submit([5] * 20, SamplingParams(temperature=0, max_tokens=10))
@@ -89,7 +88,7 @@ def test_B11_two_identical_prompts_read_in_one_step() -> None:
 
 
 def test_B4_one_request_is_paused_again_and_again() -> None:
-    """Each new start finds the blocks of the one before, and no token is told or fed twice."""
+    """Each restart reuses the blocks of the previous run, and no token is sent or fed twice."""
     simulation = Simulation("max_utilization", num_blocks=30, block_size=2, max_batch_size=5)
     simulation.submit([1] * 4, SamplingParams(temperature=0, max_tokens=54))
     for number in range(2, 5):
@@ -145,17 +144,19 @@ def test_invariant_checks_detect_corruption() -> None:
     with pytest.raises(AssertionError):
         scheduler.check()
     kv.table[:] = saved
-    scheduler._slots.free.append(0)
+    scheduler._running.slots.free.append(0)
     with pytest.raises(AssertionError, match="slot"):
         scheduler.check()
 
 
 def test_reading_a_wrong_block_changes_the_tokens() -> None:
-    """The simulation is worth something: what it looks for can be seen."""
+    """The simulation detects a corrupted block."""
     simulation = Simulation("guaranteed_no_evict")
     simulation.submit(np.random.default_rng(0).integers(0, VOCAB, 20), SamplingParams(temperature=0, max_tokens=20))
     for _ in range(4):
         simulation.step()
-    simulation.runner.cache[int(simulation.scheduler.kv.table[0, simulation.scheduler._slots.of[0], 0]) * 4] += 1
+    simulation.runner.cache[
+        int(simulation.scheduler.kv.table[0, simulation.scheduler._running.slots.slot_of[0], 0]) * 4
+    ] += 1
     with pytest.raises(AssertionError, match="other tokens"):
         simulation.drain()

@@ -7,15 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache
 from torchweave.ops.attention.kv_cache_dtype import as_indexable, dequantize_kv, quantize_kv
-from torchweave.ops.attention.op import (
-    AttentionMetadata,
-    AttentionStep,
-    AttentionVariant,
-    FusedRopeStep,
-    LayerKVCache,
-    LayerSpec,
-)
+from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
 from torchweave.ops.rope import Rotary
 
 
@@ -46,23 +40,19 @@ class Built:
     """Inputs of one step, and what must come out."""
 
     meta: AttentionMetadata
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
+    call: AttentionCall
     cache: LayerKVCache
-    variant: AttentionVariant
     expected: Tensor
     expected_cache: LayerKVCache
-    rotary: Rotary | None = None
+
+    @property
+    def out(self) -> Tensor:
+        return self.call.out
 
     def run(self, step: AttentionStep) -> None:
         """One layer of the step."""
-        if self.rotary is None:
-            step.forward(self.q, self.k, self.v, self.out, self.cache, self.variant)
-        else:
-            assert isinstance(step, FusedRopeStep)
-            step.forward_with_rope(self.rotary, self.q, self.k, self.v, self.out, self.cache, self.variant)
+        assert step.fuses_rope or self.call.cos is None
+        step.forward(self.call, self.cache)
 
     def check(self, tolerance: float) -> None:
         """`out` and the cache hold what they must, padding included, and nothing else was written."""
@@ -72,7 +62,7 @@ class Built:
                 self._check_kept(got.cpu(), wanted)
                 continue
             got, wanted = torch.nan_to_num(got.cpu(), 7.5), torch.nan_to_num(wanted, 7.5)
-            if self.rotary is None:
+            if self.call.cos is None:
                 assert torch.equal(got, wanted), "the cache is wrong"
             else:  # a norm adds up in another order
                 torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
@@ -80,28 +70,28 @@ class Built:
     def _check_kept(self, got: Tensor, wanted: Tensor) -> None:
         """A cache in FP8: bit for bit, but where a norm adds up in another order, neighbours of a number are right too."""
         steps = (got.view(torch.uint8).int() - wanted.view(torch.uint8).int()).abs()
-        assert steps.max() <= (0 if self.rotary is None else 1), "the cache is wrong"
+        assert steps.max() <= (0 if self.call.cos is None else 1), "the cache is wrong"
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant) -> Tensor:
-    """Attention of the last `len(q)` of `len(k)` positions of one sequence, in float64."""
+def reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """Attention, with the scores of `call`, of the last `len(q)` of `len(k)` positions of one sequence, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     k_pos = torch.arange(len(k))[None]
     q_pos = torch.arange(len(k) - len(q), len(k))[:, None]
-    scores = torch.einsum("qhd,khd->hqk", q, k) * variant.scale
-    if variant.softcap:
-        scores = variant.softcap * torch.tanh(scores / variant.softcap)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     seen = k_pos <= q_pos
-    if variant.window:
-        seen &= q_pos - k_pos < variant.window
-    if variant.chunk:
-        seen &= k_pos // variant.chunk == q_pos // variant.chunk
+    if call.window:
+        seen &= q_pos - k_pos < call.window
+    if call.chunk:
+        seen &= k_pos // call.chunk == q_pos // call.chunk
     weights = scores.masked_fill(~seen, float("-inf")).exp()
     total = weights.sum(-1, keepdim=True)
-    if variant.sinks is not None:
-        total = total + variant.sinks.double().cpu().exp()[:, None, None]
+    if call.sinks is not None:
+        total = total + call.sinks.double().cpu().exp()[:, None, None]
     return torch.einsum("hqk,khd->qhd", weights / total, v)
 
 
@@ -122,7 +112,6 @@ def build(case: Case, device: str = "cpu") -> Built:
     slots = torch.randperm(num_slots, generator=generator)[: len(case.rows)].int()
     padding = torch.tensor([row is None for row in case.rows])
     sinks = draw(spec.num_heads).to(device) if spec.sinks else None
-    variant = AttentionVariant(spec.head_dim**-0.5, spec.window, spec.softcap, sinks, spec.chunk)
     decode_only = case.decode_only
     tokens = len(case.rows) if decode_only else sum(new) + case.padded_tokens
     nan = float("nan")
@@ -143,6 +132,9 @@ def build(case: Case, device: str = "cpu") -> Built:
     v = draw(tokens, spec.num_kv_heads, spec.value_dim)
     mapping = torch.full((tokens,), -1, dtype=torch.int64)
     expected = torch.zeros(tokens, spec.num_heads, spec.value_dim, dtype=torch.float64)
+    out = torch.full((tokens, spec.num_heads, spec.value_dim), nan, dtype=case.dtype, device=device)
+    scores = (spec.head_dim**-0.5, spec.window, spec.softcap, sinks, spec.chunk)
+    call = AttentionCall(given_q.to(device), given_k.to(device), v.to(device), out, 0, *scores, *(rotary or ()))
     start, starts = 0, [0]
     for i, row in enumerate(case.rows):
         start = i if decode_only else start
@@ -162,7 +154,7 @@ def build(case: Case, device: str = "cpu") -> Built:
                 dequantize_kv(keys, spec.k_scale, torch.float32),
                 dequantize_kv(values, spec.v_scale, torch.float32),
             )
-            expected[start : start + count] = reference(q[start : start + count], *seen, variant)
+            expected[start : start + count] = reference(q[start : start + count], *seen, call)
             start += count
         starts.append(start)
     meta = AttentionMetadata(
@@ -176,10 +168,8 @@ def build(case: Case, device: str = "cpu") -> Built:
         decode_only=decode_only,
         max_seq_len=max(lengths, default=1),
     )
-    out = torch.full((tokens, spec.num_heads, spec.value_dim), nan, dtype=case.dtype, device=device)
     cache = LayerKVCache(cache.k.to(device), cache.v.to(device), *scales)
-    given = (given_q.to(device), given_k.to(device), v.to(device))
-    return Built(meta, *given, out, cache, variant, expected, after, rotary)
+    return Built(meta, call, cache, expected, after)
 
 
 def in_fp8(case: Case, cache_dtype: torch.dtype = torch.float8_e4m3fn) -> Case:

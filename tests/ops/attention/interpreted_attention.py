@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 from tests.ops.attention.attention_cases import CASES, ROTARY_CASES, Case, build, in_fp8
 from torchweave.ops.attention.backends.triton import DecodeConfig, PrefillConfig, TritonBackend
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
-from torchweave.ops.attention.op import LayerSpec, QuantizedOutput
+from torchweave.ops.attention.op import LayerSpec
 from torchweave.ops.quant.fp8 import FP8, GROUP, fp8_quant
 
 DECODE = DecodeConfig(block_n=16, programs_per_sm=4, min_tiles=1)
@@ -66,9 +66,7 @@ def run_quantized(name: str, case: Case) -> None:
         q, scale = fp8_quant(built.out.view(tokens, heads * dim), group, given)
         written = None if given is not None else torch.full_like(scale, torch.nan)
         got = torch.full_like(built.out, torch.nan)
-        step.forward_quantized(
-            QuantizedOutput(got, written, given), built.rotary, built.q, built.k, built.v, built.cache, built.variant
-        )
+        step.forward(dataclasses.replace(built.call, out=got, given_scale=given, out_scale=written), built.cache)
         assert torch.equal(got.to(FP8).float().view(tokens, -1), q.float()), group
         assert written is None or torch.equal(written, scale), group
     print("ok", name, flush=True)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.attention.attention_cases import CASES, Case, build, in_fp8, reference
-from torchweave.ops.attention.calls import run_attention
+from torchweave.ops.attention.call import AttentionCall, run_attention
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES, dequantize_kv, quantize_kv
 from torchweave.ops.attention.op import (
     LayerSpec,
@@ -23,7 +23,7 @@ from torchweave.ops.registry import boundary_ops, define, op_info
 def run(case: Case) -> None:
     built = build(case)
     step = get_backend("torch", "cpu").begin(built.meta)
-    step.forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
+    step.forward(built.call, built.cache)
     built.check(1e-5 if case.dtype == torch.float32 else 2e-2)
 
 
@@ -89,9 +89,9 @@ def test_decode_dispatches_do_not_grow_with_rows() -> None:
         built = build(Case(tuple((1, 10 + i) for i in range(rows))))
         with Count() as begin:
             step = get_backend("torch", "cpu").begin(built.meta)
-            step.forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
+            step.forward(built.call, built.cache)
         with Count() as layer:
-            step.forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
+            step.forward(built.call, built.cache)
         return begin.calls, layer.calls
 
     few, many = count(2), count(32)
@@ -109,29 +109,46 @@ def test_mixed_steps_need_few_groups() -> None:
 @pytest.mark.parametrize("name", ["context", "mixed_window", "mixed_softcap", "mixed_sinks", "mixed_chunk"])
 def test_op_is_one_causal_sequence(name: str) -> None:
     built = build(Case(((19, 0),), CASES[name].spec))
-    args = (built.q, built.k, built.v, built.out, 0)
-    attention(*args, *built.variant)
-    expected = reference(built.q, built.k, built.v, built.variant)
+    call = built.call
+    attention(call.q, call.k, call.v, call.out, 0, call.scale, call.window, call.softcap, call.sinks, call.chunk)
+    expected = reference(call.q, call.k, call.v, call)
     torch.testing.assert_close(built.out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_op_accepts_the_strides_that_models_produce() -> None:
     built = build(Case(((19, 0),)))
-    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (built.q, built.k, built.v))
+    call = built.call
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (call.q, call.k, call.v))
     assert not q.is_contiguous()
     step = get_backend("torch", "cpu").begin(built.meta)
-    run_attention(step, [built.cache], q, k, v, built.out, 0, built.variant.scale)
+    run_attention(step, AttentionCall(q, k, v, call.out, 0, call.scale), built.cache)
     built.check(1e-5)
 
 
 def test_opcheck() -> None:
-    built = build(Case(((7, 0),)))
-    torch.library.opcheck(attention, (built.q, built.k, built.v, built.out.zero_(), 3, 0.2))
+    call = build(Case(((7, 0),))).call
+    torch.library.opcheck(attention, (call.q, call.k, call.v, call.out.zero_(), 3, 0.2))
     torch.library.opcheck(
         attention,
-        (built.q, built.k, built.v, built.out, 3, 0.2),
+        (call.q, call.k, call.v, call.out, 3, 0.2),
         {"window": 3, "softcap": 1.0, "sinks": torch.randn(4), "chunk": 4},
     )
+
+
+def test_call_has_the_arguments_of_both_ops() -> None:
+    """`run_attention_op` hands an op's positional arguments to `AttentionCall`; the schemas are those that caches hold."""
+    fields = [field.name for field in dataclasses.fields(AttentionCall)]
+    schemas = torch.ops.torchweave.attention.default._schema, torch.ops.torchweave.attention_fp8.default._schema
+    names = [[argument.name for argument in schema.arguments] for schema in schemas]
+    assert names[0] == fields[:-1]
+    assert " ".join(fields[:10]) == "q k v out layer scale window softcap sinks chunk"
+    assert " ".join(fields[10:-1]) == "cos sin q_weight k_weight norm_eps norm_offset norm_wide given_scale"
+    assert names[1] == [*fields[:4], "out_scale", *fields[4:-2]]
+    defaults = {
+        argument.name: argument.default_value for argument in schemas[0].arguments if argument.has_default_value()
+    }
+    blank = torch.empty(0)
+    assert all(getattr(AttentionCall(blank, blank, blank, blank, 0, 1.0), name) == it for name, it in defaults.items())
 
 
 def test_registry_knows_the_boundary() -> None:

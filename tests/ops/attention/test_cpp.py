@@ -28,7 +28,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def run(built: Built) -> Tensor:
     step = get_backend("cpp", "cpu").begin(built.meta)
-    step.forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
+    step.forward(built.call, built.cache)
     return built.out
 
 
@@ -75,14 +75,14 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
     """Bit for bit: a prompt in one piece, and its last token alone over the cache of the others, beside other rows."""
     whole = build(Case(((20, 0),)))
     alone = build(Case(((1, 19), (1, 5), (3, 4))))
-    keys = whole.k.clone(), whole.v.clone()
+    keys = whole.call.k.clone(), whole.call.v.clone()
     place = alone.meta.slot_mapping[0].item()
     blocks = alone.meta.block_table[alone.meta.slots[0]].tolist()
     for cache, values in zip(alone.cache.tensors, keys, strict=True):
         for position in range(19):
             cache[blocks[position // 16], position % 16] = values[position]
-    for mine, theirs in ((alone.q, whole.q), (alone.k, whole.k), (alone.v, whole.v)):
-        mine[0] = theirs[19]
+    for name in ("q", "k", "v"):
+        getattr(alone.call, name)[0] = getattr(whole.call, name)[19]
     assert place == blocks[1] * 16 + 3
     assert torch.equal(run(alone)[0], run(whole)[19])
 
@@ -90,9 +90,13 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
 @pytest.mark.parametrize("rows", [((1, 9), (1, 40)), ((1, 4), (6, 0))])
 def test_strides_that_models_produce(rows: tuple[tuple[int, int], ...]) -> None:
     built = build(Case(rows))
-    built.q = built.q.transpose(0, 1).contiguous().transpose(0, 1)
-    built.k = torch.cat([built.k, built.v], 1)[:, : built.k.shape[1]]
-    built.v = built.v.transpose(1, 2).contiguous().transpose(1, 2)
-    assert built.v.stride(2) != 1
+    q, k, v = built.call.q, built.call.k, built.call.v
+    built.call = dataclasses.replace(
+        built.call,
+        q=q.transpose(0, 1).contiguous().transpose(0, 1),
+        k=torch.cat([k, v], 1)[:, : k.shape[1]],
+        v=v.transpose(1, 2).contiguous().transpose(1, 2),
+    )
+    assert built.call.v.stride(2) != 1
     run(built)
     built.check(1e-5)

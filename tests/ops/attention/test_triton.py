@@ -155,7 +155,7 @@ def test_batch_sizes_share_kernels() -> None:
     def constants(rows: int) -> tuple:
         meta = dataclasses.replace(built.meta, num_rows=rows)
         with recorded(attention_triton, *KERNELS) as found:
-            backend.begin(meta).forward(built.q, built.k, built.v, built.out, built.cache, built.variant)
+            backend.begin(meta).forward(built.call, built.cache)
         return tuple(sorted((name, value) for name, value in found[0].kwargs.items()))
 
     assert len({constants(rows) for rows in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 200)}) <= 4

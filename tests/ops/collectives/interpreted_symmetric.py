@@ -17,10 +17,10 @@ from torch import Tensor
 from tests.ops.collectives.symmetric_cases import workspaces
 from torchweave.distributed.communicator import sum_of_ranks
 from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec, QuantSpec, apply_norm, empty_norm_output
-from torchweave.ops.collectives.symmetric_memory import Programs, SymmetricLayout, SymmetricWorkspace
 from torchweave.ops.kernels.collectives import all_reduce, all_reduce_norm
 from torchweave.ops.kernels.collectives.all_reduce import launch_gather, launch_one_shot, launch_two_shot
 from torchweave.ops.kernels.collectives.all_reduce_norm import launch_one_shot_norm
+from torchweave.ops.kernels.collectives.workspace import Programs, SymmetricLayout, SymmetricWorkspace
 from torchweave.ops.quant.fp8 import FP8, quantize
 from torchweave.ops.quant.nvfp4 import fp4_scale_from_amax, quantize_fp4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchweave.ops.collectives.symmetric_memory import PROGRAMS, SymmetricLayout, SymmetricWorkspace
+from torchweave.ops.kernels.collectives.workspace import PROGRAMS, SymmetricLayout, SymmetricWorkspace
 
 
 def workspaces(layout: SymmetricLayout) -> list[SymmetricWorkspace]:

@@ -15,7 +15,8 @@ from tests.ops.collectives.symmetric_cases import workspaces
 from tests.ops.interpreted import run_interpreted
 from torchweave.distributed.symmetric_memory import KernelSizeLimits, SymmetricCommunicator, size_limits_for
 from torchweave.ops.collectives.all_reduce_norm import NormSpec, QuantSpec, empty_norm_output
-from torchweave.ops.collectives.symmetric_memory import SIZES, SymmetricLayout, kernels_can_run
+from torchweave.ops.collectives.symmetric_memory import SIZES, kernels_can_run
+from torchweave.ops.kernels.collectives.workspace import SymmetricLayout
 
 RANGES = KernelSizeLimits(slots=4096, gather=8192, one_shot=16384, norm=8192, two_shot=65536)
 

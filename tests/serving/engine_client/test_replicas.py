@@ -24,7 +24,7 @@ from tests.serving.watched import STATS, asking, record_some_requests, watched_r
 from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.config.validate import check_server
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.startup.replica import replica_config
+from torchweave.engine.startup.open import replica_config
 from torchweave.serving.engine_client.engine_supervisor import EngineSupervisor, create_replicas
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream

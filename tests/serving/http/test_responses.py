@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.http.responses import EventStream, full_response
-from torchweave.serving.http.sse import event
 from torchweave.serving.openai.generation import AnswerStream, Delta
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
+from torchweave.serving.openai.sse import event
 
 
 class SlowRun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import socket
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchweave.serving.ipc.socket_stream import Sender, listen, read
+from torchweave.serving.ipc.socket_stream import Sender, listen, read, receive
 
 
 @pytest.fixture
@@ -148,3 +149,26 @@ def test_a_message_in_many_parts_is_one(path: str) -> None:
         return found
 
     assert asyncio.run(run()) == [b"abc", b"", b"de"]
+
+
+def test_receive_yields_the_messages_of_all_senders_in_their_order(path: str) -> None:
+    sent = [messages(count, 300_000) for count in (60, 70, 80)]
+    with listen(path) as listening:
+        senders = [Sender(path) for _ in sent]
+        for number, (sender, parts) in enumerate(zip(senders, sent, strict=True)):
+            for part in parts:
+                sender.send(bytes([number]) + part)
+        received = list(itertools.islice(receive(listening), 210))
+        for sender in senders:
+            sender.close(0)
+    assert [[each[1:] for each in received if each[0] == number] for number in range(3)] == sent
+
+
+def test_receive_goes_on_when_a_sender_closes(path: str) -> None:
+    with listen(path) as listening:
+        stream = receive(listening)
+        for message in (b"first", b"second"):
+            sender = Sender(path)
+            sender.send(message)
+            assert next(stream) == message
+            sender.close(0)

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from tests.serving.running import ServerProcess, wait_until
 from tests.serving.watched import STATS, asking, record_some_requests, watched
 from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.serving.engine_client.counters import FIRST_TOKEN_SECONDS
 from torchweave.serving.engine_client.engine_supervisor import create_replicas
 from torchweave.serving.http.app import create_app
-from torchweave.serving.metrics.counters import FIRST_TOKEN_SECONDS
 
 # What vLLM calls them (docs.vllm.ai, "Production Metrics"), under our prefix.
 OF_VLLM = {

@@ -18,7 +18,7 @@ from torchweave.report import progress_bars
 
 if TYPE_CHECKING:
     from torchweave.serving.engine_client.replicas import Replicas
-    from torchweave.serving.http.server import Server
+    from torchweave.serving.server import Server
 
 DESCRIPTION = """Serve a model over an OpenAI-compatible HTTP API. GET /ready reports start-up progress and returns 200 once the
 server accepts requests. Ctrl-C or SIGTERM rejects new requests, finishes running ones and exits; a second one exits at once."""
@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     missing = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"serve needs {', '.join(missing)}; install them with: pip install 'torchweave[serve]'")
-    from torchweave.serving.http.server import Server
+    from torchweave.serving.server import Server
 
     begin = time.monotonic()
     server = Server(config, settings, on_ready=lambda server: _print_ready(server, time.monotonic() - begin, stop_bars))

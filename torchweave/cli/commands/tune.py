@@ -28,7 +28,7 @@ def parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
     config = engine_config(args)
-    from torchweave.engine.startup.build import tune
+    from torchweave.engine.startup.tune import tune
 
     table = tune(config, Report(show=False if args.quiet else None), remeasure=args.all)
     _print(table)

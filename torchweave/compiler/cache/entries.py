@@ -1,4 +1,4 @@
-"""What weaving keeps in the compile cache: the captured graph, so that Dynamo need not run, and each built piece."""
+"""Entries of the compile cache: the captured graph of a module, and each built piece."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from torchweave.config.options import TorchCompileConfig
 class GraphEntry:
     """The entry of one module's captured graph.
 
-    Which files were traced is known only after tracing: their hashes are kept beside the graph and compared when it is
-    loaded, so that an edited model file is a miss.
+    The traced files are known only after tracing: their hashes are stored with the graph and compared when it is loaded, so
+    that an edited model file is a miss.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GraphEntry:
             return None
         try:
             graph = deserialize_graph(entry.payload, self.module, self.device)
-        except Exception as error:  # unpickling raises what it likes; a damaged entry must never stop a start
+        except Exception as error:  # unpickling may raise anything; a damaged entry must not stop a start
             self.cache.reject("graph", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
             return None
         self.cache.hit(entry)
@@ -65,9 +65,9 @@ class GraphEntry:
     def store(self, graph: CapturedGraph) -> None:
         sources = source_digests(graph.sources)
         try:
-            if unread := [name for name, digest in sources.items() if digest == MISSING]:
+            if unreadable := [name for name, digest in sources.items() if digest == MISSING]:
                 raise NotSerializableError(
-                    f"{unread[0]} was traced and is no file that can be read, so nobody could see it change"
+                    f"the source of {unreadable[0]} was traced and cannot be read, so that a change of it would not be detected"
                 )
             payload = serialize_graph(graph)
         except NotSerializableError as error:
@@ -79,10 +79,11 @@ class GraphEntry:
 class PieceEntry:
     """The entry of one distinct piece.
 
+    The facts of passes that ran while the piece was built are stored with it, so that a warm start reports them too.
+
     Args:
-        build: makes what is stored of the piece.
-        factors: what that depends on besides the piece and the config. What passes did while it was built is kept beside
-            it, so that a start that only loads can report it too.
+        build: builds the piece.
+        factors: key factors besides the piece and the config.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class PieceEntry:
         self.facts = {"device_index": device.index or 0}
 
     def load_or_build(self) -> BuiltPiece:
-        """The piece from the cache, else built and stored."""
+        """Load the piece, or build and store it."""
         return self._load() or self._build()
 
     def _load(self) -> BuiltPiece | None:
@@ -112,7 +113,7 @@ class PieceEntry:
             built = deserialize_piece(
                 entry.payload, self.piece, entry.facts["device_index"], self.facts["device_index"]
             )
-        except Exception as error:  # Inductor raises what it likes; a damaged entry must never stop a start
+        except Exception as error:  # Inductor may raise anything; a damaged entry must not stop a start
             self.cache.reject("piece", entry.key, f"cannot be loaded ({type(error).__name__}: {error})")
             return None
         self.cache.hit(entry)

@@ -1,4 +1,4 @@
-"""Where Inductor keeps what it compiles for a CPU: beside the entries of the compile cache, if it can be there."""
+"""Inductor's folder for compiled CPU code, beside the entries of the compile cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 
 from torchweave.compiler.cache.store import CODE_FOLDER, CompileCache
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 _UNSAFE_IN_PATH = re.compile(r"[\s'\"\\]")
-"""Inductor writes the command of its compiler as one line, with no quotes around names, and divides that again."""
+"""Inductor writes the command of its compiler as one line without quotes, and splits it again."""
 
 
 class InductorCacheDir:
-    """Within it, Inductor works beside the entries.
+    """Redirect Inductor to a folder beside the entries; a context manager.
 
-    A CPU artifact holds C++ source and is compiled again when it is loaded, unless the shared object is still there: it is
-    kept beside the entries. A GPU artifact holds its kernels. Where nothing can be kept there (nobody may write, the disk is
-    full, its name is nothing for Inductor), Inductor works in its own folder, with one warning.
+    A CPU artifact holds C++ source, which is compiled again on every load unless its shared object still exists; a GPU artifact
+    holds its kernels and needs no folder. When the folder cannot be used (read-only, disk full, a name that Inductor cannot
+    handle), Inductor uses its own folder, with one warning.
     """
 
     def __init__(self, cache: CompileCache | None, device: torch.device) -> None:
@@ -38,11 +38,11 @@ class InductorCacheDir:
 
         folder = self._cache.folder / CODE_FOLDER
         try:
-            if found := _UNSAFE_IN_PATH.search(str(folder)):
-                raise OSError(f"Inductor takes no folder with {found[0]!r} in its name")
+            if match := _UNSAFE_IN_PATH.search(str(folder)):
+                raise OSError(f"Inductor cannot use a folder with {match[0]!r} in its name")
             folder.mkdir(exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-                file.write(b"room")
+                file.write(b"test")
         except OSError as error:
             self._fall_back(error)
         else:
@@ -54,13 +54,13 @@ class InductorCacheDir:
     ) -> None:
         self._redirect.close()
 
-    def run(self, build: Callable[[], Made]) -> Made:
-        """What `build` makes; once more in Inductor's own folder where it fails beside the entries, since the disk may have become
-        full meanwhile, which compilers say in words of their own."""
+    def run(self, build: Callable[[], Result]) -> Result:
+        """Run `build`; if it fails, run it again in Inductor's own folder: the disk may be full, which compilers report in ways
+        of their own."""
         try:
             return build()
         except Exception as error:
-            from torch._inductor.exc import InductorError  # hundreds of modules, for a fault alone
+            from torch._inductor.exc import InductorError  # imports hundreds of modules, needed after an error only
 
             if self._cache is None or not isinstance(error, (InductorError, OSError)):
                 raise
@@ -70,8 +70,6 @@ class InductorCacheDir:
     def _fall_back(self, error: Exception) -> None:
         assert self._cache is not None
         message = " ".join(str(error).split())[:300]
-        self._cache.warn_not_stored(
-            f"what is compiled for a CPU is not kept in {self._cache.folder / CODE_FOLDER}: {message}"
-        )
+        self._cache.warn_not_stored(f"compiled CPU code is not stored in {self._cache.folder / CODE_FOLDER}: {message}")
         self._redirect.close()
         self._cache = None

@@ -1,6 +1,6 @@
-"""What an entry of the compile cache depends on: an allow-list of printed factors.
+"""Key factors of compile-cache entries: an allow-list of printed values.
 
-No path, rank or device index is among them, so that a folder of entries can be used on another machine of the same kind.
+Paths, ranks and device indices are excluded, so that a folder of entries can be used on another machine of the same kind.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torchweave.config.options import TorchCompileConfig
 
 _PATH_LIKE = re.compile(r"(^|_)(path|paths|dir|file|folder)$")
 _PROCESS_HASH_SUFFIX = "object_hash"
-"""How the name of a hash ends that transformers' configs keep, another one in each process."""
+"""Suffix of hashes in transformers' configs that differ between processes."""
 _CHECKPOINT_PATH_SUFFIX = "name_or_path"
-"""How the names of a checkpoint's place end that transformers' models and configs keep."""
+"""Suffix of checkpoint locations in transformers' models and configs."""
 _WORD = re.compile(r"[\w-]*")
 _MAX_DEPTH = 6
-"""Objects that are further inside are only named; lists and dicts are described however deep."""
+"""Deeper objects are described by their class name only; lists and dicts are described at any depth."""
 _IN_PROGRESS = -1
-"""Where a text would stand: a list or dict that is being described."""
+"""In place of the depth: marks a list or dict that is being described."""
 _PLAIN = (
     bool,
     int,
@@ -51,18 +51,18 @@ _PLAIN = (
     torch.layout,
 )
 _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
-"""What every module holds: its parameters, children and hooks, which are described apart."""
+"""Attributes of every module: parameters, children and hooks, which are described separately."""
 _LOCATION_ATTRIBUTES = frozenset({"__module__", "__doc__", "__firstlineno__", "__static_attributes__"})
-"""What a class holds that says where it is written, and nothing of what it does."""
+"""Attributes of a class that hold its location, not its behaviour."""
 MISSING = "missing"
-"""In the place of the hash of a source that cannot be read."""
+"""In place of the hash of a source that cannot be read."""
 HASHED_FOLDERS = ("compiler", "models", "ops")
-"""Folders of this package whose sources decide what is captured, built and stored."""
+"""Folders of this package whose sources determine what is captured, built and stored."""
 _SOURCE_SUFFIXES = (".py", ".json", ".cpp")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Versions, this package's own sources, the kind of device, and the switches of torch that change generated code."""
+    """Factors of the machine: versions, this package's sources, the kind of device, and torch settings that change code."""
     return {
         "torchweave": version.__version__,
         "torchweave_sources": package_source_hash(),
@@ -79,12 +79,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def autocast(device_type: str) -> str:
-    """What `torch.autocast` does on such a device at the moment: `off`, or the dtype that it computes in."""
+    """The current dtype of `torch.autocast` for a device type, or `off`."""
     return str(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else "off"
 
 
 def device_kind(device: torch.device) -> str:
-    """What generated code can rely on: a GPU's name and capability, or a CPU's architecture and vector instructions."""
+    """The kind of device for generated code: a GPU's name and capability, or a CPU's architecture and vector instructions."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"cuda {torch.cuda.get_device_name(device)} sm_{major}{minor}"
@@ -94,7 +94,7 @@ def device_kind(device: torch.device) -> str:
 def graph_factors(
     module: nn.Module, inputs: Mapping[str, Tensor], dynamic: DynamicDims, config: TorchCompileConfig
 ) -> dict[str, Any]:
-    """Factors of a captured graph. The source text of the traced files comes beside them, see `source_digests`."""
+    """Factors of a captured graph; hashes of the traced files are stored separately, see `source_digests`."""
     device = next(iter(inputs.values())).device
     modules = (module, *_unregistered_modules(module))
     return {
@@ -126,10 +126,10 @@ def piece_factors(piece: Piece, config: TorchCompileConfig, device: torch.device
 
 @functools.cache
 def package_source_hash() -> str:
-    """Hash of every source file in `HASHED_FOLDERS`, so that no entry outlives a change of the code that made it.
+    """Hash of every source file in `HASHED_FOLDERS`: an entry is invalid once the code that made it changes.
 
     Raises:
-        FileNotFoundError: one of the folders is missing or empty: the installation is incomplete.
+        FileNotFoundError: a folder is missing or empty: the installation is incomplete.
     """
     return hash_folders([version.PACKAGE_FOLDER / folder for folder in HASHED_FOLDERS])
 
@@ -152,10 +152,10 @@ def hash_folders(folders: Iterable[Path]) -> str:
 
 
 def source_digests(modules: Iterable[str]) -> dict[str, str]:
-    """Hash of the source text of each module; a module of another package without a file hashes as missing.
+    """Hash of the source text of each module; `MISSING` for a module of another package without a file.
 
     Raises:
-        ImportError: a module of this package does not exist.
+        ImportError: a module of this package has no source.
     """
     digests = {}
     for name in modules:
@@ -163,70 +163,72 @@ def source_digests(modules: Iterable[str]) -> dict[str, str]:
             module = sys.modules.get(name) or importlib.import_module(name)
             digests[name] = hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()[:16]
         except (ImportError, OSError, AttributeError, TypeError, ValueError):
-            # A TypeError where the name of a file begins with a dot.
+            # TypeError: the name of a file begins with a dot.
             if name.partition(".")[0] == "torchweave":
-                raise ImportError(f"{name} is part of torchweave and has no source; reinstall torchweave") from None
+                raise ImportError(
+                    f"{name} is part of torchweave and has no source file; reinstall torchweave"
+                ) from None
             digests[name] = MISSING
     return digests
 
 
-Known = dict[tuple[int, int], str]
-"""Texts of objects and classes by identity and depth, while they live: modules of one model share their config."""
+DescriptionCache = dict[tuple[int, int], str]
+"""Descriptions by identity and depth, valid while the objects live: modules of one model share their config."""
 
 
-def describe_module(module: nn.Module, known: Known | None = None) -> str:
-    """A module as text: its tree of classes, its plain attributes, and the geometry of its tensors. No values of weights.
+def describe_module(module: nn.Module, cache: DescriptionCache | None = None) -> str:
+    """A module as text: its tree of classes, plain attributes, and the geometry of its tensors, without values of weights.
 
     Args:
-        known: keeps what was described, for other modules of the same model.
+        cache: descriptions, shared with other modules of the same model.
     """
-    lines, known = [], {} if known is None else known
+    lines, cache = [], {} if cache is None else cache
     for name, child in module.named_modules(remove_duplicate=False):
         hooks = [describe(hook, 1) for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
         plain = {key: value for key, value in sorted(vars(child).items()) if key not in _TORCH_OWN}
         forward = getattr(child.forward, "__func__", child.forward)
-        made = [_describe_class(kind, known) for kind in type(child).__mro__ if "<locals>" in kind.__qualname__]
-        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {made} {hooks} {describe(plain, 0, known)}")
+        local = [_describe_class(kind, cache) for kind in type(child).__mro__ if "<locals>" in kind.__qualname__]
+        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {local} {hooks} {describe(plain, 0, cache)}")
         tensors = {**child._parameters, **child._buffers}
         lines += [f"  {key}: {describe(tensor, 0)}" for key, tensor in tensors.items()]
     return "\n".join(lines)
 
 
-def _describe_class(kind: type, known: Known) -> str:
-    """What a class that a function made holds: classes of one maker have one name, and may differ in what it was called with."""
+def _describe_class(kind: type, cache: DescriptionCache) -> str:
+    """A class defined in a function, by its attributes: the class depends on the function's arguments, its name does not."""
     where = (id(kind), 0)
-    if where not in known:
+    if where not in cache:
         plain = (FunctionType, bool, int, float, str)
-        held = {
+        attributes = {
             key: each
             for key, each in sorted(vars(kind).items())
             if key not in _LOCATION_ATTRIBUTES and isinstance(each, plain)
         }
-        known[where] = _digest(describe(held, 1, known))
-    return known[where]
+        cache[where] = _digest(describe(attributes, 1, cache))
+    return cache[where]
 
 
 def _unregistered_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules that a forward may call and that torch does not know of: those in plain lists and dicts."""
+    """Modules in plain lists and dicts, which forward may call and torch does not register."""
     seen = {id(child) for child in module.modules()}
-    waiting = deque(module.modules())
-    while waiting:
-        for found in _modules_in([value for key, value in vars(waiting.popleft()).items() if key not in _TORCH_OWN]):
-            if id(found) not in seen:
-                yield found
-                seen |= {id(child) for child in found.modules()}
-                waiting.extend(found.modules())
+    queue = deque(module.modules())
+    while queue:
+        for child in _modules_in([value for key, value in vars(queue.popleft()).items() if key not in _TORCH_OWN]):
+            if id(child) not in seen:
+                yield child
+                seen |= {id(each) for each in child.modules()}
+                queue.extend(child.modules())
 
 
 def _tied_tensors(modules: Iterable[nn.Module]) -> list[str]:
-    """The places of each tensor that has several: a graph reads it from one of them, where another module may have two tensors."""
-    places: dict[int, list[str]] = {}
+    """The paths of tensors with several paths: a graph reads one, and another module may hold two tensors there."""
+    paths: dict[int, list[str]] = {}
     for number, module in enumerate(modules):
         for path, child in module.named_modules(remove_duplicate=False):
-            for key, held in {**vars(child), **child._parameters, **child._buffers}.items():
-                if isinstance(held, Tensor):
-                    places.setdefault(id(held), []).append(f"{number} {path} {key}")
-    return [f"tied: {found}" for found in places.values() if len(found) > 1]
+            for key, attribute in {**vars(child), **child._parameters, **child._buffers}.items():
+                if isinstance(attribute, Tensor):
+                    paths.setdefault(id(attribute), []).append(f"{number} {path} {key}")
+    return [f"tied: {tied}" for tied in paths.values() if len(tied) > 1]
 
 
 def _modules_in(thing: Any, depth: int = 0) -> Iterator[nn.Module]:
@@ -237,8 +239,8 @@ def _modules_in(thing: Any, depth: int = 0) -> Iterator[nn.Module]:
             yield from _modules_in(item, depth + 1)
 
 
-def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
-    """A setting as text: plain values, geometry of tensors, names of classes and functions, nests of them; no paths."""
+def describe(thing: Any, depth: int = 0, cache: DescriptionCache | None = None) -> str:
+    """A setting as text: plain values, geometry of tensors, names of classes and functions, containers of these; no paths."""
     if thing is None or isinstance(thing, _PLAIN):
         return repr(thing)
     if isinstance(thing, torch.device):
@@ -247,52 +249,50 @@ def describe(thing: Any, depth: int = 0, known: Known | None = None) -> str:
         return f"{type(thing).__name__}{tuple(thing.shape)}{tuple(thing.stride())}{thing.dtype}@{thing.device.type}"
     if isinstance(thing, PurePath):
         return "path"
-    known = {} if known is None else known
+    cache = {} if cache is None else cache
     if isinstance(thing, (Mapping, list, tuple, deque, set, frozenset)):
-        return _describe_nest(thing, depth, known)
-    if depth > _MAX_DEPTH:
-        return _name(type(thing))
-    if isinstance(thing, nn.Module):
+        return _describe_container(thing, depth, cache)
+    if depth > _MAX_DEPTH or isinstance(thing, nn.Module):
         return _name(type(thing))
     if isinstance(thing, MethodType):
-        return f"{_name(thing)} of {describe(thing.__self__, depth + 1, known)}"
+        return f"{_name(thing)} of {describe(thing.__self__, depth + 1, cache)}"
     if isinstance(thing, functools.partial):
-        return f"partial{describe([thing.func, thing.args, thing.keywords], depth + 1, known)}"
+        return f"partial{describe([thing.func, thing.args, thing.keywords], depth + 1, cache)}"
     if isinstance(thing, FunctionType):
-        return _describe_function(thing, depth, known)
+        return _describe_function(thing, depth, cache)
     if callable(thing) and hasattr(thing, "__qualname__"):
         return _name(thing)
-    return _describe_object(thing, depth, known)
+    return _describe_object(thing, depth, cache)
 
 
-def _describe_nest(thing: Any, depth: int, known: Known) -> str:
-    """A list, dict or set, however deep; one that holds itself is named there."""
+def _describe_container(thing: Any, depth: int, cache: DescriptionCache) -> str:
+    """A list, dict or set at any depth; a container inside itself is described by its class name."""
     where = (id(thing), _IN_PROGRESS)
-    if where in known:
+    if where in cache:
         return f"a {_name(type(thing))} around it"
-    known[where] = ""
+    cache[where] = ""
     try:
         if isinstance(thing, Mapping):
-            kept = [(_key(key), value) for key, value in thing.items() if not _is_path(str(key), value)]
-            return "{" + ", ".join(f"{key}: {describe(value, depth + 1, known)}" for key, value in kept) + "}"
-        items = [describe(item, depth + 1, known) for item in thing]
+            items = [(_key(key), value) for key, value in thing.items() if not _is_path(str(key), value)]
+            return "{" + ", ".join(f"{key}: {describe(value, depth + 1, cache)}" for key, value in items) + "}"
+        texts = [describe(item, depth + 1, cache) for item in thing]
         if isinstance(thing, (set, frozenset)):
-            return "{" + ", ".join(sorted(items)) + "}"
+            return "{" + ", ".join(sorted(texts)) + "}"
         kind = "" if type(thing) is list else _name(type(thing))
-        return f"{kind}[{', '.join(items)}]"
+        return f"{kind}[{', '.join(texts)}]"
     finally:
-        del known[where]
+        del cache[where]
 
 
-def _describe_function(function: FunctionType, depth: int, known: Known | None) -> str:
-    """Its name, its code, and what it holds: lambdas of one line and closures of one maker have one name."""
-    code, held = function.__code__, [function.__defaults__, function.__kwdefaults__]
+def _describe_function(function: FunctionType, depth: int, cache: DescriptionCache | None) -> str:
+    """Its name, code, defaults and closure: lambdas of one line and closures of one function share a name."""
+    code, values = function.__code__, [function.__defaults__, function.__kwdefaults__]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            held.append((name, cell.cell_contents))
-        except ValueError:  # a function that is defined further down
-            held.append((name, "empty"))
-    return f"{_name(function)} {_digest(_code_text(code))} {describe(held, depth + 1, known)}"
+            values.append((name, cell.cell_contents))
+        except ValueError:  # a variable that is assigned later
+            values.append((name, "empty"))
+    return f"{_name(function)} {_digest(_code_text(code))} {describe(values, depth + 1, cache)}"
 
 
 def _code_text(code: CodeType) -> str:
@@ -300,13 +300,13 @@ def _code_text(code: CodeType) -> str:
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
-def _describe_object(thing: Any, depth: int, known: Known) -> str:
+def _describe_object(thing: Any, depth: int, cache: DescriptionCache) -> str:
     where = (id(thing), depth)
-    if where not in known:
+    if where not in cache:
         slots = [name for kind in type(thing).__mro__ for name in _slots(kind) if hasattr(thing, name)]
         facts = {**{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
-        known[where] = f"{_name(type(thing))}{describe(dict(sorted(facts.items())), depth + 1, known) if facts else ''}"
-    return known[where]
+        cache[where] = f"{_name(type(thing))}{describe(dict(sorted(facts.items())), depth + 1, cache) if facts else ''}"
+    return cache[where]
 
 
 def _slots(kind: type) -> list[str]:
@@ -319,8 +319,8 @@ def _key(key: Any) -> str:
 
 
 def _is_path(key: str, value: Any) -> bool:
-    """Whether a setting says where something is, not what it is: its name says so, and its text, or one in its lists, is no mere
-    word. The name that a checkpoint was asked for by is one of a place too."""
+    """Whether a setting is a location: its name is that of a path and its text is not a single word, or it is a process hash or
+    the name that a checkpoint was loaded by."""
     return key.endswith((_PROCESS_HASH_SUFFIX, _CHECKPOINT_PATH_SUFFIX)) or (
         _is_path_name(key) and _contains_path(value)
     )
@@ -344,7 +344,7 @@ def _name(thing: Any) -> str:
 
 
 def _inductor_config() -> str:
-    """Inductor's settings as the user changed them; folders and worker counts do not change code."""
+    """Inductor's settings that differ from the defaults, without the number of workers, which does not change code."""
     import torch._inductor.config as inductor_config
 
     settings = inductor_config.save_config_portable()

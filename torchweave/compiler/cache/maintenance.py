@@ -1,4 +1,4 @@
-"""Looking after a folder of the compile cache: what is in it, whether it is whole, making it smaller, and taking it elsewhere."""
+"""Maintenance of a compile-cache folder: list, verify, prune, export and import entries."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ from torchweave.compiler.cache.store import (
 )
 
 _ARCHIVE_ERRORS = (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-"""What reading raises where a file is something else or was cut off; somebody may have compressed it."""
-_MAX_ENTRY_BYTES = 1 << 32  # bytes: what an archive claims beyond this is not read
+"""Errors of reading a file that is no archive, was cut off, or is compressed and damaged."""
+_MAX_ENTRY_BYTES = 1 << 32  # larger members of an archive are not read
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A file of the cache: its entry, or why it has none; bytes; and when it was last used, in seconds since the epoch."""
+    """A file of the cache.
+
+    Attributes:
+        used: time of the last use, in seconds since the epoch.
+        entry: None when the file is damaged, for the reason in `fault`.
+    """
 
     path: Path
     num_bytes: int
@@ -56,28 +61,28 @@ def summaries(cache: CompileCache) -> Iterator[Summary]:
             continue
         try:
             entry, fault = read_entry(path), ""
-            if cache.path(entry) != path:
-                entry, fault = None, "it is another entry than its name says"
+            if cache.path(entry.kind, entry.key) != path:
+                entry, fault = None, "its content is another entry than its name"
         except (OSError, DamagedEntryError) as error:
             entry, fault = None, str(error)
         yield Summary(path, facts.st_size, facts.st_mtime, entry, fault)
 
 
 def find(cache: CompileCache, keys: Sequence[str]) -> list[Summary]:
-    """The files whose keys begin as given.
+    """The files with these prefixes of keys.
 
     Raises:
-        ValueError: a beginning that fits none, or several.
+        ValueError: a prefix matches no file, or several.
     """
-    every = list(summaries(cache))
-    found = []
+    files = list(summaries(cache))
+    selected = []
     for key in keys:
-        fitting = [each for each in every if each.key.startswith(key)]
-        if len(fitting) != 1:
-            what = f"{len(fitting)} entries begin" if fitting else "no entry begins"
-            raise ValueError(f"{what} with {key!r}; `torchweave cache list` shows their keys")
-        found += fitting
-    return found
+        matches = [each for each in files if each.key.startswith(key)]
+        if len(matches) != 1:
+            count = f"{len(matches)} entries begin" if matches else "no entry begins"
+            raise ValueError(f"{count} with {key!r}; `torchweave cache list` shows the keys")
+        selected += matches
+    return selected
 
 
 def to_prune(
@@ -87,27 +92,27 @@ def to_prune(
     everything: bool,
     now: float | None = None,
 ) -> list[Summary]:
-    """What to remove: damaged files always, then what was not used for `older_than` seconds, then the least recently used
-    until at most `max_bytes` are left."""
+    """The files to remove: damaged files always, then files not used for `older_than` seconds, then the least recently used
+    until at most `max_bytes` remain."""
     now = time.time() if now is None else now
-    kept, gone = [], []
+    rest, removed = [], []
     for each in sorted(every, key=lambda each: each.used):
         old = older_than is not None and now - each.used > older_than
-        (gone if everything or old or each.entry is None else kept).append(each)
-    left = sum(each.num_bytes for each in kept)
-    for each in kept if max_bytes is not None else ():
-        if left <= (max_bytes or 0):
+        (removed if everything or old or each.entry is None else rest).append(each)
+    total = sum(each.num_bytes for each in rest)
+    for each in rest if max_bytes is not None else ():
+        if total <= (max_bytes or 0):
             break
-        left -= each.num_bytes
-        gone.append(each)
-    return gone
+        total -= each.num_bytes
+        removed.append(each)
+    return removed
 
 
 def clear_unfinished(cache: CompileCache, older_than: float = 3600.0) -> int:
-    """Remove what a process that was killed while it wrote has left; returns how many files."""
+    """Remove unfinished files of processes that were killed while writing; returns their number."""
     count = 0
     for path in cache.folder.glob(f"*/{UNFINISHED}*"):
-        with contextlib.suppress(FileNotFoundError):  # it was finished meanwhile
+        with contextlib.suppress(FileNotFoundError):  # its writer has finished it meanwhile
             if time.time() - path.stat().st_mtime > older_than:
                 path.unlink()
                 count += 1
@@ -115,16 +120,16 @@ def clear_unfinished(cache: CompileCache, older_than: float = 3600.0) -> int:
 
 
 def clear_side_files(cache: CompileCache) -> None:
-    """Remove what stands beside the entries: shared objects that pieces for a CPU were compiled to, and readable copies."""
+    """Remove the folders beside the entries: compiled CPU code, and readable copies."""
     for folder in (CODE_FOLDER, READABLE_FOLDER):
         shutil.rmtree(cache.folder / folder, ignore_errors=True)
 
 
 def export(cache: CompileCache, file: Path, entries: Iterable[Summary]) -> int:
-    """Write entries into one archive (tar); returns how many. The archive is there whole or not at all.
+    """Write entries into one tar archive, atomically; returns their number.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the archive cannot be written.
     """
     packed, count = io.BytesIO(), 0
     with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -137,12 +142,12 @@ def export(cache: CompileCache, file: Path, entries: Iterable[Summary]) -> int:
 
 
 def import_archive(cache: CompileCache, file: Path) -> tuple[int, list[str]]:
-    """Take the entries of an archive into the cache; returns how many were new, and what was wrong with others.
+    """Import the entries of an archive; returns the number of new entries, and the faults of invalid members.
 
-    Entries are code that is run when it is loaded: an archive is to be trusted like a program. Names in it are not used.
+    Entries are code that is executed when it is loaded: import only trusted archives. Names in the archive are not used.
 
     Raises:
-        ValueError: it is no archive.
+        ValueError: the file is not an archive.
     """
     added, faults = 0, []
     try:
@@ -150,18 +155,21 @@ def import_archive(cache: CompileCache, file: Path) -> tuple[int, list[str]]:
             for member in archive:
                 content = archive.extractfile(member) if member.isreg() and member.size < _MAX_ENTRY_BYTES else None
                 if content is None or not member.name.endswith(SUFFIX):
-                    faults.append(f"{member.name}: it is no entry")
+                    faults.append(f"{member.name}: it is not an entry")
                     continue
                 data = content.read()
                 try:
-                    path = cache.path(parse_entry(data))
+                    entry = parse_entry(data)
                 except DamagedEntryError as error:
                     faults.append(f"{member.name}: {error}")
                     continue
+                path = cache.path(entry.kind, entry.key)
                 if not path.exists():
                     path.parent.mkdir(exist_ok=True, mode=0o700)
                     write_atomic(path, data)
                     added += 1
     except _ARCHIVE_ERRORS as error:
-        raise ValueError(f"{file} is no archive of a compile cache; give one that `cache export` wrote") from error
+        raise ValueError(
+            f"{file} is not an archive of a compile cache; pass a file that `cache export` wrote"
+        ) from error
     return added, faults

@@ -1,16 +1,25 @@
-"""Captured graphs and built pieces as bytes, for the compile cache."""
+"""Captured graphs and built pieces as bytes, for the compile cache.
+
+A graph's nodes are written as plain tuples: a pickler writes and reads those in C, but nodes one by one in Python.
+
+    call(linear, (x, weight, None)) -> (2, "call_function", "linear_3", ("(", ("%", 4), ("%", 1), None), ("{",))
+
+The first number is a node of a table graph, which holds each distinct operation once. For inputs, calls of methods and the
+output it is their name.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 import tempfile
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from torchweave.compiler.codegen.inductor import load_kernels_in_process
@@ -18,25 +27,26 @@ from torchweave.compiler.codegen.inductor_artifact import deserialize_code, seri
 from torchweave.compiler.codegen.pieces import BuiltPiece, compiled_fx_graph, fast_callable, generated_code
 from torchweave.compiler.codegen.retarget_device import rename_device, retarget_on_load
 from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, geometry
-from torchweave.compiler.ir.flat import flatten_nodes, unflatten_nodes
 from torchweave.compiler.ir.graph import Binding, CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compiler.ir.sources import SourceError, resolve
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece
 
+NodeRow = tuple[int | str, str, str, Any, Any]
 _CODE = b"torchweave-code\n"
-"""Begins what is not an artifact of Inductor but its code."""
+"""Prefix of a payload that holds Inductor's code alone, not its artifact."""
+_NAMED = ("placeholder", "call_method", "output")  # their targets are strings
 
 
 class NotSerializableError(Exception):
-    """Something that cannot be written down, and why."""
+    """An object cannot be serialized; the message gives the reason."""
 
 
 def serialize_graph(graph: CapturedGraph) -> bytes:
-    """A captured graph, its constants by the sources that tracing reached them by.
+    """A captured graph as bytes, its constants by Dynamo's sources.
 
     Raises:
-        NotSerializableError: the graph holds a tensor that no source leads to, or an object that cannot be pickled.
+        NotSerializableError: the graph holds a tensor without a source, or an object that cannot be pickled.
     """
     from torch.fx._graph_pickler import GraphPickler, Options
 
@@ -45,23 +55,25 @@ def serialize_graph(graph: CapturedGraph) -> bytes:
     bindings: dict[str, Any] = {}
     for name, binding in graph.bindings.items():
         if isinstance(binding, Constant) and not binding.source:
-            raise NotSerializableError(f"{name} is a tensor that tracing made")
+            raise NotSerializableError(f"{name} is a tensor that tracing created")
         bindings[name] = binding.source if isinstance(binding, Constant) else binding
     try:
-        table, rows = flatten_nodes(graph.module)
+        table, rows = _flatten_nodes(graph.module)
         module = GraphPickler.dumps((table, rows, *_serialize_values(graph)), Options(ops_filter=None))
         output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
         rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources, graph.unused_inputs)
         return pickle.dumps(rest)
-    except Exception as error:  # the pickler raises what it likes
+    except Exception as error:  # the pickler may raise anything
         raise NotSerializableError(f"{type(error).__name__}: {error}") from error
 
 
 def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -> CapturedGraph:
-    """The graph that `serialize_graph` wrote, bound to `module`, for `device`, which is of the kind of the one that it
-    was captured on.
+    """The graph that `serialize_graph` wrote, bound to `module`.
 
-    Raises what unpickling raises, and SourceError.
+    Args:
+        device: to run on; of the kind that the graph was captured on.
+
+    Raises whatever unpickling raises, and SourceError.
     """
     from torch._subclasses import FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler
@@ -69,7 +81,7 @@ def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -
     pickled, inputs, stored, output, symbols, sources, unused_inputs = pickle.loads(payload)
     mode = FakeTensorMode(shape_env=_without_guard_locations())
     table, rows, geometries, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
-    restored = unflatten_nodes(table, rows)
+    restored = _unflatten_nodes(table, rows)
     rename_device(restored.graph, device)
     _deserialize_values(restored, geometries, values, mode, device)
     roots = module_roots(module)
@@ -82,15 +94,15 @@ def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -
         tensor = resolve(binding, roots)
         fake = fakes[name]
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (fake.shape, fake.dtype):
-            raise SourceError(f"{binding} is not the tensor that it was")
+            raise SourceError(f"{binding} has another shape or dtype than the stored graph")
         bindings[name] = Constant(tensor, binding)
     tree = OutputTree(pytree.treespec_loads(output[0]), output[1])
     return CapturedGraph(restored, inputs, bindings, tree, symbols, sources, unused_inputs)
 
 
 def _without_guard_locations() -> Any:
-    """Symbolic sizes whose guards do not say which line they are from: nobody reads that of a graph that is loaded, and to tell it
-    from lines of torch's own, torch imports 400 modules."""
+    """A shape environment whose guards have no source line: it is not read for a loaded graph, and to separate it from torch's
+    own lines, torch imports 400 modules."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     class Sizes(ShapeEnv):
@@ -101,14 +113,14 @@ def _without_guard_locations() -> Any:
 
 
 def module_roots(module: nn.Module) -> dict[str, Any]:
-    """What the sources of a module's constants start from."""
+    """The roots of the sources of a module's constants."""
     forward = getattr(module.forward, "__func__", module.forward)
     return {"L": {"self": module, forward.__code__.co_varnames[0]: module}, "G": forward.__globals__}
 
 
 def _serialize_values(graph: CapturedGraph) -> tuple[list[Tensor], list[Any]]:
     """The distinct geometries of a graph's fake values, and the value of each node: a fake tensor as `("tensor", number of its
-    geometry, number of the storage that it lives in)`. There are few geometries, and to make one from bytes takes long."""
+    geometry, number of its storage)`. Geometries are few, and slow to rebuild from bytes."""
     numbers: dict[tuple[Hashable, ...], int] = {}
     geometries: list[Tensor] = []
     storages: dict[int, int] = {}
@@ -147,7 +159,7 @@ def _deserialize_values(
 
 
 def _compact_copy(thing: Tensor) -> Tensor:
-    """A fake tensor of the same geometry in a storage that holds just that."""
+    """A fake tensor of the same geometry in the smallest storage that holds it."""
     mode: Any = getattr(thing, "fake_mode", None)
     with mode:
         alone = torch.empty_strided(thing.size(), thing.stride(), dtype=thing.dtype, device=thing.device)
@@ -159,31 +171,31 @@ def _compact_copy(thing: Tensor) -> Tensor:
 
 
 def serialize_piece(built: BuiltPiece) -> bytes:
-    """What Inductor made of a piece: its code alone, or, where calls need what AOTAutograd has around it, its artifact.
+    """A built piece as bytes: Inductor's code, or its whole artifact when calls need AOTAutograd's wrapper.
 
     Raises:
-        NotSerializableError: Inductor kept nothing that can be loaded again.
+        NotSerializableError: Inductor's result cannot be loaded again.
     """
     inner = compiled_fx_graph(built.artifact)
     if inner is not None and built.call is inner.current_callable:
         try:
-            kept, _ = built.artifact._artifacts or (None, None)
-            return _CODE + serialize_code(inner, kept)
-        except Exception as error:  # the pickler raises what it likes
+            artifacts, _ = built.artifact._artifacts or (None, None)
+            return _CODE + serialize_code(inner, artifacts)
+        except Exception as error:  # the pickler may raise anything
             raise NotSerializableError(f"{type(error).__name__}: {error}") from error
     try:
         with _scratch() as path:
             built.artifact.save(path=str(path), format="binary")
             return path.read_bytes()
-    except Exception as error:  # Inductor raises what it likes, and so does a disk
+    except Exception as error:  # Inductor and the disk may raise anything
         raise NotSerializableError(f"{type(error).__name__}: {error}") from error
 
 
 def deserialize_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: int = 0) -> BuiltPiece:
-    """The piece that `serialize_piece` wrote on one GPU, for that or another one of its kind. Raises what Inductor raises.
+    """The piece that `serialize_piece` wrote, for the same GPU or another of its kind. Raises whatever Inductor raises.
 
     Args:
-        built_on, runs_on: the GPUs' indices.
+        built_on, runs_on: indices of the GPUs.
     """
     with load_kernels_in_process(kernels=any(isinstance(each, Tensor) and each.is_cuda for each in piece.examples())):
         if payload.startswith(_CODE):
@@ -202,3 +214,58 @@ def deserialize_piece(payload: bytes, piece: Piece, built_on: int = 0, runs_on: 
 def _scratch() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="torchweave-") as folder:
         yield Path(folder) / "artifact"
+
+
+def _flatten_nodes(module: fx.GraphModule) -> tuple[fx.GraphModule, list[NodeRow]]:
+    """The table of a graph's distinct operations, and its nodes as `(operation, kind, name, args, kwargs)`."""
+    table, numbers, rows = fx.Graph(), dict[Any, int](), list[NodeRow]()
+    argument = table.placeholder("argument")
+    positions = {node: position for position, node in enumerate(module.graph.nodes)}
+    for node in module.graph.nodes:
+        target: int | str = str(node.target)
+        if node.op not in _NAMED:
+            target = numbers.setdefault((node.op, node.target), len(table.nodes))
+            if target == len(table.nodes):
+                table.node_copy(node, lambda _: argument).meta = {}
+        rows.append((target, node.op, node.name, _write(node.args, positions), _write(node.kwargs, positions)))
+    table.output(argument)  # a graph of methods only has no other node, and an empty graph generates invalid code
+    return fx.GraphModule(module, table, "Captured"), rows
+
+
+def _unflatten_nodes(table: fx.GraphModule, rows: Sequence[NodeRow]) -> fx.GraphModule:
+    """The inverse of `_flatten_nodes`."""
+    targets = [node.target for node in table.graph.nodes]
+    graph, nodes = fx.Graph(), list[fx.Node]()
+    for target, kind, name, args, kwargs in rows:
+        function = targets[target] if isinstance(target, int) else target
+        nodes.append(graph.create_node(kind, function, _read(args, nodes), _read(kwargs, nodes), name))
+    return _LazyGraphModule(table, graph, "Captured")
+
+
+def _write(thing: Any, positions: Mapping[fx.Node, int]) -> Any:
+    """A tuple with a leading tag, or a leaf."""
+    if isinstance(thing, fx.Node):
+        return ("%", positions[thing])
+    if isinstance(thing, tuple):
+        return ("(", *[_write(item, positions) for item in thing])
+    if isinstance(thing, list):
+        return ("[", *[_write(item, positions) for item in thing])
+    if isinstance(thing, dict):
+        return ("{", *[(key, _write(item, positions)) for key, item in thing.items()])
+    if isinstance(thing, slice):
+        return (":", *[_write(item, positions) for item in (thing.start, thing.stop, thing.step)])
+    return thing
+
+
+def _read(thing: Any, nodes: Sequence[fx.Node]) -> Any:
+    if not isinstance(thing, tuple):
+        return thing
+    kind, *items = thing
+    if kind == "%":
+        return nodes[items[0]]
+    if kind == "{":
+        return {key: _read(item, nodes) for key, item in items}
+    values = [_read(item, nodes) for item in items]
+    if kind == ":":
+        return slice(*values)
+    return values if kind == "[" else tuple(values)

@@ -1,8 +1,8 @@
-"""The compile cache: captured graphs and built pieces, each a single file that says what it is and proves that it is whole.
+"""The compile cache: captured graphs and built pieces, each in one file with a header and checksums.
 
-A file is named by the hash of its factors: everything that the entry depends on, and nothing else (no path, rank or device
-index), printed in its header. An entry that is damaged, foreign or unreadable is a miss with one warning. Entries hold code
-that is run when it is loaded, so a folder that other users can write to is refused.
+A file is named by the hash of its key factors (everything that the entry depends on, without paths, ranks and device
+indices), which its header lists. A damaged, foreign or unreadable entry is a miss with one warning. Entries hold code that
+is executed when it is loaded, so a folder that other users can write to is refused.
 
     torchweave-cache\\n | length of the header, 8 bytes | its SHA-256, 32 bytes | header, JSON | payload
 """
@@ -27,9 +27,9 @@ MAGIC = b"torchweave-cache\n"
 FORMAT = 3
 SUFFIX = ".weave"
 CODE_FOLDER = "inductor"
-"""Beside the entries: what Inductor compiled of pieces for a CPU."""
+"""Folder beside the entries: Inductor's compiled CPU code."""
 READABLE_FOLDER = "unpacked"
-"""Beside the entries: what they hold, to read, with `compile_cache_format: unpacked`."""
+"""Folder beside the entries: their contents as text, with `compile_cache_format: unpacked`."""
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 UNFINISHED = ".writing-"
@@ -39,12 +39,12 @@ Factors = Mapping[str, Any]
 
 
 class DamagedEntryError(Exception):
-    """A file in the cache is not an entry, or not the one that its name says."""
+    """A file in the cache is not an entry, or not the entry of its name."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a file holds: its factors, facts that are no factors, and the payload."""
+    """The content of a file: key factors, further facts, and the payload."""
 
     kind: str
     key: str
@@ -54,7 +54,7 @@ class Entry:
 
 
 def key_of(kind: Kind, factors: Factors) -> str:
-    """The name of an entry: 64 hex digits of everything that it depends on."""
+    """The name of an entry: 64 hex digits, a hash of its key factors."""
     return hashlib.sha256(_json({"kind": kind, "format": FORMAT, "factors": dict(factors)})).hexdigest()
 
 
@@ -62,13 +62,13 @@ class CompileCache:
     """A folder of entries, safe to share between processes of one user.
 
     Args:
-        folder: made, readable by its owner only, when it does not exist.
-        report: gets a `cache` event for every look-up and store, and a `warning` for every entry that cannot be used.
-        wait: called with where an entry would be before it is looked for; returns when no other process will make it.
+        folder: created, readable by its owner only, when it does not exist.
+        report: receives a `cache` event for every look-up and store, and a `warning` for every entry that cannot be used.
+        wait: called with an entry's path before each look-up; blocks while another process builds that entry.
 
     Raises:
-        ValueError: the folder belongs to, or can be written by, somebody else.
-        OSError: the folder cannot be made.
+        ValueError: the folder belongs to another user, or other users can write to it.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path | str, report: Report, wait: Callable[[Path], None] = lambda _: None) -> None:
@@ -83,14 +83,14 @@ class CompileCache:
         """The entry with these factors, or None."""
         key = key_of(kind, factors)
         self.report.event("cache_key", entry=kind, key=key[:12], factors=dict(factors))
-        path = self._path(kind, key)
+        path = self.path(kind, key)
         try:
             self._wait(path)
             entry = read_entry(path)
             if (entry.kind, entry.key) != (kind, key):
-                raise DamagedEntryError("it is another entry than its name says")
+                raise DamagedEntryError("its content is another entry than its name")
         except FileNotFoundError:
-            self.miss(kind, key, "not there")
+            self.miss(kind, key, "not found")
             return None
         except (OSError, DamagedEntryError) as error:
             self.reject(kind, key, str(error))
@@ -98,7 +98,7 @@ class CompileCache:
         return entry
 
     def store(self, kind: Kind, factors: Factors, payload: bytes, facts: Factors | None = None) -> str:
-        """Write an entry, whole or not at all; returns its key. A folder that cannot be written is one warning."""
+        """Write an entry atomically; returns its key. A folder that cannot be written causes one warning."""
         key = key_of(kind, factors)
         header = {
             "format": FORMAT,
@@ -111,7 +111,7 @@ class CompileCache:
         }
         text = _json(header)
         try:
-            path = self._path(kind, key)
+            path = self.path(kind, key)
             path.parent.mkdir(exist_ok=True, mode=0o700)
             write_atomic(path, MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text + payload)
         except OSError as error:
@@ -121,7 +121,7 @@ class CompileCache:
         return key
 
     def unpack(self, kind: str, key: str, texts: Mapping[str, str]) -> None:
-        """Write what an entry holds as files to read, in a folder beside it. They are never read again by the cache."""
+        """Write the content of an entry as text files in a folder beside it, for readers only."""
         folder = self.folder / READABLE_FOLDER / f"{kind}-{key[:12]}"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -131,76 +131,73 @@ class CompileCache:
             self.warn_not_stored(f"cannot write {folder}: {error}")
 
     def hit(self, entry: Entry) -> None:
-        """Record that an entry was used, for whoever prunes the folder too."""
+        """Record the use of an entry, in the report and as the file's time for pruning."""
         with contextlib.suppress(OSError):
-            os.utime(self._path(entry.kind, entry.key))
+            os.utime(self.path(entry.kind, entry.key))
         self.report.event("cache", outcome="hit", entry=entry.kind, key=entry.key[:12])
 
     def miss(self, kind: str, key: str, why: str) -> None:
-        """Record that nothing could be used, as expected."""
+        """Record a miss."""
         self.report.event("cache", outcome="miss", entry=kind, key=key[:12], why=why)
 
     def reject(self, kind: str, key: str, why: str) -> None:
-        """Record that there is an entry that cannot be used, and warn."""
+        """Record an entry that cannot be used, as a miss with a warning."""
         self.miss(kind, key, why)
         self.report.event("warning", what="compile cache", why=f"ignored the {kind} {key[:12]}: {why}")
 
     def warn_not_stored(self, why: str) -> None:
-        """Warn, once: a disk that is full or may not be written to refuses whatever comes."""
+        """Warn once: a full or read-only disk fails for every entry."""
         if not self._warned:
             self._warned = True
             self.report.event("warning", what="compile cache", why=why)
 
     def entries(self) -> Iterator[Path]:
         """The files of the cache."""
-        yield from sorted(self.folder.glob(f"*/*{SUFFIX}"))  # folders beside theirs hold no such files
+        yield from sorted(self.folder.glob(f"*/*{SUFFIX}"))  # the other folders hold no such files
 
-    def path(self, entry: Entry) -> Path:
-        """Where an entry is, or would be."""
-        return self._path(entry.kind, entry.key)
-
-    def _path(self, kind: str, key: str) -> Path:
+    def path(self, kind: str, key: str) -> Path:
+        """The path of an entry, which need not exist."""
         return self.folder / kind / f"{key}{SUFFIX}"
 
 
 def open_cache(
     config: TorchCompileConfig, report: Report, wait: Callable[[Path], None] = lambda _: None
 ) -> CompileCache | None:
-    """The cache that a config asks for; None when it is off, or, with a warning, when its folder cannot be made.
+    """The compile cache of a config; None when it is off, or, with a warning, when its folder cannot be created.
 
     Args:
-        wait: as `CompileCache` takes it.
+        wait: see `CompileCache`.
 
     Raises:
-        ValueError: the folder belongs to, or can be written by, somebody else.
+        ValueError: the folder belongs to another user, or other users can write to it.
     """
     if not config.compile_cache:
         return None
     try:
         return CompileCache(cache_dir(config.compile_cache_dir), report, wait)
     except OSError as error:
-        report.event("warning", what="compile cache", why=f"off, so that each start compiles anew: {error}")
+        report.event("warning", what="compile cache", why=f"disabled, so that every start compiles again: {error}")
         return None
 
 
 def read_entry(path: Path) -> Entry:
-    """Read and check a file.
+    """Read and verify a file.
 
     Raises:
-        DamagedEntryError: it is no entry of this format, or not as it was written.
-        OSError: it cannot be read.
+        DamagedEntryError: the file is not an entry of this format, or is damaged.
+        OSError: the file cannot be read.
     """
     return parse_entry(path.read_bytes())
 
 
 def parse_entry(data: bytes) -> Entry:
-    """Check the content of a file.
+    """Parse and verify the content of a file.
 
     Raises:
-        DamagedEntryError: it is no entry of this format, or not as it was written.
+        DamagedEntryError: the content is not an entry of this format, or is damaged.
     """
     if not data.startswith(MAGIC):
-        raise DamagedEntryError("it is no file of this cache")
+        raise DamagedEntryError("it is not a file of this cache")
     start = len(MAGIC) + 8 + _DIGEST_BYTES
     length = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
     text = data[start : start + length]
@@ -214,18 +211,18 @@ def parse_entry(data: bytes) -> Entry:
         if len(payload) != header["bytes"] or hashlib.sha256(payload).hexdigest() != header["sha256"]:
             raise DamagedEntryError("its payload is damaged")
         if key_of(header["kind"], header["factors"]) != header["key"]:
-            raise DamagedEntryError("its factors do not give its key")
-        if header["kind"] not in get_args(Kind):  # it names a folder
-            raise DamagedEntryError(f"there is no kind {header['kind']!r} of entries")
+            raise DamagedEntryError("its key does not match its factors")
+        if header["kind"] not in get_args(Kind):  # the kind becomes the name of a folder
+            raise DamagedEntryError(f"its kind {header['kind']!r} is unknown")
         if not (isinstance(header["factors"], dict) and isinstance(header["facts"], dict)):
-            raise DamagedEntryError("its header is damaged (factors and facts are tables)")
+            raise DamagedEntryError("its header is damaged (factors and facts must be tables)")
         return Entry(header["kind"], header["key"], header["factors"], header["facts"], payload)
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedEntryError(f"its header is damaged ({type(error).__name__})") from error
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, whoever else writes it at the same moment."""
+    """Write a file atomically, also against other writers of the same file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -244,7 +241,7 @@ def _refuse_shared(folder: Path) -> None:
         raise ValueError(f"the compile cache {folder} belongs to another user; choose another folder")
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(
-            f"other users can write to the compile cache {folder}, and entries are code that is run; "
+            f"other users can write to the compile cache {folder}, and entries are executed when loaded; "
             f"`chmod go-w {folder}` or choose another folder"
         )
 

@@ -1,7 +1,7 @@
-"""Capture: a module's forward as ONE graph of Torch IR with dynamic sizes, by Dynamo, without guards.
+"""Capture a module's forward with Dynamo: one graph of Torch IR with dynamic sizes, without guards.
 
-No guard is kept: whoever weaves a module promises that it does not change, and the sizes that may change are declared.
-What the graph was specialised to by declaration (example dtypes, devices, every undeclared size) is checked at the call.
+No guard is kept: the caller promises that the module does not change, and declares the sizes that may. Everything that the
+graph is specialised to by declaration (dtypes and devices of the examples, each undeclared size) is checked at every call.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -20,13 +21,10 @@ from torch.fx.node import map_arg
 
 from torchweave.compiler.capture.outputs import output_tree
 from torchweave.compiler.capture.side_effects import record_side_effects
-from torchweave.compiler.capture.trace_once.clone import CloneError
-from torchweave.compiler.capture.trace_once.found import PlaceholderMap
-from torchweave.compiler.capture.trace_once.kinds import find_repeated
-from torchweave.compiler.capture.trace_once.placeholder import lazy_modules
-from torchweave.compiler.capture.trace_once.stitch import stitch_layers
-from torchweave.compiler.capture.trace_once.tails import without_tails
-from torchweave.compiler.capture.trace_once.watch import NotRepeatableError
+from torchweave.compiler.capture.trace_once.clone_layers import CloneError, clone_layers
+from torchweave.compiler.capture.trace_once.layer_recorder import NotRepeatableError
+from torchweave.compiler.capture.trace_once.placeholders import PlaceholderMap, placeholder_layers
+from torchweave.compiler.capture.trace_once.repeated_layers import find_repeated, without_tails
 from torchweave.compiler.dump import bytecode_text
 from torchweave.compiler.errors import (
     InvariantError,
@@ -38,15 +36,7 @@ from torchweave.compiler.errors import (
     user_location,
 )
 from torchweave.compiler.ir.aliasing import op_name
-from torchweave.compiler.ir.graph import (
-    Binding,
-    CapturedGraph,
-    Constant,
-    Input,
-    Size,
-    UnusedInput,
-    clean_up_graph,
-)
+from torchweave.compiler.ir.graph import Binding, CapturedGraph, Constant, Input, Size, UnusedInput, clean_up_graph
 from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.sources import SourceError, resolve
 from torchweave.compiler.ir.symbols import (
@@ -63,7 +53,20 @@ from torchweave.report import Report
 
 _TRACE_ONCE_PREFIX = f"{__package__}.trace_once."
 _NUMPY_SOURCE_PREFIX = "___from_numpy("
-"""How Dynamo's source of a numpy number or array begins."""
+"""Prefix of Dynamo's source of a numpy number or array."""
+_NODE_META = ("example_value", "stack_trace")
+"""Metadata of nodes that later stages read."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One forward to trace; see `capture`."""
+
+    module: nn.Module
+    inputs: Mapping[str, Tensor]
+    dynamic: DynamicDims
+    mode: DynamicShapes
+    report: Report
 
 
 def capture(
@@ -80,100 +83,85 @@ def capture(
         inputs: example tensors by forward's parameter names, in forward's order. Their values are not read.
         dynamic: names of the dimensions that vary, by input and dimension: `{"input_ids": {0: "T"}}`.
         mode: how these dimensions are kept symbolic.
-        report: is offered the code that Dynamo made of the forward, and gets a `trace_once` event: which layers were
-            traced and how many were cloned, or why none was.
-        trace_once: trace layers that do the same once, and clone the nodes of the others. The graph is the same either way.
+        report: receives the bytecode that Dynamo generated, and a `trace_once` event: the layers that were traced and the
+            number of cloned layers, or the reason why none was cloned.
+        trace_once: trace equal layers once and clone the nodes of the others. The graph is the same either way.
 
     Raises:
+        ValueError: the names of the inputs are not the first parameters of forward.
         TraceError: the forward cannot be traced, with the line and the cause.
     """
-    forward_parameters(module, inputs)
-    hints = choose_size_hints(inputs, dynamic, _static_sizes(module))
+    _check_input_names(module, inputs)
+    static_sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
+    hints = choose_size_hints(inputs, dynamic, static_sizes)
     examples = {name: example(tensor, dynamic.get(name, {}), hints) for name, tensor in inputs.items()}
-    report = report or Report(show=False)
-    graph = _capture_once(module, examples, dynamic, mode, report) if trace_once else None
-    return graph or _capture(module, examples, dynamic, mode, report, {})
+    request = _Request(module, examples, dynamic, mode, report or Report(show=False))
+    graph = _capture_once(request) if trace_once else None
+    return graph or _capture(request, {})
 
 
-def _capture_once(
-    module: nn.Module, examples: Mapping[str, Tensor], dynamic: DynamicDims, mode: DynamicShapes, report: Report
-) -> CapturedGraph | None:
-    """The graph with each kind of layer traced once; None when no layer repeats another, or it cannot be shown to."""
+def _check_input_names(module: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    parameters = [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if list(inputs) != parameters[: len(inputs)]:
+        raise ValueError(f"inputs must be named in forward's order: {parameters}, not {list(inputs)}")
+
+
+def _capture_once(request: _Request) -> CapturedGraph | None:
+    """The graph with each kind of layer traced once; None when no layer can be shown to repeat another."""
     try:
-        repeated = find_repeated(module, list(examples.values()))
+        repeated = find_repeated(request.module, list(request.inputs.values()))
         if repeated is None:
             return None
-        with lazy_modules(repeated.kinds, repeated.tails) as placeholder_map, without_tails(repeated.tails):
-            graph = _capture(module, examples, dynamic, mode, report, placeholder_map)
-    except Exception as error:  # whatever it is: a saving must not stop what works without it
-        known = isinstance(error, (NotRepeatableError, CloneError, TraceError))
-        report.event("trace_once", traced=[], cloned=0, why=str(error) if known else f"{type(error).__name__}: {error}")
+        with placeholder_layers(repeated) as placeholders, without_tails(repeated.tails):
+            graph = _capture(request, placeholders)
+    except Exception as error:  # an optimization must not stop a capture that works without it
+        is_expected = isinstance(error, (NotRepeatableError, CloneError, TraceError))
+        why = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        request.report.event("trace_once", traced=[], cloned=0, why=why)
         return None
-    report.event("trace_once", **repeated.facts())
+    request.report.event("trace_once", **repeated.facts())
     return graph
 
 
-def _capture(
-    module: nn.Module,
-    inputs: Mapping[str, Tensor],
-    dynamic: DynamicDims,
-    mode: DynamicShapes,
-    report: Report,
-    placeholders: PlaceholderMap,
-) -> CapturedGraph:
-    """Trace the module as it stands, and put the layers that it has stand-ins for into the graph."""
-    names, examples = forward_parameters(module, inputs), list(inputs.values())
-    for name, tensor in inputs.items():
-        mark(tensor, dynamic.get(name, {}), mode)
+def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
+    """Trace the module in its current state, and replace the placeholders of layers by clones."""
+    for name, tensor in request.inputs.items():
+        mark(tensor, request.dynamic.get(name, {}), request.mode)
     with record_side_effects() as side_effects:
-        captured = _trace(module, examples, mode)
+        captured = _trace(request)
     if captured.backend_input is None:
         raise TraceError("forward computes no tensor, so there is nothing to compile")
     gm = captured.backend_input.graph_module
     _reject_functorch(gm)
     _reject_triton_kernels(gm)
     code = captured.graph_capture_output.bytecode
-    report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
-    roots = _roots(module, names, examples, captured)
-    given = dict(zip(names, examples, strict=True))
-    bindings = _bind(gm, roots, given)
+    request.report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
+    roots = _roots(request, captured)
+    bindings = _bind(gm, roots, request.inputs)
     graph = CapturedGraph(
         module=_plain_module(gm),
-        inputs=names,
+        inputs=tuple(request.inputs),
         bindings=bindings,
-        output=output_tree(captured, module, given, roots, side_effects),
+        output=output_tree(captured, request.module, request.inputs, roots, side_effects),
         symbols={},
         sources=_traced_modules(captured),
-        unused_inputs=_unused_inputs(given, dynamic, bindings),
+        unused_inputs=_unused_inputs(request, bindings),
     )
     if placeholders:
-        stitch_layers(graph, placeholders)
-    graph.symbols = _name_symbols(graph, dynamic)
+        clone_layers(graph, placeholders)
+    graph.symbols = _name_symbols(graph, request.dynamic)
     _lift_attributes(graph)
     _reject_mutated_constants(graph)
     clean_up_graph(graph)
     return graph
 
 
-def forward_parameters(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The names of `inputs`, checked to be the leading parameters of the module's forward."""
-    parameters = [
-        name
-        for name, parameter in inspect.signature(module.forward).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    names = tuple(inputs)
-    if list(names) != parameters[: len(names)]:
-        raise ValueError(f"inputs must be named in forward's order: {parameters}, not {list(names)}")
-    return names
-
-
-def _static_sizes(module: nn.Module) -> set[int]:
-    return {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
-
-
-def _trace(module: nn.Module, examples: list[Tensor], mode: DynamicShapes) -> Any:
-    """Dynamo's capture of the whole forward. Sizes are dynamic only where they were marked."""
+def _trace(request: _Request) -> Any:
+    """Dynamo's capture of the whole forward; only marked sizes are dynamic."""
     import torch._dynamo as dynamo
     from torch._dynamo.convert_frame import fullgraph_capture
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
@@ -185,21 +173,22 @@ def _trace(module: nn.Module, examples: list[Tensor], mode: DynamicShapes) -> An
     try:
         with (
             torch.no_grad(),
-            dynamic_shapes_mode(mode),
+            dynamic_shapes_mode(request.mode),
             rules,
             get_metrics_context(),
             dynamo_timed("torchweave_capture"),
         ):
-            return fullgraph_capture(module, tuple(examples))
+            return fullgraph_capture(request.module, tuple(request.inputs.values()))
     except Exception as error:
         raise trace_error(error) from error
 
 
-def _roots(module: nn.Module, names: tuple[str, ...], examples: list[Tensor], captured: Any) -> dict[str, Any]:
-    """What Dynamo's sources start from. A module with hooks is traced through `__call__(self, *args)`."""
+def _roots(request: _Request, captured: Any) -> dict[str, Any]:
+    """The roots of Dynamo's sources. A module with hooks is traced through `__call__(self, *args)`."""
+    module = request.module
     forward = getattr(module.forward, "__func__", module.forward)
-    myself = forward.__code__.co_varnames[0] if hasattr(module.forward, "__self__") else "self"
-    frame = {myself: module, "self": module, "args": tuple(examples), **dict(zip(names, examples, strict=True))}
+    self_name = forward.__code__.co_varnames[0] if hasattr(module.forward, "__self__") else "self"
+    frame = {self_name: module, "self": module, "args": tuple(request.inputs.values()), **request.inputs}
     output = captured.graph_capture_output
     globals_ = dict(output.f_globals)
     for alias, name in output.import_sources.items():
@@ -214,8 +203,8 @@ def _source(node: fx.Node) -> str:
     return source.name if isinstance(source.name, str) else source.name()
 
 
-def _bind(gm: fx.GraphModule, roots: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Binding]:
-    """What each placeholder is: an input, a size of an input, or a tensor of the module."""
+def _bind(gm: fx.GraphModule, roots: dict[str, Any], inputs: Mapping[str, Tensor]) -> dict[str, Binding]:
+    """The binding of each placeholder: an input, a size of an input, or a tensor of the module."""
     by_identity = {id(tensor): name for name, tensor in inputs.items()}
     bindings: dict[str, Binding] = {}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -226,19 +215,17 @@ def _bind(gm: fx.GraphModule, roots: dict[str, Any], inputs: dict[str, Tensor]) 
         if source.startswith(_NUMPY_SOURCE_PREFIX):
             name = source.removeprefix(_NUMPY_SOURCE_PREFIX).removesuffix(")").replace("L['self']", "self")
             raise TraceError(
-                f"forward reads {name}, which is numpy's; keep a number as Python's (`float(...)`, `int(...)`), and an array as "
-                "a tensor (`torch.from_numpy(...)`, a buffer)"
+                f"forward reads {name}, a numpy value; keep a number as a Python number (`float(...)`, `int(...)`), and an "
+                "array as a tensor (`torch.from_numpy(...)`, a buffer)"
             )
         try:
-            found = resolve(source, roots)
+            tensor = resolve(source, roots)
         except SourceError as error:
             raise TraceError(f"forward reads a tensor that cannot be bound: {error}") from error
-        if not isinstance(found, Tensor):
-            raise TraceError(f"forward reads {source}, which is no tensor but {type(found).__name__}")
-        if id(found) in by_identity:
-            bindings[node.name] = Input(by_identity[id(found)])
-        else:
-            bindings[node.name] = Constant(found, source)
+        if not isinstance(tensor, Tensor):
+            raise TraceError(f"forward reads {source}, which is not a tensor but {type(tensor).__name__}")
+        name = by_identity.get(id(tensor))
+        bindings[node.name] = Constant(tensor, source) if name is None else Input(name)
     for node in placeholders:
         if node.name not in bindings:
             bindings[node.name] = _bind_size(node, placeholders, bindings)
@@ -246,33 +233,35 @@ def _bind(gm: fx.GraphModule, roots: dict[str, Any], inputs: dict[str, Tensor]) 
 
 
 def _bind_size(size: fx.Node, placeholders: list[fx.Node], bindings: dict[str, Binding]) -> Size:
-    wanted = str(value(size))
+    expected = str(value(size))
     for node in placeholders:
         binding = bindings.get(node.name)
         if isinstance(binding, Input):
-            for dim, found in enumerate(value(node).shape):
-                if isinstance(found, torch.SymInt) and str(found) == wanted:
+            for dim, dim_size in enumerate(value(node).shape):
+                if isinstance(dim_size, torch.SymInt) and str(dim_size) == expected:
                     return Size(binding.name, dim)
     raise TraceError(
-        f"the size {_source(size)} is of an input of which forward reads nothing else; take it from one that it reads"
+        f"forward reads only the size {_source(size)} of an input, and no value of it; take the size from another input"
     )
 
 
-def _unused_inputs(
-    inputs: Mapping[str, Tensor], dynamic: DynamicDims, bindings: Mapping[str, Binding]
-) -> tuple[UnusedInput, ...]:
+def _unused_inputs(request: _Request, bindings: Mapping[str, Binding]) -> tuple[UnusedInput, ...]:
     """The inputs that no placeholder is bound to."""
-    read = {binding.name for binding in bindings.values() if isinstance(binding, Input)}
-    found = []
-    for name, tensor in inputs.items():
-        if name not in read:
-            sizes = tuple(dynamic.get(name, {}).get(dim, size) for dim, size in enumerate(tensor.shape))
-            found.append(UnusedInput(name, tensor.dtype, tensor.device.type, sizes))
-    return tuple(found)
+    used = {binding.name for binding in bindings.values() if isinstance(binding, Input)}
+    unused = []
+    for name, tensor in request.inputs.items():
+        if name not in used:
+            sizes = tuple(request.dynamic.get(name, {}).get(dim, size) for dim, size in enumerate(tensor.shape))
+            unused.append(UnusedInput(name, tensor.dtype, tensor.device.type, sizes))
+    return tuple(unused)
 
 
 def _name_symbols(graph: CapturedGraph, dynamic: DynamicDims) -> dict[str, str]:
-    """Symbols by the caller's names; a declared size that tracing turned into a number is refused."""
+    """The caller's names of symbols.
+
+    Raises:
+        SizeError: tracing turned a declared size into a number.
+    """
     names: dict[str, str] = {}
     used = {
         binding.name: node for node in graph.placeholders() if isinstance(binding := graph.bindings[node.name], Input)
@@ -291,17 +280,17 @@ def _name_symbols(graph: CapturedGraph, dynamic: DynamicDims) -> dict[str, str]:
 
 
 def _specialization_cause(size: Any, graph: CapturedGraph) -> tuple[str, str]:
-    """Where and why a size became a number, as far as the shape environment remembers."""
+    """The location and the cause of a size that became a number, as recorded by the shape environment."""
     shape_env = getattr(graph.fake_mode, "shape_env", None)
     for guard in reversed(getattr(shape_env, "guards", [])):
         if str(size) in str(guard.expr):
             where, code = user_location(guard.sloc)
             return where, f" by a comparison ({guard.expr}) in `{code}`"
-    return "", ": forward needs this very size"
+    return "", ": forward works for this size only"
 
 
 def _plain_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph on a module of its own that holds no parameters, with flat outputs and only what later stages read."""
+    """The graph on a module without parameters, with flat outputs and only the metadata of `_NODE_META`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
@@ -310,38 +299,39 @@ def _plain_module(gm: fx.GraphModule) -> fx.GraphModule:
         else:
             copy = graph.node_copy(node, copies.__getitem__)
         copies[node] = copy
-        kept = ("example_value", "stack_trace")
-        copy.meta = {key: node.meta[key] for key in kept if key in node.meta}
-    return _LazyGraphModule(gm, graph, "Captured")  # its code is made when it is asked for, not after each change
+        copy.meta = {key: node.meta[key] for key in _NODE_META if key in node.meta}
+    return _LazyGraphModule(gm, graph, "Captured")  # generates its code on demand, not after each change
 
 
 def _reject_functorch(gm: fx.GraphModule) -> None:
-    """`vmap`, `grad` and their like turn a state of torch on and off around other operations: whoever runs these one by one, on
-    fakes or over streams, stops in between and leaves it on in the whole process."""
-    homes = {
+    """Refuse `vmap`, `grad` and the like: they switch global state of torch on and off around other operations, and running
+    the operations separately (on fake tensors, over streams) would leave it on in the whole process."""
+    modules = {
         node: getattr(node.target, "__module__", None) or "" for node in gm.graph.nodes if node.op == "call_function"
     }
-    found = [node for node, home in homes.items() if home.startswith(("torch._functorch", "torch._C._functorch"))]
-    if found:
+    transforms = [
+        node for node, name in modules.items() if name.startswith(("torch._functorch", "torch._C._functorch"))
+    ]
+    if transforms:
         raise TraceError(
-            "forward uses a transform of torch.func (vmap, grad or the like), which cannot be divided into operations; write it "
+            "forward uses a transform of torch.func (vmap, grad or the like), which cannot be split into operations; write it "
             "for the whole batch, or put it into a custom op",
-            _last_user_location(found),
+            _last_user_location(transforms),
         )
 
 
 def _reject_triton_kernels(gm: fx.GraphModule) -> None:
-    """A graph names a Triton kernel by its number in this process, where another one has another kernel, and not what it writes."""
-    if found := [node for node in gm.graph.nodes if op_name(node)[1].startswith("triton_kernel_wrapper")]:
+    """Refuse Triton kernels: a graph holds an index that is valid in this process only, and no mutated arguments."""
+    if launches := [node for node in gm.graph.nodes if op_name(node)[1].startswith("triton_kernel_wrapper")]:
         raise TraceError(
-            "forward launches a Triton kernel, of which a graph cannot tell what it writes; put the launch into a custom op "
-            "(torch.library.custom_op, with its mutates_args)",
-            _last_user_location(found),
+            "forward launches a Triton kernel, and a graph does not hold which arguments it writes; put the launch into a "
+            "custom op (torch.library.custom_op, with its mutates_args)",
+            _last_user_location(launches),
         )
 
 
 def _last_user_location(nodes: Sequence[fx.Node]) -> str:
-    """The last of their lines that is not torch's own."""
+    """The last source line of the nodes outside torch."""
     places = [
         where for node in nodes for where in source_locations(node) if not where.startswith(f"{torch.__path__[0]}/")
     ]
@@ -353,44 +343,40 @@ def _lift_attributes(graph: CapturedGraph) -> None:
     for node in list(graph.graph.nodes):
         if node.op != "get_attr":
             continue
-        found = _get_attribute(graph.module, str(node.target))
-        if not isinstance(found, Tensor):
-            continue
-        placeholder = graph.add_constant(node.name, found)
-        node.replace_all_uses_with(placeholder)
-        graph.graph.erase_node(node)
-
-
-def _get_attribute(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module
+        attribute: Any = graph.module
+        for part in str(node.target).split("."):
+            attribute = getattr(attribute, part)
+        if isinstance(attribute, Tensor):
+            node.replace_all_uses_with(graph.add_constant(node.name, attribute))
+            graph.graph.erase_node(node)
 
 
 def _reject_mutated_constants(graph: CapturedGraph) -> None:
-    """Constants are bound once: a forward that writes to a parameter or buffer, or to a view of one, is refused."""
+    """Refuse a forward that writes to a parameter or buffer, or to a view of one: constants are bound once."""
     owners = {storage_id(node): constant.source or node.name for node, constant in graph.constants()}
     for node in graph.graph.nodes:
         for argument in mutated_args(node):
             if storage_id(argument) in owners:
                 raise InvariantError(
                     f"forward writes to {owners[storage_id(argument)]}, but parameters and buffers are bound once and must "
-                    "stay as they are; pass the tensor in as an input, or write to it in a boundary op",
+                    "not change; pass the tensor in as an input, or write to it in a boundary op",
                     source_location(node),
                 )
 
 
 def _traced_modules(captured: Any) -> tuple[str, ...]:
-    """Importable names of the files whose code was traced, without those that torch's version stands for; and the names of files
-    that are no module's, such as a cell of a notebook."""
+    """Importable names of the files whose code was traced, and the names of files without a module, such as a notebook's cell.
+
+    Without torch's own files, for which torch's version stands.
+    """
     by_file = {getattr(module, "__file__", None): name for name, module in reversed(list(sys.modules.items()))}
     traced = captured.graph_capture_output.traced_code
-    found = {by_file.get(code.co_filename, code.co_filename) for code in traced if not _is_generated(code)}
-    return tuple(sorted(name for name in found if name and not name.startswith(("torch.", _TRACE_ONCE_PREFIX))))
+    names = {by_file.get(code.co_filename, code.co_filename) for code in traced if not _is_generated(code)}
+    return tuple(sorted(name for name in names if name and not name.startswith(("torch.", _TRACE_ONCE_PREFIX))))
 
 
 def _is_generated(code: CodeType) -> bool:
-    """Whether Python or torch wrote it (an `__init__` of a dataclass, a lambda), or Python brings it."""
+    """Whether Python or torch generated it (`__init__` of a dataclass, a lambda), or it is a frozen module of Python."""
     name = code.co_filename
     return name.startswith("<frozen ") or (
         name == "<string>" and re.fullmatch("__.*__|<lambda>", code.co_name) is not None

@@ -1,4 +1,4 @@
-"""What a forward returns, and how that is built from the outputs of its graph."""
+"""The return value of a forward, as a tree over the flat outputs of its graph."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torchweave.compiler.errors import TraceError, source_location
 from torchweave.compiler.ir.graph import Attribute, Constant, Input, OutputTree, same_geometry
 from torchweave.compiler.ir.symbols import value
 
-_VIEWS = ("T", "mT", "H", "mH", "data")
-"""Attributes of a tensor that look at it."""
+_VIEW_ATTRIBUTES = ("T", "mT", "H", "mH", "data")
 
 
 def output_tree(
@@ -27,33 +26,35 @@ def output_tree(
     roots: Mapping[str, Any],
     side_effects: Sequence[str],
 ) -> OutputTree:
-    """Run only Dynamo's own glue on marked tensors, and see where each of them lands in the return value.
+    """Run Dynamo's generated code around the graph on marker tensors, and find each marker in the return value.
 
     Args:
-        captured: what Dynamo made of the module's forward for these inputs.
-        roots: what its sources start from.
-        side_effects: sources of the objects that the glue changes.
+        captured: Dynamo's capture of the module's forward for these inputs.
+        roots: of its sources.
+        side_effects: sources of the objects that the generated code changes.
 
     Raises:
-        TraceError: forward returns what cannot be returned again at each call, or changes Python objects.
+        TraceError: forward returns an object that cannot be returned again at each call, or changes Python objects.
     """
     (output,) = (node for node in captured.backend_input.graph_module.graph.nodes if node.op == "output")
     if sizes := [node for node in output.all_input_nodes if not isinstance(value(node), Tensor)]:
-        raise TraceError("forward returns a size, or a number made of sizes; return tensors", source_location(sizes[0]))
-    marks = tuple(torch.empty(0) for _ in output.args[0])
+        raise TraceError(
+            "forward returns a size, or a number computed from sizes; return tensors", source_location(sizes[0])
+        )
+    markers = tuple(torch.empty(0) for _ in output.args[0])
     try:
-        glue = captured.forward_callable(compiled_fn=lambda *args: marks, extra_globals=roots["G"])
-        roots = {**roots, "G": ChainMap(glue.__globals__, roots["G"])}
+        generated = captured.forward_callable(compiled_fn=lambda *args: markers, extra_globals=roots["G"])
+        roots = {**roots, "G": ChainMap(generated.__globals__, roots["G"])}
         with reject_side_effects(side_effects, roots):
-            result = glue(module, *inputs.values())
+            result = generated(module, *inputs.values())
     except TraceError:
         raise
-    except Exception as error:  # Dynamo's code for what it made up while it traced
+    except Exception as error:  # raised by the code that Dynamo generated
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TraceError(
-            f"forward returns what cannot be made again at each call, as a generator; return tensors ({message})"
+            f"forward returns an object that cannot be rebuilt at each call, such as a generator; return tensors ({message})"
         ) from error
-    index_of = {id(mark): index for index, mark in enumerate(marks)}
+    index_of = {id(marker): index for index, marker in enumerate(markers)}
     input_of = {id(tensor): name for name, tensor in inputs.items()}
     flat, spec = pytree.tree_flatten(result)
     leaves: list[Any] = []
@@ -74,15 +75,13 @@ def output_tree(
 
 
 def _attribute_of(leaf: Tensor, inputs: Mapping[str, Tensor]) -> Attribute | None:
-    """The attribute of an input that a returned tensor is, None when it looks at no input."""
+    """The attribute of an input that a returned tensor is; None when it is no view of an input."""
     for name, tensor in inputs.items():
         if leaf.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
             continue
-        for attribute in _VIEWS:
-            with contextlib.suppress(RuntimeError):  # an input of that kind has no such attribute
+        for attribute in _VIEW_ATTRIBUTES:
+            with contextlib.suppress(RuntimeError):  # not every input has every attribute
                 if same_geometry(getattr(tensor, attribute), leaf):
                     return Attribute(name, attribute)
-        raise TraceError(
-            f"forward returns a view of {name} that tracing leaves outside of the graph; return a copy of it"
-        )
+        raise TraceError(f"forward returns a view of {name} that is not part of the traced graph; return a copy of it")
     return None

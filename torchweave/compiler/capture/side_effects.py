@@ -1,7 +1,7 @@
-"""Whether a forward leaves Python objects as they were: what it changes besides tensors is in no graph, and would be lost.
+"""Reject forwards that change Python objects: a graph holds tensor operations only, and such changes would be lost.
 
-Dynamo tells which objects a forward changes that were there before, and its code around the graph changes them. That is watched,
-and undone: many a forward only sets what it then sets back.
+Dynamo reports the existing objects that a forward changes, and its generated code repeats the changes. They are compared
+and undone here, since many forwards only set an attribute and reset it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Contents = dict[Any, Any]
 
 @contextmanager
 def record_side_effects() -> Iterator[list[str]]:
-    """What Dynamo says, while it traces in here, of a forward's changes: the sources of the objects, there at the end."""
+    """The sources of the objects that a forward changes, as Dynamo reports them while it traces; filled on exit."""
     from torch._dynamo import config
 
     sources: list[str] = []
@@ -45,10 +45,10 @@ def record_side_effects() -> Iterator[list[str]]:
 
 @contextmanager
 def reject_side_effects(sources: Sequence[str], roots: Mapping[str, Any]) -> Iterator[None]:
-    """See to it that the objects of these sources are in the end what they were, and refuse what was not so.
+    """Compare the objects of these sources on entry and on exit, and restore them.
 
     Raises:
-        TraceError: one of them was changed.
+        TraceError: an object has changed.
     """
     before = {source: _snapshot(source, roots) for source in sources}
     yield
@@ -57,8 +57,8 @@ def reject_side_effects(sources: Sequence[str], roots: Mapping[str, Any]) -> Ite
     ]
     if changed:
         raise TraceError(
-            f"forward changes {' and '.join(changed)}, which a compiled forward would not do; return what changes, or write it "
-            "into a tensor that is an input"
+            f"forward changes {' and '.join(changed)}, which a compiled forward would not do; return the new value, or write "
+            "it into a tensor that is an input"
         )
 
 
@@ -71,25 +71,25 @@ def _snapshot(source: str, roots: Mapping[str, Any]) -> tuple[Any, list[_Content
 
 
 def _contents(thing: Any) -> list[_Contents]:
-    """What an object holds as a container, and its attributes; neither, where nobody could see it change."""
-    found: list[_Contents] = []
+    """The items of a container and the attributes of an object; empty when it has neither."""
+    contents: list[_Contents] = []
     if isinstance(thing, CellType):
-        found.append({"": thing.cell_contents})
+        contents.append({"": thing.cell_contents})
     elif isinstance(thing, dict):
-        found.append(dict(thing))
+        contents.append(dict(thing))
     elif isinstance(thing, (list, deque)):
-        found.append(dict(enumerate(thing)))
+        contents.append(dict(enumerate(thing)))
     elif isinstance(thing, set):
-        found.append({each: each for each in thing})
-    return [*found, dict(vars(thing))] if hasattr(thing, "__dict__") else found
+        contents.append({each: each for each in thing})
+    return [*contents, dict(vars(thing))] if hasattr(thing, "__dict__") else contents
 
 
 def _restore(source: str, thing: Any, before: list[_Contents], roots: Mapping[str, Any]) -> list[str]:
-    """Names of what is another object or holds something else than before; it holds the same again."""
+    """Restore an object. Returns the names of what had changed: the object itself, or its attributes."""
     now, after = _snapshot(source, roots)
     if before and now is thing and all(map(_same, before, after)):
         return []
-    name = _REGISTERED.sub(lambda found: f".{found[1]}" if found[1] else "", _ROOT.sub(r"\1", source))
+    name = _REGISTERED.sub(lambda match: f".{match[1]}" if match[1] else "", _ROOT.sub(r"\1", source))
     if isinstance(thing, CellType):
         thing.cell_contents = before[0][""]
     elif isinstance(thing, (dict, set)):
@@ -105,15 +105,15 @@ def _restore(source: str, thing: Any, before: list[_Contents], roots: Mapping[st
 
 
 def _set_attributes(thing: Any, attributes: _Contents) -> list[str]:
-    """Give an object these attributes and no others; returns the names of those that were not so."""
-    wrong = _changed_keys(attributes, vars(thing))
-    for name in wrong:
+    """Give an object exactly these attributes. Returns the names of those that differed."""
+    changed = _changed_keys(attributes, vars(thing))
+    for name in changed:
         base: Any = type if isinstance(thing, type) else object
         if name in attributes:
             base.__setattr__(thing, name, attributes[name])
         else:
             base.__delattr__(thing, name)
-    return wrong
+    return changed
 
 
 def _changed_keys(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:

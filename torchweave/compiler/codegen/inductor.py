@@ -1,4 +1,4 @@
-"""Inductor as it lives in a process: what it imports, and when the processes start and end in which it builds kernels."""
+"""Inductor's imports and worker processes: import in the background, start, stop."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import torch
 from torchweave.utils.lazy_import import lazy_modules
 
 _FOR_TRAINING = {"networkx": ("DiGraph",)}
-"""What AOTAutograd draws pictures of a training step's memory with: 0.2 to 1 s of imports, as many packages as are installed are
-asked whether they have backends for it."""
+"""A dependency of AOTAutograd's memory visualisation for training; imports take 0.2 to 1 s, growing with the installed packages."""
 
 
 @contextmanager
 def import_inductor_in_background(wanted: bool = True) -> Iterator[None]:
-    """Import what loads a built piece, which takes most of a second, while in here nothing is imported; it is there at the end."""
+    """Import the modules that load a built piece in a thread, which takes most of a second; joined at exit.
+
+    The gain is largest around work that imports nothing itself.
+    """
     if not wanted:
         yield
         return
@@ -40,10 +42,10 @@ def import_inductor_in_background(wanted: bool = True) -> Iterator[None]:
 
 @contextmanager
 def start_inductor_workers(device: torch.device) -> Iterator[None]:
-    """Start the processes in which Inductor builds kernels for a GPU; they are started at the end of this.
+    """Start Inductor's worker processes for GPU kernels in the background; the start has been requested at exit.
 
-    They take some seconds to be ready, and until then it builds one after the other in this process. To start them it first hashes
-    torch's source, 2500 files, which is mostly reading.
+    The workers need some seconds; until then Inductor compiles kernels serially in this process. Before the start Inductor hashes
+    torch's source (2500 files), which is mostly I/O.
     """
     with lazy_modules(_FOR_TRAINING):
         import_module("torch._functorch.partitioners")
@@ -60,9 +62,9 @@ def start_inductor_workers(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def stop_inductor_workers() -> Iterator[None]:
-    """The processes that are started in here are told to end, and nobody waits for that: whoever exits would wait 2 s.
+    """Shut down worker processes that were started in the body, without the wait of 2 s that Inductor adds at process exit.
 
-    They stay where somebody else has work for them, who compiles code of his own in another thread.
+    Workers that are busy for another thread's compilation stay.
     """
     before = _pools()
     try:
@@ -73,13 +75,13 @@ def stop_inductor_workers() -> Iterator[None]:
             from torch._inductor import async_compile
 
             async_compile.AsyncCompile._ready_future = None
-            async_compile.after_fork()  # whoever builds kernels from now on starts others
+            async_compile.after_fork()  # the next compilation starts new workers
             for pool in started:
                 threading.Thread(target=pool.shutdown, name="torchweave-ending", daemon=True).start()
 
 
 def _is_busy(pool: Any) -> bool:
-    """Whether it has work, beside the one that says when its processes are there."""
+    """Whether a pool has pending work besides its readiness check."""
     from torch._inductor.async_compile import AsyncCompile
 
     work = list(getattr(pool, "pending_futures", {}).values())
@@ -87,15 +89,15 @@ def _is_busy(pool: Any) -> bool:
 
 
 def _pools() -> set[Any]:
-    """The groups of processes that there are; none where nobody has asked for one."""
+    """Existing worker pools; empty if Inductor is not imported."""
     return set(getattr(sys.modules.get("torch._inductor.async_compile"), "_pool_set", ()))
 
 
 @contextmanager
 def load_kernels_in_process(kernels: bool) -> Iterator[None]:
-    """What is loaded in here has its `kernels`, if it has any for a GPU, loaded by this process.
+    """Load GPU kernels in this process if `kernels`.
 
-    Inductor would first start those that build kernels: it hashes torch's source for them, and waits for them at the end.
+    By default Inductor would start its worker processes for that, hash torch's source, and wait for the workers at exit.
     """
     from torch._inductor import config
 

@@ -1,8 +1,8 @@
-"""What Inductor generated for a piece, kept so that it is loaded without what generated it.
+"""Serialize Inductor's generated code so that loading it does not import the compiler.
 
-To load an artifact, Inductor imports its lowerings, its scheduler and its code generators (300 modules, 0.9 of 5 s of imports): its
-generated code begins with a list of imports, most of which it does not use, and its cache of artifacts looks up keys of torch's
-source. Here the generated code is kept with only the imports that it uses, and loaded by what runs it.
+Loading a plain artifact imports Inductor's lowerings, scheduler and code generators (300 modules, 0.9 of 5 s of imports), because
+generated code starts with imports that it mostly does not use, and the artifact cache hashes torch's source. Here the code keeps
+only the imports that it uses.
 """
 
 from __future__ import annotations
@@ -17,29 +17,27 @@ import torch
 from torchweave.compiler.codegen.retarget_device import retarget
 
 _EXTERN = "extern_kernels"
-"""What generated code calls torch's own kernels by; to import it is to import every lowering."""
+"""Namespace of torch's own kernels in generated code; importing it imports every lowering."""
 
 
 def serialize_code(graph: Any, artifacts: bytes | None = None) -> bytes:
-    """A `CompiledFxGraph`, with its kernels where it has any, and the configurations that these were tuned to.
+    """Pickle a `CompiledFxGraph` with its kernels and their tuned configurations. Raises the errors of pickling.
 
     Args:
-        artifacts: what Inductor kept while it made the graph.
-
-    Raises what pickling raises.
+        artifacts: Inductor's cache artifacts of the graph.
     """
-    kept = copy(graph)
-    kept.prepare_for_serialization()
-    kept.source_code = strip_unused_imports(graph.source_code)
-    kept.cache_key = f"{graph.cache_key}_lean"  # names the file that the code is run from
-    return pickle.dumps((_tuned(artifacts) if artifacts else [], kept))
+    copied = copy(graph)
+    copied.prepare_for_serialization()
+    copied.source_code = strip_unused_imports(graph.source_code)
+    copied.cache_key = f"{graph.cache_key}_lean"  # file name of the generated module
+    return pickle.dumps((_tuned(artifacts) if artifacts else [], copied))
 
 
 def deserialize_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any:
-    """What `serialize_code` wrote on one GPU, a `CompiledFxGraph` that can be called on that or another one of its kind.
+    """A callable `CompiledFxGraph` from the bytes of `serialize_code`.
 
     Args:
-        built_on, runs_on: the GPUs' indices.
+        built_on, runs_on: indices of two GPUs of one kind.
     """
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
@@ -60,17 +58,17 @@ def deserialize_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any
 
 
 def _tuned(artifacts: bytes) -> list[tuple[str, bytes]]:
-    """Files of Inductor's folder that say which configuration of a kernel was the fastest: their names and contents."""
+    """Inductor's autotuning results: file names and contents."""
     from torch.compiler._cache import CacheArtifactManager
 
-    found = CacheArtifactManager.deserialize(artifacts) or {}
-    return [(each.key, each.content) for each in found.get("autotune", ())]
+    by_type = CacheArtifactManager.deserialize(artifacts) or {}
+    return [(each.key, each.content) for each in by_type.get("autotune", ())]
 
 
 def strip_unused_imports(code: str) -> str:
-    """Generated code without the imports from Inductor that it does not use; every other line stays where it was.
+    """Generated code without its unused imports from Inductor; line numbers stay.
 
-    `extern_kernels` are made of torch's functions, where they are just that: `extern_kernels.mm` is `torch.mm`.
+    The import of `extern_kernels` is replaced where each used kernel is torch's function: `extern_kernels.mm` is `torch.mm`.
     """
     tree = ast.parse(code)
     lines = code.splitlines()
@@ -90,7 +88,7 @@ def strip_unused_imports(code: str) -> str:
 
 
 def _kernels_of_torch(tree: ast.Module) -> set[str]:
-    """The extern kernels that code uses, if each is torch's function of the same name; else none."""
+    """The extern kernels in use, if each is torch's function of the same name; else none."""
     from torch._inductor.select_algorithm import extern_kernels
 
     nodes = list(ast.walk(tree))

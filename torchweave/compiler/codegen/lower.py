@@ -1,9 +1,8 @@
-"""Lowering: a piece of Torch IR as a functional graph of ATen and custom ops, which passes of the ATen stage rewrite.
+"""Lower a piece of Torch IR to a functional graph of ATen and custom ops, the input of the ATen passes.
 
-Nothing is decomposed that torch can call whole: tracing stops above autograd ("pre-dispatch"), so that `linear`, `layer_norm` or
-`scaled_dot_product_attention` stay one node, as fast to call and as easy to match as they were. Only what may alias or
-write is taken apart, because a functional graph has to know. Sizes stay symbolic, constants stay placeholders, and a custom
-op that writes into its arguments becomes `auto_functionalized_v2`.
+Tracing stops above autograd ("pre-dispatch"), so that composite ops (`linear`, `layer_norm`, `scaled_dot_product_attention`)
+stay one node that is fast to call and easy to match. Only ops that may alias or mutate are decomposed. Sizes stay symbolic,
+constants stay placeholders, and a custom op that mutates its arguments becomes `auto_functionalized_v2`.
 """
 
 from __future__ import annotations
@@ -30,28 +29,24 @@ _CHECKS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, at
 
 
 class LoweringError(Exception):
-    """A piece has no functional form that does the same, and why."""
+    """A piece has no equivalent functional graph; the message is the reason."""
 
 
 def lower(piece: Piece, sizes: Mapping[str, int] | None = None) -> Piece:
-    """The piece in ATen IR: same inputs, constants and outputs, fake values in `meta["val"]`.
+    """The piece in ATen IR, with the same inputs, constants and outputs and fake values in `meta["val"]`.
 
     Args:
-        sizes: values of symbols that are to be fixed; the others stay symbolic.
+        sizes: values for symbols to fix; other symbols stay symbolic.
 
     Raises:
-        LoweringError: it writes to an input that is also seen by another name, or tracing fails.
-        SizeError: tracing made a number of a size.
+        LoweringError: the piece writes to an aliased input, or tracing fails.
+        SizeError: tracing fixed a dynamic size.
     """
     return cached_lowering(piece, sizes)()
 
 
 def cached_lowering(piece: Piece, sizes: Mapping[str, int] | None = None) -> Callable[[], Piece]:
-    """What `lower` gives, a graph of its own at each call, traced once: passes of several ranges of the token count begin with it.
-
-    Raises:
-        LoweringError: as `lower`.
-    """
+    """Trace a piece once; returns a function that gives a new lowered piece at each call, see `lower`."""
     _reject_aliased_mutations(piece)
     examples = [_fixed(each, sizes) for each in piece.examples()] if sizes else piece.examples()
     interpreter = _Interpreter(piece)
@@ -66,7 +61,7 @@ def cached_lowering(piece: Piece, sizes: Mapping[str, int] | None = None) -> Cal
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a piece, and notes which operation made a number of a size: it is one for the whole graph then."""
+    """Runs a piece and records the first operation that fixes a dynamic size in `fixed`."""
 
     def __init__(self, piece: Piece) -> None:
         super().__init__(piece.module)
@@ -78,16 +73,16 @@ class _Interpreter(fx.Interpreter):
         result = super().run_node(n)
         new = {symbol: size for symbol, size in fixed_sizes(self._shape_env).items() if symbol not in self._known}
         if new and self.fixed is None:
-            cause = f"{n.name} holds for a size of {min(new.values())} alone; {VIEW_MUTATION_HINT}"
+            cause = f"{n.name} is valid only for a size of {min(new.values())}; {VIEW_MUTATION_HINT}"
             self.fixed = SizeError(cause, source_location(n))
         return result
 
 
 def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModule:
-    """`function(*examples)` as a tidy functional ATen graph.
+    """`function(*examples)` as a simplified functional ATen graph.
 
     Args:
-        function: takes one argument for each example and returns tensors, or a nest of them.
+        function: takes one argument for each example and returns a tree of tensors.
         examples: fake tensors and symbolic sizes of one fake mode.
     """
     from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -95,12 +90,12 @@ def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModu
     from torch.fx.traceback import preserve_node_meta
 
     def functional(*arguments: Any) -> Any:
-        # `export` is what keeps composite ops whole; nothing is exported.
+        # `export=True` keeps composite ops whole; there is no export.
         rest = iter(arguments)
         filled = [each if _is_number(each) else next(rest) for each in examples]
         return _functionalized(function, filled, FunctionalTensorMode(pre_dispatch=True, export=True))
 
-    varying = [each for each in examples if not _is_number(each)]  # tracing would make symbols of numbers
+    varying = [each for each in examples if not _is_number(each)]  # tracing would turn numbers into symbols
     with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="At pre-dispatch tracing, we assume")
         traced = make_fx(functional, tracing_mode="symbolic", pre_dispatch=True, _allow_fake_constant=True)(*varying)
@@ -114,7 +109,7 @@ def _is_number(thing: Any) -> bool:
 
 
 def _add_numbers(graph: fx.Graph, examples: Sequence[Any]) -> None:
-    """A placeholder that nobody reads for each argument that was a number."""
+    """Add an unused placeholder for each argument that is a number."""
     node = next(iter(graph.nodes))
     for position, each in enumerate(examples):
         if _is_number(each):
@@ -125,7 +120,7 @@ def _add_numbers(graph: fx.Graph, examples: Sequence[Any]) -> None:
 
 
 def as_piece(traced: fx.GraphModule) -> Piece:
-    """A traced graph as a piece of its own, without a captured graph that it was cut from."""
+    """A traced graph as a piece that belongs to no captured graph."""
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     names = [f"input_{position}" for position in range(len(placeholders))]
     module = _renamed(traced, names, [value(node) for node in placeholders])
@@ -135,37 +130,39 @@ def as_piece(traced: fx.GraphModule) -> Piece:
 
 
 def _functionalized(function: Callable[..., Any], arguments: Sequence[Any], mode: Any) -> Any:
-    """Call `function` without its writes; those to arguments are made good at the end, by copies."""
+    """Call `function` functionalized; writes to arguments become copies at the end."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     private: Any = torch
-    inner_most = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+    without_functionalize = torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+    )
 
     def plain(tensor: Any) -> Any:
         private._sync(tensor)
         return private._from_functional_tensor(tensor.elem)
 
-    with inner_most, mode:
+    with without_functionalize, mode:
         wrapped = [FunctionalTensor.to_functional(item) if isinstance(item, Tensor) else item for item in arguments]
         result = tree_map_only(FunctionalTensor, plain, function(*wrapped))
-        changed = [
-            (given, plain(now))
-            for given, now in zip(arguments, wrapped, strict=True)
-            if isinstance(now, FunctionalTensor) and private._functionalize_has_data_mutation(now.elem)
+        mutated = [
+            (argument, plain(functional))
+            for argument, functional in zip(arguments, wrapped, strict=True)
+            if isinstance(functional, FunctionalTensor) and private._functionalize_has_data_mutation(functional.elem)
         ]
-    for given, now in changed:
-        given.copy_(now)
+    for argument, result_tensor in mutated:
+        argument.copy_(result_tensor)
     return result
 
 
 def _fixed(thing: Any, sizes: Mapping[str, int]) -> Any:
-    """A fake value with numbers in the place of some symbols."""
+    """A fake value with some symbols replaced by numbers."""
     if isinstance(thing, torch.SymInt):
         symbols = thing.node.expr.free_symbols
         if not any(str(symbol) in sizes for symbol in symbols):
             return thing
         if any(str(symbol) not in sizes for symbol in symbols):
-            raise LoweringError(f"the size {thing} has other symbols beside the one that is fixed")
+            raise LoweringError(f"the size {thing} contains symbols besides the fixed one")
         return int(thing.node.expr.xreplace({symbol: sympy.Integer(sizes[str(symbol)]) for symbol in symbols}))
     if not isinstance(thing, Tensor):
         return thing
@@ -181,19 +178,20 @@ def _fixed(thing: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _reject_aliased_mutations(piece: Piece) -> None:
-    """A functional graph writes to an input at its end: nobody may look at it by another name."""
+    """Raise if a mutated input is aliased: a functional graph writes to it only at the end, too late for other views."""
     nodes = list(piece.module.graph.nodes)
     for node in mutated_aliased_inputs(piece.module.graph).values():
         raise LoweringError(f"it writes to {node.name}, which shares its memory with another input")
     targets = {storage_id(argument) for node in nodes for argument in mutated_args(node)}
     returned = {storage_id(node) for node in nodes[-1].all_input_nodes}
     for node in nodes:
-        if node.op == "placeholder" and (home := storage_id(node)) in targets and home is not None and home in returned:
+        storage = storage_id(node)
+        if node.op == "placeholder" and storage is not None and storage in targets and storage in returned:
             raise LoweringError(f"it writes to {node.name} and returns a view of it")
 
 
 def _tidy(traced: fx.GraphModule) -> None:
-    """One node for each size, no checks, nothing that nobody reads."""
+    """Merge nodes of equal sizes, and erase runtime checks and dead code."""
     graph = traced.graph
     first: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
@@ -208,13 +206,13 @@ def _tidy(traced: fx.GraphModule) -> None:
 
 
 def _renamed(traced: fx.GraphModule, names: Sequence[str], values: Sequence[Any]) -> fx.GraphModule:
-    """The traced graph with placeholders of other names, and a flat tuple of outputs."""
+    """The traced graph with other placeholder names and a flat tuple of outputs."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    wanted = zip(names, values, strict=True)
+    placeholders = zip(names, values, strict=True)
     for node in traced.graph.nodes:
         if node.op == "placeholder":
-            name, fake = next(wanted)
+            name, fake = next(placeholders)
             copies[node] = graph.placeholder(name)
             copies[node].meta = {**node.meta, "val": fake}
         elif node.op == "output":
@@ -223,7 +221,7 @@ def _renamed(traced: fx.GraphModule, names: Sequence[str], values: Sequence[Any]
             output.meta["val"] = tuple(value(item) if isinstance(item, fx.Node) else item for item in flat)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-            name = re.sub(r"_\d+$", "", node.name)  # numbers from one: tracing counts what was tidied away
+            name = re.sub(r"_\d+$", "", node.name)  # number again from one; tracing counted erased nodes too
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, name)
             copies[node].meta = dict(node.meta)
     return fx.GraphModule(traced, graph, "Lowered")

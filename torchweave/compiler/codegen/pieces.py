@@ -1,6 +1,6 @@
-"""Pieces: each distinct piece is built once, by Inductor or as plain FX code, and called with as little as can be between.
+"""Built pieces: a piece as Inductor code or as plain FX code, with a minimal call path.
 
-A built piece is a function of one list, which it empties: tensors die as soon as the piece has no use for them.
+A built piece takes one list and empties it, so that each tensor is freed after its last use in the piece.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class BuiltPiece:
-    """A piece that can be called.
+    """A callable piece.
 
     Attributes:
-        digest: of the pieces that it stands for.
+        digest: digest of the piece.
         call: takes the list of inputs and constants, returns the outputs.
         built: `inductor`, `fx` or `cache`.
-        seconds: how long that took.
-        artifact: what Inductor made, to be kept in the cache; None when there is nothing to keep.
-        code: what Inductor generated, as text; "" for a piece that it did not build.
-        passes: facts of what each pass of the ATen stage did to it.
-        ranges: of the token count in which passes make different things of the piece; this one is for the last.
-        variants: the same piece for some token counts; the first that holds is called instead.
-        max_size: the largest dynamic size that it was built for.
+        seconds: duration of the build or load.
+        artifact: Inductor's artifact for the cache; None for FX code.
+        code: Inductor's generated code; "" for FX code.
+        passes: fields of each ATen pass's event.
+        ranges: token-count ranges in which passes give different graphs; this build is for the last.
+        variants: builds for other token counts; a call takes the first that covers its token count.
+        max_size: largest dynamic size that the build supports.
     """
 
     digest: str
@@ -55,7 +55,7 @@ class BuiltPiece:
 
 @dataclass(frozen=True)
 class Variant:
-    """A piece built for token counts from `low` to `high`; None: for all above."""
+    """A piece built for token counts from `low` to `high`; None for an open end."""
 
     low: int
     high: int | None
@@ -63,10 +63,10 @@ class Variant:
 
 
 def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
-    """Inductor settings that a piece is built with. Graphs are recorded by the stack, never inside a piece.
+    """Inductor settings of a piece. CUDA graphs are recorded by the stack, never inside a piece.
 
-    Kernels that go through elements one by one have one configuration, not up to six that are compiled and timed at the example's
-    number of tokens: steps take as long (0.998 to 1.008 times with them, on an H100; decision 0105).
+    Pointwise kernels get one configuration. Autotuning would compile and time up to six at the example's token count, without
+    a gain: steps take 0.998 to 1.008 times as long with it on an H100 (decision 0105).
     """
     return {
         "triton.cudagraphs": False,
@@ -78,7 +78,7 @@ def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
 
 
 def build_fx(piece: Piece) -> BuiltPiece:
-    """The piece as the Python code of its graph."""
+    """Build a piece as the Python code of its graph."""
     begin = time.monotonic()
     module, forward = piece.module, _forward(piece.module)
 
@@ -91,13 +91,15 @@ def build_fx(piece: Piece) -> BuiltPiece:
 
 
 def _forward(module: fx.GraphModule) -> Callable[..., Any]:
-    """The module's code with the C function of each op bound by name: an `OpOverload` is a Python call around it, which over the
-    60 operations of a layer is a quarter of the host's time."""
+    """The module's code with each op's C function bound by name.
+
+    An `OpOverload` adds a Python call, which for the 60 operations of a layer is a quarter of the host time.
+    """
     source = module.graph.python_code("self")
     namespace = dict(source.globals)
 
-    def bind(found: re.Match[str]) -> str:
-        space, name, overload = found.groups()
+    def bind(match: re.Match[str]) -> str:
+        space, name, overload = match.groups()
         op: Any = getattr(getattr(getattr(torch.ops, space), name), overload)
         namespace[f"{space}_{name}_{overload}"] = op._op
         return f"{space}_{name}_{overload}("
@@ -108,17 +110,17 @@ def _forward(module: fx.GraphModule) -> Callable[..., Any]:
 
 
 class InductorUnsupportedError(Exception):
-    """Inductor has no code for an operation of a piece, whatever the machine; the reason is its text."""
+    """Inductor does not support an operation of a piece, on any machine; the message is the reason."""
 
 
 def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False) -> BuiltPiece:
-    """The piece as Inductor's code for the device, sizes symbolic as they were captured.
+    """Build a piece with Inductor, with the captured symbolic sizes.
 
     Args:
-        tune: let Inductor try candidates on the device, which is of use where sizes are fixed.
+        tune: let Inductor time candidate kernels on the device, which pays where sizes are fixed.
 
     Raises:
-        InductorUnsupportedError: it fails on an operation.
+        InductorUnsupportedError: Inductor does not support an operation of the piece.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
@@ -126,7 +128,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     begin = time.monotonic()
     context = TracingContext(piece.fake_mode)
     with torch.no_grad(), dynamic_shapes_mode(config.dynamic_shapes), tracing(context), warnings.catch_warnings():
-        # Models that compute RoPE in float32 mean it: a hint to round it more is no help to whoever reads the terminal.
+        # Models compute RoPE in float32 on purpose; the hint to use TF32 would only clutter the terminal.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         try:
             artifact = standalone_compile(
@@ -137,7 +139,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
             )
         except Exception as error:
             inner = getattr(error, "inner_exception", None)
-            if type(inner).__name__ != "LoweringException":  # what a compiler or the disk said is another matter
+            if type(inner).__name__ != "LoweringException":  # a compiler or disk error is no missing support
                 raise
             raise InductorUnsupportedError(str(inner).splitlines()[0]) from error
     call, seconds = fast_callable(artifact, piece.module), time.monotonic() - begin
@@ -145,10 +147,10 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
 
 
 def fast_callable(artifact: Any, module: fx.GraphModule) -> Boxed:
-    """The cheapest correct way to call an artifact.
+    """The cheapest correct callable of an artifact.
 
-    Around the code that Inductor generated, AOTAutograd keeps wrappers for mutated and aliased inputs. A piece without
-    in-place operations needs none of them, and calls the innermost function: about half of the cost of a small piece.
+    AOTAutograd wraps Inductor's code to handle mutated and aliased inputs. A piece without in-place operations calls the
+    innermost function instead, which halves the host time of a small piece.
     """
     inner = None if has_mutations(module.graph) else compiled_fx_graph(artifact)
     if inner is not None:
@@ -165,17 +167,17 @@ def fast_callable(artifact: Any, module: fx.GraphModule) -> Boxed:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a cell that was never filled
+    except ValueError:  # an empty cell
         return None
 
 
 def generated_code(artifact: Any) -> str:
-    """The text of what Inductor generated, kernels included; "" when it is not there."""
+    """Inductor's generated code with its kernels; "" if not found."""
     return getattr(compiled_fx_graph(artifact), "source_code", "") or ""
 
 
 def compiled_fx_graph(artifact: Any) -> Any:
-    """What Inductor generated, found behind the wrappers of an artifact: its `CompiledFxGraph`; None when it is not there."""
+    """The `CompiledFxGraph` behind an artifact's wrappers; None if not found."""
     from torch._inductor.output_code import CompiledFxGraph
 
     seen: set[int] = set()
@@ -187,7 +189,7 @@ def compiled_fx_graph(artifact: Any) -> Any:
         seen.add(id(thing))
         if isinstance(thing, CompiledFxGraph):
             return thing
-        held = [_content(cell) for cell in getattr(thing, "__closure__", None) or ()]
-        held += [getattr(thing, "__wrapped__", None), getattr(thing, "__self__", None)]
-        queue += [item for item in held if callable(item)]
+        references = [_content(cell) for cell in getattr(thing, "__closure__", None) or ()]
+        references += [getattr(thing, "__wrapped__", None), getattr(thing, "__self__", None)]
+        queue += [item for item in references if callable(item)]
     return None

@@ -1,4 +1,4 @@
-"""What was made on one GPU, for another of its kind: ranks share one compile cache, whose entries name the GPU that built them."""
+"""Retarget compiled code to another GPU index: ranks share one compile cache, whose entries name the GPU that built them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _INDEX = r"(_DeviceGuard\(|set_device\(|get_raw_stream\(|\bcuda:|\bindex=){}\b"
 
 
 def retarget_code(code: str, old: int, new: int) -> str:
-    """Code that Inductor generated for GPU `old`, for GPU `new`: the places in which it names its device."""
+    """Replace the device index in Inductor's generated code."""
     return re.sub(_INDEX.format(old), rf"\g<1>{new}", code)
 
 
 def rename_device(graph: fx.Graph, device: torch.device) -> None:
-    """Let every argument that names a GPU name `device`; nothing to do where that is none."""
+    """Replace GPU devices in all arguments of a graph by `device`; no effect if that is no GPU."""
     if device.type != "cuda":
         return
 
@@ -37,9 +37,9 @@ def rename_device(graph: fx.Graph, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def retarget_on_load(old: int, new: int) -> Iterator[None]:
-    """What Inductor loads within was built on GPU `old` and runs on GPU `new`.
+    """Context in which graphs that Inductor loads from its cache are retargeted from GPU `old` to GPU `new`.
 
-    Its code would open a context on `old` as soon as it is loaded, half a gigabyte there for every rank: so it is changed before.
+    Retargeting comes before the load: loading opens a CUDA context on the named GPU, half a gigabyte for every rank.
     """
     if old == new:
         yield
@@ -60,7 +60,7 @@ def retarget_on_load(old: int, new: int) -> Iterator[None]:
 
 
 def retarget(graph: Any, old: int, new: int) -> None:
-    """A `CompiledFxGraph` that was read from bytes and not yet run: its code, its kernels, and the launchers of these."""
+    """Retarget an unpickled `CompiledFxGraph` in place before its first run: code, kernels and launchers."""
     code = retarget_code(graph.source_code, old, new)
     if graph._triton_bundle is not None:
         keys = dict(zip(_kernel_keys(graph.source_code), _kernel_keys(code), strict=True))
@@ -83,7 +83,7 @@ def _retarget_bundle(bundle: Any, keys: dict[str, str], new: int) -> Any:
 
 
 def _kernel_keys(code: str) -> list[str]:
-    """The names by which Inductor keeps the kernels of its code in memory: hashes of their text."""
+    """Inductor's in-memory keys of the kernels in its code: hashes of their source."""
     from torch._inductor.async_compile import CompiledTritonKernels
 
     calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))

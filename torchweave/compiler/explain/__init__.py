@@ -1,5 +1,4 @@
-"""What was decided, told: from a plan and a report's events to plain data (`facts`), and from that to a page (`page`).
+"""Explanation of a compilation: plain data from the plan and the report's events (`facts`), and an HTML page (`page`).
 
-The data is what `explain --json` prints and `explain.schema.json`, beside this file, describes. Nothing is looked up
-elsewhere: what no event says is not told.
+`explain --json` prints the data, and `explain.schema.json` in this folder describes it. Plan and events are its only sources.
 """

@@ -1,4 +1,4 @@
-"""The plan and the report's events as plain data: every key of `explain.schema.json`, empty where nothing happened."""
+"""Plan and report events as plain data, with every key of `explain.schema.json`; keys without events are empty."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
-from torchweave.compiler.explain.communication import collectives_of, communication
 from torchweave.config import Plan, format_value
 from torchweave.report import Report
 
@@ -17,7 +16,7 @@ Facts = dict[str, Any]
 
 
 def explain(plan: Plan | None, report: Report) -> Facts:
-    """Everything that was decided so far; see `explain.schema.json`. `plan` is None for a module without an engine."""
+    """All decisions so far; see `explain.schema.json`. `plan` is None for a module without an engine."""
     choices = _choices(report)
     passes = _passes(report, choices)
     return {
@@ -32,7 +31,7 @@ def explain(plan: Plan | None, report: Report) -> Facts:
         "choices": choices,
         "pieces": _events(report, "piece"),
         "parts": _last_event(report, "parts").get("order", []),
-        "communication": communication(report, passes, None if plan is None else plan.max_num_tokens),
+        "communication": _communication(report, passes, None if plan is None else plan.max_num_tokens),
         "streams": _events(report, "streams"),
         "graphs": _events(report, "graph"),
         "memory": _memory(report),
@@ -61,7 +60,7 @@ def schema() -> Facts:
 def _package_version() -> str:
     try:
         return version("torchweave")
-    except PackageNotFoundError:  # run from a checkout
+    except PackageNotFoundError:  # a checkout that is not installed
         return "unknown"
 
 
@@ -89,7 +88,7 @@ def _without_time(event: Mapping[str, Any]) -> Facts:
 
 
 def _passes(report: Report, choices: Sequence[Facts]) -> list[Facts]:
-    """One row a pass, in the order in which they ran; a pass over pieces counts a piece as often as it is used."""
+    """One row per pass, in execution order; passes over pieces count a piece once per use."""
     rows: dict[str, Facts] = {}
     for event in _events(report, "pass"):
         row = rows.setdefault(event["name"], _pass_row(event, choices))
@@ -105,7 +104,7 @@ def _passes(report: Report, choices: Sequence[Facts]) -> list[Facts]:
             row["diff"][op] = row["diff"].get(op, 0) + times * change
         if "piece" in event:
             run = {name: event.get(name) for name in ("piece", "tokens", "matches", "rewritten", "shared_by")}
-            row["runs"].append({**run, "collectives": collectives_of(event.get("diff", {}))})
+            row["runs"].append({**run, "collectives": _collective_changes(event.get("diff", {}))})
     return list(rows.values())
 
 
@@ -130,14 +129,14 @@ def _pass_row(event: Mapping[str, Any], choices: Sequence[Facts]) -> Facts:
 
 
 def _choices(report: Report) -> list[Facts]:
-    """What measurements say, from the tables that came with the package or were kept, and from tuning in this start."""
-    found: dict[tuple, Facts] = {}
+    """Measured choices, from loaded tables and from tuning in this start."""
+    rows: dict[tuple, Facts] = {}
     table_entries = [entry for event in report.select("table") for entry in event.get("entries", ())]
     for entry in [*table_entries, *_events(report, "tuned")]:
         row = {key: entry[key] for key in ("subject", "shape", "tokens", "choice", "microseconds", "baseline")}
         row["saved"] = round(entry["baseline"] - entry["microseconds"], 3) if entry["choice"] else 0.0
-        found[entry["subject"], entry["shape"], entry["tokens"]] = row
-    return list(found.values())
+        rows[entry["subject"], entry["shape"], entry["tokens"]] = row
+    return list(rows.values())
 
 
 def _memory(report: Report) -> Facts:
@@ -156,8 +155,77 @@ def _memory(report: Report) -> Facts:
 
 
 def _cache(report: Report) -> Facts:
-    """Look-ups by outcome, and for each entry what its key is made of."""
+    """Look-ups by outcome, and the key factors of each entry."""
     factors = {event["key"]: event["factors"] for event in report.select("cache_key")}
     entries = [{**event, "factors": factors.get(event["key"], {})} for event in _events(report, "cache")]
     count = {name: sum(entry["outcome"] == name for entry in entries) for name in ("hit", "miss", "stored")}
     return {"hits": count["hit"], "misses": count["miss"], "stored": count["stored"], "entries": entries}
+
+
+def _communication(report: Report, passes: Sequence[Facts], max_num_tokens: int | None) -> Facts:
+    """Collectives of each distinct piece, and the passes that changed them.
+
+    Args:
+        passes: rows of `_passes`.
+        max_num_tokens: largest token count of a step; None if unknown.
+    """
+    pieces = [
+        {
+            "piece": event["piece"],
+            "used": event["shared_by"],
+            "exchanges": [{**each, "at_most": _bytes_at(each, max_num_tokens)} for each in event["exchanges"]],
+            "became": _collectives_after_passes(event["piece"], event["exchanges"], passes),
+        }
+        for event in report.select("communication")
+    ]
+    return {"max_num_tokens": max_num_tokens, "pieces": pieces, "fusions": _fusions(passes) if pieces else []}
+
+
+def _bytes_at(exchange: Facts, tokens: int | None) -> int | None:
+    """Bytes of a message at a token count; None if unknown."""
+    if exchange["per"] == "T":
+        return None if tokens is None else tokens * exchange["bytes"]
+    return exchange["bytes"] if not exchange["per"] else None
+
+
+def _collectives_after_passes(piece: str, exchanges: Sequence[Facts], passes: Sequence[Facts]) -> list[Facts]:
+    """Collectives of a built piece, by range of the token count."""
+    ranges: dict[tuple, dict[str, int]] = {}
+    for row in passes:
+        for run in row["runs"]:
+            if run["piece"] == piece:
+                ranges.setdefault(tuple(run["tokens"] or ()), {})
+    for tokens, ops in ranges.items():
+        for exchange in exchanges:
+            ops[exchange["op"]] = ops.get(exchange["op"], 0) + exchange["calls"]
+        for row in passes:
+            for run in row["runs"]:
+                if run["piece"] == piece and tuple(run["tokens"] or ()) == tokens:
+                    for op, change in run["collectives"].items():
+                        ops[op] = ops.get(op, 0) + change
+    return [
+        {"tokens": list(tokens) or None, "ops": {op: count for op, count in sorted(ops.items()) if count}}
+        for tokens, ops in ranges.items()
+    ]
+
+
+def _collective_changes(diff: Mapping[str, int]) -> dict[str, int]:
+    """The changes of a pass that concern collectives, by op name."""
+    words = ("all_reduce", "all_gather", "reduce_scatter")
+    return {
+        "::".join(name.split(".")[:2]): change for name, change in diff.items() if any(word in name for word in words)
+    }
+
+
+def _fusions(passes: Sequence[Facts]) -> list[Facts]:
+    """The passes that changed collectives or their operands, each with its measured savings by token count."""
+    keys = ("shape", "tokens", "microseconds", "baseline", "saved")
+    return [
+        {
+            "pass": row["name"],
+            "matches": row["matches"],
+            "measured": [{key: each[key] for key in keys} for each in row["microseconds"]],
+        }
+        for row in passes
+        if row["matches"] and (_collective_changes(row["diff"]) or row["name"].startswith("userbuffers_"))
+    ]

@@ -1,6 +1,6 @@
-"""The report as one page: a single HTML file without scripts from elsewhere, light and dark, legible on a phone.
+"""The report as a single HTML file without external scripts, with a light and a dark theme and a layout for phones.
 
-What is drawn is computed here as shares of a width; the template only places it.
+This module computes positions and sizes as percentages; the template places them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torchweave.compiler.explain.facts import Facts, as_json, explain
 from torchweave.config import Plan
 from torchweave.report import Report
 
-_COLOURS = 8  # the template has as many for pieces; further ones repeat them
+_COLOURS = 8  # number of piece colours in the template; more pieces repeat them
 _MEMORY = ("weights", "activations", "graphs", "kv_cache_bytes")
 
 
 def save_explanation(plan: Plan | None, report: Report) -> None:
-    """Offer what was decided so far to whoever keeps artifacts."""
+    """Write the decisions so far as artifacts `explain.json` and `report.html`."""
     report.artifact("explain.json", lambda: as_json(explain(plan, report)))
     report.artifact("report.html", lambda: page(explain(plan, report)))
 
 
 def page(facts: Facts) -> str:
-    """The page of these facts."""
+    """The HTML page of these facts."""
     from jinja2 import Environment, StrictUndefined
 
     text = files("torchweave.compiler.explain").joinpath("page.html.jinja").read_text(encoding="utf-8")
@@ -66,28 +66,28 @@ def count_text(value: float) -> str:
 
 
 def _figures(facts: Facts) -> list[tuple[str, str]]:
-    """The numbers at the head of the page: (figure, what it is)."""
-    used = sum(piece["shared_by"] for piece in facts["pieces"])
-    found = []
+    """The key figures at the top of the page: (figure, label)."""
+    uses = sum(piece["shared_by"] for piece in facts["pieces"])
+    figures = []
     if facts["model"].get("parameters"):
-        found.append((count_text(facts["model"]["parameters"]), "parameters"))
+        figures.append((count_text(facts["model"]["parameters"]), "parameters"))
     if facts["capture"]:
-        found.append((count_text(facts["capture"]["operations"]), "operations captured"))
+        figures.append((count_text(facts["capture"]["operations"]), "operations captured"))
     if facts["pieces"]:
-        found.append((f"{len(facts['pieces'])} of {used}", "distinct pieces"))
-    found.append((count_text(sum(row["matches"] for row in facts["passes"])), "matches of passes"))
+        figures.append((f"{len(facts['pieces'])} of {uses}", "distinct pieces"))
+    figures.append((count_text(sum(row["matches"] for row in facts["passes"])), "matches of passes"))
     if facts["graphs"]:
-        found.append((str(len(facts["graphs"])), "CUDA graphs"))
+        figures.append((str(len(facts["graphs"])), "CUDA graphs"))
     if facts["stages"]:
-        found.append((seconds_text(max(each["start"] + each["seconds"] for each in facts["stages"])), "to be ready"))
+        figures.append((seconds_text(max(each["start"] + each["seconds"] for each in facts["stages"])), "to be ready"))
     cache = facts["cache"]
     if cache["hits"] or cache["misses"]:
-        found.append((f"{cache['hits']} / {cache['misses']}", "cache hits / misses"))
-    return found
+        figures.append((f"{cache['hits']} / {cache['misses']}", "cache hits / misses"))
+    return figures
 
 
 def _plan(entries: Sequence[Facts]) -> list[Facts]:
-    """Options with a mark on those that somebody set, or that became another than asked."""
+    """Options, with marks for those that the user set and those whose effective value differs from the request."""
     return [
         {
             **entry,
@@ -101,7 +101,7 @@ def _plan(entries: Sequence[Facts]) -> list[Facts]:
 
 
 def _timeline(stages: Sequence[Facts]) -> Facts:
-    """Stages in the order of their start, each with the share of the whole at which it begins and lasts."""
+    """Stages by start time; offset and width are percentages of the total time."""
     end = max((each["start"] + each["seconds"] for each in stages), default=0.0) or 1.0
     rows = sorted(stages, key=lambda each: (each["start"], -each["seconds"]))
     bars: list[Facts] = []
@@ -117,7 +117,7 @@ def _timeline(stages: Sequence[Facts]) -> Facts:
 
 
 def _runs(parts: Sequence[Facts], pieces: dict[str, Facts]) -> list[Facts]:
-    """The parts in order, what repeats folded: each a list of parts and how often it runs in a row."""
+    """The parts in order, with repetitions folded: each entry is a list of parts and its number of consecutive runs."""
     names = [part.get("piece") or part["boundary"] for part in parts]
     folded: list[Facts] = []
     at = 0
@@ -133,7 +133,7 @@ def _runs(parts: Sequence[Facts], pieces: dict[str, Facts]) -> list[Facts]:
 
 
 def _repeat(names: Sequence[str], at: int) -> tuple[int, int]:
-    """(length, times) of the repetition at a place that covers most; the shortest of equals."""
+    """(length, times) of the repetition from `at` that covers the most parts; the shortest on ties."""
     best = (1, 1)
     for length in range(1, min(12, (len(names) - at) // 2) + 1):
         times = 1
@@ -145,7 +145,7 @@ def _repeat(names: Sequence[str], at: int) -> tuple[int, int]:
 
 
 def _pass(row: Facts) -> Facts:
-    """A pass with its changes ordered, what it took out first, and the bucket at which it saves most."""
+    """A pass with its changes sorted, removals first, and the measurement with the largest saving."""
     best = max(row["microseconds"], key=lambda each: each["saved"], default=None)
     return {
         **row,
@@ -155,40 +155,40 @@ def _pass(row: Facts) -> Facts:
 
 
 def _timeline_rows(event: Facts) -> Facts:
-    """A stream timeline, its laps as shares of the serial time, so that what is saved can be seen."""
+    """A stream timeline; spans are percentages of the serial time, so that the saving is visible."""
     whole = (
         max([event.get("serial", 0.0), event.get("makespan", 0.0), *(span["end"] for span in event["lanes"])]) or 1.0
     )
-    lanes: dict[int, list[Facts]] = {}
+    rows: dict[int, list[Facts]] = {}
     for span in event["lanes"]:
         left, width = 100 * span["start"] / whole, max(0.3, 100 * (span["end"] - span["start"]) / whole)
         nodes = span["nodes"]
         label = nodes[0] if len(nodes) == 1 else f"{nodes[0]} +{len(nodes) - 1}" if nodes else ""
-        lanes.setdefault(span["stream"], []).append(
+        rows.setdefault(span["stream"], []).append(
             {"left": left, "width": width, "label": label, "title": ", ".join(nodes)}
         )
     return {
         **event,
-        "rows": sorted(lanes.items()),
+        "rows": sorted(rows.items()),
         "makespan_share": 100 * event.get("makespan", whole) / whole,
         "saved": 1 - event["makespan"] / event["serial"] if event.get("serial") else 0.0,
     }
 
 
 def _graphs(graphs: Sequence[Facts]) -> list[Facts]:
-    """Recordings by kind of step, each bucket with its share of the largest."""
+    """Recordings by kind of step; the size of each bucket is a percentage of the largest."""
     largest = max((graph["bytes"] for graph in graphs), default=0) or 1
     kinds: dict[tuple[str, str], list[Facts]] = {}
     for graph in sorted(graphs, key=lambda graph: graph["key"]):
         kinds.setdefault((graph["step"], graph["kind"]), []).append({**graph, "share": 100 * graph["bytes"] / largest})
     return [
-        {"step": step, "kind": kind, "buckets": found, "bytes": sum(each["bytes"] for each in found)}
-        for (step, kind), found in kinds.items()
+        {"step": step, "kind": kind, "buckets": buckets, "bytes": sum(each["bytes"] for each in buckets)}
+        for (step, kind), buckets in kinds.items()
     ]
 
 
 def _memory(memory: Facts) -> Facts:
-    """What takes the memory, as shares of it; where the total is not known, of what is."""
+    """Memory uses as percentages of the total, or of their sum if the total is unknown."""
     parts = [(name.removesuffix("_bytes").replace("_", " "), memory[name]) for name in _MEMORY if memory.get(name)]
     total = memory.get("total") or sum(size for _, size in parts) or 1
     bars = [{"name": name, "bytes": size, "share": 100 * size / total} for name, size in parts]
@@ -196,7 +196,7 @@ def _memory(memory: Facts) -> Facts:
 
 
 def _cache(entries: Iterable[Facts]) -> list[Facts]:
-    """One row an entry: a miss and the store that follows it are one."""
+    """One row per entry; a miss and its store share a row."""
     rows: dict[str, Facts] = {}
     for entry in entries:
         row = rows.setdefault(entry["key"], {"outcome": "", "why": "", **entry})

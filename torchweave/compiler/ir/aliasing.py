@@ -1,7 +1,6 @@
-"""Who touches which memory in a graph: storages and their views, by running it on fake tensors; reads and writes by node.
+"""Alias analysis: the storages that each node of a graph reads and writes, found by running the graph on fake tensors.
 
-A storage and all its views are one group. Inputs and constants are one group together where nothing tells whether two of them
-are views of one tensor.
+A storage and its views form one group. Inputs and constants form one group together unless they are known not to alias.
 """
 
 from __future__ import annotations
@@ -16,55 +15,33 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
 from torchweave.compiler.ir.collectives import collective_group
+from torchweave.compiler.ir.fake_tensors import run_target
 from torchweave.compiler.ir.mutation import mutated_args
-from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.ir.symbols import SYMBOLIC, value
 
-# What these return may or may not be a view of what they take, by the sizes of the moment.
-_MAYBE_VIEWS = frozenset(
-    {
-        "reshape",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "ravel",
-        "contiguous",
-        "to",
-        "type",
-        "type_as",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "int",
-        "long",
-        "bool",
-        "expand",
-        "expand_as",
-        "dropout",
-        "squeeze",
-        "view_as_real",
-        "resolve_conj",
-        "resolve_neg",
-        "real",
-        "pad",
-    }
-)
-# Random functions of Torch IR draw from one generator; ATen's say so by a tag.
-_RANDOM = frozenset(
-    {"dropout", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "multinomial", "normal"}
-)
-_SIDE_EFFECTS = -1  # the group that stands for everything that is no tensor: the generator, assertions, the other ranks
+# Functions whose result may or may not be a view of their argument, depending on the sizes.
+_MAYBE_VIEWS = frozenset({
+    "reshape", "reshape_as", "flatten", "unflatten", "ravel", "contiguous", "to", "type", "type_as", "float",
+    "half", "bfloat16", "double", "int", "long", "bool", "expand", "expand_as", "dropout", "squeeze",
+    "view_as_real", "resolve_conj", "resolve_neg", "real", "pad",
+})  # fmt: skip
+# Functions of Torch IR that draw from the random generator; ATen ops have a tag for it.
+_RANDOM = frozenset({
+    "dropout", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "multinomial",
+    "normal",
+})  # fmt: skip
+_SIDE_EFFECTS = -1  # the group of everything but tensors: the random generator, assertions, the other ranks
 
 
 class AliasAnalysisError(Exception):
-    """What a graph holds that no memory can be told of."""
+    """The graph holds a node whose storage cannot be determined."""
 
 
 @dataclass(frozen=True)
 class NodeAccess:
     """The storage groups that a node reads, and those that it writes to in place.
 
-    Making a tensor is no write: whoever touches the new storage has it from its maker.
+    A new tensor is not a write: every access to its storage already depends on the node.
     """
 
     reads: frozenset[int]
@@ -73,13 +50,13 @@ class NodeAccess:
 
 @dataclass(frozen=True)
 class AliasInfo:
-    """Who touches which storage in a graph.
+    """Storages of a graph and the accesses to them.
 
     Attributes:
         access: of every node but the output.
-        views: tensors, or lists of them, that do nothing but look at their argument in another shape: any reader can repeat them.
-        mutated_args: nodes that some node writes to.
-        holds: the storage groups that a node's tensors live in.
+        holds: the storage groups of each node's tensors.
+        views: nodes that only view their argument, which any reader can repeat.
+        mutated_args: nodes that other nodes write to.
     """
 
     access: dict[fx.Node, NodeAccess]
@@ -89,15 +66,13 @@ class AliasInfo:
 
 
 def computes_sizes(node: fx.Node) -> bool:
-    """Whether a node is a size or a shape, or computes one."""
+    """Whether a node's value is a size or a shape."""
     leaves = list(_leaves(value(node)))
-    return bool(leaves) and all(
-        isinstance(each, (torch.SymInt, torch.SymBool, torch.SymFloat, int, float)) for each in leaves
-    )
+    return bool(leaves) and all(isinstance(each, (*SYMBOLIC, int, float)) for each in leaves)
 
 
 def op_name(node: fx.Node) -> tuple[str, str]:
-    """Namespace and name of what a call calls, without overload: `("aten", "add")`; no namespace for a Python function."""
+    """Namespace and name of the called op, without overload: `("aten", "add")`; a Python function has no namespace."""
     target: Any = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return "higher_order", target.name()
@@ -113,7 +88,7 @@ def analyze_aliasing(graph: fx.Graph, inputs_may_alias: bool = True) -> AliasInf
     """Storage groups and accesses of a graph.
 
     Args:
-        inputs_may_alias: inputs and constants are one group, whatever their fake tensors say.
+        inputs_may_alias: put inputs and constants into one group, regardless of their fake tensors.
 
     Raises:
         AliasAnalysisError: a node is neither a call on tensors and sizes nor an input.
@@ -126,14 +101,14 @@ def analyze_aliasing(graph: fx.Graph, inputs_may_alias: bool = True) -> AliasInf
         groups.join(number for node in graph.nodes if node.op == "placeholder" for number in storages[node])
     views: set[fx.Node] = set()
     for node, writes in writers.items():
-        taken = node.all_input_nodes
-        if node.op == "placeholder" or not storages[node] or not taken:
+        inputs = node.all_input_nodes
+        if node.op == "placeholder" or not storages[node] or not inputs:
             continue
-        if storages[node] <= _all(storages, taken):
+        if storages[node] <= _all(storages, inputs):
             if not writes and node not in targets:
                 views.add(node)
         elif op_name(node)[1] in _MAYBE_VIEWS:
-            groups.join(storages[node] | storages[taken[0]])
+            groups.join(storages[node] | storages[inputs[0]])
     access = {}
     for node, writes in writers.items():
         changed = groups.roots(_all(storages, writes)) | ({_SIDE_EFFECTS} if _has_side_effects(node, writes) else set())
@@ -143,14 +118,14 @@ def analyze_aliasing(graph: fx.Graph, inputs_may_alias: bool = True) -> AliasInf
 
 
 class _UnionFind:
-    """Storages that may be one: a union-find over numbers."""
+    """Groups of storages that may alias."""
 
     def __init__(self) -> None:
         self._parent: dict[int, int] = {}
 
     def root(self, item: int) -> int:
-        while (above := self._parent.get(item, item)) != item:
-            item = above
+        while (parent := self._parent.get(item, item)) != item:
+            item = parent
         return item
 
     def join(self, items: Iterable[int]) -> None:
@@ -164,43 +139,42 @@ class _UnionFind:
 
 
 def _storages(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
-    """For every node, the storages of its tensors, by running the graph on fake tensors.
+    """The storages of each node's tensors, found by running the graph on fake tensors.
 
-    The values that tracing left do not tell: a graph that was loaded from the cache has forgotten which were views.
+    The fake values of the graph do not suffice: a graph that was loaded from the cache has lost which of them are views.
     """
     values: dict[fx.Node, Any] = {}
     numbers: dict[int, int] = {}
-    keep: list[Any] = []  # a storage that dies would lend its identity to the next
-    found: dict[fx.Node, frozenset[int]] = {}
+    keep_alive: list[Any] = []  # the identity of a freed storage may be reused
+    storages: dict[fx.Node, frozenset[int]] = {}
     mode = next((each.fake_mode for each in map(value, graph.nodes) if hasattr(each, "fake_mode")), None)
     if mode is None:
-        raise AliasAnalysisError("it holds no tensor")
+        raise AliasAnalysisError("the graph holds no tensor")
     with mode, enable_python_dispatcher(), torch.no_grad():
         for node in graph.nodes:
             if node.op == "output":
                 continue
             values[node] = _run(node, values)
             tensors = list(_tensors(values[node]))
-            keep += tensors
-            found[node] = frozenset(numbers.setdefault(each.untyped_storage()._cdata, len(numbers)) for each in tensors)
-    return found
+            keep_alive += tensors
+            storages[node] = frozenset(
+                numbers.setdefault(each.untyped_storage()._cdata, len(numbers)) for each in tensors
+            )
+    return storages
 
 
 def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if node.op == "placeholder":
-        known = value(node)
-        return known.detach() if isinstance(known, Tensor) else known
+        fake = value(node)
+        return fake.detach() if isinstance(fake, Tensor) else fake
     if computes_sizes(node):
         return value(node)
     if node.op not in ("call_function", "call_method"):
         raise AliasAnalysisError(f"{node.name} is a {node.op}")
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     try:
-        if node.op == "call_method":
-            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception as error:  # an op raises what it likes
+        result = run_target(node.target, args, kwargs)
+    except Exception as error:  # an op may raise anything
         raise AliasAnalysisError(f"{node.name} cannot be run on fake tensors ({str(error).splitlines()[0]})") from error
     if not all(isinstance(leaf, (Tensor, torch.SymInt, int, float, bool, type(None))) for leaf in _leaves(result)):
         raise AliasAnalysisError(f"{node.name} is neither a tensor nor a size")
@@ -224,7 +198,7 @@ def _all(storages: dict[fx.Node, frozenset[int]], nodes: Iterable[fx.Node]) -> f
 
 
 def _has_side_effects(node: fx.Node, writes: list[fx.Node]) -> bool:
-    """Whether the node does what is neither its value nor a write: draws random numbers, asserts, or meets other ranks."""
+    """Whether the node has an effect besides its value and writes: random numbers, an assertion, a collective."""
     if collective_group(node) is not None:
         return True
     target: Any = node.target

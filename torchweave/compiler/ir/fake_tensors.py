@@ -1,7 +1,7 @@
-"""Fake tensors made from the geometry of others, in storages of their own, without arithmetic on symbolic sizes.
+"""Fake tensors built from the geometry of others, in storages of their own, without arithmetic on symbolic sizes.
 
-What a storage made here has is identity, so that aliases are told apart. Its size in bytes is not worked out: for one tensor
-that takes ten times as long as all the rest.
+A storage built here has an identity, by which aliases are recognised, but no size in bytes: computing it takes ten times as
+long as the rest of the tensor.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache, in_kernel_invocation_manager
 
-from torchweave.compiler.ir.symbols import expression, free_symbols
+from torchweave.compiler.ir.symbols import SYMBOLIC, expression, free_symbols
 
-_SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class TensorGeometry(NamedTuple):
-    """The geometry of a fake tensor, to make many of."""
+    """The geometry of a fake tensor, read once to make many."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -35,48 +34,46 @@ class TensorGeometry(NamedTuple):
 
 
 class FakeTensorFactory:
-    """Makes fake tensors of one mode, in storages that go by whatever names the caller gives them."""
+    """Makes fake tensors of one mode, in storages that the caller names."""
 
     def __init__(self, mode: Any) -> None:
         self._mode = mode
         self._storages: dict[Hashable, Tensor] = {}
 
     def make(self, like: Tensor, storage: Hashable, device: torch.device | None = None) -> Tensor:
-        """A tensor of the geometry of `like` in the storage of that name, which is new when nothing is in it yet.
+        """A tensor of the geometry of `like` in the named storage, which is created on first use.
 
         Args:
-            device: where it is; None for where `like` is.
+            device: None for the device of `like`.
         """
         return self.make_as(TensorGeometry.of(like), storage, device)
 
     def make_as(self, like: TensorGeometry, storage: Hashable, device: torch.device | None = None) -> Tensor:
-        """The same, of a geometry that was read before."""
+        """As `make`, with a geometry that was read before."""
         if storage not in self._storages:
             self._storages[storage] = torch.empty(0, dtype=like.dtype, device="meta")
         base = self._storages[storage]
-        with in_kernel_invocation_manager(
-            self._mode
-        ):  # in there a fake tensor is the tensor without memory that it wraps
+        with in_kernel_invocation_manager(self._mode):  # inside, a fake tensor behaves as the meta tensor that it wraps
             base = base if base.dtype == like.dtype else base.view(like.dtype)
             bare = base.as_strided(like.size, like.stride, like.offset)
         return FakeTensor(self._mode, bare, device or like.device)
 
     def bind_storage(self, tensor: Tensor, storage: Hashable) -> None:
-        """Let what is made in the storage of that name live where `tensor`, a fake one, lives."""
+        """Use the storage of a fake tensor as the named storage."""
         self._storages[storage] = tensor
 
 
 def geometry(fake: Tensor) -> tuple[Hashable, ...]:
-    """What fake tensors of one kind have in common, for a dict."""
+    """A hashable key that is equal for fake tensors of equal geometry."""
     sizes = (*fake.size(), None, *fake.stride(), None, fake.storage_offset())
     return (fake.dtype, fake.device, *map(expression, sizes))
 
 
 class FakeOpCache:
-    """Operations on the fake values of one graph, each run once for each geometry of its arguments.
+    """Runs operations on the fake values of one graph, each once per geometry of its arguments.
 
-    A model of many layers has few different ones, and running one takes most of a millisecond, nearly all of it for
-    arithmetic on symbolic sizes.
+    The layers of a model repeat few distinct operations, and one takes most of a millisecond, nearly all of it arithmetic on
+    symbolic sizes.
     """
 
     def __init__(self, mode: Any, enable_fake_mode: Callable[[], AbstractContextManager[None]]) -> None:
@@ -84,7 +81,7 @@ class FakeOpCache:
         self._results: dict[Hashable, Any] = {}
 
     def run(self, target: Callable[..., Any] | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """What a function, or a method of the first argument, gives. Raises what it raises."""
+        """The result of a function, or of a method of the first argument. Raises whatever it raises."""
         tensors: list[Tensor] = []
         try:
             key = (target, _key(args, tensors), _key(kwargs, tensors))
@@ -92,9 +89,9 @@ class FakeOpCache:
             key = None
         if key in self._results:
             return _rebuild_result(self._results[key], tensors, FakeTensorFactory(self._mode))
-        # What torch would remember of it is remembered here, and to do so takes torch longer than the operation.
+        # This cache replaces torch's own, whose bookkeeping takes longer than the operation.
         with self._enable_fake_mode(), disable_fake_tensor_cache(self._mode):
-            out = _call(target, args, kwargs)
+            out = run_target(target, args, kwargs)
         if key is None:
             return out
         if _is_cacheable(out) and free_symbols(_flat(out)) <= free_symbols(
@@ -105,28 +102,29 @@ class FakeOpCache:
 
 
 def _is_cacheable(out: Any) -> bool:
-    """Whether a result is tensors and sizes in tuples and lists, which can be made again."""
+    """Whether a result consists of tensors and sizes in tuples and lists, which can be rebuilt."""
     if type(out) in (tuple, list):
         return all(map(_is_cacheable, out))
-    return isinstance(out, (Tensor, *_SIZES))
+    return isinstance(out, (Tensor, *SYMBOLIC))
 
 
 class _Uncacheable(Exception):
     """An argument that cannot be compared."""
 
 
-def _call(target: Callable[..., Any] | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def run_target(target: Callable[..., Any] | str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call a function, or a method of the first argument by its name."""
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
 
 
 def _key(thing: Any, tensors: list[Tensor]) -> Hashable:
-    """A value that is equal for arguments that give results of equal geometry; collects the tensors among them."""
+    """A key that is equal for arguments with results of equal geometry; collects the tensors among the arguments."""
     if isinstance(thing, Tensor):
         tensors.append(thing)
         return geometry(thing)
-    if isinstance(thing, _SIZES):
+    if isinstance(thing, SYMBOLIC):
         return ("size", expression(thing))
     if isinstance(thing, Mapping):
         return tuple((name, _key(item, tensors)) for name, item in thing.items())
@@ -140,13 +138,13 @@ def _key(thing: Any, tensors: list[Tensor]) -> Hashable:
 
 
 class _SameAsArgument(NamedTuple):
-    """A result that is one of the arguments."""
+    """A result that is an argument itself."""
 
     argument: int
 
 
 class _InStorage(NamedTuple):
-    """A result of this geometry in an argument's storage, or, with a negative number, in one of its own."""
+    """A result of this geometry in an argument's storage, or, with a negative number, in a new storage."""
 
     argument: int
     like: Tensor

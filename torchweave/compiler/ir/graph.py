@@ -1,4 +1,4 @@
-"""The captured graph: one FX graph of Torch IR, and where each of its inputs comes from."""
+"""The captured graph: one FX graph of Torch IR, and the binding of each of its placeholders."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
-from torchweave.compiler.ir.fake_tensors import FakeOpCache, FakeTensorFactory
-from torchweave.compiler.ir.symbols import expression, symbol_name, value
+from torchweave.compiler.ir.fake_tensors import FakeOpCache, FakeTensorFactory, run_target
+from torchweave.compiler.ir.symbols import SYMBOLIC, expression, symbol_name, value
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Input:
 
 @dataclass(frozen=True)
 class Attribute(Input):
-    """What forward returns of one of its arguments by an attribute, such as `x.T`: tracing leaves that outside of the graph."""
+    """A returned attribute of an argument, such as `x.T`, which tracing keeps outside of the graph."""
 
     attribute: str
 
 
 @dataclass(frozen=True)
 class UnusedInput:
-    """One of forward's arguments that no operation reads; what forward does may depend on its kind all the same.
+    """An argument of forward that no operation reads; the graph may still depend on its dtype, device and sizes.
 
     Attributes:
         sizes: a number, or the name of a dynamic size, for each dimension.
@@ -56,11 +56,11 @@ class Size:
 
 @dataclass(frozen=True)
 class Constant:
-    """A placeholder that is a parameter, a buffer or another tensor of the module, bound when the module is woven.
+    """A placeholder that is a parameter, a buffer or another tensor of the module, bound when the module is compiled.
 
     Attributes:
         tensor: the module's own object, so that a pass can move it into other storage.
-        source: how tracing reached it, from the frame's locals `L` or globals `G`; "" for a tensor made by a pass.
+        source: Dynamo's expression for it over the frame's locals `L` or globals `G`; "" for a tensor made by a pass.
     """
 
     tensor: Tensor
@@ -74,8 +74,8 @@ Binding = Input | Size | Constant
 class OutputTree:
     """How forward's return value is built from the graph's flat outputs.
 
-    `leaves` holds, for each leaf of `spec`, the index of a graph output, or an `Input` or its `Attribute`, or a `Constant`, or a
-    plain Python constant.
+    `leaves` holds for each leaf of `spec` the index of a graph output, an `Input` or `Attribute`, a `Constant`, or a plain
+    Python constant.
     """
 
     spec: Any
@@ -86,7 +86,7 @@ class OutputTree:
 
 
 class FakeGraph:
-    """A graph module whose nodes know their fake values: what every pass works on."""
+    """A graph module whose nodes hold fake values: the input of every pass."""
 
     module: fx.GraphModule
 
@@ -104,12 +104,12 @@ class FakeGraph:
 
     @contextlib.contextmanager
     def enable_fake_mode(self) -> Iterator[None]:
-        """Ops on fake values. Composite ops must be taken apart in Python: C++ cannot read a symbolic size."""
+        """Run ops on fake values. Composite ops are decomposed in Python, since C++ cannot read a symbolic size."""
         with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
             yield
 
     def num_calls(self) -> int:
-        """Operations in the graph: every node but inputs and the output."""
+        """Number of operations: every node but inputs and the output."""
         return sum(node.op.startswith("call") for node in self.graph.nodes)
 
 
@@ -120,11 +120,10 @@ class CapturedGraph(FakeGraph):
     Attributes:
         module: holds the graph; every node's `meta["example_value"]` is its fake value.
         inputs: forward's parameter names, in order.
-        bindings: what each placeholder is, by placeholder name.
-        output: how the return value is built.
+        bindings: by placeholder name.
         symbols: symbol of the graph -> the caller's name of it, such as `s72 -> T`.
         sources: importable names of the modules whose code was traced.
-        unused_inputs: inputs that are no placeholder.
+        unused_inputs: inputs without a placeholder.
         boundary_ops: names of the ops at which the graph will be split.
     """
 
@@ -139,7 +138,7 @@ class CapturedGraph(FakeGraph):
 
     @cached_property
     def fake_ops(self) -> FakeOpCache:
-        """Operations on this graph's fake values, each run once for each geometry of its arguments."""
+        """Cache of operations on this graph's fake values."""
         return FakeOpCache(self.fake_mode, self.enable_fake_mode)
 
     def placeholders(self) -> list[fx.Node]:
@@ -152,20 +151,20 @@ class CapturedGraph(FakeGraph):
                 yield node, binding
 
     def constant(self, node: Any) -> Tensor | None:
-        """The tensor that a placeholder is bound to, or None when the node is anything else."""
+        """The tensor that a constant's placeholder is bound to; None for any other node."""
         if not isinstance(node, fx.Node) or node.op != "placeholder":
             return None
         binding = self.bindings[node.name]
         return binding.tensor if isinstance(binding, Constant) else None
 
     def rebind_constant(self, node: fx.Node, storage: Tensor) -> None:
-        """Let a constant, and the module's parameter that it is, live in other storage of the same shape and values."""
+        """Move a constant, and with it the module's parameter, to other storage of the same shape and values."""
         binding = self.bindings[node.name]
         assert isinstance(binding, Constant), "only a constant can be moved"
         binding.tensor.data = storage
 
     def add_constant(self, name: str, tensor: Tensor) -> fx.Node:
-        """A new placeholder behind the others, bound to `tensor`."""
+        """Append a placeholder bound to `tensor`."""
         *_, last = self.placeholders()
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(name)
@@ -181,10 +180,10 @@ class CapturedGraph(FakeGraph):
 
 
 def clean_up_graph(graph: CapturedGraph) -> None:
-    """Take out what tracing left behind and what would keep equal pieces from looking equal.
+    """Remove leftovers of tracing, and differences between equal pieces.
 
-    One node stands for each size; results of ops that return several tensors are unpacked where they are made, so that
-    only tensors and sizes ever cross from one piece to the next.
+    Each size has one node; results of ops with several outputs are unpacked at the op, so that only tensors and sizes cross
+    from one piece to the next.
     """
     nodes = graph.graph
     first: dict[str, fx.Node] = {}
@@ -212,11 +211,13 @@ _NOISE = (
     torch._C._set_grad_enabled,
     torch.autograd.grad_mode._enter_inference_mode,
     torch.autograd.grad_mode._exit_inference_mode,
+    torch._check,
+    torch.ops.aten._assert_scalar.default,
     operator.ge,
     operator.eq,
     operator.le,
 )
-"""What changes nothing that is computed: no step has gradients."""
+"""Calls without an effect on the results: no step has gradients."""
 
 
 def _is_noise(node: fx.Node) -> bool:
@@ -224,25 +225,23 @@ def _is_noise(node: fx.Node) -> bool:
         return False
     if node.target in _NOISE:
         return True
-    if node.target in (torch.ops.aten._assert_scalar.default, torch._check):
-        return True
-    return isinstance(value(node), (torch.SymInt, torch.SymBool, torch.SymFloat))
+    return isinstance(value(node), SYMBOLIC)
 
 
 def update_fake_values(graph: CapturedGraph, changed: dict[fx.Node, Any], commit: bool = True) -> dict[fx.Node, Any]:
-    """Compute fake values again downstream of nodes whose value changed.
+    """Recompute fake values downstream of changed nodes.
 
     Args:
         changed: nodes and their new fake values, in the graph's order.
-        commit: store the values in the graph; off, only find out whether every reader can run on them.
+        commit: store the values in the graph; False only checks that every reader can run on them.
 
     Returns:
-        Every node whose geometry changed, with its new value. Raises what a reader raises when it cannot run.
+        Every node whose geometry changed, with its new value. Raises whatever a reader raises that cannot run.
     """
     node = next(iter(changed))
     changed = dict(changed)
     stale = {reader for node in changed for reader in node.users} - changed.keys()
-    while stale:  # readers stand behind what they read: one walk, which ends where nothing changes any more
+    while stale:  # readers follow their inputs: one walk forward, until no stale node is left
         node = node.next
         if node not in stale:
             continue
@@ -261,14 +260,13 @@ def update_fake_values(graph: CapturedGraph, changed: dict[fx.Node, Any], commit
 
 
 def run_fake(node: fx.Node, changed: dict[fx.Node, Any]) -> Any:
-    """What a call computes from the fake values of its arguments, or from newer ones in `changed`; within `enable_fake_mode()`."""
+    """The result of a call on the fake values of its arguments, or on newer ones in `changed`; inside `enable_fake_mode()`."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: changed.get(arg, value(arg)))
-    target = _called(node)
-    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+    return run_target(_called(node), args, kwargs)
 
 
 def _called(node: fx.Node) -> Callable[..., Any] | str:
-    """The function that a node calls, or the name of the method."""
+    """The called function, or the name of the method."""
     if node.op == "call_method":
         return str(node.target)
     assert node.op == "call_function" and callable(node.target), f"{node.op} {node.target} has no fake value"
@@ -279,7 +277,7 @@ def same_geometry(one: Any, other: Any, *, ones: bool = True) -> bool:
     """Whether two fake values agree in type, shape, strides, offset and dtype.
 
     Args:
-        ones: compare also the strides of dimensions with one element, along which nobody steps.
+        ones: also compare the strides of dimensions of size 1, which address nothing.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = one.dtype == other.dtype and one.device == other.device

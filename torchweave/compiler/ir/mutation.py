@@ -1,4 +1,4 @@
-"""Which nodes of a Torch IR graph write to which of their arguments."""
+"""In-place writes: the arguments that each node of a Torch IR graph mutates."""
 
 from __future__ import annotations
 
@@ -14,23 +14,12 @@ from torch import Tensor, fx
 from torchweave.compiler.ir.symbols import value
 
 _IN_PLACE_OPERATORS = (
-    operator.setitem,
-    operator.iadd,
-    operator.isub,
-    operator.imul,
-    operator.itruediv,
-    operator.ifloordiv,
-    operator.imod,
-    operator.ipow,
-    operator.imatmul,
-    operator.iand,
-    operator.ior,
-    operator.ixor,
-    operator.ilshift,
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift,
     operator.irshift,
-)
+)  # fmt: skip
 _IN_PLACE_METHODS = frozenset(f"__{each.__name__}__" for each in _IN_PLACE_OPERATORS)
-# What functions of torch write to besides what their names say: these arguments, where that one is given and true.
+# Functions of torch that write to the arguments when the option is given and true.
 _CONDITIONAL_MUTATIONS = {
     "batch_norm": (("running_mean", "running_var"), "training"),
     "instance_norm": (("running_mean", "running_var"), "use_input_stats"),
@@ -39,17 +28,22 @@ _CONDITIONAL_MUTATIONS = {
 }
 
 
+def op_overload(target: Any) -> torch._ops.OpOverload | None:
+    """The op overload that a call's target is, a packet's first; None for any other target."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    return target if isinstance(target, torch._ops.OpOverload) else None
+
+
 def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """The arguments that the node writes to, by torch's naming rules and by the schema of a custom op."""
+    """The arguments that the node writes to, by torch's naming rules or the schema of an op."""
     if node.op == "call_method":
         return _nodes(node.args[:1]) if _is_in_place_name(str(node.target)) else []
     if node.op != "call_function":
         return []
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
-    if isinstance(target, torch._ops.OpOverload):
-        return _by_schema(target, node)
+    if (op := op_overload(target)) is not None:
+        return _by_schema(op, node)
     if target in _IN_PLACE_OPERATORS or _is_in_place_name(getattr(target, "__name__", "")):
         return _nodes(node.args[:1])
     if node.kwargs.get("out") is not None:
@@ -58,26 +52,26 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
 
 
 def has_mutations(graph: fx.Graph) -> bool:
-    """Whether any operation of the graph may write to one of its arguments; a nested graph counts as one that does."""
+    """Whether an operation of the graph may write to one of its arguments; a nested graph counts as a write."""
     return any(node.op == "get_attr" or mutated_args(node) for node in graph.nodes)
 
 
 def storage_id(node: fx.Node) -> int | None:
-    """Identity of the storage that a node's fake tensor lives in: equal for a tensor and its views."""
+    """Identity of the storage of a node's fake tensor, equal for a tensor and its views; None when it is not a tensor."""
     fake = value(node)
     return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None
 
 
 def mutated_aliased_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
-    """Storages that the graph writes to and that several of its inputs live in, each with the first of these."""
+    """Storages that the graph writes to and several inputs share, each with the first of these inputs."""
     targets = {storage_id(argument) for node in graph.nodes for argument in mutated_args(node)} - {None}
     first: dict[int, fx.Node] = {}
-    found: dict[int, fx.Node] = {}
+    shared: dict[int, fx.Node] = {}
     for node in graph.nodes if targets else ():
-        home = storage_id(node) if node.op == "placeholder" else None
-        if home is not None and home in targets and first.setdefault(home, node) is not node:
-            found[home] = first[home]
-    return found
+        storage = storage_id(node) if node.op == "placeholder" else None
+        if storage is not None and storage in targets and first.setdefault(storage, node) is not node:
+            shared[storage] = first[storage]
+    return shared
 
 
 def _is_in_place_name(name: str) -> bool:
@@ -85,7 +79,7 @@ def _is_in_place_name(name: str) -> bool:
 
 
 def _by_signature(function: FunctionType, node: fx.Node) -> list[fx.Node]:
-    """A function in Python may be told by any argument, named or not, as modules of torch do: `elu(x, 1.0, True)`."""
+    """Writes of a Python function, from its arguments by name or position, as in `elu(x, 1.0, True)`."""
     names = _parameters(function)
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     if given.get("inplace"):
@@ -100,13 +94,11 @@ def _parameters(function: FunctionType) -> tuple[str, ...]:
 
 
 def _by_schema(op: torch._ops.OpOverload, node: fx.Node) -> list[fx.Node]:
-    found = []
+    mutated = []
     for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        found += _nodes([given])
-    return found
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            mutated.append(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+    return _nodes(mutated)
 
 
 def _nodes(items: Any) -> list[fx.Node]:

@@ -1,8 +1,8 @@
-"""What tracing and building assumed about the dynamic sizes, and for which sizes it holds.
+"""The range of dynamic sizes for which a graph is valid, from torch's guards.
 
-With backed symbols, torch decides some questions by the example's sizes and leaves a guard behind. No guard is kept, so
-each is tried here instead: one that fails for ordinary sizes means that the graph is wrong for them, and is refused; one
-that fails only above some size gives a limit, which is checked at every call.
+With backed symbols, torch decides some branches by the example's sizes and records a guard. No guard is kept at run time;
+each is evaluated here instead. A guard that fails for small sizes makes the graph invalid, which is an error; a guard that
+fails only above a size gives an upper limit, which is checked at every call.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torchweave.config.options import DynamicShapes
 from torchweave.report import Report
 
 _MIN_VALID_SIZE = 64
-"""Sizes up to this one are ordinary."""
+"""The graph must be valid for all sizes up to this."""
 MAX_SIZE = 1 << 24
 _EXHAUSTIVE_LIMIT = 512
-"""A guard on one size is tried at every one up to this."""
+"""A guard on one size is evaluated at every size up to this."""
 
 
 def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report) -> tuple[int, int]:
-    """The smallest and largest value that every dynamic size may take.
+    """The smallest and largest valid value of every dynamic size.
 
-    A guard of torch's own against size 1 does not count with `backed_size_oblivious`: it stands for the general path, which holds
-    for 1 too. Where forward branches, and with `backed`, 1 is excluded.
+    With `backed_size_oblivious`, torch's own guards against size 1 are ignored: they select the general path, which is
+    valid for 1 too. When forward itself branches, and with `backed`, 1 is excluded.
 
     Raises:
-        SizeError: the graph is right only for some ordinary sizes.
+        SizeError: the graph is invalid for a size up to 64.
     """
     failing = {str(guard): sloc for guard, sloc in _guards(graph) if not _is_true_at_one(guard, graph.symbols)}
     for text in sorted(failing):
@@ -42,15 +42,15 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report) -> tup
 
 
 def num_guards(graph: CapturedGraph) -> int:
-    """How many guards there are, for `max_size` to tell those of a build from what was there before."""
+    """Number of guards: pass it to `max_size` as `first` to select the guards of a later build."""
     return len(_guards(graph))
 
 
 def max_size(graph: CapturedGraph, first: int = 0) -> int:
-    """The largest value that every dynamic size may take, as far as guards from number `first` on say.
+    """The largest valid value of every dynamic size, by the guards from number `first` on.
 
     Raises:
-        SizeError: they hold only for some ordinary sizes, or a size has become a number.
+        SizeError: the graph is invalid for a size up to 64, or a size has become a number.
     """
     for symbol, size in fixed_sizes(graph.fake_mode.shape_env).items():
         if symbol in graph.symbols:
@@ -62,51 +62,52 @@ def max_size(graph: CapturedGraph, first: int = 0) -> int:
         valid_up_to = _valid_up_to(guard, graph.symbols, _is_branch(sloc))
         if valid_up_to < _MIN_VALID_SIZE:
             where, code = user_location(sloc)
-            said = f"{guard} in `{code}`" if code else f"{guard}, from {sloc}"
-            raise SizeError(f"forward takes another path for a size of {valid_up_to + 1} ({said})", where)
+            origin = f"{guard} in `{code}`" if code else f"{guard}, from {sloc}"
+            raise SizeError(f"forward takes another path for a size of {valid_up_to + 1} ({origin})", where)
         limit = min(limit, valid_up_to)
     return limit
 
 
 def _guards(graph: CapturedGraph) -> list[tuple[Any, Any]]:
-    """What must hold of sizes, and where that was found."""
+    """The guards on sizes with their source locations."""
     shape_env = graph.fake_mode.shape_env
     return [(shape_env.replace(guard.expr), guard.sloc) for guard in shape_env.guards] if shape_env is not None else []
 
 
 def _is_branch(sloc: Any) -> bool:
-    """Whether a guard says which way forward's own code went, and not an operation of torch's."""
+    """Whether a branch in forward's own code made the guard, and not an operation of torch."""
     return "/torch/_dynamo/" in str(getattr(sloc, "framework_loc", "")).replace("\\", "/")
 
 
 def _valid_up_to(guard: Any, symbols: Mapping[str, str], equal: bool) -> int:
-    """The size up to which a guard is true, whatever each of the dynamic sizes is.
+    """The size up to which a guard is true for all combinations of the dynamic sizes.
 
     Args:
-        equal: also where two names have the same size; where an operation asks for that, the general path holds for it too.
+        equal: also for two names of the same size; a guard of an operation against that selects the general path, which is
+        valid.
     """
-    read = _names(guard, symbols)
+    names = _names(guard, symbols)
 
     def holds(largest: int) -> bool:
-        """Whether it is true wherever the largest size is this one."""
+        """Whether the guard is true for all combinations with this largest size."""
         if equal:
-            others = itertools.product([size for size in sizes if size <= largest], repeat=len(read) - 1)
+            others = itertools.product([size for size in sizes if size <= largest], repeat=len(names) - 1)
         else:
-            others = itertools.permutations([size for size in sizes if size < largest], len(read) - 1)
-        points = ((*rest[:at], largest, *rest[at:]) for rest in others for at in range(len(read)))
-        return all(_is_true(guard, symbols, dict(zip(read, point, strict=True))) for point in points)
+            others = itertools.permutations([size for size in sizes if size < largest], len(names) - 1)
+        points = ((*rest[:at], largest, *rest[at:]) for rest in others for at in range(len(names)))
+        return all(_is_true(guard, symbols, dict(zip(names, point, strict=True))) for point in points)
 
-    sizes = _probe_sizes(guard, len(read))
-    known = 1
-    for size in sizes if read else ():
+    sizes = _probe_sizes(guard, len(names))
+    valid = 1
+    for size in sizes if names else ():
         if not holds(size):
-            return _bisect(holds, known, size)
-        known = size
-    return MAX_SIZE if read or guard != False else 1  # noqa: E712  sympy's own false is no False
+            return _bisect(holds, valid, size)
+        valid = size
+    return MAX_SIZE if names or guard != False else 1  # noqa: E712  sympy's false is not False
 
 
 def _probe_sizes(guard: Any, num_names: int) -> list[int]:
-    """The sizes at which a guard is tried: at every small one, and about its own numbers, or of several names, at fewer."""
+    """The sizes at which a guard is evaluated: small, powers of 2, around its own numbers; fewer for several names."""
     own = {abs(int(number)) for number in guard.atoms(sympy.Integer)}
     own |= {one * other for one, other in itertools.combinations(sorted(own), 2)}
     about = {number + step for number in {*own, 8, 16, 32, 64, 128} for step in (-1, 0, 1)}
@@ -118,21 +119,21 @@ def _probe_sizes(guard: Any, num_names: int) -> list[int]:
 
 
 def _is_true_at_one(guard: Any, symbols: Mapping[str, str]) -> bool:
-    """Whether it is true for sizes of 1 and a little more, no two names having the same one."""
+    """Whether a guard is true for distinct sizes from 1 upwards, in ascending and descending order."""
     names = _names(guard, symbols)
     small = range(1, 1 + len(names))
     return all(_is_true(guard, symbols, dict(zip(names, sizes, strict=True))) for sizes in (small, small[::-1]))
 
 
 def _names(guard: Any, symbols: Mapping[str, str]) -> list[str]:
-    """The sizes that a guard is about, as the caller calls them; one of which no operation knows goes by its symbol."""
+    """The caller's names of the sizes in a guard; the symbol for a size without a name."""
     return sorted({symbols.get(str(symbol), str(symbol)) for symbol in guard.free_symbols})
 
 
 def _is_true(guard: Any, symbols: Mapping[str, str], sizes: Mapping[str, int]) -> bool:
-    """Whether a guard is true, or undecided, for these sizes by name."""
+    """Whether a guard is true or undecided for these sizes by name."""
     values = {symbol: sizes[symbols.get(str(symbol), str(symbol))] for symbol in guard.free_symbols}
-    return guard.xreplace(values) != False  # noqa: E712  sympy's own false is no False
+    return guard.xreplace(values) != False  # noqa: E712  sympy's false is not False
 
 
 def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:

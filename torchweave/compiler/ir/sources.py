@@ -1,8 +1,8 @@
-"""Where a value of the captured graph comes from: Dynamo's source expressions, read without `eval`.
+"""Dynamo's source expressions of placeholders, resolved without `eval`.
 
-Dynamo names each placeholder by an expression over the frame that it traced, for instance
-`L['self']._modules['embed']._parameters['weight']`. Only names, attributes and constant subscripts are followed, so that
-a source that is read back from a cache can look things up and do nothing else.
+Dynamo names each placeholder by an expression over the traced frame, for instance
+`L['self']._modules['embed']._parameters['weight']`. Only names, attributes and constant subscripts are resolved, so that a
+source from the compile cache can look up objects and do nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class SourceError(Exception):
-    """The expression does more than look something up, or looks up what is not there."""
+    """The expression is more than a look-up, or looks up a missing object."""
 
 
 def resolve(source: str, roots: Mapping[str, Any]) -> Any:
@@ -22,7 +22,7 @@ def resolve(source: str, roots: Mapping[str, Any]) -> Any:
     try:
         return _walk(_parse(source), roots)
     except (SyntaxError, KeyError, IndexError, AttributeError, TypeError) as error:
-        raise SourceError(f"{source} names nothing here ({type(error).__name__}: {error})") from error
+        raise SourceError(f"{source} does not exist ({type(error).__name__}: {error})") from error
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,6 +1,6 @@
-"""Symbolic sizes: which dimensions of the inputs are dynamic, how they are marked, and how they are read back.
+"""Symbolic sizes: mark the dynamic dimensions of inputs, and read symbols and fake values of nodes.
 
-A dynamic dimension has a name that the caller chose (`T`, `N`). Two dimensions with one name always have one size.
+The caller names each dynamic dimension (`T`, `N`). Dimensions with one name always have the same size.
 """
 
 from __future__ import annotations
@@ -16,50 +16,51 @@ from torch import Tensor, fx
 from torchweave.config.options import DynamicShapes
 
 DynamicDims = Mapping[str, Mapping[int, str]]
+SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 _PRIMES = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
 
 
 def value(node: fx.Node) -> Any:
-    """What the node computes, as the fake tensor or symbolic size that tracing saw."""
+    """The fake tensor or symbolic size that the node computes."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether the node is a size or an expression over sizes, which any piece can compute for itself."""
+    """Whether the node is a size or an expression over sizes, which every piece can recompute."""
     return (
         node.op in ("call_function", "call_method")
-        and isinstance(value(node), (torch.SymInt, torch.SymBool, torch.SymFloat))
+        and isinstance(value(node), SYMBOLIC)
         and all(isinstance(value(argument), torch.SymInt) for argument in node.all_input_nodes)
     )
 
 
 def token_count(symbols: Mapping[str, str]) -> str | None:
-    """The symbol that is the token count: what the caller calls T, else the first dynamic size; None when there is none."""
+    """The symbol of the token count: the size named T, else the first dynamic size; None without dynamic sizes."""
     return next((symbol for symbol, name in symbols.items() if name == "T"), next(iter(symbols), None))
 
 
 def expression(size: Any) -> Any:
-    """What a symbolic size computes, to be compared and hashed; a number is itself."""
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymBool, torch.SymFloat)) else size
+    """The expression of a symbolic size, which can be compared and hashed; a number is returned as it is."""
+    return size.node.expr if isinstance(size, SYMBOLIC) else size
 
 
 def symbol_name(size: Any) -> str | None:
-    """The name of the symbol that a size is, or None when it is a number or an expression."""
+    """The name of a size's symbol; None when it is a number or an expression."""
     if not isinstance(size, torch.SymInt):
         return None
     return str(size.node.expr) if size.node.expr.is_symbol else None
 
 
 def fixed_sizes(shape_env: Any) -> dict[str, int]:
-    """Symbols that turned out to be a number, for whichever reason, and that number."""
-    known = getattr(shape_env, "replacements", {})
-    return {str(symbol): int(size) for symbol, size in known.items() if size.is_number}
+    """Symbols that the shape environment replaced by a number, with that number."""
+    replacements = getattr(shape_env, "replacements", {})
+    return {str(symbol): int(size) for symbol, size in replacements.items() if size.is_number}
 
 
 def free_symbols(thing: Any) -> set[str]:
-    """Names of all symbols in a size, a fake tensor's shape and strides, or a nest of them."""
-    if isinstance(thing, (torch.SymInt, torch.SymBool, torch.SymFloat)):
+    """Names of all symbols in a size, a fake tensor's shape and strides, or nested tuples and lists of them."""
+    if isinstance(thing, SYMBOLIC):
         return {str(symbol) for symbol in thing.node.expr.free_symbols}
     if isinstance(thing, Tensor):
         return free_symbols([*thing.shape, *thing.stride(), thing.storage_offset()])
@@ -73,8 +74,8 @@ def choose_size_hints(
 ) -> dict[str, int]:
     """A size to trace with for each dynamic name.
 
-    The example's own size is kept when it is at least 2, and equals neither another name's nor a size of the weights: a
-    coincidence of sizes would tie the dimension to a constant.
+    The example's size is used when it is at least 2 and differs from every other name's and from the sizes of weights: equal
+    sizes would tie the dimension to a constant.
     """
     taken, hints = {1, *static_sizes}, {}
     taken.update(
@@ -95,21 +96,21 @@ def choose_size_hints(
 
 
 def example(tensor: Tensor, dims: Mapping[int, str], hints: Mapping[str, int]) -> Tensor:
-    """A contiguous tensor of zeros like `tensor`, its dynamic dimensions as large as their hints."""
+    """A contiguous tensor of zeros like `tensor`, with dynamic dimensions of the hinted sizes."""
     shape = [hints[dims[dim]] if dim in dims else size for dim, size in enumerate(tensor.shape)]
     return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def mark(tensor: Tensor, dims: Mapping[int, str], mode: DynamicShapes) -> None:
-    """Tell Dynamo which dimensions of an example are dynamic."""
+    """Mark the dynamic dimensions of an example for Dynamo."""
     from torch._dynamo import mark_dynamic
     from torch._dynamo.decorators import mark_unbacked
 
-    known = inspect.signature(mark_unbacked).parameters
+    parameters = inspect.signature(mark_unbacked).parameters  # they differ between versions of torch
     for dim, name in dims.items():
         if mode == "unbacked":
-            wanted = {"shape_id": name, "hint_override": tensor.shape[dim], "min": 1}
-            mark_unbacked(tensor, dim, **{key: wanted[key] for key in wanted if key in known})
+            options = {"shape_id": name, "hint_override": tensor.shape[dim], "min": 1}
+            mark_unbacked(tensor, dim, **{key: option for key, option in options.items() if key in parameters})
         else:
             mark_dynamic(tensor, dim)
 

@@ -1,4 +1,4 @@
-"""Cut a captured graph to one stage of a pipeline: from where the stage before hands over to where the next one takes over.
+"""Cut a captured graph to one pipeline stage, at the marker ops of the model.
 
 Before                                       After
     h = ... embedding, of another stage          placeholder: stage_input
@@ -7,7 +7,7 @@ Before                                       After
     z = torchweave.stage_output(y)
     return ... output layer(z)
 
-What a stage needs beside that, such as the angles of rotary embeddings, it computes from its own inputs: it stands in every graph.
+Each stage computes shared values, such as the angles of rotary embeddings, from its own inputs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.symbols import value
 
 STAGE_INPUT = "stage_input"
-"""Name of the graph's last input, where it begins behind another stage."""
+"""Name of the graph's last input in every stage but the first."""
 
 
 def extract_pipeline_stage(graph: CapturedGraph) -> None:
-    """Let the graph begin and end where the model has marks of a stage; one without marks stays as it is.
+    """Cut the graph, in place, to its stage; a graph without markers is unchanged.
 
     Raises:
-        TraceError: the stage needs what another one has computed, beyond what is handed over.
+        TraceError: the stage reads a value of another stage besides its stage input.
     """
     begin, end = _mark(graph, "torchweave::stage_input"), _mark(graph, "torchweave::stage_output")
     if begin is None and end is None:
@@ -40,7 +40,9 @@ def extract_pipeline_stage(graph: CapturedGraph) -> None:
         _begin_at(graph, begin)
     _eliminate_dead_code(graph)
     if _mark(graph, "torchweave::elsewhere") is not None:
-        raise TraceError("its layers hand on more than hidden states, so that they cannot be divided into stages")
+        raise TraceError(
+            "its layers pass more than hidden states to the next layer; pipeline stages exchange hidden states only"
+        )
     graph.drop_unused_constants()
     graph.graph.lint()
     graph.module.recompile()
@@ -68,15 +70,15 @@ def _begin_at(graph: CapturedGraph, begin: fx.Node) -> None:
 
 
 def _eliminate_dead_code(graph: CapturedGraph) -> None:
-    """Keep what the output needs: what it is computed from, and what writes into that."""
+    """Erase nodes that neither feed the output nor write to a storage that does."""
     live: set[fx.Node] = set()
-    live_storages: set[int] = set()  # storages of live values, into which a node may write
+    live_storages: set[int] = set()
     for node in reversed(list(graph.graph.nodes)):
         needed = node.op in ("output", "placeholder") or any(user in live for user in node.users)
         if needed or any(storage_id(argument) in live_storages for argument in mutated_args(node)):
             live.add(node)
             live_storages.update(
-                found for each in (node, *node.all_input_nodes) if (found := storage_id(each)) is not None
+                storage for each in (node, *node.all_input_nodes) if (storage := storage_id(each)) is not None
             )
         else:
             graph.graph.erase_node(node)

@@ -1,13 +1,14 @@
-"""Split: cut a captured graph at its boundary ops into pieces that can be compared, built and recorded one by one.
+"""Split a captured graph at its boundary ops into pieces, which are compared, built and recorded one by one.
 
-A piece takes what varies first (sizes, then tensors in order of first use) and the constants it reads behind; sizes that
-are derived from others are computed again in each piece that needs them, or equal layers would not be equal pieces.
+A piece takes sizes, then tensors in order of first use, then constants. It recomputes derived sizes, so that equal layers give
+equal pieces.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from torchweave.compiler.errors import InvariantError, TraceError, source_location
+from torchweave.compiler.ir.collectives import exchanges
 from torchweave.compiler.ir.graph import CapturedGraph, Constant, FakeGraph
 from torchweave.compiler.ir.mutation import mutated_aliased_inputs, mutated_args, storage_id
 from torchweave.compiler.ir.symbols import free_symbols, is_size, value
+from torchweave.report import Report
 
-_CONSTANT = "constant_"  # how the name of a placeholder begins that stands for a tensor of the module
+_CONSTANT = "constant_"  # name prefix of placeholders for tensors of the module
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Piece(FakeGraph):
     Attributes:
         index: position among the graph's pieces.
         module: takes `inputs` then `constants`, returns `outputs` as a flat tuple.
-        inputs, constants, outputs: nodes of the captured graph that the values belong to.
-        digest: equal for two pieces that do the same to inputs of the same kind.
+        inputs, constants, outputs: the corresponding nodes of the captured graph.
+        digest: equal for pieces with the same operations on inputs of the same dtype and geometry.
     """
 
     index: int
@@ -45,13 +48,13 @@ class Piece(FakeGraph):
         return [value(node) for node in self.module.graph.nodes if node.op == "placeholder"]
 
     def is_constant(self, node: Any) -> bool:
-        """Whether the node is a placeholder for a tensor of the module, which is another one in each layer."""
+        """Whether the node is a placeholder for a tensor of the module, which differs from layer to layer."""
         return isinstance(node, fx.Node) and node.op == "placeholder" and str(node.target).startswith(_CONSTANT)
 
 
 @dataclass(frozen=True)
 class BoundaryCall:
-    """A boundary op between two pieces: every positional argument of its schema, then keyword-only ones."""
+    """A call of a boundary op between two pieces; `args` holds every positional argument of the schema."""
 
     op: torch._ops.OpOverload
     node: fx.Node
@@ -59,13 +62,29 @@ class BoundaryCall:
     kwargs: dict[str, Any]
 
 
-def describe(part: Piece | BoundaryCall) -> dict[str, str]:
-    """A part as the report names it: a piece by its digest, a boundary op by its name."""
-    return {"piece": part.digest} if isinstance(part, Piece) else {"boundary": part.op._schema.name}
+def report_parts(parts: Sequence[Piece | BoundaryCall], symbols: Mapping[str, str], report: Report) -> None:
+    """Write an event `parts` (pieces by digest, boundary ops by name), and `communication` for each piece with collectives.
+
+    Args:
+        symbols: the caller's names of sizes, by symbol.
+    """
+    pieces = [part for part in parts if isinstance(part, Piece)]
+    order = [
+        {"piece": part.digest} if isinstance(part, Piece) else {"boundary": part.op._schema.name} for part in parts
+    ]
+    report.event("parts", order=order)
+    uses = Counter(piece.digest for piece in pieces)
+    for piece in {piece.digest: piece for piece in reversed(pieces)}.values():
+        if collectives := exchanges(piece, symbols):
+            report.event("communication", piece=piece.digest, shared_by=uses[piece.digest], exchanges=collectives)
 
 
 def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
-    """The parts of the graph in the order in which they run."""
+    """The pieces and boundary calls of a graph, in execution order.
+
+    Raises:
+        TraceError, InvariantError: see `check`.
+    """
     segments: list[list[fx.Node] | BoundaryCall] = [[]]
     for node in graph.graph.nodes:
         op = boundary_op(node.target, graph.boundary_ops) if node.op == "call_function" else None
@@ -88,7 +107,7 @@ def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
 
 
 def _mutates_external(segment: list[fx.Node]) -> bool:
-    """Whether it changes a tensor that it did not make: that counts where nobody reads what it computes."""
+    """Whether the segment writes to a tensor from outside; it is a piece then even if no later node reads its results."""
     inside, changed = set(segment), {storage_id(target) for node in segment for target in mutated_args(node)} - {None}
     return any(
         storage_id(source) in changed for node in segment for source in node.all_input_nodes if source not in inside
@@ -96,7 +115,7 @@ def _mutates_external(segment: list[fx.Node]) -> bool:
 
 
 def boundary_op(target: Any, names: frozenset[str]) -> torch._ops.OpOverload | None:
-    """The overload that a call's target stands for when it is a boundary op, else None."""
+    """The overload that a call's target resolves to if it is a boundary op, else None."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload) and target._schema.name in names:
@@ -105,16 +124,16 @@ def boundary_op(target: Any, names: frozenset[str]) -> torch._ops.OpOverload | N
 
 
 def normalize_call(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[tuple, dict[str, Any]]:
-    """A call with every positional argument of the schema in place, defaults filled in; keyword-only ones by name."""
+    """Arguments of a call with defaults filled in: all positional ones of the schema, and keyword-only ones by name."""
     kwargs, positional, keywords = dict(kwargs), list(args), {}
     for index, argument in enumerate(op._schema.arguments):
         if not argument.kwarg_only and index < len(args):
             continue
-        given = kwargs.pop(argument.name) if argument.name in kwargs else argument.default_value
+        argument_value = kwargs.pop(argument.name) if argument.name in kwargs else argument.default_value
         if argument.kwarg_only:
-            keywords[argument.name] = given
+            keywords[argument.name] = argument_value
         else:
-            positional.append(given)
+            positional.append(argument_value)
     return tuple(positional), keywords
 
 
@@ -141,7 +160,10 @@ def extract_subgraph(
 
     Args:
         is_constant: whether an input is one of the piece's constants.
-        is_free: whether a node outside can be computed again inside, as derived sizes are, from inputs and other free nodes.
+        is_free: whether a node outside can be recomputed inside from inputs and other free nodes, as derived sizes can.
+
+    Raises:
+        TraceError: an input is neither a tensor nor a size.
     """
     inside = set(body)
     read = dict.fromkeys(
@@ -155,7 +177,10 @@ def extract_subgraph(
     new = fx.Graph()
     for position, node in enumerate(inputs + constants):
         if not isinstance(value(node), (Tensor, torch.SymInt)):
-            raise TraceError("a context manager or other object is held across a boundary op", source_location(node))
+            cause = (
+                "a context manager or another object that is no tensor stays open across a boundary op; close it before"
+            )
+            raise TraceError(cause, source_location(node))
         copies[node] = new.placeholder(f"input_{position}" if position < len(inputs) else f"{_CONSTANT}{position}")
         copies[node].meta = dict(node.meta)
 
@@ -178,7 +203,7 @@ def extract_subgraph(
 
 
 def _sources(node: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """What must be handed in so that `node` can be read in a piece."""
+    """Outside nodes that a piece needs as inputs to read `node`."""
     if node in inside:
         return []
     if is_free(node):
@@ -187,7 +212,7 @@ def _sources(node: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.Node], b
 
 
 def _is_used_outside(user: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> bool:
-    """Whether a reader is outside; what it hands on unchanged is read by its readers."""
+    """Whether a reader is outside the piece; a free node counts by its own readers."""
     if user in inside:
         return False
     if user.op != "output" and is_free(user):
@@ -200,7 +225,13 @@ def _is_constant(graph: CapturedGraph, node: fx.Node) -> bool:
 
 
 def check(graph: CapturedGraph, parts: list[Piece | BoundaryCall]) -> None:
-    """The invariants that pieces and their CUDA graphs rest on, each with a clear error."""
+    """Check the invariants of pieces and of their CUDA graphs.
+
+    Raises:
+        InvariantError: a boundary op has an output or writes to a foreign tensor; a size depends on data; a piece has no
+            dynamic input.
+        TraceError: a value that is no tensor crosses a boundary op.
+    """
     known, before = set(graph.symbols), None
     for part in parts:
         if isinstance(part, BoundaryCall):
@@ -213,7 +244,7 @@ def check(graph: CapturedGraph, parts: list[Piece | BoundaryCall]) -> None:
 def _check_boundary(call: BoundaryCall, before: Piece | None) -> None:
     schema = call.op._schema
     if schema.returns:
-        cause = f"boundary op {schema.name} has an output; it must write into a tensor given to it"
+        cause = f"boundary op {schema.name} has an output; it must write to a tensor argument instead"
         raise InvariantError(cause, source_location(call.node))
     mutated_args = [
         argument
@@ -222,12 +253,14 @@ def _check_boundary(call: BoundaryCall, before: Piece | None) -> None:
     ]
     if not mutated_args:
         raise InvariantError(
-            f"boundary op {schema.name} declares no argument that it writes to", source_location(call.node)
+            f"boundary op {schema.name} declares no mutated argument; name its output tensor in mutates_args",
+            source_location(call.node),
         )
     for argument in mutated_args:
         if isinstance(argument, fx.Node) and (before is None or argument not in before.outputs):
             raise InvariantError(
-                f"boundary op {schema.name} writes into a tensor that the piece before it did not allocate",
+                f"boundary op {schema.name} writes to a tensor that the preceding piece did not allocate; allocate it with "
+                "torch.empty right before the call",
                 source_location(call.node),
             )
 
@@ -236,26 +269,31 @@ def _check_piece(graph: CapturedGraph, piece: Piece, known: set[str]) -> None:
     for node in [*piece.inputs, *piece.outputs]:
         if unknown := free_symbols(value(node)) - known:
             raise InvariantError(
-                f"the size {', '.join(sorted(unknown))} is neither declared dynamic nor constant (it depends on data)",
+                f"the size {', '.join(sorted(unknown))} depends on data; every size must be constant or declared dynamic",
                 source_location(node),
             )
     for node in piece.outputs:
         if not isinstance(value(node), Tensor):
-            raise TraceError("a value that is no tensor is used on both sides of a boundary op", source_location(node))
+            raise TraceError(
+                "a value that crosses a boundary op is no tensor; compute it again after", source_location(node)
+            )
     if known and not any(free_symbols(value(node)) for node in piece.inputs):
         raise InvariantError(
-            f"piece {piece.index} has no input whose shape holds a dynamic size, so it cannot follow the token count",
+            f"piece {piece.index} has no input with a dynamic size in its shape, so its token count is unknown",
             source_location(piece.outputs[0]) if piece.outputs else "",
         )
 
 
 def digest(module: fx.GraphModule, num_inputs: int) -> str:
-    """Twelve hex digits of what a piece does: operations, arguments, and the geometry of every value."""
+    """Hash of a piece's `structure`: twelve hex digits."""
     return hashlib.sha256(structure(module, num_inputs).encode()).hexdigest()[:12]
 
 
 def structure(module: fx.GraphModule, num_inputs: int) -> str:
-    """The text that the digest is taken of: nodes by number, symbols by order of appearance, no names, no devices' indices."""
+    """Operations, arguments and geometry of all values as text, without names and device indices.
+
+    Nodes are numbered, and symbols named in order of appearance.
+    """
     texts, shared = _StructureWriter(), mutated_aliased_inputs(module.graph)
     lines = [f"inputs {num_inputs}"]
     for node in module.graph.nodes:
@@ -282,7 +320,7 @@ def _target(node: fx.Node, module: fx.GraphModule) -> str:
 
 
 class _StructureWriter:
-    """Arguments and values of one graph as text: nodes by number, symbols by order of appearance."""
+    """Writes arguments and values of one graph as text."""
 
     def __init__(self) -> None:
         self.numbers: dict[fx.Node, int] = {}

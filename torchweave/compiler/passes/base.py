@@ -1,6 +1,6 @@
-"""What a pass is: a named rewrite of a captured graph that says what it did and what it nearly did.
+"""Pass interface: a named rewrite of a graph that reports its matches and near-misses.
 
-A pass of your own is a class with four facts and `run`:
+A user pass is a class with a name, facts and `run`:
 
     class DropDropout(GraphPass):
         name, numerics = "drop_dropout", "exact"
@@ -15,10 +15,11 @@ A pass of your own is a class with four facts and `run`:
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -35,12 +36,7 @@ TokenRange = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class NearMiss:
-    """Something that looks like a match and was left alone.
-
-    Attributes:
-        node: where.
-        why: one sentence.
-    """
+    """A node that resembles a match but was left unchanged, and the reason, one sentence."""
 
     node: str
     why: str
@@ -48,7 +44,7 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass did: matches, nodes that it took out of the graph, and what it nearly matched."""
+    """Result of a pass: number of matches, number of nodes removed from the graph, and near-misses."""
 
     matches: int = 0
     rewritten: int = 0
@@ -57,20 +53,19 @@ class PassResult:
 
 @runtime_checkable
 class Pass(Protocol):
-    """A rewrite of a graph. Its docstring (of a fusion: its file's) shows Before, After, When, Numerics and Pays.
+    """A rewrite of a graph. Its docstring (a fusion: its file's) has the sections Before, After, When, Numerics and Pays.
 
     Attributes:
-        name: unique; a config switches a pass on or off by it.
-        stage: `torch_ir`: on the whole graph as traced (weights and their layout); `aten`: on each distinct piece after
-            lowering (operations).
-        numerics: `exact`: the same roundings at the same places, the order of a sum is free; `tolerance`: a rounding is left
-            out or added, within the pass's own documented bound.
-        token_range: smallest and largest token count at which it pays; None for an open end. A piece in which such a pass of
-            the ATen stage matches is built twice, and the call chooses by its token count. An op that chooses its kernel
-            when it runs leaves the range open.
-        fixpoint: run again until nothing matches any more.
-        gated: off unless a measurement, or the config, says that it pays.
-        builds: for pieces that are built how it is meant.
+        name: unique; the config enables and disables a pass by it.
+        stage: `torch_ir`: the whole captured graph (weights and their layout); `aten`: each distinct lowered piece (operations).
+        numerics: `exact`: same roundings at the same places, free summation order; `tolerance`: drops or adds a rounding within
+            the bound that the pass documents.
+        token_range: smallest and largest token count at which it pays; None for an open end. A piece in which such an ATen pass
+            matches is built twice, and each call selects the build by its token count. Passes whose op selects its kernel at
+            run time leave the range open.
+        fixpoint: repeat until nothing matches.
+        gated: disabled unless a measurement or the config enables it.
+        builds: builds of a piece (Inductor or FX code) in which the pass runs.
     """
 
     @property
@@ -93,8 +88,13 @@ class Pass(Protocol):
         ...
 
 
+def near_misses_by_reason(names_by_reason: Mapping[str, Sequence[str]]) -> tuple[NearMiss, ...]:
+    """One near-miss for each reason, with the names of all its nodes."""
+    return tuple(NearMiss(", ".join(names), why) for why, names in names_by_reason.items() if names)
+
+
 def document(each: Pass) -> str:
-    """What a pass says of itself: of a fusion, the docstring of its file; of a class, that of its file or its own."""
+    """Documentation of a pass: its `document`, else the docstring of its file if that has a Before section, else its class's."""
     written = getattr(each, "document", None)
     if isinstance(written, str):
         return written
@@ -103,7 +103,7 @@ def document(each: Pass) -> str:
 
 
 def declaration_error(each: Pass) -> str | None:
-    """What a pass declares that means nothing, or None: of an unknown stage it would never run, and nobody would say so."""
+    """The invalid fact of a pass, or None. A pass with an unknown stage would never run, without any message."""
     for fact, known in (("stage", Stage), ("numerics", Numerics)):
         if getattr(each, fact) not in get_args(known):
             return f"{fact} is {getattr(each, fact)!r}, not one of {', '.join(get_args(known))}"
@@ -113,16 +113,46 @@ def declaration_error(each: Pass) -> str | None:
     return f"token_range {low}..{high} holds no token count" if high is not None and high < max(low or 1, 1) else None
 
 
+def load_pass(name: str) -> Pass:
+    """Load the pass at `module:Name`: an instance, or a class, which is called without arguments.
+
+    Raises:
+        ValueError: the module or name does not exist, or the object is not a pass.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not (module_name and attribute):
+        raise ValueError(f"passes: {name!r} does not name a pass; write module:Name, for example my_passes:DropDropout")
+    try:
+        loaded = getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise ValueError(f"passes: {name} cannot be imported ({error}); is the module on PYTHONPATH?") from error
+    except AttributeError as error:
+        raise ValueError(f"passes: module {module_name} has no attribute {attribute}") from error
+    try:
+        instance = loaded() if isinstance(loaded, type) else loaded
+    except TypeError as error:
+        raise ValueError(
+            f"passes: {name} cannot be constructed without arguments ({error}); name an instance"
+        ) from error
+    if not isinstance(instance, Pass):
+        facts = ("name", "stage", "numerics", "token_range", "fixpoint", "gated", "builds", "run")
+        missing = ", ".join(fact for fact in facts if not hasattr(instance, fact))
+        raise ValueError(
+            f"passes: {name} is not a pass, it lacks {missing}; derive it from torchweave.compiler.GraphPass"
+        )
+    return instance
+
+
 class Mismatch(Exception):
-    """A call has arguments that a pattern does not know."""
+    """The arguments of a call do not fit the expected signature."""
 
 
 class GraphPass(ABC):
-    """Base of passes: defaults for the facts, and call matching that never ignores an argument.
+    """Base class of passes: defaults for the facts, and call matching that accounts for every argument.
 
     Attributes:
-        needs: what there must be for the pass to find anything: several `ranks`, `userbuffers` that they share.
-        shape: of a gated pass, the shape of a table's answers that say whether it pays; None: any.
+        needs: requirements: several `ranks`, or `userbuffers` shared by them.
+        shape: for a gated pass, the table shape whose entries decide whether it pays; None: any.
     """
 
     name: str = ""
@@ -141,26 +171,26 @@ class GraphPass(ABC):
 
     @staticmethod
     def bind(node: fx.Node, *required: str, **optional: Any) -> tuple[Any, ...]:
-        """The arguments of a call by the given signature, defaults filled in.
+        """Arguments of a call in the order of the given signature, with defaults filled in.
 
         Raises:
-            Mismatch: the call has an argument that the signature does not name (an `alpha=2` must not be matched away),
-                or lacks one.
+            Mismatch: the call has an argument outside the signature (dropping an `alpha=2` would change results), or lacks
+                a required one.
         """
         names = (*required, *optional)
         if len(node.args) > len(names):
-            raise Mismatch(f"{len(node.args)} positional arguments, at most {len(names)} are known")
+            raise Mismatch(f"{len(node.args)} positional arguments, expected at most {len(names)}")
         if unknown := sorted(set(node.kwargs) - set(names)):
             raise Mismatch(f"unexpected argument {', '.join(unknown)}")
-        found = {**optional, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-        if missing := [name for name in required if name not in found]:
-            raise Mismatch(f"no argument {', '.join(missing)}")
-        return tuple(found[name] for name in names)
+        arguments = {**optional, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if missing := [name for name in required if name not in arguments]:
+            raise Mismatch(f"missing argument {', '.join(missing)}")
+        return tuple(arguments[name] for name in names)
 
     def calls(
         self, graph: CapturedGraph, target: Callable[..., Any], *required: str, **optional: Any
     ) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
-        """Every call of `target` whose arguments are all known, with them. The graph may be changed meanwhile."""
+        """Yield each call of `target` that fits the signature, with its arguments. The graph may change during iteration."""
         for node in list(graph.graph.nodes):
             if node.op == "call_function" and node.target is target:
                 try:

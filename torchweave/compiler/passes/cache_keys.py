@@ -1,4 +1,4 @@
-"""Cache-key factors of the ATen passes: their order, their settings, and the source of passes from other packages."""
+"""Compile-cache keys of the ATen passes: order, settings, and sources of user passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchweave.compiler.passes.base import Pass
 
 
 def aten_cache_keys(passes: Sequence[Pass]) -> dict[str, Any]:
-    """Factors of the compile cache: nothing when no pass runs."""
+    """Compile-cache keys; empty when no pass runs."""
     if not passes:
         return {}
     modules = {name for each in passes for name in _sources(each) if not name.startswith("torchweave.")}
@@ -24,16 +24,16 @@ def aten_cache_keys(passes: Sequence[Pass]) -> dict[str, Any]:
 
 
 def describe_pass(each: Pass) -> str:
-    """A pass as text: its type and how it is set."""
+    """Type and settings of a pass as text."""
     if dataclasses.is_dataclass(each):
         facts = {field.name: getattr(each, field.name) for field in dataclasses.fields(each)}
     else:
-        own = type(each).__module__.startswith("torchweave.")  # what those keep to themselves changes nothing
+        own = type(each).__module__.startswith("torchweave.")  # their private attributes do not change results
         facts = {key: fact for key, fact in vars(each).items() if not (own and key.startswith("_"))}
         facts = {"name": each.name, **facts}
     return f"{type(each).__module__}.{type(each).__qualname__}{describe(facts)}"
 
 
 def _sources(each: Pass) -> tuple[str, ...]:
-    """Modules that a pass comes from."""
+    """Modules that define a pass."""
     return (type(each).__module__, *getattr(each, "sources", ()))

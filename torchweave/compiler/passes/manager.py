@@ -1,4 +1,4 @@
-"""The pass manager: an explicit, ordered, printable list of passes, each switched by the config and run with a receipt."""
+"""Pass manager: an explicit, ordered, printable list of passes, which the config enables and every run reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.aten.route import FUSION as ROUTE
-from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, declaration_error
+from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, declaration_error, load_pass
 from torchweave.compiler.passes.collectives import all_reduce_norm, all_reduce_norm_quant
 from torchweave.compiler.passes.collectives.sequence_parallel import SequenceParallel
 from torchweave.compiler.passes.collectives.user_buffers import (
@@ -33,7 +33,6 @@ from torchweave.compiler.passes.collectives.user_buffers import (
     UserBuffersFinalize,
     UserBuffersPrologue,
 )
-from torchweave.compiler.passes.load import load_pass
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
 from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
@@ -45,15 +44,15 @@ from torchweave.report import Report
 from torchweave.utils.suggest import did_you_mean
 
 _MAX_ROUNDS = 16
-"""A pass that still matches after this many rounds feeds on its own results."""
+"""A pass that still matches after this many rounds matches its own results."""
 
 
 def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ...]:
-    """The passes of the stack, in order.
+    """The built-in passes, in order.
 
     Args:
-        table: what measurements say; None: what the package ships for the device.
-        ranks: how many share each layer.
+        table: measurements; None: the table shipped for the device.
+        ranks: tensor-parallel size.
     """
     return (
         MergeLinears(),
@@ -84,7 +83,7 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
 
 @dataclass(frozen=True)
 class Setting:
-    """Whether a pass of the list runs, and why not."""
+    """Whether a pass is enabled, and the reason."""
 
     each: Pass
     enabled: bool
@@ -95,13 +94,13 @@ class PassManager:
     """The passes of one compilation, in order.
 
     Args:
-        passes: in the order in which they run; None takes the stack's own, then those that the config names.
-        config: which of them run.
-        table: what measurements say, for the stack's own passes; None: what the package ships.
-        ranks: how many share each layer.
+        passes: in execution order; None: the built-in passes, then the passes that the config names.
+        config: enables and disables passes.
+        table: measurements for the built-in passes; None: the shipped table.
+        ranks: tensor-parallel size.
 
     Raises:
-        ValueError: two passes have one name, one declares what means nothing, or the config names one that is not there.
+        ValueError: two passes share a name, a pass declares an invalid fact, or the config names an unknown pass.
     """
 
     def __init__(
@@ -116,14 +115,14 @@ class PassManager:
             passes = (*default_passes(table, ranks), *(load_pass(name) for name in self.config.passes))
         names = [each.name for each in passes]
         if len(set(names)) < len(names):
-            raise ValueError(f"two passes have one name: {', '.join(names)}")
+            raise ValueError(f"pass names must be unique: {', '.join(names)}")
         if wrong := next((f"pass {each.name}: {why}" for each in passes if (why := declaration_error(each))), None):
             raise ValueError(wrong)
-        known = {*names, *(each.name for each in default_passes())}
+        available = {*names, *(each.name for each in default_passes())}
         requested = {*self.config.disabled_passes, *self.config.enabled_passes}
-        if unknown := sorted(requested - known):
-            hint = did_you_mean(unknown[0], sorted(known), f"there are {', '.join(names)}")
-            raise ValueError(f"no pass is called {unknown[0]}; {hint}")
+        if unknown := sorted(requested - available):
+            hint = did_you_mean(unknown[0], sorted(available), f"available: {', '.join(names)}")
+            raise ValueError(f"unknown pass {unknown[0]}; {hint}")
         self.settings = tuple(self._setting(each) for each in passes)
 
     def _setting(self, each: Pass) -> Setting:
@@ -132,23 +131,23 @@ class PassManager:
             return Setting(each, False, "disabled_passes")
         build: Build = "inductor" if config.enable_inductor else "fx"
         if build not in each.builds:
-            return Setting(each, False, f"only for pieces built by {', '.join(each.builds)}")
+            return Setting(each, False, f"runs only in {', '.join(each.builds)} builds")
         needs = getattr(each, "needs", ())
         if "ranks" in needs and self.ranks < 2:
-            return Setting(each, False, "one rank exchanges nothing")
+            return Setting(each, False, "needs more than one rank")
         if "userbuffers" in needs and not config.enable_userbuffers:
             return Setting(each, False, "enable_userbuffers is off")
         if each.name in config.enabled_passes:
             return Setting(each, True, "enabled_passes")
         if each.numerics == "tolerance" and config.pass_numerics == "exact":
-            return Setting(each, False, "changes results within a tolerance, and pass_numerics is exact")
+            return Setting(each, False, "numerics is tolerance, and pass_numerics is exact")
         shape = getattr(each, "shape", None)
         if each.gated and not (self.table is not None and self.table.has_winner(each.name, shape)):
-            return Setting(each, False, "no measurement says that it pays here")
+            return Setting(each, False, "no measurement shows that it pays here")
         return Setting(each, True, "")
 
     def passes(self, stage: Stage) -> tuple[Pass, ...]:
-        """The passes of a stage that run."""
+        """Enabled passes of a stage."""
         return tuple(setting.each for setting in self.settings if setting.enabled and setting.each.stage == stage)
 
     def __str__(self) -> str:
@@ -162,7 +161,7 @@ class PassManager:
         return "\n".join(rows)
 
     def run(self, graph: CapturedGraph, report: Report) -> list[PassResult]:
-        """The Torch IR stage, over the whole graph; an event for every pass of the list that is off."""
+        """Run the Torch IR stage over the whole graph, with an event for each pass, and for each disabled pass of either stage."""
         results = []
         for setting in self.settings:
             each = setting.each
@@ -175,7 +174,7 @@ class PassManager:
         return results
 
     def rewrite(self, piece: Piece, passes: Sequence[Pass], report: Report) -> list[dict[str, Any]]:
-        """The ATen stage, over one lowered piece; returns the facts of each pass's event, to be kept with what is built."""
+        """Run ATen passes over one lowered piece; return each pass's event facts, which are stored with the built piece."""
         return [self._run_one(each, piece, f"pieces/{piece.digest}", report)[1] for each in passes]
 
     def _run_one(self, each: Pass, graph: FakeGraph, folder: str, report: Report) -> tuple[PassResult, dict[str, Any]]:
@@ -187,7 +186,7 @@ class PassManager:
 
 
 def run_with_report(each: Pass, graph: FakeGraph, debug: bool) -> tuple[PassResult, dict[str, Any]]:
-    """Run a pass; what it did, and the facts of its event."""
+    """Run a pass; return its result and the facts of its event."""
     begin, before = time.monotonic(), _ops(graph)
     result = run_pass(each, graph, debug)
     after = _ops(graph)
@@ -208,11 +207,11 @@ def run_with_report(each: Pass, graph: FakeGraph, debug: bool) -> tuple[PassResu
 
 
 def run_pass(each: Pass, graph: FakeGraph, debug: bool = False) -> PassResult:
-    """Run a pass, to a fixpoint where it asks for that; the graph is checked after each round.
+    """Run a pass once, or to a fixpoint if it declares that, and check the graph after each round.
 
     Raises:
-        ValueError: the pass raised, or returned no result, and its name.
-        RuntimeError: the pass left a graph that does not hold together, and its name.
+        ValueError: the pass raised, or did not return a `PassResult`.
+        RuntimeError: the pass left an invalid graph, or matches its own results.
     """
     matches = rewritten = 0
     near_misses: tuple[NearMiss, ...] = ()
@@ -225,30 +224,30 @@ def run_pass(each: Pass, graph: FakeGraph, debug: bool = False) -> PassResult:
             _lint(graph, without_value, result.matches + result.rewritten > 0, debug)
             _check_signature(before, _signature(graph))
         except Exception as error:
-            raise RuntimeError(f"pass {each.name} left a graph that does not hold together: {error}") from error
+            raise RuntimeError(f"pass {each.name} left an invalid graph: {error}") from error
         if not (each.fixpoint and result.matches):
             return PassResult(matches, rewritten, near_misses)
-    raise RuntimeError(f"pass {each.name} still matches after {_MAX_ROUNDS} rounds: it feeds on its own results")
+    raise RuntimeError(f"pass {each.name} still matches after {_MAX_ROUNDS} rounds: it matches its own results")
 
 
 def _run_once(each: Pass, graph: FakeGraph) -> PassResult:
-    """Run a pass once. What it raises says nothing of which pass it was; a refusal of the model's goes on as it is."""
+    """Run a pass once and name it in errors; a `CompileError`, which rejects the model, passes through."""
     try:
         result = each.run(graph)
     except CompileError:
         raise
-    except Exception as error:  # whatever a pass raises
+    except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"pass {each.name} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         ) from error
     if not isinstance(result, PassResult):
-        raise ValueError(f"pass {each.name} returned {result!r}; `run` returns a PassResult(matches, rewritten)")
+        raise ValueError(f"pass {each.name} returned {result!r}; `run` must return a PassResult(matches, rewritten)")
     return result
 
 
 class _Signature(NamedTuple):
-    """What others see of a graph, and no pass may change."""
+    """Interface of a graph, which passes must preserve."""
 
     inputs: list[str]
     outputs: list[str]
@@ -256,13 +255,13 @@ class _Signature(NamedTuple):
 
 
 def _signature(graph: FakeGraph) -> _Signature:
-    """Inputs by name, without tensors of the module where a pass may add and drop them; kinds of outputs; the inputs that the graph
-    writes to, as far as it names them there."""
+    """Names of inputs (of a captured graph without module tensors, which passes may add and drop), kinds of outputs, and mutated
+    inputs as far as nodes name them directly."""
     nodes = list(graph.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     if isinstance(graph, CapturedGraph):
         if unknown := [node.name for node in inputs if node.name not in graph.bindings]:
-            raise ValueError(f"nothing is bound to the input {unknown[0]}; `add_constant` adds a tensor")
+            raise ValueError(f"the input {unknown[0]} has no binding; add tensors with `add_constant`")
         inputs = sorted((each for each in inputs if isinstance(graph.bindings[each.name], Input)), key=str)
     outputs = [leaf for node in nodes if node.op == "output" for leaf in node.args[0]]
     changed = frozenset(target.name for node in nodes for target in mutated_args(node) if target.op == "placeholder")
@@ -276,36 +275,33 @@ def _kind(leaf: Any) -> str:
 
 def _check_signature(before: _Signature, after: _Signature) -> None:
     if after.inputs != before.inputs:
-        raise ValueError(f"its inputs are {', '.join(after.inputs)}, and were {', '.join(before.inputs)}")
+        raise ValueError(f"its inputs are {', '.join(after.inputs)}, expected {', '.join(before.inputs)}")
     if after.outputs != before.outputs:
-        raise ValueError(
-            f"it returns {', '.join(after.outputs) or 'nothing'}, and returned {', '.join(before.outputs)}"
-        )
+        raise ValueError(f"it returns {', '.join(after.outputs) or 'nothing'}, expected {', '.join(before.outputs)}")
     if new := sorted(after.mutated_args - before.mutated_args):
-        raise ValueError(f"it writes to the input {new[0]}, as it did not before")
+        raise ValueError(f"it writes to the input {new[0]}, unlike the graph before the pass")
 
 
 def _lint(graph: FakeGraph, without_value: frozenset[fx.Node], changed: bool, debug: bool) -> None:
-    """Raises what is wrong with a graph; nodes that are `without_value` were so before, as what `sdpa_kernel` makes of
-    its names."""
+    """Raise the first error of a graph. Nodes in `without_value`, such as the backends of `sdpa_kernel`, lacked a value before."""
     graph.graph.lint()
     if changed or debug:
         graph.module.recompile()
     for node in graph.graph.nodes:
-        wanted = node.op.startswith("call") and node.users and not node.is_impure() and node not in without_value
-        if wanted and value(node) is None:
-            raise ValueError(f"{node.name} has no fake value in meta, so nobody can know its shape")
+        needs_value = node.op.startswith("call") and node.users and not node.is_impure() and node not in without_value
+        if needs_value and value(node) is None:
+            raise ValueError(f"{node.name} has no fake value in meta; set it with the node")
     if debug:
         with graph.enable_fake_mode():
             for node in graph.graph.nodes:
                 if node.op == "call_function" and isinstance(value(node), (Tensor, torch.SymInt, tuple, list)):
                     computed = run_fake(node, {})
                     if not same_geometry(computed, value(node), ones=False):
-                        raise ValueError(f"{node.name} says that it is {value(node)}, but computes {computed}")
+                        raise ValueError(f"the fake value of {node.name} is {value(node)}, but it computes {computed}")
 
 
 def _ops(graph: FakeGraph) -> Counter[str]:
-    """How often each operation stands in a graph."""
+    """Number of calls of each operation."""
     return Counter(
         str(getattr(node.target, "__name__", node.target)) if not isinstance(node.target, torch._ops.OpOverload)
         else str(node.target)

@@ -1,11 +1,11 @@
-"""Finding a pattern in a graph: every argument counts, either order of a sum is found, and what nearly matched has a reason.
+"""Pattern matcher: compares every argument, tries both operand orders of commutative ops, and explains near-misses.
 
-A pattern is a plain function over explicit ops, traced once, symbolically. Its parameters are wildcards, of the kind that they
-are annotated with; everything else must be in the graph as it stands in the function:
+A pattern is a plain function over explicit ops, traced once symbolically. Its parameters are wildcards of the annotated kind; the
+graph must contain everything else as written. `either` lists alternative spellings of one value:
 
     def pattern(x: Tensor, weight: Tensor, eps: float):
-        mean = aten.mean.dim(aten.pow.Tensor_Scalar(x, 2), [-1], True)
-        return aten.mul.Tensor(weight, x * aten.rsqrt.default(mean + eps))
+        mean = aten.mean.dim(aten.pow.Tensor_Scalar(x, 2), [-1], True) + eps
+        return weight * (x * either(aten.rsqrt.default(mean), aten.pow.Tensor_Scalar(mean, -0.5)))
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ _OPERATORS = {
 }
 _CALLS = ("call_function", "call_method")
 _COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default)
+_UNSQUEEZE = (aten.unsqueeze.default, "unsqueeze", torch.unsqueeze)
+
+
+def either(*alternatives: Any) -> Any:
+    """Alternative sub-patterns, tried in order; the first is the usual form. Every use in a pattern binds to the same node."""
+    proxy = next(each for each in alternatives if isinstance(each, fx.Proxy))
+    return proxy.tracer.create_proxy("call_function", either, alternatives, {})
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,9 @@ class Match:
     """An occurrence of a pattern.
 
     Attributes:
-        bindings: what each parameter of the pattern stands for: a node, a number, a list.
-        nodes: the calls that the pattern covers, in the graph's order.
-        outputs: those that it returns, in its order.
+        bindings: the node, number or list bound to each parameter; no entry for a parameter that only an unused alternative has.
+        nodes: the calls that the pattern covers, in graph order.
+        outputs: the calls that the pattern returns, in its order.
     """
 
     bindings: Mapping[str, Any]
@@ -55,18 +62,18 @@ class Match:
         return self.bindings[name]
 
     def value(self, name: str) -> Any:
-        """The fake tensor or symbolic size behind a parameter; a plain number as it is."""
+        """The fake tensor, symbolic size or plain number bound to a parameter."""
         bound = self.bindings[name]
         return value(bound) if isinstance(bound, fx.Node) else bound
 
 
 @dataclass(frozen=True)
 class PartialMatch:
-    """Why a call that looks like the end of a pattern is none.
+    """A call that matches the end of a pattern, but not all of it.
 
     Attributes:
-        why: the first thing that differs at the furthest point that the search came to.
-        matched_share: of the pattern's operations that were there.
+        why: the first difference at the furthest point of the search.
+        matched_share: matched fraction of the pattern's operations.
     """
 
     why: str
@@ -75,29 +82,29 @@ class PartialMatch:
 
 @dataclass(frozen=True)
 class _State:
-    """What is matched so far: parameters to what they stand for, and calls of the pattern to calls of the graph."""
+    """Partial match: wildcards to bound values, calls of the pattern to calls of the graph, `either` nodes to bound values."""
 
     bound: dict[fx.Node, Any] = field(default_factory=dict)
     calls: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    choices: dict[fx.Node, Any] = field(default_factory=dict)
 
     @property
     def num_matched(self) -> int:
-        """Operations that are matched; taking a part of a result is none."""
-        return _count_operations(self.calls)
+        """Number of matched operations; `getitem` does not count."""
+        return sum(call.target is not operator.getitem for call in self.calls)
 
-
-def _count_operations(calls: Iterable[fx.Node]) -> int:
-    return sum(call.target is not operator.getitem for call in calls)
+    def node_of(self, output: fx.Node) -> fx.Node:
+        return self.choices[output] if output.target is either else self.calls[output]
 
 
 class Pattern:
     """A traced pattern.
 
     Args:
-        torch_ir: it is for the graph as traced: Python's operators, torch's functions and methods stand for themselves.
+        torch_ir: match the captured Torch IR graph, in which Python operators, torch functions and methods stand for themselves.
 
     Raises:
-        ValueError: a parameter has no annotation that says what it may stand for, or the function returns no call.
+        ValueError: a parameter lacks an annotation, or the function does not return calls.
     """
 
     def __init__(self, function: Callable[..., Any], torch_ir: bool = False) -> None:
@@ -106,7 +113,7 @@ class Pattern:
         names = list(inspect.signature(function).parameters)
         if missing := [name for name in names if name not in hints]:
             raise ValueError(
-                f"{function.__module__}.{self.name}: parameter {missing[0]} has no annotation; say what it stands for: "
+                f"{function.__module__}.{self.name}: parameter {missing[0]} has no annotation; annotate it with "
                 "Tensor, float, int, bool, list, torch.dtype or Any"
             )
         graph = fx.Tracer().trace(function)
@@ -115,16 +122,21 @@ class Pattern:
         returned = nodes[-1].args[0]
         outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
         if not outputs or not all(isinstance(node, fx.Node) and node.op in _CALLS for node in outputs):
-            raise ValueError(f"{function.__module__}.{self.name} must return results of calls, one or a tuple")
+            raise ValueError(f"{function.__module__}.{self.name} must return the result of a call, or a tuple of them")
+        if len(outputs) > 1 and any(node.target is either for node in outputs):
+            raise ValueError(
+                f"{function.__module__}.{self.name} returns `either` among several outputs; write variants"
+            )
         self.outputs: tuple[fx.Node, ...] = tuple(outputs)
-        self.calls = [node for node in nodes if node.op in _CALLS]
+        self.calls = [node for node in nodes if node.op in _CALLS and node.target is not either]
         operators = {} if torch_ir else _OPERATORS
         self.targets = {node: operators.get(node.target, node.target) for node in self.calls}
         order = {node: position for position, node in enumerate(nodes)}
         self.anchor = max(self.outputs, key=order.__getitem__)
+        self.num_operations = _count_operations(self.outputs)
 
     def match_at(self, node: fx.Node) -> Match | PartialMatch | None:
-        """The match whose last call is `node`; else why it is none, when it nearly was one."""
+        """The match whose last call is `node`, the reason when at least half of the pattern matches, or None."""
         if not self._same_op(self.anchor, node):
             return None
         search = _MatchSearch(self)
@@ -133,18 +145,20 @@ class Pattern:
                 why = self._external_reader(whole)
                 if why is None:
                     return self._match(whole)
-                search.note_mismatch(_count_operations(self.calls), why)
+                search.note_mismatch(len(self.calls), why)
         return search.near_miss()
 
     def _same_op(self, call: fx.Node, node: fx.Node) -> bool:
+        if call.target is either:
+            return any(self._same_op(alternative, node) for alternative in call.all_input_nodes)
         if node.op != call.op:
             return False
         expected, target = self.targets[call], node.target
         if expected is operator.getitem and target is expected and isinstance(call.args[1], int):
-            return call.args[1] == node.args[1]  # another part of a result is no near-miss
+            return call.args[1] == node.args[1]  # reading another part of a result is not a near-miss
         if isinstance(expected, torch._ops.OpOverloadPacket):
             return isinstance(target, torch._ops.OpOverload) and target.overloadpacket is expected
-        return target == expected  # names of methods come back from the cache as other strings
+        return target == expected  # method names loaded from the cache are equal, but not identical, strings
 
     def _match(self, state: _State) -> Match:
         covered = set(state.calls.values())
@@ -152,13 +166,13 @@ class Pattern:
         return Match(
             bindings={str(node.target): bound for node, bound in state.bound.items()},
             nodes=tuple(node for node in graph.nodes if node in covered),
-            outputs=tuple(state.calls[node] for node in self.outputs),
+            outputs=tuple(state.node_of(node) for node in self.outputs),
         )
 
     def _external_reader(self, state: _State) -> str | None:
-        """Why a complete match may not be rewritten: somebody else reads what would vanish."""
+        """Why a complete match cannot be rewritten: a node outside it reads one of its intermediate results."""
         covered = set(state.calls.values())
-        kept = {state.calls[node] for node in self.outputs}
+        kept = {state.node_of(node) for node in self.outputs}
         for node in covered - kept:
             others = [user.name for user in node.users if user not in covered]
             if others:
@@ -166,8 +180,22 @@ class Pattern:
         return None
 
 
+def _count_operations(outputs: Iterable[fx.Node]) -> int:
+    """Number of operations of a pattern's usual form, which takes the first alternative of every `either`."""
+    usual: set[fx.Node] = set()
+    pending = list(outputs)
+    while pending:
+        node = pending.pop()
+        if node.target is either:
+            pending.append(node.all_input_nodes[0])
+        elif node.op in _CALLS and node not in usual:
+            usual.add(node)
+            pending += node.all_input_nodes
+    return sum(node.target is not operator.getitem for node in usual)
+
+
 class _MatchSearch:
-    """One try at one node: a search that goes back, and remembers the furthest point that it came to."""
+    """A backtracking search at one node, which records the mismatch at the furthest point."""
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
@@ -178,13 +206,16 @@ class _MatchSearch:
             self.furthest, self.why = num_matched, why
 
     def near_miss(self) -> PartialMatch | None:
-        """The reason at the furthest point, when at least half of the pattern was there, and more than any sum has."""
-        total = _count_operations(self.pattern.calls)
+        """The furthest mismatch, if at least half of the pattern and at least two operations match."""
+        total = self.pattern.num_operations
         enough = self.furthest >= min(2, total) and 2 * self.furthest >= total
-        return PartialMatch(self.why, self.furthest / total) if enough and self.why else None
+        return PartialMatch(self.why, min(1.0, self.furthest / total)) if enough and self.why else None
 
     def call(self, call: fx.Node, node: fx.Node, state: _State) -> Iterator[_State]:
-        """Every way in which a call of the pattern is this call of the graph."""
+        """Yield a state for each way in which a call of the pattern matches this call of the graph."""
+        if call.target is either:
+            yield from self._match_alternatives("self", call, node, node, state)
+            return
         if call in state.calls:
             if state.calls[call] is node:
                 yield state
@@ -196,7 +227,7 @@ class _MatchSearch:
             return
         if node in state.calls.values():
             return
-        inside = _State(state.bound, {**state.calls, call: node})
+        inside = _State(state.bound, {**state.calls, call: node}, state.choices)
         for pairs in _arguments(call, node):
             yield from self._match_all(pairs, node, inside)
 
@@ -205,8 +236,8 @@ class _MatchSearch:
             yield state
             return
         (name, expected, actual), *rest = pairs
-        for found in self._match_argument(name, expected, actual, node, state):
-            yield from self._match_all(rest, node, found)
+        for extended in self._match_argument(name, expected, actual, node, state):
+            yield from self._match_all(rest, node, extended)
 
     def _match_argument(self, name: str, expected: Any, actual: Any, node: fx.Node, state: _State) -> Iterator[_State]:
         if isinstance(expected, slice) and isinstance(actual, slice):
@@ -214,6 +245,8 @@ class _MatchSearch:
         if isinstance(expected, fx.Node):
             if expected.op == "placeholder":
                 yield from self._bind_wildcard(name, expected, actual, node, state)
+            elif expected.target is either:
+                yield from self._match_alternatives(name, expected, actual, node, state)
             elif isinstance(actual, fx.Node):
                 yield from self.call(expected, actual, state)
             else:
@@ -233,56 +266,69 @@ class _MatchSearch:
                 state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not {_describe(expected)}"
             )
 
+    def _match_alternatives(
+        self, name: str, expected: fx.Node, actual: Any, node: fx.Node, state: _State
+    ) -> Iterator[_State]:
+        if expected in state.choices:
+            yield from self._rebind(name, state.choices[expected], actual, node, state)
+            return
+        for alternative in expected.args:
+            for matched in self._match_argument(name, alternative, actual, node, state):
+                yield _State(matched.bound, matched.calls, {**matched.choices, expected: actual})
+
+    def _rebind(self, name: str, known: Any, actual: Any, node: fx.Node, state: _State) -> Iterator[_State]:
+        if same_value(known, actual):
+            yield state
+        else:
+            self.note_mismatch(
+                state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not {_describe(known)}"
+            )
+
     def _bind_wildcard(
         self, name: str, expected: fx.Node, actual: Any, node: fx.Node, state: _State
     ) -> Iterator[_State]:
         if expected in state.bound:
-            if _equal(state.bound[expected], actual):
-                yield state
-            else:
-                known = _describe(state.bound[expected])
-                self.note_mismatch(
-                    state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not {known}"
-                )
+            yield from self._rebind(name, state.bound[expected], actual, node, state)
             return
         kind = self.pattern.kinds[expected]
         if _is_kind(actual, kind):
-            yield _State({**state.bound, expected: actual}, state.calls)
+            yield _State({**state.bound, expected: actual}, state.calls, state.choices)
         else:
             self.note_mismatch(
-                state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, no {_kind_name(kind)}"
+                state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not {_kind_name(kind)}"
             )
 
     def rest(self, state: _State) -> Iterator[_State]:
-        """The outputs that the anchor does not lead to, among the readers of what is matched."""
-        missing = next((output for output in self.pattern.outputs if output not in state.calls), None)
+        """Match the outputs that the anchor does not reach, among the readers of matched nodes."""
+        matched = state.calls.keys() | state.choices.keys()
+        missing = next((output for output in self.pattern.outputs if output not in matched), None)
         if missing is None:
             yield state
             return
         for node in self._candidates(missing, state):
-            for found in self.call(missing, node, state):
-                yield from self.rest(found)
+            for extended in self.call(missing, node, state):
+                yield from self.rest(extended)
         self.note_mismatch(
-            state.num_matched, f"{self.pattern.name} wants {_name(self.pattern.targets[missing])} as well"
+            state.num_matched, f"output {_name(self.pattern.targets[missing])} of {self.pattern.name} is missing"
         )
 
     def _candidates(self, missing: fx.Node, state: _State) -> list[fx.Node]:
         for argument in missing.all_input_nodes:
-            found = state.calls.get(argument, state.bound.get(argument))
-            if isinstance(found, fx.Node):
-                return list(found.users)
+            source = state.calls.get(argument, state.bound.get(argument))
+            if isinstance(source, fx.Node):
+                return list(source.users)
         return list(next(iter(state.calls.values())).graph.nodes)
 
 
 def _arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, Any, Any]]]:
-    """(name, wanted, given) of every argument, defaults filled in; for a commutative op in both orders."""
+    """(name, expected, actual) of every argument with defaults filled in; for a commutative op in both orders."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         yield from _plain_arguments(call, node)
         return
     names = [argument.name for argument in target._schema.arguments]
     if len(call.args) > len(names) or not set(call.kwargs) <= set(names):
-        return  # the pattern names no overload, and means another one
+        return  # the pattern names a packet, and its arguments fit another overload
     expected, actual = (_by_name(target, each) for each in (call, node))
     pairs = [(name, expected.get(name), actual.get(name)) for name in names]
     yield pairs
@@ -292,7 +338,7 @@ def _arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, Any, An
 
 
 def _plain_arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, Any, Any]]]:
-    """As `_arguments`, of a function or method without a schema: as many by position, and the same by keyword."""
+    """`_arguments` of a function or method without a schema: equal positional counts and equal keywords."""
     if len(call.args) != len(node.args) or set(call.kwargs) != set(node.kwargs):
         return
     pairs = [(str(i), *pair) for i, pair in enumerate(zip(call.args, node.args, strict=True))]
@@ -310,7 +356,7 @@ def _by_name(op: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
 
 
 def _is_kind(actual: Any, kind: Any) -> bool:
-    """Whether a value is what the annotation of a wildcard allows."""
+    """Whether the annotation of a wildcard allows a value."""
     fake = value(actual) if isinstance(actual, fx.Node) else actual
     if kind is Any:
         return True
@@ -333,6 +379,16 @@ def _is_kind(actual: Any, kind: Any) -> bool:
 _UNION = type(int | None)
 
 
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two arguments are equal, or separate `unsqueeze` calls that make the same view."""
+    if _equal(one, other):
+        return True
+    if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)):
+        return False
+    same_view = one.op == other.op and one.target == other.target and one.target in _UNSQUEEZE
+    return same_view and _equal(one.args, other.args) and one.kwargs == other.kwargs
+
+
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, fx.Node) or isinstance(other, fx.Node):
         return one is other
@@ -347,7 +403,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _same_dims(name: str, expected: Any, actual: Any, node: fx.Node) -> bool:
-    """Whether dimensions are the same, one counted from the front and one from the back."""
+    """Whether two `dim` arguments name the same dimensions, counted from the front or from the back."""
     if not name.startswith("dim"):
         return False
     first = node.args[0] if node.args else None

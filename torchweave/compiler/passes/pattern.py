@@ -1,6 +1,6 @@
-"""A fusion: a pattern of operations, what stands in its place, and when.
+"""Fusion: a pattern of operations, its replacement, and the condition.
 
-A file of its own each; the file's docstring is the pass's documentation (Before, After, When, Numerics, Pays):
+Each fusion is one file, whose docstring is the pass's documentation (Before, After, When, Numerics, Pays):
 
     def pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float):
         h = aten.add.Tensor(x, residual)
@@ -14,8 +14,10 @@ A file of its own each; the file's docstring is the pass's documentation (Before
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +27,16 @@ from torch import fx
 
 from torchweave.compiler.ir.graph import FakeGraph
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import Build, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
+from torchweave.compiler.passes.base import (
+    Build,
+    NearMiss,
+    Need,
+    Numerics,
+    PassResult,
+    Stage,
+    TokenRange,
+    near_misses_by_reason,
+)  # fmt: skip
 from torchweave.compiler.passes.matcher import Match, PartialMatch, Pattern
 from torchweave.compiler.passes.rewrite import describe_tensor, erase, insert, move_readers_after, same_tensor_metadata
 
@@ -42,11 +53,11 @@ class Fusion:
 
     Attributes:
         name: see `Pass`.
-        pattern: one function, or several variants (dtypes, outputs that are kept); the first that matches at a call wins.
-            See `passes.matcher` for how a pattern is written.
-        replacement: the function that computes the pattern's outputs, its parameters named like the pattern's; one for
-            all variants, or one for each.
-        extra_check: looks at a match and returns a sentence why it is left alone, or None.
+        pattern: one function, or several variants (dtypes, used outputs); the first match at a call wins. `passes.matcher`
+            describes the form of a pattern.
+        replacement: function of the pattern's parameters, by name, that computes its outputs; one for all variants, or one
+            for each. The default of a parameter is passed where the match does not bind it.
+        extra_check: returns the reason, one sentence, why a match is left unchanged, or None. Its former name is `where`.
         numerics, token_range, gated, fixpoint, builds: see `Pass`.
         needs: see `GraphPass`.
     """
@@ -66,10 +77,12 @@ class Fusion:
     def __post_init__(self) -> None:
         patterns, replacements = _as_list(self.pattern), _as_list(self.replacement)
         if len(replacements) not in (1, len(patterns)):
-            raise ValueError(f"{self.name}: {len(patterns)} patterns need one replacement or {len(patterns)}")
+            raise ValueError(f"{self.name}: {len(patterns)} patterns need 1 or {len(patterns)} replacements")
         for pattern, replacement in self._variant_pairs():
-            if unknown := set(inspect.signature(replacement).parameters) - set(inspect.signature(pattern).parameters):
-                raise ValueError(f"{self.name}: no parameter of its pattern is called {', '.join(sorted(unknown))}")
+            parameters = inspect.signature(replacement).parameters
+            required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+            if unknown := required - set(inspect.signature(pattern).parameters):
+                raise ValueError(f"{self.name}: its pattern has no parameter {', '.join(sorted(unknown))}")
 
     def _variant_pairs(self) -> list[tuple[Function, Function]]:
         patterns, replacements = _as_list(self.pattern), _as_list(self.replacement)
@@ -77,17 +90,24 @@ class Fusion:
 
     @cached_property
     def variants(self) -> tuple[tuple[Pattern, Function], ...]:
-        """The traced patterns, each with its replacement."""
+        """Traced patterns with their replacements."""
         return tuple((Pattern(pattern), replacement) for pattern, replacement in self._variant_pairs())
 
     @property
+    def where(self) -> Callable[[Match], str | None]:
+        """Deprecated name of `extra_check`."""
+        warnings.warn("Fusion.where is deprecated; read Fusion.extra_check", DeprecationWarning, stacklevel=2)
+        return self.extra_check
+
+    @property
     def document(self) -> str:
-        """The docstring of the file that the pattern stands in."""
-        return inspect.getdoc(sys.modules[_as_list(self.pattern)[0].__module__]) or ""
+        """The docstring of the pattern's file, or of the replacement's where the pattern comes from a shared module."""
+        files = [inspect.getdoc(sys.modules[function.__module__]) or "" for function in self._variant_pairs()[0]]
+        return next((text for text in files if "Before" in text), files[0])
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Importable names of the modules that the rewrite comes from."""
+        """Importable names of the modules that define the fusion."""
         functions = [function for pair in self._variant_pairs() for function in pair]
         return tuple(sorted({function.__module__ for function in (*functions, self.extra_check)}))
 
@@ -115,14 +135,15 @@ class Fusion:
     def _rewrite_at(
         self, graph: FakeGraph, node: fx.Node, pattern: Pattern, replacement: Function
     ) -> tuple[int, PartialMatch | None]:
-        """Rewrite the match that ends in `node`: how many nodes that took away; when none, why it was only nearly one."""
+        """Rewrite the match that ends in `node`; return the number of erased nodes or, when 0, the near-miss if any."""
         match = pattern.match_at(node)
         if not isinstance(match, Match):
             return 0, match
         why = self.extra_check(match)
         if why is not None:
             return 0, PartialMatch(why)
-        bound = [match[name] for name in inspect.signature(replacement).parameters]
+        parameters = inspect.signature(replacement).parameters
+        bound = [match.bindings.get(name, parameter.default) for name, parameter in parameters.items()]
         why = move_readers_after(match.nodes, match.outputs, [each for each in bound if isinstance(each, fx.Node)])
         if why is not None:
             return 0, PartialMatch(why)
@@ -137,20 +158,38 @@ class Fusion:
         return erase(graph, match.nodes), None
 
 
+def _accept_where(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Accept `where=`, the former name of `extra_check`, for one release."""
+
+    @functools.wraps(initialize)
+    def initialize_with_where(self: Fusion, *args: Any, **kwargs: Any) -> None:
+        if "where" in kwargs:
+            if "extra_check" in kwargs:
+                raise ValueError("Fusion got both extra_check and where, its deprecated name; pass extra_check alone")
+            warnings.warn("Fusion(where=...) is deprecated; pass extra_check", DeprecationWarning, stacklevel=2)
+            kwargs["extra_check"] = kwargs.pop("where")
+        initialize(self, *args, **kwargs)
+
+    return initialize_with_where
+
+
+Fusion.__init__ = _accept_where(Fusion.__init__)
+
+
 def _surviving_near_misses(near_nodes_by_reason: dict[str, list[fx.Node]]) -> tuple[NearMiss, ...]:
-    """Near-misses but for those that a match took away later: the inside of a pattern may look like a smaller one."""
-    still = {why: [node.name for node in nodes if not node._erased] for why, nodes in near_nodes_by_reason.items()}
-    return tuple(NearMiss(", ".join(names), why) for why, names in still.items() if names)
+    """Near-misses whose nodes no later match erased: the inside of a pattern may resemble a smaller pattern."""
+    surviving = {why: [node.name for node in nodes if not node._erased] for why, nodes in near_nodes_by_reason.items()}
+    return near_misses_by_reason(surviving)
 
 
 def _kind_mismatch(outputs: Sequence[fx.Node], new: Sequence[Any]) -> str | None:
-    """Why a replacement cannot stand for the outputs, or None."""
+    """Why the results of a replacement do not fit the outputs, or None."""
     if len(outputs) != len(new):
         raise ValueError(f"the replacement returns {len(new)} values, the pattern {len(outputs)}")
     for old, fresh in zip(outputs, new, strict=True):
         if not isinstance(fresh, fx.Node) or not same_tensor_metadata(value(fresh), value(old)):
-            found = describe_tensor(value(fresh)) if isinstance(fresh, fx.Node) else repr(fresh)
-            return f"the replacement of {old.name} would be {found}, not {describe_tensor(value(old))}"
+            actual = describe_tensor(value(fresh)) if isinstance(fresh, fx.Node) else repr(fresh)
+            return f"the replacement of {old.name} would be {actual}, not {describe_tensor(value(old))}"
     return None
 
 

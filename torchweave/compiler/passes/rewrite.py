@@ -1,4 +1,4 @@
-"""Putting new operations into a graph: traced from a plain function, with fake values, behind all that they read."""
+"""Graph rewriting: insert operations traced from a plain function, move readers, erase nodes, compare fake tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from torchweave.compiler.ir.symbols import value
 
 
 def insert(graph: FakeGraph, before: fx.Node, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Put the operations of `function(*arguments)` in front of a node; returns what the function returns, as nodes.
+    """Insert the operations of `function(*arguments)` before a node; return the function's result as nodes.
 
     Args:
-        arguments: nodes of the graph, plain values, and nests of both. The function sees tensors and symbolic sizes in the
-            place of nodes.
+        arguments: nodes of the graph, plain values, and nests of both. The function is called with fake tensors and symbolic
+            sizes in place of nodes.
 
     Raises:
-        ValueError: the function makes a tensor that does not come from its arguments, writes to one of them, or holds for
-            some sizes alone.
+        ValueError: the function creates a tensor independent of its arguments, writes to an argument, or specialises a size.
     """
     leaves, spec = pytree.tree_flatten(list(arguments))
     nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -44,17 +43,17 @@ def insert(graph: FakeGraph, before: fx.Node, function: Callable[..., Any], argu
 
 
 def _check_replacement(traced: fx.Graph, nodes: list[fx.Node], sizes: list[str]) -> None:
-    """Nobody looks for writes in a functional graph, and a size that tracing fixed is fixed in all of it."""
-    for node, known in zip(nodes, sizes, strict=True):
-        if known != _sizes(node):
+    """Reject writes, which functional graphs exclude, and specialised sizes, which would hold for the whole graph."""
+    for node, before in zip(nodes, sizes, strict=True):
+        if before != _sizes(node):
             raise ValueError(
-                f"a replacement is right for {node.name} of sizes {_sizes(node)}, not of all sizes {known}"
+                f"a replacement is valid only for {node.name} of sizes {_sizes(node)}, not for all sizes {before}"
             )
     arguments = dict(zip((node for node in traced.nodes if node.op == "placeholder"), nodes, strict=True))
     for node in traced.nodes:
         for target in mutated_args(node):
-            what = arguments[target].name if target in arguments else target.name
-            raise ValueError(f"a replacement writes to {what}; compute a new tensor instead")
+            written = arguments[target].name if target in arguments else target.name
+            raise ValueError(f"a replacement writes to {written}; compute a new tensor instead")
 
 
 def _sizes(node: fx.Node) -> str:
@@ -74,7 +73,7 @@ def _copy(graph: FakeGraph, before: fx.Node, traced: fx.Graph, nodes: list[fx.No
                 flat = fx.map_arg(node.args[0], copies.__getitem__)
             elif node.op == "get_attr":
                 raise ValueError(
-                    "a replacement makes a tensor of its own; hand it in, or compute it from the arguments"
+                    "a replacement creates a constant tensor; pass it in, or compute it from the arguments"
                 )
             else:
                 copies[node] = graph.graph.node_copy(node, copies.__getitem__)
@@ -83,10 +82,10 @@ def _copy(graph: FakeGraph, before: fx.Node, traced: fx.Graph, nodes: list[fx.No
 
 
 def move_readers_after(covered: Sequence[fx.Node], outputs: Sequence[fx.Node], read: Sequence[fx.Node]) -> str | None:
-    """Move readers of `outputs` behind the last covered node, so that something new can stand there.
+    """Move readers of `outputs` behind the last covered node, where the replacement is inserted.
 
     Returns:
-        Why that cannot be: what the new operations read is computed from what they return.
+        The reason why that is impossible: the replacement would read a value computed from its own result.
     """
     last, inside = covered[-1], set(covered)
     late: dict[fx.Node, None] = {}
@@ -98,35 +97,35 @@ def move_readers_after(covered: Sequence[fx.Node], outputs: Sequence[fx.Node], r
     for node in covered:
         inner = [source for source in node.all_input_nodes if source in late]
         if inner:
-            return f"{inner[0].name}, which it reads, is computed from its own result"
+            return f"{inner[0].name}, an input, is computed from its own result"
     after = last
     for node in late:
         after.append(node)
         after = node
-    return None if not set(read) & late.keys() else "it reads what is computed from its own result"
+    return None if not set(read) & late.keys() else "an input is computed from its own result"
 
 
 def same_tensor_metadata(one: Any, other: Any) -> bool:
-    """Whether two fake values agree in shape, dtype, device, and the strides of every dimension that has more than one row."""
+    """Whether two fake tensors agree in shape, dtype, device, and the strides of every dimension of size other than 1."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return False
     if (one.dtype, one.device, one.dim()) != (other.dtype, other.device, other.dim()):
         return False
     return all(
-        str(size) == str(wanted) and (str(size) == "1" or str(step) == str(wanted_step))
-        for size, wanted, step, wanted_step in zip(one.shape, other.shape, one.stride(), other.stride(), strict=True)
+        str(size) == str(other_size) and (str(size) == "1" or str(step) == str(other_step))
+        for size, other_size, step, other_step in zip(one.shape, other.shape, one.stride(), other.stride(), strict=True)
     )
 
 
 def describe_tensor(fake: Any) -> str:
-    """A fake value as a reason names it: dtype, shape, strides."""
+    """Dtype, shape and strides of a fake tensor, for messages."""
     if not isinstance(fake, Tensor):
         return repr(fake)
     return f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)} with strides {list(fake.stride())}"
 
 
 def erase(graph: FakeGraph, nodes: Sequence[fx.Node]) -> int:
-    """Take nodes out that nobody reads any more, last first; returns how many."""
+    """Erase the nodes without readers, last first; return their number."""
     num_erased = 0
     for node in reversed(nodes):
         if not node.users:

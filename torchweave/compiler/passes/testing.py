@@ -1,4 +1,4 @@
-"""Test a pass alone: a five-line function becomes a graph with a symbolic token count, the pass runs, everything is checked.
+"""Test a pass alone: build a graph with a symbolic token count from a function, run the pass, check the result.
 
 def unfused(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor: ...
 
@@ -22,10 +22,10 @@ from torchweave.compiler.passes.base import Pass, PassResult
 from torchweave.compiler.passes.manager import run_pass
 
 T = 23
-"""The token count of examples: a dimension of this size is symbolic in the graph."""
+"""Token count of examples; every dimension of this size is symbolic in the graph."""
 
 TOKENS = (1, 2, 7, 64)
-"""Token counts at which a rewritten graph is run."""
+"""Token counts at which rewritten graphs run."""
 
 
 def graph_of(function: Callable[..., Any], examples: Sequence[Any]) -> Piece:
@@ -54,25 +54,25 @@ def check(
     atol: float = 0.0,
     opcheck: bool = True,
 ) -> PassResult:
-    """Run a pass on the graph of a function and assert all that holds for every pass.
+    """Run a pass on the graph of a function and assert the properties that every pass must have.
 
     Args:
-        examples: what the function is called with; dimensions of size `T` vary.
-        matches: how often it fires; 0 unless given when a near-miss is expected, else 1.
-        near_miss: part of the reason of a near-miss that must be reported.
-        rtol, atol: how far results may be from the function's own; equal to the bit by default.
-        opcheck: run `torch.library.opcheck` on every custom op that the pass put in.
+        examples: arguments of the function; dimensions of size `T` vary.
+        matches: expected number of matches; default 0 with `near_miss`, else 1.
+        near_miss: expected part of a near-miss reason.
+        rtol, atol: tolerance of results against the function's own; bitwise equal by default.
+        opcheck: run `torch.library.opcheck` on every custom op that the pass inserted.
     """
     graph = graph_of(function, examples)
     before = {node.target for node in graph.graph.nodes}
     with dynamic_shapes_mode("backed_size_oblivious"):
         result = run_pass(each, graph, debug=True)
-    wanted = (0 if near_miss is not None else 1) if matches is None else matches
+    expected = (0 if near_miss is not None else 1) if matches is None else matches
     whys = [f"{miss.node}: {miss.why}" for miss in result.near_misses]
-    assert result.matches == wanted, (
-        f"{each.name} matched {result.matches} times, not {wanted}; {whys}\n{graph.module.code}"
+    assert result.matches == expected, (
+        f"{each.name} matched {result.matches} times, expected {expected}; {whys}\n{graph.module.code}"
     )
-    assert near_miss is None or any(near_miss in why for why in whys), f"no near-miss says {near_miss!r}: {whys}"
+    assert near_miss is None or any(near_miss in why for why in whys), f"no near-miss contains {near_miss!r}: {whys}"
     for tokens in TOKENS:
         _compare(graph, function, [_resized(item, tokens) for item in examples], rtol, atol)
     if opcheck:
@@ -81,7 +81,7 @@ def check(
 
 
 def _resized(item: Any, tokens: int) -> Any:
-    """An example with another token count; values are drawn from the example's, so that indices stay in range."""
+    """Copy an example with another token count; values come from the example, so that indices stay in range."""
     if not isinstance(item, Tensor) or T not in item.shape:
         return item
     for dim, size in enumerate(item.shape):
@@ -92,14 +92,14 @@ def _resized(item: Any, tokens: int) -> Any:
 
 def _compare(graph: Piece, function: Callable[..., Any], arguments: list[Any], rtol: float, atol: float) -> None:
     with torch.no_grad():
-        want = pytree.tree_leaves(function(*arguments))
-        got = graph.module(*arguments)
-    for one, other in zip(got, want, strict=True):
+        expected = pytree.tree_leaves(function(*arguments))
+        actual = graph.module(*arguments)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)
 
 
 class _OpCheck(fx.Interpreter):
-    """Runs a graph and checks each custom op on the arguments that it sees."""
+    """Interpreter that runs `opcheck` once on each custom op, with the arguments of its first call."""
 
     def __init__(self, module: fx.GraphModule, known: set[Any]) -> None:
         super().__init__(module)

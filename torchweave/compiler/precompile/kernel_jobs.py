@@ -1,4 +1,4 @@
-"""Triton kernels to be built elsewhere: found by looking at launches, built without a GPU, and put where launches find them."""
+"""Triton kernels as build jobs: found by tracing launches, built without a GPU, and installed where launches find them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from torchweave.config.options import set_triton_cache_dir
 
 _hook_lock = threading.Lock()
-_POLL_SECONDS = 0.1  # between two looks for what another process builds
+_POLL_SECONDS = 0.1  # between two checks for kernels of another process
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class KernelSpec:
     """A kernel to be built: everything that it is specialised for.
 
     Attributes:
-        module, name: where the kernel's function is.
-        device: index of the GPU that it was to be launched on.
-        key: of the built kernel among those of this function on this device.
-        signature, constants, attributes, options: as Triton's compiler takes them.
-        target: backend, architecture, and threads of a warp.
-        folder: Triton's cache.
+        module, name: of the kernel's function.
+        device: index of the GPU of the launch.
+        key: of the built kernel in Triton's table for this function and device.
+        signature, constants, attributes, options: arguments of Triton's compiler.
+        target: backend, architecture, and threads per warp.
+        folder: of Triton's cache.
     """
 
     module: str
@@ -44,13 +44,13 @@ class KernelSpec:
     folder: str
 
     def kernel(self) -> Any:
-        found = getattr(import_module(self.module), self.name)
-        _hash_inner_first(found)
-        return found
+        kernel = getattr(import_module(self.module), self.name)
+        _hash_inner_first(kernel)
+        return kernel
 
     @cached_property
     def digest(self) -> str:
-        """Under which Triton's cache has the kernel."""
+        """The kernel's key in Triton's cache."""
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.backends.compiler import GPUTarget
         from triton.compiler import get_cache_key, make_backend
@@ -61,13 +61,13 @@ class KernelSpec:
         return hashlib.sha256(key.encode()).hexdigest()
 
     def cached_kernel(self) -> BuiltKernel | None:
-        """The kernel from Triton's cache, which must be that of this process; None when it is not there."""
+        """The kernel from this process's Triton cache; None when it is not built."""
         return self._find_built(self.digest, self._source().name)
 
     def build(self) -> BuiltKernel:
-        """The kernel and what launches it, built or from Triton's cache; no GPU is needed.
+        """The kernel and its launcher, built or from Triton's cache, without a GPU.
 
-        In a process of its own: it names the folder of the cache.
+        Call it in a separate process: it sets the cache folder of the process.
         """
         import triton
         from triton.backends.compiler import GPUTarget
@@ -78,26 +78,28 @@ class KernelSpec:
         built = self._find_built(compiled.hash, source.name)
         assert built is not None
         if self.target[0] == "cuda":
-            # Up to Triton 3.6 that is C, and takes as long as a small kernel. Where it cannot be built, the first launch says so.
+            # Up to Triton 3.6 the launcher is C code and takes as long as a small kernel. The first launch reports an error.
             with contextlib.suppress(Exception):
-                _cuda_launcher(source, compiled.metadata)
+                from triton.backends.nvidia.driver import CudaLauncher
+
+                CudaLauncher(source, compiled.metadata)
         return built
 
     def install(self, built: BuiltKernel) -> None:
-        """Let launches find the kernel; the first of them loads it onto the GPU."""
+        """Make launches find the built kernel; the first launch loads it onto the GPU."""
         from triton.compiler import CompiledKernel
 
         kernels = self.kernel().device_caches[self.device][0]
         kernels.setdefault(self.key, CompiledKernel(self._source(), built.files, built.digest))
 
     def load(self) -> None:
-        """Load the kernel onto its GPU, if it was put in place; without this its first launch does."""
+        """Load an installed kernel onto its GPU before its first launch."""
         import torch
 
         built = self.kernel().device_caches[self.device][0].get(self.key)
         if built is not None:
             with torch.cuda.device(self.device):
-                _ = built.run  # a property, which loads
+                _ = built.run  # a property that loads the kernel
 
     def _source(self) -> Any:
         from triton.compiler import ASTSource
@@ -122,29 +124,29 @@ class BuiltKernel:
 
 
 def kernel_specs(launch: Callable[[], None]) -> list[KernelSpec]:
-    """The kernels that `launch` needs and this process has not built yet. None is launched: their results must steer nothing.
+    """The kernels of `launch` that this process has not built yet. No kernel runs, so control flow must not depend on results.
 
-    Other threads launch as they always do.
+    Launches of other threads are not affected.
     """
     from triton import knobs
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    set_triton_cache_dir(knobs.cache.dir)  # Inductor would name another folder when it first builds one
-    found: dict[tuple[str, str, int, str], KernelSpec] = {}
+    set_triton_cache_dir(knobs.cache.dir)  # Inductor would set another folder at its first build
+    specs: dict[tuple[str, str, int, str], KernelSpec] = {}
     with _hook_lock:
-        mine, run, hook = threading.get_ident(), JITFunction.run, knobs.runtime.jit_cache_hook
+        this_thread, run, hook = threading.get_ident(), JITFunction.run, knobs.runtime.jit_cache_hook
 
         def run_without_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-            return run(kernel, *args, grid=grid, warmup=warmup or threading.get_ident() == mine, **kwargs)
+            return run(kernel, *args, grid=grid, warmup=warmup or threading.get_ident() == this_thread, **kwargs)
 
         def record_spec(**facts: Any) -> bool | None:
-            if threading.get_ident() != mine:
+            if threading.get_ident() != this_thread:
                 return None if hook is None else hook(**facts)
             spec = _kernel_spec(
                 facts["fn"].jit_function, facts["compile"], driver.active.get_current_target(), knobs.cache.dir
             )
-            found.setdefault((spec.module, spec.name, spec.device, spec.key), spec)
+            specs.setdefault((spec.module, spec.name, spec.device, spec.key), spec)
             return True
 
         JITFunction.run, knobs.runtime.jit_cache_hook = run_without_launch, record_spec  # type: ignore[method-assign]
@@ -152,54 +154,48 @@ def kernel_specs(launch: Callable[[], None]) -> list[KernelSpec]:
             launch()
         finally:
             JITFunction.run, knobs.runtime.jit_cache_hook = run, hook  # type: ignore[method-assign]
-    return list(found.values())
-
-
-def _cuda_launcher(source: Any, facts: Any) -> None:
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    CudaLauncher(source, facts)
+    return list(specs.values())
 
 
 def _hash_inner_first(kernel: Any) -> None:
-    """Triton 3.6 makes another key for a kernel whose functions were hashed before than for one whose were not."""
+    """Hash a kernel's inner functions before itself: Triton 3.6's key depends on whether they were hashed before."""
     import triton.language as tl
     from triton.runtime.jit import JITFunction
 
     if kernel.hash is not None:
         return
     for name in kernel.fn.__code__.co_names:
-        for found in (kernel.fn.__globals__.get(name), getattr(tl, name, None)):
-            if isinstance(found, JITFunction) and found is not kernel:
-                _hash_inner_first(found)
+        for function in (kernel.fn.__globals__.get(name), getattr(tl, name, None)):
+            if isinstance(function, JITFunction) and function is not kernel:
+                _hash_inner_first(function)
     assert kernel.cache_key
 
 
-def missing_kernels(wanted: Iterable[KernelSpec]) -> list[KernelSpec]:
-    """What has to be built; what Triton's cache has is put in place."""
-    not_built = []
-    for spec in wanted:
+def missing_kernels(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
+    """The kernels that have to be built; installs those in Triton's cache."""
+    missing = []
+    for spec in specs:
         cached_kernel = spec.cached_kernel()
         if cached_kernel is None:
-            not_built.append(spec)
+            missing.append(spec)
         else:
             spec.install(cached_kernel)
-    return not_built
+    return missing
 
 
-def wait_for_kernels(wanted: list[KernelSpec], timeout: float) -> list[KernelSpec]:
-    """Wait while another process builds kernels, and put each in place; returns what is missing once none came for `timeout` s."""
+def wait_for_kernels(specs: list[KernelSpec], timeout: float) -> list[KernelSpec]:
+    """Install kernels as another process builds them; returns the missing ones after `timeout` seconds without a new kernel."""
     since = time.monotonic()
-    while wanted and time.monotonic() - since < timeout:
+    while specs and time.monotonic() - since < timeout:
         time.sleep(_POLL_SECONDS)
-        not_built = missing_kernels(wanted)
-        if len(not_built) < len(wanted):
-            wanted, since = not_built, time.monotonic()
-    return wanted
+        missing = missing_kernels(specs)
+        if len(missing) < len(specs):
+            specs, since = missing, time.monotonic()
+    return specs
 
 
 def _kernel_spec(kernel: Any, facts: dict[str, Any], target: Any, folder: str) -> KernelSpec:
-    """An order from what Triton tells its hook."""
+    """The job of a kernel, from the arguments of Triton's hook."""
     options = json.loads(facts["specialization_data"])["options"]
     return KernelSpec(
         module=kernel.fn.__module__,

@@ -1,7 +1,7 @@
-"""Processes that build Triton kernels: to build one takes up to some seconds, and its Python would take turns with that of weaving.
+"""Processes that build Triton kernels: a build takes up to some seconds, and would share the GIL with the compilation.
 
-One process imports what it needs and forks another for each kernel. It is a command, not of `multiprocessing`, for the reason given
-in `torchweave.distributed.launchers.local`.
+One process imports the modules and forks a child for each kernel. It is started as a command instead of by
+`multiprocessing`, for the reason given in `torchweave.utils.child_process`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -21,33 +20,29 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 
 from torchweave.compiler.precompile.kernel_jobs import BuiltKernel, KernelSpec
+from torchweave.utils.child_process import ChildProcess
 
-_MAX_PARALLEL_BUILDS = 16  # kernels that are built at once
-_TIMEOUT_SECONDS = 120.0  # seconds; what is still missing then is built when it is first launched
-_ENDED = "the process that builds kernels ended"
-_START = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {most})"
+_MAX_PARALLEL_BUILDS = 16
+_TIMEOUT_SECONDS = 120.0  # kernels still missing then are built at their first launch
+_ENDED = "the process that builds kernels has exited"
 
 
 class KernelWorkers:
-    """Builds what it is told to; `with` ends the processes.
+    """Builds kernels; the exit of its `with` terminates the processes.
 
     Args:
-        most: kernels to build at once.
+        most: kernels to build in parallel.
     """
 
     def __init__(self, most: int = _MAX_PARALLEL_BUILDS) -> None:
         self._connection, theirs = Pipe()
         most = max(min(most, len(os.sched_getaffinity(0))), 1)
         with theirs:
-            start = _START.format(module=__name__, path=sys.path, fd=theirs.fileno(), most=most)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", start],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+            self._process = ChildProcess(
+                main, theirs.fileno(), most, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL
             )
         self._requested: dict[int, tuple[KernelSpec, Future[str | None]]] = {}
-        self._finished = 0  # how many of them were waited for
+        self._finished = 0  # number of requests that `finish` has waited for
         threading.Thread(target=self._receive, name="torchweave-kernel-workers", daemon=True).start()
 
     def __enter__(self) -> KernelWorkers:
@@ -58,7 +53,7 @@ class KernelWorkers:
         self._process.wait()
 
     def begin(self, kernel_specs: Iterable[KernelSpec]) -> None:
-        """Begin to build kernels; each is put in place when it is there."""
+        """Begin to build kernels; each is installed when it is complete."""
         for spec in kernel_specs:
             number = len(self._requested)
             self._requested[number] = spec, Future()
@@ -68,11 +63,14 @@ class KernelWorkers:
                 self._complete(number, _ENDED)
 
     def finish(self) -> list[str]:
-        """Wait for all that was begun since the last time. Returns why some were not built."""
+        """Wait for all kernels begun since the last call. Returns the reasons of failures."""
         futures = [self._requested[number][1] for number in range(self._finished, len(self._requested))]
         self._finished = len(self._requested)
         done, late = wait(futures, _TIMEOUT_SECONDS)
-        return [*filter(None, (each.result() for each in done)), *["it took too long"] * len(late)]
+        return [
+            *filter(None, (each.result() for each in done)),
+            *[f"it was not complete after {_TIMEOUT_SECONDS:.0f} s"] * len(late),
+        ]
 
     def _receive(self) -> None:
         try:
@@ -88,19 +86,19 @@ class KernelWorkers:
         if isinstance(result, BuiltKernel):
             try:
                 spec.install(result)
-            except Exception as error:  # of reading files, and of what Triton's next version does otherwise
+            except Exception as error:  # of reading files, and of later versions of Triton
                 failure = f"{spec.name}: {type(error).__name__}: {error}"
-        with contextlib.suppress(InvalidStateError):  # it was settled when the process ended
+        with contextlib.suppress(InvalidStateError):  # it was completed when the process exited
             future.set_result(failure)
 
 
 def main(fd: int, most: int) -> None:
-    """The process: builds what comes in over a connection until that is closed, each order in a fork."""
+    """Main function of the process: build the kernels that arrive over a connection, each in a fork, until it is closed."""
     from triton.runtime.cache import triton_key
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it means the process that this one works for
-    gc.disable()  # every fork builds one kernel and ends
-    triton_key()  # read and hashed once, not in every fork
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent process
+    gc.disable()  # every fork builds one kernel and exits
+    triton_key()  # computed once, not in every fork
     waiting: deque[tuple[int, KernelSpec]] = deque()
     running: dict[Connection, int] = {}
     with Connection(fd) as leader:
@@ -116,11 +114,11 @@ def main(fd: int, most: int) -> None:
                     waiting.append(leader.recv())
                 except EOFError:
                     return
-                waiting[-1][1].kernel()  # imported and hashed once too
+                waiting[-1][1].kernel()  # likewise imported and hashed once
 
 
 def _fork(spec: KernelSpec) -> Connection:
-    """Build an order in a process of its own, which says what came of it."""
+    """Build a kernel in a forked process; returns the connection that receives the result."""
     ours, theirs = Pipe(duplex=False)
     if os.fork() == 0:
         try:
@@ -138,6 +136,6 @@ def _result(connection: Connection) -> BuiltKernel | str:
         try:
             return connection.recv()
         except EOFError:
-            return "the process that built it ended"
+            return "the process that built it has exited"
         finally:
             os.wait()

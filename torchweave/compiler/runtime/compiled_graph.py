@@ -1,4 +1,4 @@
-"""Woven: a module as straight-line code that calls its built pieces and hands its boundary ops over."""
+"""A compiled forward: straight-line code that calls built pieces and passes boundary ops to a handler."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class CompiledGraph:
     """A compiled forward: `compiled_graph(boundary, *inputs)`.
 
     Attributes:
-        code: the Python that a call runs; `piece_<digest>` are the built pieces, `constants_<i>` what piece i reads.
-        pieces: pieces in the order in which they run; equal digests share one built piece.
-        built: the built pieces by digest.
-        constants: what each piece reads besides its inputs, by the piece's index.
+        code: the Python of a call; `piece_<digest>` are built pieces, `constants_<i>` the constants of piece i.
+        pieces: pieces in execution order; equal digests share one built piece.
+        built: built pieces by digest.
+        constants: constants of each piece, by the piece's index.
         inputs: names of the inputs, in order.
-        sources: importable names of the modules whose code was traced.
-        sizes: smallest and largest value that a dynamic size may take.
+        sources: importable names of the traced modules.
+        sizes: smallest and largest value of a dynamic size.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class CompiledGraph:
         """Run a step.
 
         Args:
-            boundary: carries out the boundary ops.
-            inputs: in forward's order, contiguous, of the example's dtypes, devices and static sizes.
+            boundary: handler of the boundary ops.
+            inputs: contiguous tensors in forward's order, with the dtypes, devices and static sizes of the examples.
 
         Raises:
-            ValueError: an input is not of that kind.
+            ValueError: an input has another dtype, device, shape or layout, or shares memory with an input that is written.
         """
         return self._run(boundary, *inputs)
 
     @property
     def plan(self) -> str:
-        """The pieces and boundary ops in the order in which they run, as text."""
+        """The pieces and boundary ops in execution order, as text."""
         lines = []
         for part in self.parts:
             if isinstance(part, BoundaryCall):
@@ -88,7 +88,7 @@ class CompiledGraph:
 def generate_forward(
     graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
 ) -> tuple[str, dict[str, Any]]:
-    """Straight-line code over the parts, and the namespace that it runs in. Each value is dropped after its last use."""
+    """Straight-line code over the parts, and its namespace. Each value is deleted after its last use."""
     return _ForwardGenerator(graph, parts, built, sizes).run()
 
 
@@ -139,7 +139,7 @@ class _ForwardGenerator:
         return name
 
     def _check_inputs(self) -> None:
-        """Name the dynamic sizes, and refuse inputs for which the pieces were not built."""
+        """Emit the reads of dynamic sizes and the checks of all inputs."""
         known: dict[str, str] = {}
         for node in self.graph.placeholders():
             binding = self.graph.bindings[node.name]
@@ -164,24 +164,26 @@ class _ForwardGenerator:
     def _check_input(
         self, name: str, sizes: Sequence[int | str], dtype: torch.dtype, device: str, known: dict[str, str]
     ) -> None:
-        """Refuse an input of another kind; `known` are the variables of dynamic sizes that were met, by name."""
+        """Emit the check of an input; `known` maps names of dynamic sizes to variables."""
         low, high = self.sizes
-        given, conditions = self.arguments[name], []
+        argument, conditions = self.arguments[name], []
         for dim, size in enumerate(sizes):
             if isinstance(size, str) and size not in known:
                 known[size] = self._unique_name(size)
-                self.lines.append(f"{known[size]} = {given}.shape[{dim}] if {given}.dim() == {len(sizes)} else -1")
+                self.lines.append(
+                    f"{known[size]} = {argument}.shape[{dim}] if {argument}.dim() == {len(sizes)} else -1"
+                )
                 conditions.append(f"{low} <= {known[size]} <= {high}")
         shape = "".join(f"{known[size] if isinstance(size, str) else size}, " for size in sizes)
         text = str(dtype).removeprefix("torch.")
-        conditions += [f"{given}.dtype is {self._bind_object(text, dtype, None)}", f"{given}.shape == ({shape})"]
-        conditions += [f"{given}.is_contiguous()", f"{given}.is_cuda" if device == "cuda" else f"not {given}.is_cuda"]
+        conditions += [f"{argument}.dtype is {self._bind_object(text, dtype, None)}", f"{argument}.shape == ({shape})"]
+        conditions += [f"{argument}.is_contiguous()", f"{'' if device == 'cuda' else 'not '}{argument}.is_cuda"]
         self.lines.append(f"if not ({' and '.join(conditions)}):")
         kind = f"{text}[{shape.strip(', ')}] on {device}"
-        self.lines.append(f"    refuse({name!r}, {given}, {f'{kind}, {low} <= sizes <= {high}'!r})")
+        self.lines.append(f"    refuse({name!r}, {argument}, {f'{kind}, {low} <= sizes <= {high}'!r})")
 
     def _check_aliasing(self) -> None:
-        """Refuse inputs of one memory where one of them is written to: pieces are built for inputs that are apart."""
+        """Emit checks that no mutated input shares memory with another input; pieces are built on that assumption."""
         nodes = self.graph.graph.nodes
         changed = {storage_id(target) for node in nodes for target in mutated_args(node)} - {None}
         read = {
@@ -189,13 +191,13 @@ class _ForwardGenerator:
             for node in self.graph.placeholders()
             if isinstance(binding := self.graph.bindings[node.name], Input)
         }
-        for node, given in read.items():
-            others = ", ".join(other for other in read.values() if other != given)
+        for node, argument in read.items():
+            others = ", ".join(other for other in read.values() if other != argument)
             if storage_id(node) in changed and others:
-                self.lines.append(f"refuse_shared({given!r}, {given}, {others})")
+                self.lines.append(f"refuse_shared({argument!r}, {argument}, {others})")
 
     def _last_uses(self) -> dict[fx.Node, int]:
-        """For every tensor that a piece makes, the last part that reads it; what is returned is left out."""
+        """Position of the last part that reads each output of a piece; returned tensors are left out."""
         last: dict[fx.Node, int] = {}
         for position, part in enumerate(self.parts):
             if isinstance(part, Piece):
@@ -222,7 +224,7 @@ class _ForwardGenerator:
         self.lines.append(f"{targets}{',' if len(piece.outputs) == 1 else ''} = {call}" if targets else call)
 
     def _callable_for(self, digest: str) -> str:
-        """The built piece to call: itself, or the first of its variants that holds at this token count."""
+        """Expression of the callable: the first variant that covers the token count, else the general build."""
         if digest not in self.callables:
             built, choice = self.built[digest], f"piece_{digest}"
             self.namespace[choice] = built.call
@@ -235,11 +237,8 @@ class _ForwardGenerator:
         return self.callables[digest]
 
     def _call_boundary(self, call: BoundaryCall) -> None:
-        function = (
-            self._unique_name(call.op._schema.name.split("::")[-1]) if call.op not in self.namespace.values() else ""
-        )
-        if function:
-            self.namespace[function] = call.op
+        if call.op not in self.namespace.values():
+            self.namespace[self._unique_name(call.op._schema.name.split("::")[-1])] = call.op
         function = next(name for name, item in self.namespace.items() if item is call.op)
         args = "".join(f"{self._expression(argument)}, " for argument in call.args)
         kwargs = ", ".join(f"{name!r}: {self._expression(argument)}" for name, argument in call.kwargs.items())
@@ -293,14 +292,15 @@ class _ForwardGenerator:
         )
 
 
-def refuse(name: str, found: Tensor, wanted: str) -> None:
-    """Say what is wrong with an input of a woven module."""
-    kind = f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)} on {found.device.type}"
-    raise ValueError(f"{name} is {kind}{'' if found.is_contiguous() else ', not contiguous'}; woven for {wanted}")
+def refuse(name: str, tensor: Tensor, expected: str) -> None:
+    """Raise the error for an input of the wrong kind."""
+    kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
+    layout = "" if tensor.is_contiguous() else ", not contiguous"
+    raise ValueError(f"{name} is {kind}{layout}; the module was compiled for {expected}")
 
 
 def refuse_shared(name: str, changed: Tensor, *others: Tensor) -> None:
-    """Say what is wrong where an input that is written to lies in the memory of another one."""
+    """Raise an error if a mutated input overlaps another input in memory."""
     begin, end = changed.data_ptr(), changed.data_ptr() + changed.nbytes
     for other in others:
         if begin < other.data_ptr() + other.nbytes and other.data_ptr() < end:

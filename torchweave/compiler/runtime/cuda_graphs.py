@@ -1,9 +1,8 @@
-"""Record a step once, replay it many times: as one CUDA graph, or as graphs with the boundary ops run between them.
+"""Record a step as one CUDA graph, or as piecewise CUDA graphs with the boundary ops run between them, and replay it.
 
-A replay works on addresses. A recording therefore owns what it was given: the tensors outside the pool that its boundary
-ops read are referenced; those inside the pool are known by address only, so that later layers and later recordings reuse
-their memory. Recordings of one pool are replayed one after another on one stream: what one returns is valid until another
-one is replayed.
+A replay uses recorded addresses. A recording references the tensors outside the pool that its boundary ops read; tensors inside
+the pool it keeps as addresses only, so that later layers and recordings reuse their memory. Recordings of one pool are replayed
+one at a time on one stream, and an output is valid until the next replay of the pool.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """What records and replays segments; CUDA graphs in `GraphPool`, anything that can do the same in a test."""
+    """Records segments of a step; `GraphPool` with CUDA graphs, fakes in tests."""
 
     def recording(self, may_load_kernels: bool) -> contextlib.AbstractContextManager[None]:
-        """Wraps the warm-up and all segments of one recording; `may_load_kernels`: kernels may have to be loaded meanwhile."""
+        """Context of one recording: its warm-up and all segments. `may_load_kernels`: allow kernel loads during capture."""
         ...
 
     def begin(self) -> None:
@@ -40,20 +39,20 @@ class Recorder(Protocol):
         ...
 
     def end(self) -> Callable[[], None]:
-        """End the segment; the function replays it."""
+        """End the segment; returns the function that replays it."""
         ...
 
     def weak_ref_tensor(self, tensor: Tensor) -> Tensor:
-        """A tensor at the same address: one that owns nothing when the pool owns the memory, else `tensor` itself."""
+        """A non-owning tensor at the same address if the pool owns the memory, else `tensor` itself."""
         ...
 
     def num_bytes(self) -> int:
-        """Memory that all recordings hold together."""
+        """Memory of all recordings of the pool, in bytes."""
         ...
 
 
 class GraphPool:
-    """The memory that all recordings of one device share, and the stream that they are recorded on.
+    """Memory pool and capture stream that all recordings of one device share.
 
     Args:
         device: a CUDA device.
@@ -69,29 +68,23 @@ class GraphPool:
 
     @contextlib.contextmanager
     def recording(self, may_load_kernels: bool = False) -> Iterator[None]:
-        """Record on the current stream, or on the pool's own when that is the default one, which cannot be recorded.
+        """Capture on the current stream, or on the pool's own if that is the default stream, which cannot be captured.
 
-        No garbage is collected meanwhile: a tensor or graph that dies during a capture would end it.
+        Garbage collection pauses: freeing a tensor or graph would invalidate the capture.
         """
-        self._capture_error_mode = (
-            "relaxed" if may_load_kernels else "thread_local"
-        )  # to load a kernel is against the strict ones
+        # The strict modes forbid loading a kernel.
+        self._capture_error_mode = "relaxed" if may_load_kernels else "thread_local"
         current = torch.cuda.current_stream(self.device)
         stream = self._stream if current == torch.cuda.default_stream(self.device) else current
         stream.wait_stream(current)
         try:
-            with (
-                gc_paused(),
-                torch.cuda.device(self.device),
-                torch.cuda.stream(stream),
-                warnings.catch_warnings(),
-            ):
+            with gc_paused(), torch.cuda.device(self.device), torch.cuda.stream(stream), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
                 try:
                     yield
                 finally:
                     if self._graph is not None:
-                        self._abort_capture()  # on the stream on which it began
+                        self._abort_capture()  # must happen on the capture stream
         finally:
             current.wait_stream(stream)
 
@@ -107,9 +100,9 @@ class GraphPool:
         return graph.replay
 
     def _abort_capture(self) -> None:
-        """End a capture in which something was raised, so that the stream can be used again.
+        """End a failed capture, so that the stream is usable again.
 
-        Later recordings get memory of their own: torch cannot go back to a pool whose only graph is gone.
+        Later recordings get a new pool: torch cannot reuse a pool whose only graph was freed.
         """
         graph, self._graph = self._graph, None
         with contextlib.suppress(RuntimeError):
@@ -123,7 +116,7 @@ class GraphPool:
         storage = tensor.untyped_storage()
         if not self._owns(storage.data_ptr()):
             return tensor
-        facts = {
+        metadata = {
             "nbytes": storage.nbytes(),
             "data_ptr": storage.data_ptr(),
             "size": tensor.shape,
@@ -132,8 +125,8 @@ class GraphPool:
             "device": tensor.device,
             "storage_offset": tensor.storage_offset(),
         }
-        bare = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(facts, bare)
+        view = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, view)
 
     def _owns(self, address: int) -> bool:
         if not _is_in_segments(address, self._segments):
@@ -157,10 +150,10 @@ class Recording(Generic[T]):
     """A recorded step.
 
     Attributes:
-        output: what the step returned; its tensors hold the result of the last replay, until the pool replays another.
-        num_segments: 1, or one more than there are boundary ops when the recording is broken at them.
-        bytes: by how much the pool grew.
-        seconds: how long recording took.
+        output: the step's return value; its tensors hold the last replay's result until the pool's next replay.
+        num_segments: 1, or with piecewise graphs one more than the number of boundary ops.
+        bytes: growth of the pool.
+        seconds: duration of the recording.
     """
 
     def __init__(
@@ -182,14 +175,14 @@ class Recording(Generic[T]):
         self.seconds = 0.0
 
     def replay(self, boundary: BoundaryHandler | None = None, inputs: Sequence[Tensor] | None = None) -> T:
-        """Run the step again on what its inputs hold now.
+        """Run the step on the current contents of its inputs.
 
         Args:
-            boundary: carries out the boundary ops of a broken recording instead of the one that it was recorded with.
-            inputs: what the caller believes the inputs to be; compared with the recorded ones under `debug`.
+            boundary: handler for the boundary ops of piecewise graphs; default: the handler of the recording.
+            inputs: the caller's input tensors, compared with the recorded ones under `debug`.
 
         Raises:
-            InvariantError: under `debug`, an input lies elsewhere than when it was recorded.
+            InvariantError: under `debug`, an input has another address or shape than at recording.
         """
         if self._debug:
             self._check(self._inputs if inputs is None else inputs)
@@ -218,7 +211,7 @@ class _Segment:
 
 
 class _BoundaryOpStep:
-    """A boundary op between two segments, with its arguments by address."""
+    """A boundary op between two segments; its arguments are fixed addresses."""
 
     def __init__(self, op: Any, args: tuple, kwargs: dict, debug: bool) -> None:
         self.op, self.args, self.kwargs = op, args, kwargs
@@ -244,20 +237,19 @@ def record(
     inputs: Sequence[Tensor] = (),
     warm_up: bool = True,
 ) -> Recording[T]:
-    """Record what `fn` launches on the device.
+    """Record the kernels that `fn` launches.
 
-    `fn` runs once for real, so that kernels are built and libraries have what they keep, unless it did (`warm_up`); and once
-    recorded. It must do the same at each run and read only from tensors that stay where they are.
+    `fn` runs once eagerly (`warm_up`), which builds kernels and library workspaces, and once under capture. Each run must launch
+    the same kernels and read tensors at fixed addresses.
 
     Args:
-        fn: a step, given who carries out its boundary ops.
-        capture_boundary_ops: record boundary ops too, as part of one graph. Off: the recording breaks at each boundary
-        op, which is not
-            carried out while recording, and is at each replay.
-        pool: where the recording's memory comes from. Record the largest step first.
-        inputs: the tensors that the caller writes before a replay; their addresses are checked under `debug`.
-        warm_up: off where the step has run before at another size: it is only recorded, and kernels that this size alone needs are
-            loaded meanwhile. Where that fails, it is run for real and recorded again.
+        fn: a step, called with a boundary handler.
+        capture_boundary_ops: record boundary ops as part of one graph. Off: record piecewise graphs; boundary ops run at each
+            replay, not during recording.
+        pool: owner of the recording's memory. Record the largest step first.
+        inputs: tensors that the caller writes before a replay; under `debug` their addresses are checked.
+        warm_up: False for a step that already ran at another size: capture only, and load this size's own kernels meanwhile.
+            After a failure the step is warmed up and recorded again.
     """
     begin, before = time.monotonic(), pool.num_bytes()
     try:
@@ -280,7 +272,7 @@ def _record_segments(
     debug: bool,
     warm_up: bool,
 ) -> tuple[list[Callable[[BoundaryHandler], None]], T]:
-    """The segments of a step and the boundary ops between them, and what the step returned."""
+    """Segments and boundary ops of a step in order, and the step's output."""
     steps: list[Callable[[BoundaryHandler], None]] = []
 
     def cut(op: Any, args: tuple, kwargs: dict) -> None:

@@ -1,7 +1,6 @@
-"""A module run as it is, its boundary ops handed over as they come up: graphs without the compiler.
+"""Eager execution with boundary ops passed to a handler, for models that cannot or should not be compiled.
 
-For a model that will not trace, and for whoever wants none of it: a recording breaks where the boundary ops are, found by a
-dispatch mode instead of by splitting a graph.
+A dispatch mode intercepts the boundary ops, so CUDA graphs are recorded piecewise without a captured graph.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class _BoundaryDispatchMode(TorchDispatchMode):
 
 
 class EagerForward:
-    """`eager_forward(boundary, *inputs)`: the module's own forward, eagerly, without gradients."""
+    """Runs the module's own forward without gradients: `eager_forward(boundary, *inputs)`."""
 
     def __init__(self, module: nn.Module, boundary_ops: Iterable[str]) -> None:
         self.module = module
@@ -42,5 +41,5 @@ class EagerForward:
 
 
 def eager_forward(module: nn.Module, boundary_ops: Iterable[str]) -> EagerForward:
-    """A forward that needs no compiler; see `EagerForward`."""
+    """A forward without the compiler; see `EagerForward`."""
     return EagerForward(module, boundary_ops)

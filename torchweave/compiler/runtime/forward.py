@@ -1,4 +1,4 @@
-"""What every stage of the stack agrees on: a forward is a function of tensors and of who carries out boundary ops."""
+"""Interface of a forward: a function of a boundary handler and of input tensors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 BoundaryHandler = Callable[[Any, tuple, dict], None]
-"""Carries out a boundary op: `boundary(op, args, kwargs)`. Positional arguments are complete, defaults filled in."""
+"""Runs a boundary op: `boundary(op, args, kwargs)`, with all positional arguments and defaults filled in."""
 
 
 class Forward(Protocol):
-    """A step of a model: woven, or run as it is."""
+    """One step of a model, compiled or eager."""
 
     def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Any: ...
 
 
 def call_op(op: Any, args: tuple, kwargs: dict) -> None:
-    """The boundary of a module without an engine: the op does what it does by itself."""
+    """Boundary handler without an engine: call the op."""
     op(*args, **kwargs)

@@ -1,22 +1,22 @@
-"""Lanes: what the code of a split piece runs on. CUDA streams on a GPU; elsewhere a stand-in that checks the order.
+"""Streams of a split piece: CUDA streams on a GPU; elsewhere a race detector.
 
-Memory on a GPU. The allocator hands a freed block out again to the stream that it was made on, without waiting for others. So
-a tensor that a second stream reads must not be freed before the first stream is known to be behind that reader. The
-generated code holds its inputs and everything that crosses streams until it returns, and before it returns the caller's stream
-waits for every other one. From there on two facts make reuse safe without `record_stream`:
+Memory on a GPU. The caching allocator reuses a freed block on the stream that allocated it, without waiting for other streams.
+So a tensor that a second stream reads must not be freed before the first stream is ordered after that reader. The generated
+code keeps its inputs and all tensors that cross streams until it returns, and before that the caller's stream waits for all
+others. This makes reuse safe without `record_stream`:
 
-  made on the caller's stream   its next use comes after that wait, on the same stream;
-  made on another stream        that stream begins its next call by waiting for the caller's stream, which the readers came
-                                before: those inside the piece by the wait at the end, those after it by their own stream.
+  allocated on the caller's stream   the next use follows that wait on the same stream;
+  allocated on another stream        that stream starts its next call with a wait for the caller's stream, which is ordered after
+                                     all readers: those in the piece by the wait at the end, later ones by running on it.
 
-Inside a capture the same order is what the graph is built of, and blocks come from the graph's pool, which nothing but replays
-of that pool uses. `record_stream` would keep blocks there until the capture ends. A caller that changes streams between two
-calls is waited for (`CudaStreams.begin`), except inside a capture, whose pool no earlier call has memory in.
+A CUDA graph capture records the same order, and blocks come from the graph's pool, which only replays of that pool use.
+`record_stream` would keep blocks until the end of the capture. If the caller changes streams between calls, `CudaStreams.begin`
+waits for the previous one, except during a capture, whose pool holds no memory of earlier calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
@@ -24,45 +24,44 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchweave.compiler.codegen.pieces import Boxed
 from torchweave.utils.cuda_streams import side_stream
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 class Event(Protocol):
-    """A point in the work of one lane."""
+    """A point in the work of one stream."""
 
     def record(self) -> None:
-        """After what the current lane has been given so far."""
+        """Set the point after the current stream's enqueued work."""
         ...
 
     def wait(self) -> None:
-        """What the current lane is given from now on comes after the point."""
+        """Make later work of the current stream wait for the point."""
         ...
 
 
 class Streams(Protocol):
-    """Lane 0 is the caller's; the others are entered by `with streams[1]:`."""
+    """Stream 0 is the caller's; enter the others with `with streams[1]:`."""
 
     def __getitem__(self, stream: int) -> AbstractContextManager[Any]: ...
 
     def event(self) -> Event: ...
 
     def begin(self) -> None:
-        """A call of the piece begins on the caller's lane."""
+        """Start a call of the piece on the caller's stream."""
         ...
 
     def end(self) -> None:
-        """The call returns: all that the lanes were given comes before what the caller does next."""
+        """End the call; the caller's stream is ordered after all others."""
         ...
 
     def with_race_checks(self, call: Boxed, written: Sequence[int]) -> Boxed:
-        """`call`, which writes to these of its arguments, with whatever checks the lanes make."""
+        """Wrap `call`, which mutates the arguments at positions `written`, in race checks."""
         ...
 
 
 class CudaStreams:
-    """Streams of one device, shared by all pieces of a model: what one layer frees, the next one uses again."""
+    """Streams of one device, shared by all pieces of a model, so that layers reuse each other's memory."""
 
     def __init__(self, num_streams: int, device: torch.device) -> None:
         self._device = device
@@ -70,7 +69,7 @@ class CudaStreams:
         self._caller: torch.cuda.Stream | None = None
 
     def __getitem__(self, stream: int) -> AbstractContextManager[Any]:
-        assert stream, "the caller's lane is the current one"
+        assert stream, "the caller's stream is the current one"
         return torch.cuda.stream(self._streams[stream - 1])
 
     def event(self) -> Event:
@@ -86,22 +85,21 @@ class CudaStreams:
         self._caller = caller
 
     def end(self) -> None:
-        """The generated code has made the caller's stream wait for the others."""
+        """Nothing: the generated code made the caller's stream wait for the others."""
 
     def with_race_checks(self, call: Boxed, written: Sequence[int]) -> Boxed:
         return call
 
 
 class DataRace(AssertionError):
-    """Two lanes touch one storage, at least one of them writes, and nothing orders them."""
+    """Two streams access one storage without order, and at least one writes."""
 
 
 class CheckedStreams:
-    """Lanes without a device: all run at once, in the order of the code, and every access is checked against the events.
+    """Race detector without a device: runs all streams in program order and checks each access against the events.
 
-    Each lane counts its steps, and knows how far it has waited for every other (a vector clock). Of a storage, the last
-    write and the reads since are kept with their counts: an access that is not behind them in this sense would be a race
-    on a GPU, whatever order the code happens to be in here.
+    Each stream has a vector clock: its own step count, and the last step of each other stream that it waited for. Each storage
+    records its last write and the reads since. An access that is not ordered after them would be a race on a GPU.
     """
 
     def __init__(self, num_streams: int) -> None:
@@ -110,7 +108,7 @@ class CheckedStreams:
         self._writes: dict[int, tuple[int, int]] = {}
         self._reads: dict[int, dict[int, int]] = {}
         self._used: set[int] = set()
-        self._live_storages: list[Any] = []  # a storage that dies would lend its identity to another
+        self._live_storages: list[Any] = []  # a freed storage's id could be reused
 
     @property
     def stream(self) -> int:
@@ -127,7 +125,7 @@ class CheckedStreams:
         return _CheckedEvent(self)
 
     def begin(self) -> None:
-        """Whatever was launched before is over for the caller's lane, and for no other."""
+        """Order earlier work before the caller's stream only."""
         self._writes.clear()
         self._reads.clear()
         self._live_storages.clear()
@@ -144,22 +142,22 @@ class CheckedStreams:
             if self._clocks[0][stream] < clock[stream] and stream in self._used
         ]
         if unjoined or self.stream:
-            raise DataRace(f"the call returns on lane {self.stream} while lanes {unjoined} may still run")
+            raise DataRace(f"the call returns on stream {self.stream} while streams {unjoined} may still run")
 
     def with_race_checks(self, call: Boxed, written: Sequence[int]) -> Boxed:
         def checked(args: list[Any]) -> Sequence[Any]:
-            given = list(args)
+            arguments = list(args)
             self.clock[self.stream] += 1
             self._used.add(self.stream)
-            for index, each in enumerate(given):
+            for index, each in enumerate(arguments):
                 if isinstance(each, Tensor):
                     self._record_access(each, index in written)
-            made = call(args)
-            known = {_storage(each) for each in given if isinstance(each, Tensor)}
-            for each in made:
+            results = call(args)
+            known = {_storage(each) for each in arguments if isinstance(each, Tensor)}
+            for each in results:
                 if isinstance(each, Tensor) and _storage(each) not in known:
                     self._record_access(each, True)
-            return made
+            return results
 
         return checked
 
@@ -167,7 +165,7 @@ class CheckedStreams:
         storage = _storage(tensor)
         if storage not in self._writes:
             self._live_storages.append(tensor.untyped_storage())
-            self._writes[storage] = (0, 1)  # what the caller brings was made before the call
+            self._writes[storage] = (0, 1)  # an argument of the caller, written before the call
         self._check_ordered("write", *self._writes[storage])
         if not writes:
             self._reads.setdefault(storage, {})[self.stream] = self.clock[self.stream]
@@ -178,7 +176,7 @@ class CheckedStreams:
 
     def _check_ordered(self, what: str, stream: int, count: int) -> None:
         if self.clock[stream] < count:
-            raise DataRace(f"lane {self.stream} touches what lane {stream} may still {what}")
+            raise DataRace(f"stream {self.stream} accesses a storage that stream {stream} may still {what}")
 
 
 class _StreamContext:
@@ -203,7 +201,7 @@ class _CheckedEvent:
         self._clock = list(self._streams.clock)
 
     def wait(self) -> None:
-        assert self._clock is not None, "waited for an event that was never recorded"
+        assert self._clock is not None, "wait for an event that was never recorded"
         clock = self._streams.clock
         clock[:] = list(map(max, clock, self._clock))
 
@@ -213,5 +211,5 @@ def _storage(tensor: Tensor) -> int:
 
 
 def make_streams(num_streams: int, device: torch.device) -> Streams:
-    """The lanes of a device."""
+    """CUDA streams on a GPU, else the race detector."""
     return CudaStreams(num_streams, device) if device.type == "cuda" else CheckedStreams(num_streams)

@@ -1,4 +1,4 @@
-"""Build a piece as runs on several streams, each run a piece of its own, or as it is where that is no gain."""
+"""Build a piece as runs on several streams, each run as its own piece, where that is predicted to be faster."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from torchweave.compiler.codegen.pieces import BuiltPiece
+from torchweave.compiler.codegen.pieces import Boxed, BuiltPiece
 from torchweave.compiler.ir.aliasing import AliasAnalysisError
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece, extract_subgraph
-from torchweave.compiler.streams.backends import Boxed, Streams
+from torchweave.compiler.streams.backends import Streams
 from torchweave.compiler.streams.cost import EVENT, Costs
-from torchweave.compiler.streams.program import Program, program
+from torchweave.compiler.streams.program import Program, Timeline, program, simulate
 from torchweave.compiler.streams.schedule import schedule
-from torchweave.compiler.streams.simulate import Timeline, simulate
 from torchweave.compiler.streams.tasks import TaskGraph, task_graph
 from torchweave.report import Report
 
@@ -29,11 +28,11 @@ MeasuredSaving = Callable[[Piece], float | None]
 
 @dataclass(frozen=True)
 class Split:
-    """A piece as runs.
+    """A piece divided into runs.
 
     Attributes:
-        parts: for each run of the program the piece that it is; inputs, constants and outputs are nodes of the whole.
-        written: for each run the positions of the arguments that it writes to.
+        parts: the piece of each run; its inputs, constants and outputs are nodes of the whole piece.
+        written: for each run, the positions of mutated arguments.
     """
 
     piece: Piece
@@ -48,12 +47,13 @@ class Split:
 
 
 class StreamBuilder:
-    """Builds pieces, over several streams where that is predicted, and was not measured otherwise, to be faster.
+    """Builds pieces, split over streams where the prediction, and a measurement if there was one, is a gain.
 
     Args:
-        streams: as many as there may be streams; shared by all pieces.
-        built_by: what runs are built by; Inductor makes one kernel of what it can fuse, which counts once.
-        measured_saving: microseconds that splitting a piece was measured to save, None where nobody measured.
+        streams: `max_num_streams` streams, shared by all pieces.
+        built_by: compiler of the runs; the cost model counts operations that Inductor fuses as one kernel.
+        measured_saving: measured gain of splitting a piece in microseconds; None without a measurement.
+        measured: measured costs of nodes, see `Costs`.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class StreamBuilder:
         self._costs = Costs(fused=built_by == "inductor", measured=measured or {})
 
     def build(self, piece: Piece, build_piece: Build) -> BuiltPiece:
-        """A piece, built by `build_piece` as it is or run by run."""
+        """Build a piece with `build_piece`, whole or run by run."""
         try:
             split = plan_split(piece, self._max_num_streams, self._costs)
             if self._costs.fused:
                 _reject_aliases(split)
         except AliasAnalysisError as error:
-            self._report.event("streams", piece=piece.digest, streams=[], kept=False, why=str(error))
+            self._report.event("streams", piece=piece.digest, lanes=[], kept=False, why=str(error))
             return build_piece(piece)
         kept, why = self._verdict(split)
         names = [[node.name for node in split.nodes(run)] for run in range(len(split.parts))]
         self._report.event(
             "streams",
             piece=piece.digest,
-            streams=split.timeline.streams(names),
+            lanes=split.timeline.span_rows(names),
             serial=split.timeline.serial,
             makespan=split.timeline.makespan,
             kept=kept,
@@ -93,7 +93,7 @@ class StreamBuilder:
 
     def _verdict(self, split: Split) -> tuple[bool, str]:
         if split.program.num_streams < 2:
-            return False, "each operation waits for the one before it"
+            return False, "its operations form one chain"
         kept, why = split.timeline.verdict()
         measured_saving = self._measured_saving(split.piece) if kept and self._measured_saving is not None else None
         if measured_saving is None:
@@ -111,10 +111,10 @@ class StreamBuilder:
 
 
 def plan_split(piece: Piece, max_num_streams: int, costs: Costs) -> Split:
-    """The best split of a piece that list scheduling finds.
+    """Split a piece by list scheduling.
 
     Raises:
-        AliasAnalysisError: why it cannot be split.
+        AliasAnalysisError: the piece cannot be split safely.
     """
     graph = task_graph(piece.module.graph, costs)
     each = [task.cost for task in graph.tasks]
@@ -136,10 +136,10 @@ def plan_split(piece: Piece, max_num_streams: int, costs: Costs) -> Split:
 
 
 def _reject_aliases(split: Split) -> None:
-    """Inductor must know which inputs share memory when it writes to one of them, and a run's do not say.
+    """Reject runs that mutate possibly aliased inputs: Inductor needs the aliases of mutated inputs, which runs do not record.
 
     Raises:
-        AliasAnalysisError: a run writes to an input, and another one may be a view of it.
+        AliasAnalysisError: a run writes to an input, and another input may be a view of it.
     """
     for part, written in zip(split.parts, split.written, strict=True):
         if len(written) > 1:
@@ -149,12 +149,12 @@ def _reject_aliases(split: Split) -> None:
 
 def _written(part: Piece, body: list[fx.Node], graph: TaskGraph) -> tuple[int, ...]:
     writes = frozenset(group for node in body for group in graph.memory.access[node].writes)
-    taken = [*part.inputs, *part.constants]
-    return tuple(index for index, node in enumerate(taken) if graph.memory.holds[node] & writes)
+    arguments = [*part.inputs, *part.constants]
+    return tuple(index for index, node in enumerate(arguments) if graph.memory.holds[node] & writes)
 
 
 def join(split: Split, calls: list[Boxed], streams: Streams) -> tuple[Boxed, str]:
-    """One call out of the runs' calls, and the code that it is."""
+    """The callable of a split piece, and its code."""
     namespace: dict[str, Any] = {"streams": streams}
     for index, (call, written) in enumerate(zip(calls, split.written, strict=True)):
         namespace[f"run_{index}"] = streams.with_race_checks(call, written)
@@ -168,7 +168,7 @@ def join(split: Split, calls: list[Boxed], streams: Streams) -> tuple[Boxed, str
 
 
 class _Writer:
-    """Writes the code of a split piece: runs in the order of launching, events, and what is dropped when."""
+    """Writes the code of a split piece: runs in launch order, events, and deletion of dead tensors."""
 
     def __init__(self, split: Split) -> None:
         self.split, self.program = split, split.program
@@ -205,18 +205,18 @@ class _Writer:
 
     def _call(self, index: int) -> str:
         part = self.split.parts[index]
-        given = ", ".join(self.names[node] for node in (*part.inputs, *part.constants))
-        made = "".join(f"{self.names[node]}, " for node in part.outputs)
-        return f"{made}{'= ' if made else ''}run_{index}([{given}])"
+        arguments = ", ".join(self.names[node] for node in (*part.inputs, *part.constants))
+        results = "".join(f"{self.names[node]}, " for node in part.outputs)
+        return f"{results}{'= ' if results else ''}run_{index}([{arguments}])"
 
     def _results(self) -> str:
         return "".join(f"{self.names[x] if isinstance(x, fx.Node) else repr(x)}, " for x in self.output.args[0])
 
     def _last_uses(self) -> dict[int, list[fx.Node]]:
-        """What can be dropped after which run: a tensor that was made, and is read, on one lane only.
+        """Tensors to delete after each run: those produced and read on one stream only.
 
-        What crosses is held to the end, so that its memory is not used again while another lane may read it. So is what the
-        caller brings: another piece may have made it on any lane.
+        Tensors that cross streams live until the end, so that their memory is not reused while another stream may read them. So
+        do the caller's tensors, which another piece may have produced on any stream.
         """
         streams: dict[fx.Node, set[int]] = {}
         last: dict[fx.Node, int] = {}
@@ -224,9 +224,9 @@ class _Writer:
             for node in (*part.inputs, *part.constants, *part.outputs):
                 streams.setdefault(node, set()).add(run.stream)
                 last[node] = index
-        found: dict[int, list[fx.Node]] = {}
+        dead: dict[int, list[fx.Node]] = {}
         for node, index in last.items():
-            held = node.op == "placeholder" or node in self.output.all_input_nodes or len(streams[node]) > 1
-            if not held and isinstance(value(node), torch.Tensor):
-                found.setdefault(index, []).append(node)
-        return found
+            live = node.op == "placeholder" or node in self.output.all_input_nodes or len(streams[node]) > 1
+            if not live and isinstance(value(node), torch.Tensor):
+                dead.setdefault(index, []).append(node)
+        return dead

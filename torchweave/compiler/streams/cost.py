@@ -1,7 +1,7 @@
-"""What a node costs: microseconds where they were measured, else a weight by the kind of its operation.
+"""Costs of nodes: measured microseconds, else a weight by kind of operation.
 
-The weights are TensorRT-LLM's: nothing for an op that only looks at memory in another shape, 10 for a matmul, 20 for a fused
-mixture of experts, 1 for all else. A weight counts as that many microseconds beside measured ones.
+The weights are TensorRT-LLM's: 0 for a view, 10 for a matmul, 20 for a fused mixture of experts, 1 for all else. Next to
+measured costs, a weight counts as microseconds.
 """
 
 from __future__ import annotations
@@ -17,61 +17,22 @@ from torchweave.compiler.ir.symbols import value
 
 SHAPE, DEFAULT, MATMUL, EXPERTS = 0.0, 1.0, 10.0, 20.0
 EVENT = 1.0
-"""What it costs a stream to wait for another one, beside the wait."""
+"""Cost of a wait for another stream, besides the waiting time."""
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
-_ZERO_COST_OPS = ALLOCATIONS | frozenset(
-    {
-        "getitem",
-        "size",
-        "shape",
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "transpose",
-        "permute",
-        "t",
-        "expand",
-        "expand_as",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "unbind",
-        "detach",
-        "alias",
-        "as_strided",
-    }
-)
-_MATMULS = frozenset(
-    {
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "convolution",
-        "scaled_mm",
-        "_scaled_mm",
-        "grouped_mm",
-        "_grouped_mm",
-        "_scaled_grouped_mm",
-        "scaled_dot_product_attention",
-        "__matmul__",
-    }
-)
+_ZERO_COST_OPS = ALLOCATIONS | frozenset({
+    "getitem", "size", "shape", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose",
+    "permute", "t", "expand", "expand_as", "slice", "select", "split", "split_with_sizes", "chunk", "unbind",
+    "detach", "alias", "as_strided",
+})  # fmt: skip
+_MATMULS = frozenset({
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "convolution", "scaled_mm",
+    "_scaled_mm", "grouped_mm", "_grouped_mm", "_scaled_grouped_mm", "scaled_dot_product_attention", "__matmul__",
+})  # fmt: skip
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether Inductor leaves the node a kernel of its own: a matmul, or an op that it does not know."""
+    """Whether Inductor runs the node as a separate kernel: a matmul or a custom op."""
     namespace, name = op_name(node)
     return name in _MATMULS or namespace not in ("", "aten", "prims")
 
@@ -88,7 +49,7 @@ def weight_of(node: fx.Node, is_view: bool) -> float:
 
 
 def key_of(node: fx.Node) -> str:
-    """What a measured cost is filed under: the op, and dtype and shape of every tensor that it takes, sizes symbolic."""
+    """Key of a measured cost: the op, and dtype and shape of each tensor argument, with dynamic sizes as T."""
     return f"{'::'.join(filter(None, op_name(node)))}({', '.join(map(_kind, map(value, node.all_input_nodes)))})"
 
 
@@ -104,15 +65,15 @@ class Costs:
     """Costs of nodes and of tasks.
 
     Attributes:
-        fused: pointwise operations of one task are one kernel, as Inductor makes them.
-        measured: microseconds by `key_of`; what is not there counts by its kind.
+        fused: count the pointwise operations of a task as one kernel, as Inductor fuses them.
+        measured: microseconds by `key_of`; other nodes cost their weight.
     """
 
     fused: bool = False
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, nodes: tuple[fx.Node, ...], views: frozenset[fx.Node]) -> float:
-        """Microseconds of the nodes, one after the other."""
+        """Total cost of the nodes."""
         total, fusible = 0.0, 0.0
         for node in nodes:
             cost = self.measured.get(key_of(node)) if self.measured else None

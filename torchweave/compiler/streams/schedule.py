@@ -1,7 +1,7 @@
-"""The schedule: which stream runs a task, and in which order. TensorRT-LLM's rules.
+"""List scheduling of tasks onto streams, by TensorRT-LLM's rules.
 
-A task's priority is the longest path from its beginning to the end of the piece. The ready task with the highest priority is
-taken next; it goes to a stream that is free by the time its inputs are ready, else to the least loaded one.
+A task's priority is the longest path from its start to the end of the piece. The ready task with the highest priority is next,
+on a stream that is free when its inputs are ready, else on the stream that is free first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ScheduledTask:
-    """A task on a stream: stream 0 is the caller's. Times in microseconds, as far as costs are."""
+    """A task on a stream; stream 0 is the caller's. Times in microseconds or in cost weights."""
 
     task: int
     stream: int
@@ -21,7 +21,7 @@ class ScheduledTask:
 
 
 def priorities(costs: Sequence[float], dependencies: Sequence[Mapping[int, object]]) -> list[float]:
-    """For each task, the cost of the most expensive path from its beginning to the end. Tasks come after those before them."""
+    """For each task, the cost of the longest path from its start to the end. Tasks are in topological order."""
     longest = list(costs)
     for task in reversed(range(len(costs))):
         for earlier in dependencies[task]:
@@ -36,14 +36,14 @@ def schedule(
     event: float = 0.0,
     pinned: Collection[int] = (),
 ) -> list[ScheduledTask]:
-    """Tasks onto streams, in the order in which they are launched: each after the tasks that it must wait for.
+    """Assign tasks to streams; returns them in launch order, each after its dependencies.
 
     Args:
-        costs: of each task.
-        dependencies: for each task, the earlier tasks that it must wait for.
+        costs: cost of each task.
+        dependencies: for each task, the earlier tasks that it waits for.
         num_streams: at least 1.
-        event: what it costs to wait for another stream.
-        pinned: tasks that run on the caller's stream, such as collectives: all pieces share that one.
+        event: cost of a wait for another stream.
+        pinned: tasks that must run on the caller's stream, which all pieces share, such as collectives.
     """
     priority = priorities(costs, dependencies)
     awaited = {earlier for each in dependencies for earlier in each}
@@ -56,15 +56,10 @@ def schedule(
         waiting.discard(task)
         inputs = [placed[earlier] for earlier in dependencies[task]]
         begins = [
-            max(
-                [
-                    free[stream],
-                    *(scheduled.end + (event if scheduled.stream != stream else 0.0) for scheduled in inputs),
-                ]
-            )
-            for stream in range(num_streams)
+            max([until, *(each.end + (event if each.stream != stream else 0.0) for each in inputs)])
+            for stream, until in enumerate(free)
         ]
-        # The caller's stream must wait for whatever comes last on another one.
+        # The caller's stream must wait for the last task of each other stream.
         start_costs = [
             begin + (event if stream and task not in awaited else 0.0) for stream, begin in enumerate(begins)
         ]
@@ -77,8 +72,8 @@ def schedule(
 
 
 def _stream(free: Sequence[float], ready: float, start_costs: Sequence[float], preferred: int) -> int:
-    """A stream that is free by `ready`: the cheapest, rather `preferred`, rather one that was busy until lately; where none is,
-    the one that is free first."""
+    """The cheapest stream that is free at `ready`, ties by `preferred`, then by the latest to become free; if none is free, the
+    first to become free."""
     idle = [stream for stream, until in enumerate(free) if until <= ready]
     if not idle:
         return min(range(len(free)), key=lambda stream: (free[stream], stream))

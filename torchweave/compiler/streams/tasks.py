@@ -1,10 +1,14 @@
-"""Tasks: the nodes that stay together when a piece is spread over streams.
+"""Tasks: groups of nodes that stay on one stream, and the hazards that order them.
 
-Nothing is torn apart that Inductor would fuse: pointwise operations and reductions that are connected, and have equally many
-matmuls or opaque ops above them, are one task. A matmul or opaque op is a task of its own. Then tasks in a chain become one,
-since a chain runs in order on whatever stream, and so does a pointwise task whose only reader is another.
+Operations that Inductor would fuse stay together: connected pointwise operations and reductions below equally many matmuls or
+opaque ops are one task. A matmul or opaque op is its own task. Then chains of tasks are joined, since a chain runs in order on
+any stream, and pointwise tasks whose only reader is another pointwise task.
 
-Views and sizes belong to no task: whoever reads one computes it again from what it looks at.
+Views and sizes belong to no task; each reader recomputes them.
+
+Hazards: two nodes are ordered if the second reads the first's value, or if both access one storage, under any alias, and at
+least one writes: read after write, write after read, write after write. A collective counts as a write to one shared storage,
+so that collectives keep the graph's order, which is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from typing import Literal
 
 from torch import Tensor, fx
 
@@ -22,35 +27,37 @@ from torchweave.compiler.ir.aliasing import AliasAnalysisError, AliasInfo, analy
 from torchweave.compiler.ir.collectives import collective_group
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.streams.cost import ALLOCATIONS, Costs, is_opaque
-from torchweave.compiler.streams.hazards import Edges, Hazard, hazards
+
+Hazard = Literal["value", "RAW", "WAR", "WAW"]
+Edges = dict[tuple[fx.Node, fx.Node], frozenset[Hazard]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Nodes that run one after the other on one stream, in the graph's order."""
+    """Nodes that run in graph order on one stream."""
 
     nodes: tuple[fx.Node, ...]
     cost: float
 
     @property
     def name(self) -> str:
-        """What a person would call it: its heaviest operation."""
+        """Display name: the first opaque operation, else the last node."""
         return next((node.name for node in self.nodes if is_opaque(node)), self.nodes[-1].name)
 
     @property
     def has_collective(self) -> bool:
-        """Whether a collective is among them."""
+        """Whether the task contains a collective."""
         return any(collective_group(node) is not None for node in self.nodes)
 
 
 @dataclass(frozen=True)
 class TaskGraph:
-    """Tasks in an order that can be run, and which of them must wait for which.
+    """Tasks in a topological order, with their dependencies.
 
     Attributes:
-        dependencies: for each task, the tasks that it must come after, by index, with the reasons.
-        recomputable: views and sizes, which are computed wherever they are read.
-        memory: accesses of the nodes.
+        dependencies: for each task, the indices of earlier tasks that it waits for, with the hazards.
+        recomputable: views and sizes, recomputed by each reader.
+        memory: memory accesses of the nodes.
     """
 
     tasks: tuple[Task, ...]
@@ -63,7 +70,7 @@ def task_graph(graph: fx.Graph, costs: Costs) -> TaskGraph:
     """The tasks of a piece.
 
     Raises:
-        AliasAnalysisError: the piece holds something that cannot be told apart safely.
+        AliasAnalysisError: the aliases of a value are unknown.
     """
     memory = analyze_aliasing(graph)
     recomputable = _recomputable_views(graph, memory)
@@ -79,11 +86,44 @@ def task_graph(graph: fx.Graph, costs: Costs) -> TaskGraph:
     return TaskGraph(*_assemble(nodes, edges, sets, costs, memory), recomputable, memory)
 
 
-def _recomputable_views(graph: fx.Graph, memory: AliasInfo) -> frozenset[fx.Node]:
-    """Views and sizes that a reader can compute for itself, from tensors that a piece can be handed.
+def hazards(graph: fx.Graph, memory: AliasInfo) -> Edges:
+    """Every pair of nodes that must stay in order, with the reasons.
 
-    A view that the piece returns is made once, by a task.
+    Views access no memory; a returned view counts as a read, on behalf of the caller.
     """
+    edges: dict[tuple[fx.Node, fx.Node], set[Hazard]] = {}
+    last_write: dict[int, fx.Node] = {}
+    readers: dict[int, list[fx.Node]] = {}
+
+    def add(first: fx.Node | None, second: fx.Node, why: Hazard) -> None:
+        if first is not None and first is not second:
+            edges.setdefault((first, second), set()).add(why)
+
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        for argument in node.all_input_nodes:
+            if argument.op != "placeholder":
+                add(argument, node, "value")
+        returned = any(user.op == "output" for user in node.users)
+        if (node in memory.views and not returned) or computes_sizes(node):
+            continue
+        access = memory.access[node]
+        for group in access.reads:
+            add(last_write.get(group), node, "RAW")
+        for group in access.writes:
+            add(last_write.get(group), node, "WAW")
+            for reader in readers.get(group, ()):
+                add(reader, node, "WAR")
+        for group in access.writes:
+            last_write[group], readers[group] = node, []
+        for group in access.reads - access.writes:
+            readers.setdefault(group, []).append(node)
+    return {pair: frozenset(why) for pair, why in edges.items()}
+
+
+def _recomputable_views(graph: fx.Graph, memory: AliasInfo) -> frozenset[fx.Node]:
+    """Views and sizes that a reader can recompute from tensors. A returned view is computed once, by a task."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     returned = set(output.all_input_nodes)
     recomputable: set[fx.Node] = set()
@@ -100,7 +140,7 @@ def _recomputable_views(graph: fx.Graph, memory: AliasInfo) -> frozenset[fx.Node
 
 
 def _live(graph: fx.Graph, memory: AliasInfo) -> frozenset[fx.Node]:
-    """Operations that something comes of: a result that is read, a write, or an effect."""
+    """Operations with a used result or a write."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         read = any(user in live or user.op == "output" for user in node.users)
@@ -110,7 +150,7 @@ def _live(graph: fx.Graph, memory: AliasInfo) -> frozenset[fx.Node]:
 
 
 def _contract_views(edges: Edges, recomputable: frozenset[fx.Node]) -> Edges:
-    """The same order among the other nodes: what a view hands on comes from what it looks at."""
+    """Edges between non-view nodes: an edge from a view becomes edges from its sources."""
     sources: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for first, second in edges:
         if second in recomputable:
@@ -119,16 +159,16 @@ def _contract_views(edges: Edges, recomputable: frozenset[fx.Node]) -> Edges:
     def origins(node: fx.Node) -> set[fx.Node]:
         return {node} if node not in recomputable else {origin for each in sources[node] for origin in origins(each)}
 
-    found: dict[tuple[fx.Node, fx.Node], frozenset[Hazard]] = {}
+    contracted: dict[tuple[fx.Node, fx.Node], frozenset[Hazard]] = {}
     for (first, second), why in edges.items():
         for origin in origins(first) if second not in recomputable else ():
             if origin is not second:
-                found[origin, second] = found.get((origin, second), frozenset()) | why
-    return found
+                contracted[origin, second] = contracted.get((origin, second), frozenset()) | why
+    return contracted
 
 
 class _DisjointSets:
-    """A partition of nodes. A set is known by the position of its first node, so that nothing depends on chance."""
+    """A partition of nodes. The key of a set is the position of its first node, which is deterministic."""
 
     def __init__(self, nodes: list[fx.Node]) -> None:
         self._key = {node: index for index, node in enumerate(nodes)}
@@ -150,27 +190,27 @@ class _DisjointSets:
 
 
 def _inseparable_pairs(nodes: list[fx.Node], memory: AliasInfo) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Pairs that cannot be told apart: several results and their unpacking, an allocation and who first touches it."""
-    kept = set(nodes)
+    """Pairs that must share a task: a multi-output node and its getitems, an allocation and its first access."""
+    candidates = set(nodes)
     for node in nodes:
         if not isinstance(value(node), Tensor):
-            yield from ((node, user) for user in node.users if user in kept and user.target is operator.getitem)
+            yield from ((node, user) for user in node.users if user in candidates and user.target is operator.getitem)
         elif op_name(node)[1] in ALLOCATIONS:
             touching = (each for each in nodes if each is not node and memory.holds[node] & memory.access[each].reads)
             yield from ((node, each) for each in islice(touching, 1))
 
 
 def _predecessors(edges: Edges, sets: _DisjointSets) -> dict[int, set[int]]:
-    """Which sets come before which."""
-    found: dict[int, set[int]] = {key: set() for key in sets.members}
+    """The sets that each set depends on."""
+    predecessors: dict[int, set[int]] = {key: set() for key in sets.members}
     for first, second in edges:
         if sets[first] != sets[second]:
-            found[sets[second]].add(sets[first])
-    return found
+            predecessors[sets[second]].add(sets[first])
+    return predecessors
 
 
 def _topological_order(dependencies: Mapping[int, set[int]]) -> list[int]:
-    """An order in which every set comes after those before it, and otherwise as the graph has them."""
+    """Topological order, ties in graph order."""
     missing = {each: len(earlier) for each, earlier in dependencies.items()}
     after = _inverse(dependencies)
     ready = [each for each, count in missing.items() if not count]
@@ -183,7 +223,7 @@ def _topological_order(dependencies: Mapping[int, set[int]]) -> list[int]:
             if not missing[follower]:
                 heappush(ready, follower)
     if len(order) < len(dependencies):
-        raise AliasAnalysisError("operations that belong together cannot be put in an order")
+        raise AliasAnalysisError("operations that must share a task depend on each other through another task")
     return order
 
 
@@ -196,7 +236,7 @@ def _inverse(dependencies: Mapping[int, set[int]]) -> dict[int, set[int]]:
 
 
 def _join_fusible(edges: Edges, sets: _DisjointSets) -> None:
-    """Connected operations that Inductor can fuse, with equally many opaque ones above them, become one set."""
+    """Join connected fusible operations below equally many opaque ones."""
     dependencies = _predecessors(edges, sets)
     opaque = {key: sets.is_opaque(key) for key in dependencies}
     first = {key: members[0] for key, members in sets.members.items()}
@@ -210,10 +250,10 @@ def _join_fusible(edges: Edges, sets: _DisjointSets) -> None:
 
 
 def _join_chains(edges: Edges, sets: _DisjointSets, memory: AliasInfo) -> None:
-    """Join a set with its only follower when that one follows nothing else, or when both are of the kind that Inductor fuses;
-    and views that are returned with what they follow.
+    """Join a set with its only follower if that one has no other predecessor, or if both are fusible; and returned views with
+    their only predecessor.
 
-    None of these joins closes a circle, whatever others are made beside it: no other way leads between the two.
+    No combination of these joins closes a cycle: no other path connects the two sets of a pair.
     """
     while pairs := list(_joinable_chains(_transitive_reduction(_predecessors(edges, sets)), sets, memory)):
         for one, other in pairs:
@@ -235,8 +275,8 @@ def _joinable_chains(
 
 
 def _transitive_reduction(dependencies: Mapping[int, set[int]]) -> dict[int, set[int]]:
-    """The same order without what follows from the rest."""
-    ancestors: dict[int, int] = {}  # as bits
+    """The dependencies without those that others imply."""
+    ancestors: dict[int, int] = {}  # bit sets
     reduced: dict[int, set[int]] = {}
     for each in _topological_order(dependencies):
         implied = 0
@@ -250,7 +290,7 @@ def _transitive_reduction(dependencies: Mapping[int, set[int]]) -> dict[int, set
 def _assemble(
     nodes: list[fx.Node], edges: Edges, sets: _DisjointSets, costs: Costs, memory: AliasInfo
 ) -> tuple[tuple[Task, ...], tuple[dict[int, frozenset[Hazard]], ...]]:
-    """Tasks in order, and for each the tasks before it."""
+    """Tasks in topological order, and the dependencies of each."""
     place = {node: index for index, node in enumerate(nodes)}
     tasks: list[Task] = []
     index_of: dict[fx.Node, int] = {}

@@ -1,1 +1,1 @@
-"""Choices by measurement: a clock that times candidates as they will run, tables of what it found, and the tuner between them."""
+"""Autotuning: a clock that times candidates in CUDA graphs, tables of results, and the tuner."""

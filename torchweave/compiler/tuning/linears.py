@@ -1,4 +1,4 @@
-"""Linears of few tokens as the tuner sees them: which configurations to try, and what a table says to do."""
+"""Tuning of linears with few tokens: shapes, candidate configurations, and the choices that follow from a table."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torchweave.ops.linear import LinearFusion, run, run_unfused
 from torchweave.ops.linear_config import LinearConfig, default_choices, format_choices, parse_choices, supported
 
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64)
-"""Numbers of tokens that are measured; one between two takes the choice of the larger."""
+"""Measured token counts; one in between uses the choice of the next larger."""
 
 FUSED_TOKENS = 32
-"""Up to so many, products take in what is around them (the pass `fused_linears`)."""
+"""Largest token count at which linears are fused with their surroundings (the pass `fused_linears`)."""
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A weight, and what stands around its product.
+    """A weight, and the operations fused around its product.
 
     Attributes:
-        outputs, width: of the weight, [outputs, width].
-        around: letters: n: RMSNorm before it; g: a gate behind it; r: a residual added behind it.
+        outputs, width: shape of the weight, [outputs, width].
+        around: letters of fused operations. n: RMSNorm before; g: gated activation after; r: residual add after.
     """
 
     outputs: int
@@ -40,28 +40,28 @@ class LinearShape:
 
     @property
     def subject(self) -> str:
-        """The pass whose choices these are."""
+        """Name of the pass that reads the choices."""
         return "fused_linears" if self.around else "small_linears"
 
     @property
     def key(self) -> str:
-        """The shape in a table's words."""
+        """The shape as a table spells it."""
         return f"{self.outputs}x{self.width}" + (f"/{self.around}" if self.around else "")
 
     @property
     def columns(self) -> int:
-        """Of the result."""
+        """Width of the result."""
         return self.outputs // 2 if "g" in self.around else self.outputs
 
     def fused(self, tokens: int, dtype: torch.dtype, device: torch.device | str) -> LinearFusion:
-        """Operands around a product, of random numbers."""
+        """Random operands of the fused operations."""
         residual = torch.randn(tokens, self.columns, device=device, dtype=dtype) if "r" in self.around else None
         norm = torch.rand(self.width, device=device, dtype=dtype) if "n" in self.around else None
         return LinearFusion(norm=norm, eps=1e-5, residual=residual, activation="silu" if "g" in self.around else None)
 
     def choices(self, table: Table, dtype: torch.dtype) -> str:
-        """How the op is to run at every number of tokens: as measured; by the rule below what was measured, or where nothing was;
-        by the BLAS where there is no kernel."""
+        """The op's `choices` argument: measured configurations, default rules below the smallest measured token count or without
+        measurements; "" (BLAS) if no kernel supports the shape."""
         if not supported(self.outputs, self.width, dtype):
             return ""
         rule_choices = parse_choices(default_choices(self.outputs, self.width, dtype))
@@ -76,13 +76,13 @@ class LinearShape:
 
 
 def letters(around: LinearFusion) -> str:
-    """What is around a product as a `LinearShape` says it."""
-    found = [("n", around.norm), ("g", around.activation), ("r", around.residual)]
-    return "".join(letter for letter, thing in found if thing is not None)
+    """The letters of `LinearShape.around` for a fusion."""
+    fused = [("n", around.norm), ("g", around.activation), ("r", around.residual)]
+    return "".join(letter for letter, thing in fused if thing is not None)
 
 
 def candidates(tokens: int, around: str) -> list[LinearConfig]:
-    """The configurations that are tried at a number of tokens."""
+    """The configurations to measure at a token count."""
     plain: list[LinearConfig] = []
     if tokens == 1:
         shapes = [(2, 2048, 4, 4), (4, 1024, 4, 4), (4, 2048, 4, 2), (8, 1024, 4, 2), (8, 1024, 8, 2)]
@@ -102,15 +102,15 @@ def candidates(tokens: int, around: str) -> list[LinearConfig]:
             LinearConfig("dot", 64, 64, 4, 6),
             LinearConfig("dot", 128, 64, 8, 4),
         ]
-    found = [replace(each, dependent=dependent) for each, dependent in product(plain, (0, 1, 2))]
+    configs = [replace(each, dependent=dependent) for each, dependent in product(plain, (0, 1, 2))]
     if "n" not in around or tokens == 1:
-        return found
-    apart = [replace(each, norm_apart=True) for each in found]
-    return apart if tokens > 4 else found + apart
+        return configs
+    apart = [replace(each, norm_apart=True) for each in configs]
+    return apart if tokens > 4 else configs + apart
 
 
 def tuning_task(shape: LinearShape, tokens: int, weights: ColdWeights) -> TuningTask:
-    """What runs the product best; the weights take turns, so that each comes from memory."""
+    """The task of one shape at a token count; calls rotate over the weights, so that each is read from memory."""
     dtype, device = weights.dtype, weights.device
     x = torch.randn(tokens, shape.width, device=device, dtype=dtype)
     around, out = shape.fused(tokens, dtype, device), torch.empty(tokens, shape.columns, device=device, dtype=dtype)
@@ -118,13 +118,13 @@ def tuning_task(shape: LinearShape, tokens: int, weights: ColdWeights) -> Tuning
     def call(config: LinearConfig) -> Call:
         return lambda i: run(config, x, weights[i], out, around)
 
-    tried = {str(config): call(config) for config in candidates(tokens, shape.around)}
+    calls = {str(config): call(config) for config in candidates(tokens, shape.around)}
     copies = copies_for(shape.outputs * shape.width * dtype.itemsize)
-    return TuningTask(shape.subject, shape.key, tokens, lambda i: run_unfused(x, weights[i], around), tried, copies)
+    return TuningTask(shape.subject, shape.key, tokens, lambda i: run_unfused(x, weights[i], around), calls, copies)
 
 
 class ColdWeights:
-    """`cold_weights`, made when the first of them is asked for and gone with the object."""
+    """`cold_weights`, allocated at first use and freed with the object."""
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
@@ -138,14 +138,14 @@ class ColdWeights:
 
 
 def cold_weights(shape: LinearShape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Distinct weights that are together larger than any cache."""
+    """Distinct weights, together larger than any cache."""
     size = (shape.outputs, shape.width)
     copies = copies_for(shape.outputs * shape.width * dtype.itemsize, 1)
     return [torch.empty(size, device=device, dtype=dtype).normal_(std=shape.width**-0.5) for _ in range(copies)]
 
 
 class LinearRecorder(TorchDispatchMode):
-    """Sees which products of few tokens run, and what is around each; `shapes` are the distinct ones, with their dtypes."""
+    """Records the linears of a step: `shapes` holds the distinct shapes with their dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,11 +162,11 @@ class LinearRecorder(TorchDispatchMode):
 
 
 TokenCounts = Mapping[tuple[LinearShape, torch.dtype], Sequence[int]]
-"""The numbers of tokens at which a product runs."""
+"""The token counts at which each shape runs."""
 
 
 def tuning_tasks(token_counts: TokenCounts, device: torch.device) -> Iterator[TuningTask]:
-    """One question for every shape and number of tokens; the weights of one shape are there at a time."""
+    """One task for each shape and token count, with the weights of one shape in memory at a time."""
     for (shape, dtype), tokens in token_counts.items():
         weights = ColdWeights(shape, dtype, device)
         yield from (tuning_task(shape, count, weights) for count in tokens)

@@ -1,9 +1,9 @@
-"""Times candidates the way they will run: inside a CUDA graph, with weights that come from memory.
+"""Time candidates as they run in a step: inside a CUDA graph, with cold weights.
 
-A step of a model replays one graph and reads every weight once, so a candidate that is timed by itself and again and again finds
-its weight in the cache and the launch on its critical path, and the wrong one wins. Here each candidate is one graph of many
-calls, each on another copy of what it reads, together larger than any cache; the graphs of all candidates are replayed in turn,
-so that a clock that drifts drifts for all of them.
+A step replays one graph and reads each weight once. A candidate that is timed alone and repeatedly has its weight in the cache
+and its launch on the critical path, which picks the wrong winner. So each candidate is one graph of many calls, each on another
+copy of its operands, together larger than any cache. The graphs of all candidates are replayed in turn, so that clock drift
+affects all of them alike.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Protocol
 import torch
 
 COLD_BYTES = 256 << 20
-"""What the copies of a candidate's weights come to, at least: several times the largest L2 cache."""
+"""Minimum total size of the copies of a candidate's weights: several times the largest L2 cache."""
 
 Call = Callable[[int], object]
-"""Carries out a candidate on copy number i of its operands."""
+"""Runs a candidate on copy i of its operands."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one call of a candidate takes.
+    """Duration of one call of a candidate.
 
     Attributes:
-        microseconds: the median over replays.
-        noise: half of the distance between the quartiles, in microseconds: half of all replays lay this close to the middle.
+        microseconds: median over replays.
+        noise: half the interquartile range, in microseconds.
     """
 
     microseconds: float
@@ -36,15 +36,15 @@ class Timing:
 
 
 class Clock(Protocol):
-    """Something that times candidates; the one for tests returns what it was told."""
+    """Times candidates; tests use one with fixed results."""
 
     def time(self, candidates: Mapping[str, Call], copies: int) -> dict[str, Timing]:
-        """Microseconds of one call of each candidate, all timed in one run. A candidate that cannot run is left out."""
+        """Time one call of each candidate, all in one run. Candidates that fail are left out."""
         ...
 
 
 def copies_for(size: int, at_least: int = 4) -> int:
-    """How many copies of operands of `size` bytes keep every call's operands out of the caches."""
+    """Number of copies of operands of `size` bytes that keeps each call's operands out of the caches."""
     return max(at_least, -(-COLD_BYTES // size))
 
 
@@ -56,12 +56,11 @@ def timing_of(microseconds: list[float]) -> Timing:
 
 
 class GraphClock:
-    """Times on a GPU, by CUDA graphs.
+    """Times candidates with CUDA graphs.
 
     Args:
-        rounds: replays of every candidate.
-        failed: is told the name and the error of a candidate that cannot run, such as a kernel that asks for more shared
-            memory than there is.
+        rounds: replays of each candidate.
+        failed: called with the name and error of a candidate that fails, such as a kernel with too much shared memory.
     """
 
     def __init__(self, rounds: int = 12, failed: Callable[[str, Exception], None] | None = None) -> None:
@@ -76,7 +75,7 @@ class GraphClock:
                 graphs[name] = _capture_graph(call, copies)
             except Exception as error:
                 self.failed(name, error)
-        marks = {name: [] for name in graphs}
+        events = {name: [] for name in graphs}
         for graph in graphs.values():
             graph.replay()
         for _ in range(self.rounds):
@@ -85,16 +84,16 @@ class GraphClock:
                 begin.record()
                 graph.replay()
                 end.record()
-                marks[name].append((begin, end))
+                events[name].append((begin, end))
         torch.cuda.synchronize()
         return {
             name: timing_of([begin.elapsed_time(end) * 1e3 / copies for begin, end in pairs])
-            for name, pairs in marks.items()
+            for name, pairs in events.items()
         }
 
 
 def _capture_graph(call: Call, copies: int) -> torch.cuda.CUDAGraph:
-    """A graph of one call on every copy, after a first call outside of it that builds what there is to build."""
+    """A graph of one call per copy; an eager call before builds the kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

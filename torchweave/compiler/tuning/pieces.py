@@ -1,4 +1,4 @@
-"""Built pieces as the tuner sees them: the same piece built in two ways, on the weights of every layer in turn."""
+"""Tuning tasks for built pieces: two builds of one piece, run on the weights of each layer in turn."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torchweave.compiler.tuning.tuner import TuningTask
 def tuning_tasks(
     subject: str, baseline: CompiledGraph, candidate: CompiledGraph, tokens: Sequence[int]
 ) -> Iterator[TuningTask]:
-    """Whether `candidate`'s build of each piece is worth it, at each number of tokens; pieces that both built alike are left out.
+    """Tasks that compare `candidate`'s build of each piece with `baseline`'s, at each token count; equal builds are left out.
 
-    The two are woven from one module and differ by `subject` alone: a pass of the ATen stage, streams, builds for fixed sizes.
-    The choice is called `on`.
+    Both graphs come from one module and differ by `subject` only: an ATen pass, streams, or builds for fixed sizes. The name of
+    the candidate is `on`.
     """
     first = {piece.digest: piece for piece in reversed(baseline.pieces)}
     for digest, piece in first.items():
@@ -41,7 +41,7 @@ def tuning_tasks(
 
 
 def _differ(subject: str, before: BuiltPiece, after: BuiltPiece) -> bool:
-    """Whether two builds may run differently; a pass makes a difference where it found something."""
+    """Whether two builds may run differently; for a pass, whether it matched."""
     if subject not in (STREAMS, COMPILE_SIZES) and not any(
         facts["name"] == subject and facts["matches"] for facts in after.passes
     ):
@@ -51,7 +51,7 @@ def _differ(subject: str, before: BuiltPiece, after: BuiltPiece) -> bool:
 
 
 def variant_for(built: BuiltPiece, tokens: int) -> BuiltPiece:
-    """The variant of a built piece that is called at a number of tokens."""
+    """The variant of a built piece that a call with this token count runs."""
     for variant in built.variants:
         if variant.low <= tokens and (variant.high is None or tokens <= variant.high):
             return variant.built
@@ -59,7 +59,7 @@ def variant_for(built: BuiltPiece, tokens: int) -> BuiltPiece:
 
 
 def operands(piece: Piece, tokens: int) -> list[Any]:
-    """Inputs of a piece: random numbers, zeros where they are no floats, and every symbolic size `tokens`."""
+    """Example inputs of a piece at a token count: random floats, zeros for other dtypes."""
     placeholders = [node for node in piece.module.graph.nodes if node.op == "placeholder"][: len(piece.inputs)]
     return [_operand(value(node), tokens) for node in placeholders]
 

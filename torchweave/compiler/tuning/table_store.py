@@ -1,4 +1,4 @@
-"""Tables where they are kept: what was tuned on this machine in the compile cache, before what the package ships."""
+"""Load and store tuning tables: entries of this machine's compile cache take precedence over the package's tables."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torchweave.report import Report
 
 
 def load_tables(device: torch.device, cache: CompileCache | None, report: Report) -> Table:
-    """Everything that is known of a kind of device: what was tuned here, before what the package ships."""
+    """The merged table of a device: entries tuned on this machine, then entries of the package."""
     kind = device_kind(device)
     tuned_here = Table(kind) if cache is None else load(cache, kind)
     try:
         default = shipped_table(kind)
     except DamagedTable as error:
-        why = f"ignored the table of {kind} that came with the package: {error}"
+        why = f"ignored the package's table for {kind}: {error}"
         report.event("warning", what="choice table", why=why)
         default = Table(kind)
     return merge_tables((tuned_here, default), kind)
 
 
 def report_table(table: Table, graph: CapturedGraph, report: Report) -> None:
-    """An event `table`: how much is known of the device, and the answers about weights of this graph."""
+    """Write an event `table`: the number of entries, and those for weight shapes of this graph."""
     weights = (binding.tensor for _, binding in graph.constants())
     shapes = {f"{each.shape[0]}x{each.shape[1]}" for each in weights if each.ndim == 2}
     entries = [asdict(entry) for entry in table if entry.shape.partition("/")[0] in shapes]
@@ -34,8 +34,8 @@ def report_table(table: Table, graph: CapturedGraph, report: Report) -> None:
 
 
 def load(cache: CompileCache, kind: str) -> Table:
-    """What was tuned before for a kind of device; empty when nothing was, or, with one warning, when it is damaged."""
-    if not (cache.folder / "table").is_dir():  # nothing was ever tuned: no miss worth telling
+    """The cached table of a kind of device; empty if absent, or, with a warning, if damaged."""
+    if not (cache.folder / "table").is_dir():  # avoids a cache-miss event where no device was ever tuned
         return Table(kind)
     entry = cache.load("table", _factors(kind))
     if entry is None:
@@ -43,7 +43,7 @@ def load(cache: CompileCache, kind: str) -> Table:
     try:
         table = Table.read(entry.payload)
         if table.device != kind:
-            raise DamagedTable(f"it is for {table.device}")
+            raise DamagedTable(f"it is for {table.device}, not {kind}")
     except DamagedTable as error:
         cache.reject("table", entry.key, str(error))
         return Table(kind)
@@ -52,7 +52,7 @@ def load(cache: CompileCache, kind: str) -> Table:
 
 
 def store(cache: CompileCache, table: Table) -> str:
-    """Keep a table, over what was kept before; returns the entry's key."""
+    """Store a table merged over the cached one; returns the cache key."""
     whole = table.merged_over(load(cache, table.device))
     factors = _factors(table.device)
     cache.store("table", factors, whole.write().encode(), {"answers": len(whole.entries)})

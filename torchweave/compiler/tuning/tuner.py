@@ -1,8 +1,7 @@
-"""The tuner: asks the clock, and keeps a choice only where it wins by more than the noise.
+"""The tuner: times the candidates of each tuning task and keeps a winner only if it gains more than the noise.
 
-A *question* is a subject (an op or a pass), a shape, a number of tokens, what runs today and what might run instead: a kernel
-configuration, a fusion, a stream split, a build for one size. All of a question's candidates are timed in one run, each as
-microseconds of one call and its noise.
+A candidate is a kernel configuration, a fusion, a stream split, or a build for one size. All candidates of a task are timed in
+one run.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.report import Report
 
 BASELINE = ""
-"""The name of what runs today, among the candidates and as a choice."""
+"""Name of the baseline in timings, and as a table's choice."""
 
-_NOISE_FACTOR = 2.0  # a candidate wins when it saves more than twice the noise of both
-_MIN_GAIN = 0.01  # and at least a hundredth of what the baseline takes
+_NOISE_FACTOR = 2.0  # a candidate must save more than twice the combined noise
+_MIN_GAIN = 0.01  # and more than this share of the baseline's time
 
 
 @dataclass(frozen=True)
 class TuningTask:
-    """What to run for a subject on a shape at a number of tokens.
+    """Candidates for an op or pass (`subject`) on a shape at a token count.
 
     Attributes:
-        baseline: carries out what runs today on copy i of the operands.
-        candidates: carries out what might, by the words that the table keeps.
-        copies: of operands; together too large for the caches.
+        baseline: runs the default on copy i of the operands.
+        candidates: the alternatives, by their choice in the table.
+        copies: number of copies of the operands; together larger than the caches.
     """
 
     subject: str
@@ -40,14 +39,14 @@ class TuningTask:
 
 
 def measure_task(tuning_task: TuningTask, clock: Clock) -> Entry | None:
-    """The answer to a question; None when not even what runs today can be timed."""
-    assert BASELINE not in tuning_task.candidates, "the empty name is the baseline's"
+    """Time a task; None if the baseline cannot be timed."""
+    assert BASELINE not in tuning_task.candidates, "the empty name is reserved for the baseline"
     timings = clock.time({BASELINE: tuning_task.baseline, **tuning_task.candidates}, tuning_task.copies)
     return best_entry(tuning_task.subject, tuning_task.shape, tuning_task.tokens, timings)
 
 
 def best_entry(subject: str, shape: str, tokens: int, timings: Mapping[str, Timing]) -> Entry | None:
-    """What the timings of a question's candidates say; None when the baseline is not among them."""
+    """The table entry that follows from a task's timings; None without a timing of the baseline."""
     if BASELINE not in timings:
         return None
     baseline = timings[BASELINE]
@@ -63,7 +62,7 @@ def best_entry(subject: str, shape: str, tokens: int, timings: Mapping[str, Timi
 def tune(
     tuning_tasks: Iterable[TuningTask], clock: Clock, device: str, report: Report, total: int | None = None
 ) -> Table:
-    """A table of the answers; an event `tuned` for each. Questions are drawn one by one, so that each may hold much memory."""
+    """Run the tasks into a table, with an event `tuned` for each; a generator of tasks holds one task's operands at a time."""
     entries: list[Entry] = []
     with report.progress("measuring choices", total or 0) as advance:
         for tuning_task in tuning_tasks:

@@ -1,7 +1,7 @@
-"""Ranks as actors of a Ray cluster, on this machine or on several.
+"""Ranks as actors of a Ray cluster, on one machine or several.
 
-The leader is the process that calls; Ray only starts the others and keeps their devices for them. Steps do not pass through Ray:
-each actor connects to the leader once, and a step is then one message over a socket.
+The calling process is the leader; Ray starts the other ranks and reserves their devices. Steps do not pass through Ray: each actor
+connects to the leader once, and a step is one message over that socket.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torchweave.distributed.launchers.local import resolve_function
 from torchweave.distributed.rendezvous import RemoteWorker, RendezvousServer, connect_to_rendezvous
 from torchweave.distributed.worker_group import RankFailure, WorkerGroup
 
-_PLACEMENT_SECONDS = 60.0  # for the cluster to find room, once it says that it has as much in all
+_PLACEMENT_SECONDS = 60.0  # for the placement group, once the cluster's total resources suffice
 _JOIN_SECONDS = 300.0  # for the actors to start and connect: each imports torch
 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Room for every rank in a cluster.
+    """Resources reserved in a cluster, for every rank.
 
     Attributes:
         host: this machine's address within the cluster.
-        device: the device that the leader may use.
+        device: reserved for the leader.
     """
 
     host: str
@@ -35,7 +35,7 @@ class RankPlacement:
     owns_ray: bool
 
     def release(self) -> None:
-        """Give the room back."""
+        """Release the resources."""
         import ray
 
         ray.util.remove_placement_group(self.group)
@@ -44,12 +44,12 @@ class RankPlacement:
 
 
 def reserve_placement(num_ranks: int, on_gpus: bool) -> RankPlacement:
-    """Reserve a CPU, and a GPU with `on_gpus`, for each rank; that of rank 0 on this machine, the others as near as possible.
+    """Reserve a CPU, and a GPU with `on_gpus`, for each rank: rank 0 on this machine, the others as near as possible.
 
-    A cluster that this process is connected to, or can find, is used; else one of this machine alone is started.
+    Uses the cluster that this process is connected to or can find; otherwise starts a local one.
 
     Raises:
-        ValueError: Ray is not installed, or the cluster has too little room.
+        ValueError: Ray is not installed, or the cluster has too few resources.
     """
     try:
         import ray
@@ -80,7 +80,7 @@ def reserve_placement(num_ranks: int, on_gpus: bool) -> RankPlacement:
 
 
 def start_on_ray(placement: RankPlacement, function: str, tasks: list[Any], rank_timeout: float) -> WorkerGroup:
-    """Start an actor for each of `tasks`, of ranks 1, 2, ...; each calls `function` (`module:name`) with its link and task.
+    """Start an actor for each of `tasks`, as ranks 1, 2, ...; each calls `function` (`module:name`) with its channel and task.
 
     Raises:
         RankFailure: an actor could not start.
@@ -102,24 +102,25 @@ def start_on_ray(placement: RankPlacement, function: str, tasks: list[Any], rank
                 raise RankFailure(f"An actor of Ray could not start its rank: {str(error).splitlines()[-1]}") from error
 
     try:
-        found = server.accept_ranks(set(actors), _JOIN_SECONDS, check)
+        accepted = server.accept_ranks(set(actors), _JOIN_SECONDS, check)
     except BaseException:
         for actor in actors.values():
             ray.kill(actor)
         raise
     return WorkerGroup(
-        [RemoteWorker(rank, *found[rank], kill=_ActorKiller(actors[rank])) for rank in sorted(found)], rank_timeout
+        [RemoteWorker(rank, *accepted[rank], kill=_ActorKiller(actors[rank])) for rank in sorted(accepted)],
+        rank_timeout,
     )
 
 
 def _options(ray: Any, group: Any, bundle: int, on_gpus: bool) -> Any:
-    """What gives an actor its place."""
+    """Return a function that sets an actor's resources and placement."""
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
     return lambda actor: actor.options(num_cpus=1, num_gpus=1 if on_gpus else 0, scheduling_strategy=strategy)
 
 
 class _ActorKiller:
-    """Ends an actor; once is enough."""
+    """Kills an actor on the first call."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -133,7 +134,7 @@ class _ActorKiller:
 
 
 class _LeaderActor:
-    """Keeps the leader's device for it."""
+    """Holds the leader's device reservation."""
 
     def gpus(self) -> list[int]:
         import ray
@@ -142,7 +143,7 @@ class _LeaderActor:
 
 
 class _WorkerActor:
-    """One of the other ranks."""
+    """Runs a rank other than the leader."""
 
     def run(self, function: str, address: tuple[str, int], key: bytes, rank: int, task: Any) -> None:
         resolve_function(function)(connect_to_rendezvous(address, key, rank), task)

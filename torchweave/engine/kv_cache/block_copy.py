@@ -1,5 +1,4 @@
-"""Copies of KV cache blocks: between the device and the host, as `torchweave.engine.kv_cache.cpu_offload` asks for, and on
-the device."""
+"""Copies of KV cache blocks: between device and host (`torchweave.engine.kv_cache.cpu_offload`), and on the device."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor
 
 from torchweave.engine.kv_cache.cpu_offload import BlockCopier
-from torchweave.ops.attention.op import LayerKVCache
+from torchweave.ops.attention.call import LayerKVCache
 from torchweave.utils.cuda_streams import side_stream
 
-_CHUNK = 1 << 30  # bytes that are pinned at once: torch rounds what it pins up to a power of two
+_CHUNK = 1 << 30  # bytes per pinned allocation: torch rounds each up to a power of two
 
 
 def make_block_copier(tensors: Sequence[Tensor], num_bytes: int) -> BlockCopier:
-    """Copies blocks of `tensors`, each `[num_blocks, ...]` contiguous, to `num_bytes` of the host."""
+    """A copier for the blocks of `tensors`, each `[num_blocks, ...]` contiguous, with `num_bytes` of host memory."""
     return CudaBlockCopier(tensors, num_bytes) if tensors[0].is_cuda else CpuBlockCopier(tensors, num_bytes)
 
 
@@ -27,7 +26,7 @@ def _by_block(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class CpuBlockCopier:
-    """For a cache in the CPU's memory: a copy has landed when it is begun."""
+    """Copier for a cache in CPU memory; its copies are synchronous."""
 
     def __init__(self, tensors: Sequence[Tensor], num_bytes: int) -> None:
         self._parts = _by_block(tensors)
@@ -48,13 +47,13 @@ class CpuBlockCopier:
         return True
 
     def wait_for(self, ticket: int) -> None:
-        raise AssertionError("nothing is ever on its way")
+        raise AssertionError("copies on the CPU are synchronous")
 
 
 class CudaBlockCopier:
-    """On a GPU: one kernel a copy, on a stream of its own, into pinned memory.
+    """Copier for a GPU: one kernel per copy, on a side stream, with pinned host memory.
 
-    It is called by the thread that launches the steps, whose current stream is theirs.
+    Call it on the thread that launches the steps; their stream is the current one.
     """
 
     def __init__(self, tensors: Sequence[Tensor], num_bytes: int) -> None:
@@ -62,9 +61,11 @@ class CudaBlockCopier:
 
         parts = _by_block(tensors)
         self._device = tensors[0].device
-        self._tensors = parts  # keeps the memory that the table names
+        self._tensors = parts  # keeps the memory that the table points to alive
         widths = [part.shape[1] for part in parts]
-        assert not any(width % WORD_BYTES for width in widths), "a block is whole words"
+        assert not any(width % WORD_BYTES for width in widths), (
+            "the size of a block is a multiple of the copy kernel's word"
+        )
         self._host_block_bytes = sum(widths)
         offsets = np.cumsum([0, *widths[:-1]])
         table = [
@@ -118,12 +119,14 @@ class CudaBlockCopier:
 
 
 def copy_blocks(caches: Sequence[LayerKVCache], sources: np.ndarray, targets: np.ndarray) -> None:
-    """Copy blocks of every layer's cache in the order of the current stream; no target is a source."""
-    tensors = {tensor.data_ptr(): tensor for layer in caches for tensor in layer.tensors}  # groups of layers share some
+    """Copy blocks in the cache of every layer, on the current stream; no target is a source."""
+    tensors = {
+        tensor.data_ptr(): tensor for layer in caches for tensor in layer.tensors
+    }  # groups of layers share tensors
     device = next(iter(tensors.values())).device
     pairs = torch.empty(2, len(sources), dtype=torch.int64, pin_memory=device.type == "cuda")
     pairs.numpy()[:] = sources, targets
     read, write = pairs.to(device, non_blocking=True)
     for tensor in tensors.values():
-        values = tensor.view(torch.uint8)  # whatever a number is
+        values = tensor.view(torch.uint8)  # independent of the dtype
         values.index_copy_(0, write, values.index_select(0, read))

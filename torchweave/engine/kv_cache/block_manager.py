@@ -1,15 +1,14 @@
-"""Blocks of the paged KV cache: which are free, which sequences hold which, and which can be used again.
+"""Block manager of the paged KV cache: free blocks, the blocks of each sequence, and prefix reuse.
 
-The blocks themselves live on the device; here are their numbers only. All work is on arrays, so that granting blocks to
-hundreds of sequences costs no more than granting one.
+Only block numbers are kept here; the blocks are on the device. All work is on arrays, so granting blocks to hundreds of sequences
+costs as much as granting one.
 
-A sequence takes one block in every group of layers (`torchweave.engine.kv_cache.layer_groups`) for each `block_size`
-tokens: a *column*. Most
-models have one group, where a column is a block. A group with a window gives the blocks of old columns back.
+A sequence takes one block in every group of layers (`torchweave.engine.kv_cache.layer_groups`) for each `block_size` tokens: a
+*logical block*. Most models have one group. A group with an attention window frees blocks that have left the window.
 
-A full block is known by the hash of its tokens and of all tokens before them. Sequences that begin alike hold the same blocks,
-each counted; a block that nobody holds any more keeps its content until its memory is needed, the least recently used first. What
-is lost on the device may be kept in host memory (`torchweave.engine.kv_cache.cpu_offload`).
+A full block is identified by the hash of its tokens and of all tokens before them. Sequences with a common prefix share blocks,
+which are reference-counted; an unreferenced block keeps its content until its memory is needed, least recently used first.
+Evicted blocks may be kept in host memory (`torchweave.engine.kv_cache.cpu_offload`).
 """
 
 from __future__ import annotations
@@ -21,13 +20,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
-from torchweave.engine.kv_cache.invariants import check_blocks
 from torchweave.engine.kv_cache.layer_groups import AttentionWindow, max_blocks_needed
 from torchweave.engine.kv_cache.prefix_index import NO_BLOCK, BlockGrant, PrefixHit, PrefixIndex
 
-OFFLOAD_AHEAD_BLOCKS = (
-    64  # blocks: where fewer are empty, the next ones to be lost are copied to the host before they are
-)
+OFFLOAD_AHEAD_BLOCKS = 64  # below this many empty blocks, the next ones to be evicted are copied to the host in advance
 
 
 class BlockManager:
@@ -35,17 +31,21 @@ class BlockManager:
 
     Args:
         num_blocks: blocks on the device.
-        block_size: tokens in a block.
-        max_slots: sequences that can hold blocks at once.
-        max_blocks_per_slot: columns of the block table.
-        windows: how far back the layers of each group see.
-        longest_step: most tokens by which a sequence grows in one step.
-        host: keeps what is lost on the device; None: nothing does.
+        block_size: tokens per block.
+        max_slots: most sequences with blocks at a time.
+        max_blocks_per_slot: width of the block table.
+        windows: attention window of each group of layers.
+        longest_step: most tokens that a step adds to a sequence.
+        host: pool for evicted blocks in host memory; None: evicted blocks are lost.
 
     Attributes:
-        table: int32 `[groups, slots, block_indices]`.
-        held_blocks: columns that a slot covers; the first `first[group, slot]` of them were given back.
-        num_shared: of these, the first so many were another's before.
+        table: int32 `[groups, slots, max_blocks_per_slot]`.
+        held_blocks: int64 `[slots]`, logical blocks of a slot, including the freed ones before `first`.
+        first: int64 `[groups, slots]`, index of the first block that has not left the window.
+        num_shared: int64 `[slots]`, leading logical blocks that were reused from the prefix cache or from another slot.
+        reserved: int64 `[groups, slots]`, most blocks that a slot may hold.
+        allocated_total, reused_total, missed_total: blocks allocated, reused, and looked up in vain so far.
+        restored_total: reused blocks that came from host memory.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class BlockManager:
         self.held_blocks = np.zeros(max_slots, np.int64)
         self.first = np.zeros((self.num_groups, max_slots), np.int64)
         self.num_shared = np.zeros(max_slots, np.int64)
-        self.reserved = np.zeros((self.num_groups, max_slots), np.int64)  # most blocks that a slot may come to hold
+        self.reserved = np.zeros((self.num_groups, max_slots), np.int64)
         self._window_groups = [group for group, window in enumerate(self.windows) if window.max_keys]
         self._full_groups = [group for group, window in enumerate(self.windows) if not window.max_keys]
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_empty = num_blocks
-        self._ref_counts = np.zeros(num_blocks, np.int32)  # slots that hold a block
-        self._num_held = np.zeros(self.num_groups, np.int64)  # blocks that somebody holds
+        self._ref_counts = np.zeros(num_blocks, np.int32)  # number of slots with the block
+        self._num_held = np.zeros(self.num_groups, np.int64)  # referenced blocks
         self._prefix_index = PrefixIndex(num_blocks)
-        self._forked = np.zeros(num_blocks, bool)  # by a fork: may be held several times though known to nobody
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # known, held by nobody, least recently used first
+        self._forked = np.zeros(num_blocks, bool)  # by a fork: may have several references without a hash
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # hashed and unreferenced, least recently used first
         self.allocated_total = self.reused_total = self.missed_total = 0
-        self.restored_total = 0  # of the reused ones, those that the host had
+        self.restored_total = 0
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be granted: empty ones, and those whose content nobody holds."""
+        """Blocks that can be granted: empty and unreferenced ones."""
         return self._num_empty + len(self._evictable)
 
     @property
@@ -93,46 +93,51 @@ class BlockManager:
         return self.num_blocks - self.num_free
 
     @property
+    def has_windows(self) -> bool:
+        """Whether a group of layers has an attention window."""
+        return bool(self._window_groups)
+
+    @property
     def free_logical_blocks(self) -> int:
-        """Columns that can be granted."""
+        """Logical blocks that can be granted."""
         return self.num_free // self.num_groups
 
     @property
     def unreserved_logical_blocks(self) -> int:
-        """Of these, what no running request may come to need; negative where less was promised than may be asked for."""
-        promised = 0
+        """Free logical blocks that no running request may need; negative if the reservations exceed the free blocks."""
+        outstanding = 0
         for group, window in enumerate(self.windows):
-            now = self._num_held[group] if window.max_keys else self.held_blocks.sum()
-            promised += int(self.reserved[group].sum() - now)
-        return (self.num_free - promised) // self.num_groups
+            held = self._num_held[group] if window.max_keys else self.held_blocks.sum()
+            outstanding += int(self.reserved[group].sum() - held)
+        return (self.num_free - outstanding) // self.num_groups
 
     @property
     def exclusive_logical_blocks(self) -> np.ndarray:
-        """Columns `[slots]` that would come free, at the least, if a slot gave all back."""
+        """Lower bound `[slots]` of the logical blocks that freeing a slot would free."""
         own = np.maximum(self.held_blocks - np.maximum(self.first, self.num_shared), 0)
         return own[0] if self.num_groups == 1 else own.sum(0) // self.num_groups
 
     def max_blocks_needed(self, num_tokens: int, step: int | None = None) -> np.ndarray:
-        """Most blocks of each group that a sequence of `num_tokens` tokens holds at once, if it grows by at most `step`."""
+        """Most blocks `[groups]` that a sequence of up to `num_tokens` tokens holds at a time, if a step adds at most `step`."""
         step = self.longest_step if step is None else min(step, self.longest_step)
         return max_blocks_needed(self.windows, num_tokens, step, self.block_size)
 
     def reserve(self, slot: int, num_tokens: int, step: int | None = None) -> None:
-        """Note that a slot may come to hold `num_tokens` tokens, of which one step adds at most `step` from here on."""
+        """Reserve blocks for up to `num_tokens` tokens of a slot, of which a step adds at most `step` from now on."""
         self.reserved[:, slot] = self.max_blocks_needed(num_tokens, step)
 
-    def reserve_fork(self, slot: int, num_tokens: int, common: int) -> None:
-        """The same for an empty slot that will begin with `common` columns of another."""
+    def reserve_fork(self, slot: int, num_tokens: int, num_shared: int) -> None:
+        """Reserve blocks for an empty slot that will share its first `num_shared` logical blocks with another."""
         self.reserved[:, slot] = self.max_blocks_needed(num_tokens)
-        self.reserved[self._full_groups, slot] -= common
+        self.reserved[self._full_groups, slot] -= num_shared
 
-    def max_blocks_of_forks(self, num_tokens: int, width: int, common: int) -> int:
-        """Most blocks that `width` sequences hold at once whose first `common` columns are the same."""
-        most = width * self.max_blocks_needed(num_tokens)
-        return int(most.sum()) - (width - 1) * common * (self.num_groups - len(self._window_groups))
+    def max_blocks_of_forks(self, num_tokens: int, width: int, num_shared: int) -> int:
+        """Most blocks that `width` sequences hold at a time if they share their first `num_shared` logical blocks."""
+        total = int(self.max_blocks_needed(num_tokens).sum()) * width
+        return total - (width - 1) * num_shared * len(self._full_groups)
 
     def shrink_reservation(self, slot: int, num_computed: int, num_tokens: int, step: int) -> None:
-        """A slot whose prompt has been read grows by little from here on, and needs less in groups with windows."""
+        """Reduce the reservation of a slot after its prefill: smaller steps need fewer blocks in groups with windows."""
         if self._window_groups:
             self.free_out_of_window(np.array([slot]), np.array([num_computed]))
             self.reserve(slot, num_tokens, step)
@@ -140,11 +145,11 @@ class BlockManager:
     # -- granting ------------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Columns that each of `slots` lacks to hold `num_tokens` tokens."""
+        """Logical blocks that each of `slots` still needs for `num_tokens` tokens."""
         return np.maximum(-(-num_tokens // self.block_size) - self.held_blocks[slots], 0)
 
     def grant(self, slots: np.ndarray, num_tokens: np.ndarray) -> BlockGrant:
-        """Give each slot the columns it lacks to hold `num_tokens` tokens. The caller has made sure that they fit."""
+        """Grant each slot the blocks that it still needs for `num_tokens` tokens; the caller ensures that they are free."""
         need = self.blocks_needed(slots, num_tokens)
         total = int(need.sum())
         blocks = self._allocate(total * self.num_groups).reshape(self.num_groups, total)
@@ -167,7 +172,7 @@ class BlockManager:
         return BlockGrant(rows.ravel(), np.tile(block_indices, self.num_groups), blocks.ravel())
 
     def _allocate(self, count: int) -> np.ndarray:
-        """So many free blocks, each held once from now on; what the least recently used ones held is lost."""
+        """Take `count` free blocks, with one reference each. The least recently used ones lose their content."""
         assert count <= self.num_free, "a policy let a step run that the KV cache cannot hold"
         self._evict(count - self._num_empty)
         blocks = self._free[self._num_empty - count : self._num_empty][::-1].copy()
@@ -177,17 +182,20 @@ class BlockManager:
         return blocks
 
     def _evict(self, count: int) -> None:
-        """Forget the content of the `count` least recently used blocks that nobody holds."""
-        lost = [self._evictable.popitem(last=False)[0] for _ in range(count)]
-        if self.host is not None and lost:
-            self.host.offload([self._prefix_index.key(block) for block in lost], lost)
-        for block in lost:
+        """Evict the content of the `count` least recently used unreferenced blocks."""
+        evicted = [self._evictable.popitem(last=False)[0] for _ in range(count)]
+        if self.host is not None and evicted:
+            self.host.offload([self._prefix_index.key(block) for block in evicted], evicted)
+        for block in evicted:
             self._prefix_index.remove(block)
             self._free[self._num_empty] = block
             self._num_empty += 1
 
     def free_out_of_window(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Take back blocks that no query from `positions` on will see. Steps in flight may read them: later ones write later."""
+        """Free blocks that no query from `positions` on attends to.
+
+        Steps in flight may still read them: a later step, which writes them, runs after those.
+        """
         for group in self._window_groups:
             first = np.minimum(self.windows[group].first_visible(positions) // self.block_size, self.held_blocks[slots])
             moved = first > self.first[group, slots]
@@ -196,22 +204,20 @@ class BlockManager:
                 self.first[group, slot] = to
 
     def _release_blocks(self, group: int, blocks: np.ndarray) -> None:
-        """One holder less; `blocks`, a part of the table, is cleared. What is known by a hash keeps its content."""
+        """Drop one reference to each of `blocks`, a view of the table, and clear the view. Hashed blocks keep their content."""
         self._ref_counts[blocks] -= 1
         released = blocks[self._ref_counts[blocks] == 0]
         self._num_held[group] -= released.size
-        known = self._prefix_index.version[released] > 0
-        for block in released[known][
-            ::-1
-        ].tolist():  # the end of a sequence is of less use to others than its beginning
+        hashed = self._prefix_index.version[released] > 0
+        for block in released[hashed][::-1].tolist():  # the end of a sequence is evicted before its beginning
             self._evictable[block] = None
-        empty = released[~known]
+        empty = released[~hashed]
         self._free[self._num_empty : self._num_empty + empty.size] = empty
         self._num_empty += empty.size
         blocks[:] = NO_BLOCK
 
     def free(self, slot: int) -> None:
-        """Take back a slot's blocks and its reservation."""
+        """Free a slot's blocks and its reservation."""
         for group in range(self.num_groups):
             self._release_blocks(group, self.table[group, slot, self.first[group, slot] : self.held_blocks[slot]])
         self.held_blocks[slot] = self.num_shared[slot] = 0
@@ -219,61 +225,59 @@ class BlockManager:
         if self.host is not None:
             self.host.released(slot)
 
-    # -- using blocks again --------------------------------------------------------------------------------------------
+    # -- prefix reuse --------------------------------------------------------------------------------------------------
 
     def match(self, hashes: Sequence[bytes], before: PrefixHit | None = None) -> PrefixHit:
-        """The longest known beginning of a sequence.
+        """The longest cached prefix of a sequence.
 
         Args:
-            before: what was found of it earlier. Requests that wait are looked at again in each step, and little has changed.
+            hashes: of its full blocks.
+            before: an earlier result for the same sequence. Waiting requests are looked up in each step, and little changes.
         """
         before = before if before is not None and self._still_valid(before, len(hashes)) else PrefixHit()
-        block_indices = self._longest_prefix(hashes, before.block_indices)
-        if not block_indices:
+        num_blocks = self._longest_prefix(hashes, before.num_blocks)
+        if not num_blocks:
             return PrefixHit()
-        blocks = np.full((self.num_groups, block_indices), NO_BLOCK, np.int32)
+        blocks = np.full((self.num_groups, num_blocks), NO_BLOCK, np.int32)
         if before.blocks is not None:
-            blocks[:, : before.block_indices] = before.blocks
+            blocks[:, : before.num_blocks] = before.blocks
         on_host = 0
         for group in range(self.num_groups):
-            first = max(self._first_visible_block(group, block_indices), before.block_indices)
-            found = [self._prefix_index.block((group, each)) for each in hashes[first:block_indices]]
-            on_host += found.count(NO_BLOCK)
-            blocks[group, first:] = found
+            first = max(self._first_visible_block(group, num_blocks), before.num_blocks)
+            on_device = [self._prefix_index.block((group, each)) for each in hashes[first:num_blocks]]
+            on_host += on_device.count(NO_BLOCK)
+            blocks[group, first:] = on_device
         referenced = [int((self._ref_counts[row[row >= 0]] > 0).sum()) for row in blocks]
         unreferenced = int((blocks >= 0).sum()) - sum(referenced)
-        kept = sum(referenced[group] for group in self._full_groups)
-        return PrefixHit(block_indices, hashes, blocks, self._prefix_index.version[blocks], unreferenced, on_host, kept)
+        in_full_groups = sum(referenced[group] for group in self._full_groups)
+        version = self._prefix_index.version[blocks]
+        return PrefixHit(num_blocks, hashes, blocks, version, unreferenced, on_host, in_full_groups)
 
-    def _still_valid(self, match: PrefixHit, most: int) -> bool:
-        """Whether columns found earlier need not be looked for again: each had a block, and all of these hold what they held."""
-        if self._window_groups or match.on_host or match.block_indices > most or match.blocks is None:
+    def _still_valid(self, hit: PrefixHit, max_blocks: int) -> bool:
+        """Whether an earlier hit was entirely on the device and none of its blocks has changed."""
+        if self._window_groups or hit.on_host or hit.num_blocks > max_blocks or hit.blocks is None:
             return False
-        return bool((self._prefix_index.version[match.blocks] == match.version).all())
+        return bool((self._prefix_index.version[hit.blocks] == hit.version).all())
 
-    def _first_visible_block(self, group: int, block_indices: int) -> int:
-        """First column that a sequence which goes on behind `block_indices` sees."""
-        window = self.windows[group]
-        return (
-            int(window.first_visible(np.array(block_indices * self.block_size))) // self.block_size
-            if window.max_keys
-            else 0
-        )
+    def _first_visible_block(self, group: int, num_blocks: int) -> int:
+        """Index of the first block that a sequence continuing after `num_blocks` blocks attends to."""
+        if not self.windows[group].max_keys:
+            return 0
+        return int(self.windows[group].first_visible(np.array(num_blocks * self.block_size))) // self.block_size
 
     def _has_block(self, group: int, each: bytes) -> bool:
         return (group, each) in self._prefix_index or (self.host is not None and (group, each) in self.host)
 
     def _longest_prefix(self, hashes: Sequence[bytes], begin: int) -> int:
-        """Length of the longest beginning, `begin` columns or more, of which every group knows all that it will look at."""
-        block_indices = min(
-            [len(hashes), *(self._longest_prefix_of_group(begin, group, hashes) for group in self._full_groups)]
-        )
-        while block_indices and (shorter := self._trim_to_windows(hashes, block_indices)) < block_indices:
-            block_indices = shorter
-        return block_indices
+        """Length of the longest prefix, at least `begin` blocks, of which every group has all blocks in its window."""
+        lengths = (self._longest_prefix_of_group(begin, group, hashes) for group in self._full_groups)
+        num_blocks = min([len(hashes), *lengths])
+        while num_blocks and (shorter := self._trim_to_windows(hashes, num_blocks)) < num_blocks:
+            num_blocks = shorter
+        return num_blocks
 
     def _longest_prefix_of_group(self, begin: int, group: int, hashes: Sequence[bytes]) -> int:
-        """Length of the longest beginning that a group knows. Of most it knows none, so that few of the hashes are asked for."""
+        """Length of the longest cached prefix in a group. Most are short, so few hashes are computed at a time."""
         end, size = begin, 1
         while begin < len(hashes):
             begin, end, size = end, min(end + size, len(hashes)), 2 * size
@@ -282,56 +286,52 @@ class BlockManager:
                     return block_idx
         return len(hashes)
 
-    def _trim_to_windows(self, hashes: Sequence[bytes], block_indices: int) -> int:
-        """`block_indices`, if all groups know what is within their windows at its end; else a length that no longer
-        one may have."""
-        shorter = block_indices
+    def _trim_to_windows(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """`num_blocks`, if all groups have the blocks in their windows at its end; else an upper bound of valid lengths."""
+        shorter = num_blocks
         for group in self._window_groups:
-            seen = range(block_indices - 1, self._first_visible_block(group, block_indices) - 1, -1)
-            gap = next((block_idx for block_idx in seen if not self._has_block(group, hashes[block_idx])), None)
+            visible = range(num_blocks - 1, self._first_visible_block(group, num_blocks) - 1, -1)
+            gap = next((block_idx for block_idx in visible if not self._has_block(group, hashes[block_idx])), None)
             if gap is not None:
                 ends = (length for length in range(gap, 0, -1) if self._can_end_at(group, hashes, length))
                 shorter = min(next(ends, 0), shorter)
         return shorter
 
-    def _can_end_at(self, group: int, hashes: Sequence[bytes], block_indices: int) -> bool:
-        """Whether the last of so many columns is known to a group, or seen by nothing that comes behind."""
-        return self._has_block(group, hashes[block_indices - 1]) or self.windows[group].resets_at(
-            block_indices * self.block_size
-        )
+    def _can_end_at(self, group: int, hashes: Sequence[bytes], num_blocks: int) -> bool:
+        """Whether a group has the last of `num_blocks` blocks, or no later query attends to it."""
+        resets = self.windows[group].resets_at(num_blocks * self.block_size)
+        return resets or self._has_block(group, hashes[num_blocks - 1])
 
-    def attach(self, slot: int, match: PrefixHit) -> BlockGrant:
-        """Let an empty slot begin with what `match` found; what the host has is on its way into new blocks."""
+    def attach(self, slot: int, hit: PrefixHit) -> BlockGrant:
+        """Let an empty slot begin with a cached prefix. Blocks in host memory begin to load into new blocks."""
         assert not self.held_blocks[slot], "a slot shares blocks only at its beginning"
-        assert match.blocks is not None
-        blocks = match.blocks.copy()
-        found = blocks[blocks >= 0]
-        for block in found.tolist():
+        assert hit.blocks is not None
+        blocks = hit.blocks.copy()
+        on_device = blocks[blocks >= 0]
+        for block in on_device.tolist():
             self._evictable.pop(block, None)
         for group in range(self.num_groups):
-            mine = blocks[group][blocks[group] >= 0]
-            self._num_held[group] += int((self._ref_counts[mine] == 0).sum())
-            self._ref_counts[mine] += 1
-            self.first[group, slot] = self._first_visible_block(group, match.block_indices)
-        self.held_blocks[slot] = self.num_shared[slot] = match.block_indices
-        if match.on_host:
-            self._restore(match, blocks)
-        self.table[:, slot, : match.block_indices] = blocks
-        self.reused_total += found.size + match.on_host
+            shared = blocks[group][blocks[group] >= 0]
+            self._num_held[group] += int((self._ref_counts[shared] == 0).sum())
+            self._ref_counts[shared] += 1
+            self.first[group, slot] = self._first_visible_block(group, hit.num_blocks)
+        self.held_blocks[slot] = self.num_shared[slot] = hit.num_blocks
+        if hit.on_host:
+            self._restore(hit, blocks)
+        self.table[:, slot, : hit.num_blocks] = blocks
+        self.reused_total += on_device.size + hit.on_host
         if self.host is not None:
             self.host.on_attach(slot, blocks[blocks >= 0])
         groups, block_indices = np.nonzero(blocks >= 0)
         return BlockGrant(groups * self.table.shape[1] + slot, block_indices, blocks[groups, block_indices])
 
-    def _restore(self, match: PrefixHit, blocks: np.ndarray) -> None:
-        """Begin to copy what `match` found on the host into blocks of the device, and enter them."""
+    def _restore(self, hit: PrefixHit, blocks: np.ndarray) -> None:
+        """Begin to load the host's part of `hit` into new blocks, and enter them into `blocks`."""
         assert self.host is not None
-        first = np.array([self._first_visible_block(group, match.block_indices) for group in range(self.num_groups)])
-        groups, block_indices = np.nonzero((np.arange(match.block_indices) >= first[:, None]) & (blocks < 0))
-        keys = [
-            (group, match.hashes[block_idx])
-            for group, block_idx in zip(groups.tolist(), block_indices.tolist(), strict=True)
-        ]
+        first = np.array([self._first_visible_block(group, hit.num_blocks) for group in range(self.num_groups)])
+        groups, block_indices = np.nonzero((np.arange(hit.num_blocks) >= first[:, None]) & (blocks < 0))
+        indices = zip(groups.tolist(), block_indices.tolist(), strict=True)
+        keys = [(group, hit.hashes[block_idx]) for group, block_idx in indices]
         host_blocks = self.host.pin(keys)
         new = self._allocate(len(keys))
         self.host.restore(host_blocks, new)
@@ -342,7 +342,7 @@ class BlockManager:
         self.restored_total += len(keys)
 
     def fork(self, parent: int, child: int, num_logical_blocks: int) -> BlockGrant:
-        """Let an empty slot begin with the first columns of another; all of them are full."""
+        """Let an empty slot share the first blocks of another, all full."""
         assert not self.held_blocks[child], "a slot shares blocks only at its beginning"
         for group in range(self.num_groups):
             first = min(int(self.first[group, parent]), num_logical_blocks)
@@ -356,46 +356,44 @@ class BlockManager:
         return BlockGrant(groups * self.table.shape[1] + child, block_indices, self.table[groups, child, block_indices])
 
     def covers_window(self, slot: int, num_logical_blocks: int) -> bool:
-        """Whether a sequence that goes on behind the first columns of a slot would find all that it looks at."""
+        """Whether a sequence continuing after the slot's first blocks would find all blocks that it attends to."""
         return all(
             self.first[group, slot] <= self._first_visible_block(group, num_logical_blocks)
             for group in self._window_groups
         )
 
     def num_freeable(self, slots: Sequence[int]) -> int:
-        """Columns' worth of blocks that would come free, at the least, if all of `slots` were freed."""
-        held_blocks = [
+        """Lower bound of the logical blocks that freeing all of `slots` would free."""
+        parts = [
             self.table[group, slot, self.first[group, slot] : self.held_blocks[slot]]
             for slot in slots
             for group in range(self.num_groups)
         ]
-        if not held_blocks:
+        if not parts:
             return 0
-        blocks, counts = np.unique(np.concatenate(held_blocks), return_counts=True)
+        blocks, counts = np.unique(np.concatenate(parts), return_counts=True)
         return int((self._ref_counts[blocks] == counts).sum()) // self.num_groups
 
     def cache_full_blocks(self, slot: int, hashes: Sequence[bytes], first: int = 0) -> None:
-        """Make a slot's columns `first`, `first + 1`, ... known by `hashes[first:]`: all their tokens have been read.
+        """Enter a slot's blocks from index `first` on into the prefix cache, under `hashes[first:]`: their tokens are computed.
 
-        Where two sequences read the same tokens at once, one block is known and the other stays its owner's own.
+        If two sequences compute the same tokens in parallel, only one of the blocks is entered.
         """
         for group in range(self.num_groups):
             begin = max(first, int(self.first[group, slot]))
             blocks = self.table[group, slot, begin : len(hashes)]
-            new = np.flatnonzero(
-                self._prefix_index.version[blocks] == 0
-            )  # of a long sequence most were published before
+            new = np.flatnonzero(self._prefix_index.version[blocks] == 0)  # most blocks of a long sequence are cached
             for block_idx, block in zip((begin + new).tolist(), blocks[new].tolist(), strict=True):
                 key = group, hashes[block_idx]
                 if key not in self._prefix_index:
                     self._prefix_index.insert(key, block)
 
     def ready(self, slot: int) -> bool:
-        """Whether all that a slot began with is on the device."""
+        """Whether all blocks of a slot's cached prefix are on the device."""
         return self.host is None or self.host.ready(slot)
 
     def reset(self) -> None:
-        """Make nothing known any more: the blocks that nobody holds become empty, and the host's as well."""
+        """Clear the prefix cache: unreferenced blocks become empty, on the host too."""
         host, self.host = self.host, None
         self._evict(len(self._evictable))
         self.host = host
@@ -404,17 +402,48 @@ class BlockManager:
             host.clear()
 
     def _offload_ahead(self, host: HostBlockPool) -> None:
-        """Let the host have those that are lost next, so that no step has to wait for that then."""
+        """Copy the next blocks to be evicted to the host, so that no step waits for the copy at the eviction."""
         if self._num_empty < OFFLOAD_AHEAD_BLOCKS:
-            some = itertools.islice(self._evictable, OFFLOAD_AHEAD_BLOCKS - self._num_empty)
-            next_lost = [block for block in some if self._prefix_index.key(block) not in host]
-            host.offload([self._prefix_index.key(block) for block in next_lost], next_lost, lost=False)
+            candidates = itertools.islice(self._evictable, OFFLOAD_AHEAD_BLOCKS - self._num_empty)
+            blocks = [block for block in candidates if self._prefix_index.key(block) not in host]
+            host.offload([self._prefix_index.key(block) for block in blocks], blocks, evicted=False)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that a new sequence could begin with."""
+        """Blocks in the prefix cache."""
         return len(self._prefix_index)
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is empty, known and idle, or held by exactly those slots that count it."""
-        check_blocks(self)
+        """Raise AssertionError unless every block is empty, cached and unreferenced, or referenced by exactly its slots."""
+        holders = np.zeros((self.num_groups, self.num_blocks), np.int64)
+        for group in range(self.num_groups):
+            parts = [
+                self.table[group, slot, self.first[group, slot] : end] for slot, end in enumerate(self.held_blocks)
+            ]
+            holders[group] = np.bincount(np.concatenate(parts), minlength=self.num_blocks)
+        index, version = self._prefix_index, self._prefix_index.version
+        assert ((holders > 0).sum(0) <= 1).all(), "a block is held in two groups"
+        assert np.array_equal(holders.sum(0), self._ref_counts), (
+            "a block is held by more or fewer slots than are counted"
+        )
+        assert np.array_equal((holders > 0).sum(1), self._num_held), (
+            "a group holds more or fewer blocks than are counted"
+        )
+        shared = self._ref_counts > 1
+        assert not (shared & (version == 0) & ~self._forked).any(), "a block without a hash is held twice"
+        empty = self._free[: self._num_empty]
+        blocks = [np.flatnonzero(self._ref_counts), empty, np.fromiter(self._evictable, np.int64)]
+        assert np.array_equal(np.sort(np.concatenate(blocks)), np.arange(self.num_blocks)), (
+            "a block was lost, or is held and free"
+        )
+        assert not version[empty].any() and all(version[block] for block in self._evictable)
+        assert len(index) == np.count_nonzero(version)
+        for key, block in index.items():
+            assert index.key(block) == key and version[block], "a block is cached under a wrong hash"
+            assert not holders[:, block].any() or holders[key[0], block], (
+                "a block is cached in one group and held in another"
+            )
+        assert (self.reserved >= self.held_blocks - self.first).all(), "a slot holds more than was reserved for it"
+        assert (self.num_shared <= self.held_blocks).all() and (self.first <= self.held_blocks).all()
+        if self.host is not None:
+            self.host.check()

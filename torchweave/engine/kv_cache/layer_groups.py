@@ -1,9 +1,8 @@
-"""Layers that see equally far back share block numbers: which layers do, and how many blocks a sequence needs of each group.
+"""Groups of layers with the same attention window, which share block numbers, and the blocks that a sequence needs of each.
 
-A model whose layers all see everything is one group, and so is one whose layers all have the same window. In a mix, a block has
-room for the keys and values of some `width` layers, and layers of one kind are dealt into groups of that many; a sequence
-takes a block of every group for each `block_size` tokens, out of one pool, and a group with a window gives back what none
-of its layers can see any more.
+A model whose layers all have the same window, or none, is one group. In a mix, a block holds the keys and values of `width`
+layers, and layers of one kind are divided into groups of `width`. For each `block_size` tokens a sequence takes a block of every
+group, out of one pool; a group with a window frees blocks that have left it.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ import numpy as np
 
 from torchweave.ops.attention.op import LayerSpec
 
-MAX_GROUPS = 8  # each has a block table of its own, which every step reads
+MAX_GROUPS = 8  # each has its own block table, which every step reads
 
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """What a query sees: the last `window` keys, itself included; those of its own stretch of `chunk`; 0: all."""
+    """Keys that a query attends to: the last `window` ones including itself, and those of its `chunk`; 0: no bound."""
 
     window: int = 0
     chunk: int = 0
 
     @property
     def max_keys(self) -> int:
-        """Most keys that a query sees; 0: all."""
+        """Most keys that a query attends to; 0: no bound."""
         return min((size for size in (self.window, self.chunk) if size), default=0)
 
     def first_visible(self, positions: np.ndarray) -> np.ndarray:
-        """First position that queries at `positions` see, or one before."""
+        """First position that queries at `positions` attend to, or an earlier one."""
         first_visible = np.zeros_like(positions)
         if self.window:
             first_visible = np.maximum(positions - self.window + 1, first_visible)
@@ -40,16 +39,16 @@ class AttentionWindow:
         return first_visible
 
     def resets_at(self, position: int) -> bool:
-        """Whether a query at `position` sees nothing before itself."""
+        """Whether a query at `position` attends only to itself."""
         return self.window == 1 or bool(self.chunk and position % self.chunk == 0)
 
     def most_tokens(self, num_tokens: int, longest_step: int) -> int:
-        """Most tokens of a sequence of `num_tokens` that are held at once, when a step adds up to `longest_step`."""
+        """Most tokens that a sequence of `num_tokens` stores at a time, if a step adds at most `longest_step`."""
         return min(num_tokens, self.max_keys + longest_step) if self.max_keys else num_tokens
 
 
 def max_blocks_needed(windows: Sequence[AttentionWindow], num_tokens: int, step: int, block_size: int) -> np.ndarray:
-    """Most blocks of each group that a sequence of `num_tokens` tokens holds at once, if it grows by at most `step` at a time."""
+    """Most blocks `[groups]` that a sequence of `num_tokens` tokens holds at a time, if a step adds at most `step`."""
     num_logical_blocks = -(-num_tokens // block_size)
     tokens = (window.most_tokens(num_tokens, step) for window in windows)
     return np.array([min(-(-each // block_size) + 1, num_logical_blocks) for each in tokens])
@@ -58,8 +57,8 @@ def max_blocks_needed(windows: Sequence[AttentionWindow], num_tokens: int, step:
 def longest_sequence(
     windows: Sequence[AttentionWindow], num_blocks: int, step: int, block_size: int, limit: int
 ) -> int:
-    """Most tokens, `limit` at the most, of a sequence that so many blocks hold to its end."""
-    low, high = 0, -(-limit // block_size)  # in columns
+    """Length of the longest sequence, at most `limit` tokens, that fits into `num_blocks` blocks."""
+    low, high = 0, -(-limit // block_size)  # in logical blocks
     while low < high:
         middle = (low + high + 1) // 2
         needed = int(max_blocks_needed(windows, middle * block_size, step, block_size).sum())
@@ -69,12 +68,12 @@ def longest_sequence(
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Where the layers' keys and values are.
+    """Location of each layer's keys and values.
 
     Attributes:
-        windows: of each group.
-        groups: of each layer, its group.
-        layer_slots: of each layer, its place among those that a block has room for.
+        windows: attention window of each group.
+        groups: group of each layer.
+        layer_slots: index of each layer within a block.
     """
 
     windows: tuple[AttentionWindow, ...]
@@ -83,12 +82,12 @@ class KVLayout:
 
     @property
     def width(self) -> int:
-        """Layers that a block has room for."""
+        """Layers per block."""
         return max(self.layer_slots) + 1
 
 
 def group_layers(layers: Sequence[LayerSpec], max_model_len: int) -> KVLayout:
-    """Groups of layers; one group of all where that serves as well, or where layers of different sizes leave no choice."""
+    """Divide layers into groups; one group if that is as good, or if the layers have different sizes."""
     kinds: dict[AttentionWindow, list[int]] = {}
     for index, layer in enumerate(layers):
         window = AttentionWindow(layer.window, layer.chunk)
@@ -109,9 +108,11 @@ def group_layers(layers: Sequence[LayerSpec], max_model_len: int) -> KVLayout:
 
 
 def _width(counts: Sequence[int]) -> int:
-    """Layers of a block for kinds of so many layers: the fewest places left empty, and of these the fewest groups; 0 where
-    there are too many groups, or so much is empty that one group of all layers is better."""
-    best = (sum(counts) * 1.25, MAX_GROUPS, 0)  # a quarter more for full contexts, at the worst
+    """Layers per block for kinds of layers with `counts` layers: the fewest unused layer slots, then the fewest groups.
+
+    0 if more than MAX_GROUPS groups are needed, or if the unused slots cost more than one group of all layers.
+    """
+    best = (sum(counts) * 1.25, MAX_GROUPS, 0)  # at most a quarter more memory for full contexts
     for width in range(1, min(counts) + 1):
         groups = sum(-(-count // width) for count in counts)
         if groups <= MAX_GROUPS:

@@ -1,4 +1,4 @@
-"""By what blocks of the KV cache are known, what is found of a sequence's beginning, and what a sequence was given."""
+"""Prefix index: block hashes, prefix lookup results, and the blocks granted to a sequence."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ import numpy as np
 
 NO_BLOCK = -1
 Key = tuple[int, bytes]
-"""A group of layers, and the hash of a block's tokens and of all before them."""
+"""A group of layers, and the hash of a block's tokens and of all tokens before them."""
 
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """The longest beginning of a sequence that need not be computed.
+    """The longest cached prefix of a sequence.
 
     Attributes:
-        block_indices: how long it is.
-        hashes: of its columns and maybe more.
-        blocks: int32 `[groups, block_indices]`; NO_BLOCK where no query will look, or where the host has it.
-        version: int64 of the same shape, `PrefixIndex.version` of these blocks: they hold what they held as long as it
-        stays the same.
-        unreferenced: blocks on the device that nobody holds.
-        on_host: blocks that the host has.
-        referenced: blocks that somebody holds, of groups that keep all.
+        num_blocks: its length in logical blocks.
+        hashes: hashes of these blocks, maybe followed by more.
+        blocks: int32 `[groups, num_blocks]`; NO_BLOCK for blocks outside the window and for blocks in host memory.
+        version: int64 of the same shape, `PrefixIndex.version` of the blocks; a block is unchanged while it is the same.
+        unreferenced: number of unreferenced blocks on the device.
+        on_host: number of blocks in host memory.
+        referenced: number of referenced blocks, in groups without a window.
     """
 
-    block_indices: int = 0
+    num_blocks: int = 0
     hashes: Sequence[bytes] = ()
     blocks: np.ndarray | None = None
     version: np.ndarray | None = None
@@ -40,10 +39,9 @@ class PrefixHit:
 
 @dataclass(frozen=True)
 class BlockGrant:
-    """Blocks that were just given: entry i says that column `block_indices[i]` of row `slots[i]` of the block tables
-    is `blocks[i]`.
+    """New entries of the block tables: row `slots[i]` has `blocks[i]` at index `block_indices[i]`.
 
-    Group g's row of a slot is `g * max_slots + slot`.
+    The row of a slot in group g is `g * max_slots + slot`.
     """
 
     slots: np.ndarray
@@ -52,10 +50,10 @@ class BlockGrant:
 
 
 class PrefixIndex:
-    """Blocks on the device by what they hold.
+    """Blocks on the device by hash.
 
     Attributes:
-        version: int64 `[blocks]`; counts from 1 in the order in which they became known, 0 for those that are not.
+        version: int64 `[blocks]`, position from 1 in the order of insertion; 0 for blocks that are not in the index.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -71,11 +69,11 @@ class PrefixIndex:
         return key in self._block_of
 
     def block(self, key: Key) -> int:
-        """The block that holds it, or NO_BLOCK."""
+        """The block with this key, or NO_BLOCK."""
         return self._block_of.get(key, NO_BLOCK)
 
     def key(self, block: int) -> Key:
-        """What a known block holds."""
+        """The key of a block in the index."""
         return self._key_of[block]
 
     def insert(self, key: Key, block: int) -> None:
@@ -97,15 +95,15 @@ class PrefixIndex:
 
 
 class BlockHashes(Sequence[bytes]):
-    """One hash for each full block of a sequence, over the block's tokens and the hash before it, computed when it is looked at.
+    """One hash per full block of a sequence, over the block's tokens and the hash before it, computed on access.
 
-    Most prompts begin like no other, which the first of thousands of hashes says: the rest is computed as the prompt is read, a
-    step's part in each step, and not while all who generate wait for it.
+    Most prompts have no cached prefix, as the first of thousands of hashes shows: the others are computed step by step during
+    the prefill, so that decode requests do not wait for them.
 
     Args:
         tokens: int32, from the sequence's first token on.
-        salt: sequences with different salts share nothing.
-        computed: hashes of the first blocks, whichever part of the sequence they were computed for; new ones are added.
+        salt: sequences with different salts share no blocks.
+        computed: hashes of the leading blocks computed so far for this sequence; new ones are appended.
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int, salt: str, computed: list[bytes]) -> None:
@@ -124,8 +122,8 @@ class BlockHashes(Sequence[bytes]):
     def __getitem__(self, index: slice) -> list[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
         if isinstance(index, slice):
-            if wanted := range(self._count)[index]:
-                self._compute(max(wanted[0], wanted[-1]) + 1)
+            if indices := range(self._count)[index]:
+                self._compute(max(indices[0], indices[-1]) + 1)
             return self._computed[: self._count][index]
         if not 0 <= index < self._count:
             raise IndexError(index)
@@ -133,7 +131,7 @@ class BlockHashes(Sequence[bytes]):
         return self._computed[index]
 
     def _compute(self, count: int) -> None:
-        """See to it that the first `count` hashes are known."""
+        """Extend `computed` to at least `count` hashes."""
         computed, size = self._computed, self._block_size
         if len(computed) >= count:
             return

@@ -1,4 +1,4 @@
-"""Rank 0 of several: it alone knows requests, and tells the other ranks each step before it begins that itself."""
+"""The leader's runner: sends each step to the other ranks before it launches the step itself."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchweave.distributed import channel
+from torchweave.distributed.channel import MessageKind
 from torchweave.distributed.process_groups import ProcessGroups, RendezvousStore, destroy_process_groups
 from torchweave.distributed.worker_group import RankFailure, WorkerGroup
-from torchweave.engine.ranks.state_digest import StateDigest
-from torchweave.engine.ranks.step_message import encode
+from torchweave.engine.ranks.step_message import StateDigest, encode
 from torchweave.engine.runner.model_runner import LaunchedStep, ModelRunner
 from torchweave.engine.scheduler.step import Step, StepResult
 
-_POLL_SECONDS = 5e-5  # between two looks at a step that the device has not completed
+_POLL_SECONDS = 5e-5  # between checks of a step in flight
 _DIGEST_SECONDS = 30.0
 
 
 class LeaderRunner:
-    """Rank 0's runner: each step is sent to the other ranks, once, before it is launched here.
+    """Rank 0's runner.
 
     Args:
         runner: of this rank.
         worker_group: the other ranks.
-        process_groups: of all of them.
+        process_groups: of all ranks.
 
     Attributes:
-        digests: what each rank had come to when the engine last fell idle, under `torch_compile_config.debug`.
+        digests: each rank's state digest when the engine last became idle, with `torch_compile_config.debug`.
     """
 
     def __init__(self, runner: ModelRunner, worker_group: WorkerGroup, process_groups: ProcessGroups) -> None:
@@ -43,7 +42,7 @@ class LeaderRunner:
     def launch(self, step: Step) -> LaunchedStep:
         message = encode(step)
         self._digest.add(message)
-        self._worker_group.send(channel.STEP, message)
+        self._worker_group.send(MessageKind.STEP, message)
         try:
             return self._runner.launch(step)
         except Exception as error:
@@ -54,7 +53,7 @@ class LeaderRunner:
         return self._runner.ready(handle)
 
     def collect(self, handle: LaunchedStep) -> StepResult:
-        # A collective whose other rank is gone may never complete, and this thread must see that.
+        # Poll: a collective with a rank that has ended may never complete.
         while not self.ready(handle):
             time.sleep(_POLL_SECONDS)
         try:
@@ -69,21 +68,22 @@ class LeaderRunner:
         return self._runner.memory_in_use()
 
     def on_idle(self) -> None:
-        self._worker_group.send(channel.IDLE)
+        self._worker_group.send(MessageKind.IDLE)
         self._runner.on_idle()
         if self._digest.enabled:
             self.digests = [self._digest.take(), *self._worker_group.digests(_DIGEST_SECONDS)]
             if len(set(self.digests)) > 1:
-                told = "; ".join(f"rank {rank}: {digest.decode()}" for rank, digest in enumerate(self.digests))
-                self._worker_group.fail_and_raise(RankFailure(f"The ranks have come to different states ({told})"))
+                states = "; ".join(f"rank {rank}: {digest.decode()}" for rank, digest in enumerate(self.digests))
+                self._worker_group.fail_and_raise(RankFailure(f"The ranks' states differ ({states})"))
 
 
 @dataclass(frozen=True)
 class Executor:
-    """What rank 0 holds beside its own engine: the world, the other ranks, and where they found each other.
+    """The other ranks of an engine, on rank 0.
 
     Attributes:
-        release: gives back what was reserved for the ranks; None where nothing was.
+        store: kept open while the ranks run.
+        release: releases resources reserved for the ranks; None: nothing to release.
     """
 
     process_groups: ProcessGroups
@@ -92,12 +92,11 @@ class Executor:
     release: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """End the other ranks and leave the world, once: this process may be in another world by the second call."""
+        """End the other ranks and destroy the process groups; later calls do nothing, since other groups may exist by then."""
         if not self.worker_group.request_shutdown():
             return
-        destroy_process_groups(
-            self.process_groups, abort=self.worker_group.failure is not None
-        )  # the others leave it at the same moment
+        # The other ranks destroy theirs at the same time.
+        destroy_process_groups(self.process_groups, abort=self.worker_group.failure is not None)
         self.worker_group.close()
         if self.release is not None:
             self.release()

@@ -1,22 +1,24 @@
-"""A step as the leader sends it to the other ranks: once, small, the same bytes for all.
-
-A decode step says how many rows it has and what changed; its slots are on the device of every rank already. Everything else of a
-step is sent as it is.
-"""
+"""Messages of steps from the leader to the other ranks, and digests that compare the ranks' states."""
 
 from __future__ import annotations
 
 import pickle
+import zlib
 
 import numpy as np
 
 from torchweave.engine.scheduler.step import Step
+from torchweave.ops.slot_state import SlotState
 
 _NO_STARTS = np.empty(0, np.int64)
 
 
 def encode(step: Step) -> bytes:
-    """The bytes of a step. A decode step leaves out log-probabilities, which one rank tells."""
+    """Encode a step, with the same bytes for all ranks.
+
+    A decode step is its number of rows and its updates, since every rank's device has the slots; log-probabilities are left out,
+    as only the leader returns them. Other steps are pickled whole.
+    """
     if step.chunks or step.logits_processors is not None or step.prompt_targets is not None:
         return pickle.dumps(step, 5)
     updates = None if step.updates is None else tuple((part.dtype.char, part.tobytes()) for part in step.updates)
@@ -24,14 +26,39 @@ def encode(step: Step) -> bytes:
 
 
 def decode(message: bytes) -> Step:
-    """The step of a message, as far as a runner needs it."""
+    """Decode a step, as far as a runner needs it."""
     decoded = pickle.loads(message)
     if isinstance(decoded, Step):
         return decoded
     index, num_rows, max_seq_len, updates, copies = decoded
     slots, emits = np.zeros(num_rows, np.int32), np.ones(num_rows, bool)
-    changed = None
+    arrays = None
     if updates is not None:
-        (kind, places), (other, values) = updates
-        changed = np.frombuffer(places, kind), np.frombuffer(values, other)
-    return Step(index, slots, _NO_STARTS, (), emits, changed, max_seq_len, copies=copies)
+        (index_type, indices), (value_type, values) = updates
+        arrays = np.frombuffer(indices, index_type), np.frombuffer(values, value_type)
+    return Step(index, slots, _NO_STARTS, (), emits, arrays, max_seq_len, copies=copies)
+
+
+class StateDigest:
+    """Digest of a rank's steps and of the resulting slot state.
+
+    Args:
+        enabled: `torch_compile_config.debug`; otherwise steps are not counted.
+    """
+
+    def __init__(self, state: SlotState, enabled: bool) -> None:
+        self.enabled = enabled
+        self._state = state
+        self._num_steps = 0
+        self._checksum = 0
+
+    def add(self, message: bytes) -> None:
+        """Add the message of the next step."""
+        if self.enabled:
+            self._num_steps += 1
+            self._checksum = zlib.crc32(message, self._checksum)
+
+    def take(self) -> bytes:
+        """Number of steps, checksum of their messages, and checksum of the slots: tokens, positions, block tables, seeds."""
+        state = zlib.crc32(self._state.arena.cpu().numpy().tobytes())
+        return f"{self._num_steps} steps {self._checksum:08x}, slots {state:08x}".encode()

@@ -1,4 +1,4 @@
-"""How many blocks the KV cache gets: what is left when weights, activations and graphs are in place, measured."""
+"""Memory of the KV cache: its layers and their layout, and the number of blocks beside weights, activations and graphs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,53 @@ from dataclasses import dataclass
 
 import torch
 
+from torchweave.compiler.runtime.cuda_graphs import Forward, GraphPool
 from torchweave.config import Plan
-from torchweave.engine.kv_cache.layer_groups import AttentionWindow, longest_sequence, max_blocks_needed
+from torchweave.engine.kv_cache.layer_groups import AttentionWindow, KVLayout, longest_sequence, max_blocks_needed
+from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
-from torchweave.ops.attention.op import LayerSpec
+from torchweave.ops.attention.op import AttentionBackend, LayerKVCache, LayerSpec
+from torchweave.ops.slot_state import SlotState
+from torchweave.report import Report
 
-_RESERVE = 256 << 20  # bytes left free on a GPU, for libraries that allocate on first use and for fragments
+_RESERVE = 256 << 20  # bytes left free on a GPU: libraries allocate on first use, and memory fragments
+_PROBE_BLOCKS = 2  # blocks of the cache used while memory is measured
+_BYTES_PER_GRAPH = 4 << 20  # of a recording beside its tensors: nodes and kernel arguments
 GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """The KV cache of one rank.
+
+    Attributes:
+        layers: this rank's attention layers.
+        layout: their groups, and the layers that share memory.
+        backend: allocates the cache and runs attention over it.
+        dtype: of the model.
+    """
+
+    layers: Sequence[LayerSpec]
+    layout: KVLayout
+    backend: AttentionBackend
+    dtype: torch.dtype
+    block_size: int
+    device: torch.device
+
+    @property
+    def block_bytes(self) -> int:
+        layers = dict(zip(self.layout.layer_slots, self.layers, strict=True))
+        return bytes_per_block(list(layers.values()), self.block_size, self.dtype)
+
+    def allocate(self, num_blocks: int) -> list[LayerKVCache]:
+        """Allocate the cache of each layer; layers with the same slot, which are in different groups, share memory."""
+        slots: dict[int, LayerKVCache] = {}
+        caches = []
+        for layer, group, slot in zip(self.layers, self.layout.groups, self.layout.layer_slots, strict=True):
+            if slot not in slots:
+                slots[slot] = self.backend.allocate(layer, num_blocks, self.block_size, self.dtype, self.device)
+            caches.append(slots[slot]._replace(k_scale=layer.k_scale, v_scale=layer.v_scale, group=group))
+        return caches
 
 
 @dataclass(frozen=True)
@@ -22,54 +62,92 @@ class MemoryUse:
 
     total: int  # the GPU's memory
     in_use: int  # weights, buffers, libraries, other processes
-    activations: int  # the largest step's peak above that
-    graphs: int  # what recordings keep
+    activations: int  # peak of the largest step above that
+    graphs: int  # CUDA graphs
 
 
 def bytes_per_block(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
     return block_size * sum(layer.bytes_per_token(dtype) for layer in layers)
 
 
+def measure_memory(
+    plan: Plan, forward: Forward, cache_spec: KVCacheSpec, state: SlotState, report: Report
+) -> MemoryUse | None:
+    """Run and record the largest steps over a small KV cache; returns None on a CPU, where nothing is measured."""
+    if not plan.device.startswith("cuda"):
+        return None
+    device = torch.device(plan.device)
+    caches = cache_spec.allocate(_PROBE_BLOCKS)
+    runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, Report(show=False))
+    runner.run_dummy_step(plan.max_num_tokens)  # kernels are compiled, and libraries allocate their workspaces
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.run_dummy_step(plan.max_num_tokens)
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    pool = GraphPool(device)
+    recorded = 0
+    if plan.token_buckets:
+        recorded += runner.record_mixed(max(plan.token_buckets), pool).bytes
+    if plan.batch_sizes:
+        recorded += runner.record_decode(max(plan.batch_sizes), pool).bytes
+    torch.cuda.synchronize(device)
+    graphs = max(free - torch.cuda.mem_get_info(device)[0], recorded)
+    graphs += (len(plan.token_buckets) + len(plan.batch_sizes)) * _BYTES_PER_GRAPH
+    runner.release_graphs()  # graphs and runner refer to each other
+    del runner, caches, pool
+    torch.cuda.empty_cache()
+    use = MemoryUse(total=total, in_use=total - free, activations=activations, graphs=graphs)
+    report.event("memory", total=total, in_use=use.in_use, activations=activations, graphs_expected=graphs)
+    return use
+
+
 def blocks_that_fit(
     plan: Plan, block_bytes: int, use: MemoryUse | None, windows: Sequence[AttentionWindow] = (AttentionWindow(),)
 ) -> int:
-    """Blocks of `block_bytes` that fit; `use` is what was measured on a GPU, None on a CPU.
+    """Number of KV-cache blocks of `block_bytes` that fit, at most as many as all slots can use.
 
-    Never more than all slots can hold together. `windows` are those of the groups of layers, each of which takes blocks of its own.
+    Args:
+        use: measured on a GPU; None on a CPU.
+        windows: of the layer groups, each of which takes blocks of its own.
 
     Raises:
-        ValueError: not even one request of `max_model_len` asked for, or of one block, would fit.
+        ValueError: a single request of the configured `max_model_len` (or of one block, if it is not set) does not fit.
     """
     config = plan.config
     per_request = _blocks_of_longest(plan, windows)
     if config.num_kv_blocks is not None:
-        blocks, room = config.num_kv_blocks, "num_kv_blocks"
+        blocks, option = config.num_kv_blocks, "num_kv_blocks"
     elif use is None:
-        blocks, room = int(config.cpu_kv_cache_gib * GIB) // block_bytes, "cpu_kv_cache_gib"
+        blocks, option = int(config.cpu_kv_cache_gib * GIB) // block_bytes, "cpu_kv_cache_gib"
     else:
         budget = int(use.total * config.gpu_memory_utilization)
         budget -= use.in_use + use.activations + use.graphs + _RESERVE
-        blocks, room = max(budget, 0) // block_bytes, "gpu_memory_utilization"
+        blocks, option = max(budget, 0) // block_bytes, "gpu_memory_utilization"
     blocks = min(blocks, per_request * plan.max_batch_size)
     needed = per_request if config.max_model_len is not None else len(windows)
     if blocks < needed:
-        raise ValueError(_too_little(plan, blocks, block_bytes, room, use, windows))
+        raise ValueError(_too_few_blocks(plan, blocks, block_bytes, option, use, windows))
     return blocks
 
 
 def longest_step(plan: Plan) -> int:
-    """Most tokens by which a step makes room for a sequence."""
+    """Most tokens for which a step allocates blocks of one sequence."""
     return plan.max_num_tokens + LOOKAHEAD_TOKENS
 
 
 def _blocks_of_longest(plan: Plan, windows: Sequence[AttentionWindow]) -> int:
-    """Blocks that a request of max_model_len tokens may hold at once, the same of every group."""
+    """Most blocks that a request of `max_model_len` tokens holds at once; the same number in every group."""
     needed = int(max_blocks_needed(windows, plan.max_model_len, longest_step(plan), plan.block_size).sum())
     return -(-needed // len(windows)) * len(windows)
 
 
-def _too_little(
-    plan: Plan, blocks: int, block_bytes: int, room: str, use: MemoryUse | None, windows: Sequence[AttentionWindow]
+def _too_few_blocks(
+    plan: Plan, blocks: int, block_bytes: int, option: str, use: MemoryUse | None, windows: Sequence[AttentionWindow]
 ) -> str:
     tokens = longest_sequence(windows, blocks, longest_step(plan), plan.block_size, plan.max_model_len)
     sentence = f"The KV cache has room for {tokens} tokens ({_size(blocks * block_bytes)})"
@@ -77,11 +155,11 @@ def _too_little(
         need = _blocks_of_longest(plan, windows) * block_bytes
         sentence += f", but one request of max_model_len={plan.max_model_len} needs {_size(need)}"
     if use is None:
-        return f"{sentence}; raise {room}, lower max_model_len, or take a smaller model."
+        return f"{sentence}; raise {option}, lower max_model_len, or take a smaller model."
     taken = use.in_use + use.activations + use.graphs
     return (
         f"{sentence}; {_size(taken)} of the GPU's {_size(use.total)} are taken by weights, activations, graphs and others; "
-        f"raise {room}, lower max_model_len, max_num_tokens or max_batch_size, or take a smaller model."
+        f"raise {option}, lower max_model_len, max_num_tokens or max_batch_size, or take a smaller model."
     )
 
 

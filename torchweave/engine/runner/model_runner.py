@@ -1,21 +1,22 @@
-"""Carries out steps on the device: the model, its KV cache, and the graphs that replay them.
+"""Run steps on the device: the model, its KV cache, and CUDA graphs.
 
-A decode step is one graph: gather tokens and positions by slot, model, LM head, sample, scatter the token back. The host only
-says "again". A step with context rows reads one packed array first. Rows that are drawn from changed logits are drawn once
-more behind the step. Steps are run the best way that fits:
+A decode step is one graph without host input: gather tokens and positions by slot, model, LM head, sample, scatter the tokens. A
+step with prefill rows first reads one packed array. Rows with logits processors are resampled after the step. A step runs in the
+first way that fits:
 
-    decode_graph      the whole step, recorded by batch size
-    mixed_graph       the whole step with context rows, recorded by token count
-    piecewise_graph   the pieces between boundary ops, recorded by token count; boundary ops run between them
-    plain             everything launched by the host
+    decode_graph      whole decode step, recorded by batch size
+    mixed_graph       whole step with prefill rows, recorded by token count
+    piecewise_graph   pieces between boundary ops, recorded by token count; boundary ops run between them
+    plain             every kernel launched by the host
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +26,12 @@ from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.cuda_graphs import BoundaryHandler, Forward, GraphPool, Recorder, Recording, record
 from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_copy import copy_blocks
-from torchweave.engine.runner.attention_boundary import BEGIN, AttentionBoundary, build_attention_boundary
 from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
 from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
-from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, LayerKVCache
+from torchweave.ops.attention.call import run_attention_op
+from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, AttentionStep, LayerKVCache
 from torchweave.ops.sampling.sample import logprobs, sample
 from torchweave.ops.slot_state import SlotState
 from torchweave.ops.step_io import advance, carry, prepare, prepare_decode_inputs
@@ -38,12 +39,35 @@ from torchweave.report import Report
 from torchweave.utils.cuda_streams import side_stream, wait_until_idle
 from torchweave.utils.openmp import release_workers
 
-_DRAIN_SECONDS = 5.0  # seconds, as long as ranks have to abort what waits for one that is gone
+_DRAIN_SECONDS = 5.0  # as long as ranks have to abort collectives with a rank that has ended
+BEGIN = "begin"  # passed to the boundary once a step's metadata is in place, before the model runs
+
+
+class AttentionBoundary:
+    """Runs the attention op of a layer with the layer's cache and the metadata of its layer group.
+
+    `BEGIN` runs the backend's host-side preparation of a step. It passes through the boundary like attention itself, so that a
+    piecewise recording repeats it at every replay.
+    """
+
+    def __init__(
+        self, backend: AttentionBackend, caches: list[LayerKVCache], metas: Sequence[AttentionMetadata]
+    ) -> None:
+        self._backend = backend
+        self._caches = caches
+        self._metas = metas
+        self._steps: list[AttentionStep] = []
+
+    def __call__(self, op: Any, args: tuple, kwargs: dict) -> None:
+        if op is BEGIN:
+            self._steps = [self._backend.begin(meta) for meta in self._metas]
+            return
+        run_attention_op(self._steps, self._caches, op, args, kwargs)
 
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A launched step: where its tokens will be, and what keeps them."""
+    """A launched step: its index in the host buffers, and tensors of log-probabilities that are filled when it ends."""
 
     ring_index: int
     rows: int
@@ -53,15 +77,14 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Owns the device: nothing else writes the inputs of a graph.
+    """Runs the steps of one rank; the only writer of the graphs' input buffers.
 
     Args:
-        plan: what is effective.
         forward: the model, `(boundary, ids[T], positions[T], logits_index[N]) -> logits[N, V]`.
-        backend: carries out attention.
-        caches: the paged KV cache, a pair of tensors a layer.
-        state: the slots.
-        report: gets one event a recording.
+        backend: runs attention.
+        caches: paged KV cache, by layer.
+        state: of the slots.
+        report: receives one event a recording.
     """
 
     def __init__(
@@ -77,7 +100,7 @@ class ModelRunner:
         self.state = state
         self.caches = caches
         self._forward = forward
-        # Tokens and rows that the model may see.
+        # Least number of tokens and rows of the model.
         self._min_size = forward.sizes[0] if isinstance(forward, (CompiledGraph, StageForward)) else 1
         self._backend = backend
         self._report = report
@@ -94,10 +117,10 @@ class ModelRunner:
             pipeline, self._sample_tokens = forward.pipeline, forward.sample_tokens
             self._resample, self._has_logits = StageResampler(state, pipeline), pipeline.is_last
 
-    # -- what a step computes ------------------------------------------------------------------------------------------
+    # -- computation of a step -----------------------------------------------------------------------------------------
 
     def _decode_step(self, rows: int) -> tuple[Callable[[BoundaryHandler], Tensor], AttentionBoundary]:
-        """The step of `rows` generation rows, one token each; row i is the slot that the device lists at i."""
+        """The decode step of `rows` rows; row i runs the slot at index i of the device's list."""
         if rows in self._decode_steps:
             return self._decode_steps[rows]
         buffers, state = self._buffers, self.state
@@ -134,14 +157,17 @@ class ModelRunner:
             decode_only=True,
             max_seq_len=self.plan.max_model_len,
         )
-        self._decode_steps[rows] = run, build_attention_boundary(self._backend, self.caches, meta, self.state)
+        self._decode_steps[rows] = run, self._attention_boundary(meta)
         return self._decode_steps[rows]
 
     def _mixed_step(
         self, rows: int, tokens: int, max_seq_len: int, prompt_targets: Tensor | None = None
     ) -> tuple[Callable[[BoundaryHandler], Tensor], AttentionBoundary]:
-        """The step of `tokens` tokens over `rows` rows, which reads the packed inputs; also the logits of tokens
-        `prompt_targets`."""
+        """The step of `tokens` tokens in `rows` rows, from the packed inputs.
+
+        Args:
+            prompt_targets: indices of further tokens whose logits are returned after those of the rows.
+        """
         buffers, state = self._buffers, self.state
         packed = buffers.views(rows, tokens)
         ids, positions, mapping = buffers.ids[:tokens], buffers.positions[:tokens], buffers.slot_mapping[..., :tokens]
@@ -164,8 +190,8 @@ class ModelRunner:
                 block_size=block_size,
             )
             boundary(BEGIN, (), {})
-            wanted = index if prompt_targets is None else torch.cat([index, prompt_targets])
-            logits = self._forward(boundary, ids, positions, wanted)
+            logits_index = index if prompt_targets is None else torch.cat([index, prompt_targets])
+            logits = self._forward(boundary, ids, positions, logits_index)
             sample_tokens(logits[:rows], packed.slots, state, sampled)
             advance(sampled, packed.slots, packed.emit, state, out)
             return logits
@@ -181,19 +207,27 @@ class ModelRunner:
             decode_only=False,
             max_seq_len=max_seq_len,
         )
-        return run, build_attention_boundary(self._backend, self.caches, meta, self.state)
+        return run, self._attention_boundary(meta)
+
+    def _attention_boundary(self, meta: AttentionMetadata) -> AttentionBoundary:
+        """Split `meta`, which has the slot mappings of all layer groups, by group."""
+        metas = [meta]
+        if self.state.num_tables > 1:
+            groups = zip(self.state.tables, meta.slot_mapping, strict=True)
+            metas = [replace(meta, block_table=table, slot_mapping=mapping) for table, mapping in groups]
+        return AttentionBoundary(self._backend, self.caches, metas)
 
     def rows_of(self, tokens: int) -> int:
-        """Rows that a recording of `tokens` tokens has room for."""
+        """Row capacity of a recording of `tokens` tokens."""
         return min(tokens, self.plan.max_batch_size)
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def record_all_graphs(self, pool: GraphPool) -> None:
-        """Record every size, the largest first, so that smaller ones fit into the memory that larger ones took.
+        """Record every size, the largest first, so that smaller ones reuse its memory.
 
-        Only the largest is run before it is recorded: libraries have what they keep by then, and a run takes the host as long as a
-        recording. Ranks run all of them: one that had to run where the others record would wait for them.
+        A single rank runs only the largest before recording: library workspaces exist afterwards, and a run takes the host as long
+        as a recording. Several ranks run every size, since a rank that runs while others record would wait for them.
         """
         plan, is_single_rank = self.plan, self.plan.config.num_ranks == 1
         mixed = plan.token_buckets if plan.full_mixed_graphs or plan.piecewise_graphs else ()
@@ -211,10 +245,10 @@ class ModelRunner:
                     advance_bar(1, f"batch {rows}")
 
     def release_graphs(self) -> None:
-        """Let go of all graphs, once they have ended. While one lives that holds a collective, NCCL does not leave its group.
+        """Destroy all graphs once they have ended; NCCL does not destroy a group while a graph holds one of its collectives.
 
-        To destroy one that runs waits for it and keeps the interpreter: a thread that is to abort a collective whose other rank is
-        gone could not. So graphs that do not end are kept.
+        Destroying a running graph waits for it with the interpreter lock held, which would block the thread that aborts collectives
+        with a rank that has ended. Graphs that do not end are therefore kept.
         """
         if self._stream is None or wait_until_idle(self._stream, _DRAIN_SECONDS):
             self._decode_graphs.clear()
@@ -241,7 +275,7 @@ class ModelRunner:
         warm_up: bool,
     ) -> Recording:
         inputs, debug = self._inputs(), self.plan.config.torch_compile_config.debug
-        # As steps run: without it each op of ours goes through its part of autograd, in Python.
+        # As in `launch`: otherwise each custom op runs its autograd wrapper in Python.
         with torch.inference_mode():
             return record(
                 run,
@@ -254,14 +288,14 @@ class ModelRunner:
             )
 
     def _inputs(self) -> tuple[Tensor, ...]:
-        """What a replay reads beside weights: its addresses are checked under `debug`."""
+        """Inputs of a replay besides weights; `debug` checks their addresses."""
         buffers = self._buffers
         cache = [tensor for layer in self.caches for tensor in layer.tensors]
         return (self.state.arena, buffers.packed, buffers.ids, buffers.positions, buffers.slot_mapping, *cache)
 
     def _store_graph(self, step: str, recordings: dict[int, Recording], size: int, recording: Recording) -> Recording:
         recordings[size] = recording
-        for key in sorted(recordings):  # in ascending order, for `_bucket`
+        for key in sorted(recordings):  # ascending, for `_bucket`
             recordings[key] = recordings.pop(key)
         segments = recording.num_segments
         kind = "whole" if segments == 1 else "piecewise"
@@ -271,10 +305,10 @@ class ModelRunner:
         return recording
 
     def run_dummy_step(self, tokens: int, max_seq_len: int | None = None) -> None:
-        """Run a step with context rows on padding alone: it touches no cache and no slot.
+        """Run a mixed step of padding only, which changes neither cache nor slots.
 
         Args:
-            max_seq_len: of the step's sequences, as it is known where the step is not recorded; None: as long as any may be.
+            max_seq_len: longest sequence of an unrecorded step; None: `max_model_len`.
         """
         rows = self.rows_of(tokens)
         with torch.inference_mode(), self._on_stream():
@@ -283,7 +317,7 @@ class ModelRunner:
             run(boundary)
 
     def run_dummy_decode_step(self, rows: int) -> None:
-        """The same for a decode step; no slot may be running."""
+        """Run a decode step while no slot is in use."""
         with torch.inference_mode(), self._on_stream():
             run, boundary = self._decode_step(rows)
             run(boundary)
@@ -308,7 +342,7 @@ class ModelRunner:
             torch.cuda.set_stream(self._stream)
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Begin a step without waiting for it: write what changed, replay the graph that fits, carry the tokens out."""
+        """Launch a step without waiting: write state updates, replay a graph or run the step, copy the tokens to the host."""
         ring_index = self._host_buffers.acquire()
         with torch.inference_mode():
             if step.updates is not None:
@@ -318,32 +352,32 @@ class ModelRunner:
             how, logits = self._launch_mixed(step, ring_index) if step.chunks else self._launch_decode(step.num_rows)
             if step.logits_processors is not None:
                 self._resample(step.logits_processors, logits, self._buffers.tokens, self._buffers.out)
-            wanted = prompt_logprobs = None
+            token_logprobs = prompt_logprobs = None
             if step.prompt_targets is not None and self._has_logits:
-                prompt_logprobs = self._scores(step, logits)
+                prompt_logprobs = self._prompt_logprobs(step, logits)
             if step.logprobs is not None and self._has_logits:
-                wanted = step.logprobs[0], self._logprobs(logits, *step.logprobs)
+                token_logprobs = step.logprobs[0], self._logprobs(logits, *step.logprobs)
             carry(self._buffers.out[: step.num_rows], self._host_buffers.sampled[ring_index][: step.num_rows])
             self._host_buffers.record_end(ring_index)
-        return LaunchedStep(ring_index, step.num_rows, how, wanted, prompt_logprobs)
+        return LaunchedStep(ring_index, step.num_rows, how, token_logprobs, prompt_logprobs)
 
     def _logprobs(self, logits: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
-        """Host tensors that are filled when the step has completed; only the rows that asked cost anything."""
+        """Log-probabilities of `rows` as host tensors that are filled when the step ends."""
         index = torch.from_numpy(rows).to(self._device, non_blocking=True)
         return self._on_host(logprobs(logits[index], self._buffers.tokens[index], most))
 
-    def _scores(self, step: Step, logits: Tensor) -> tuple[np.ndarray, tuple[Tensor, ...]]:
-        """The same of tokens of prompts, whose logits are the last ones."""
+    def _prompt_logprobs(self, step: Step, logits: Tensor) -> tuple[np.ndarray, tuple[Tensor, ...]]:
+        """The same for prompt tokens, whose logits are the last rows."""
         assert step.prompt_targets is not None
         targets = torch.from_numpy(step.prompt_targets.targets).to(self._device, non_blocking=True)
         return step.prompt_targets.index, self._on_host(
             logprobs(logits[-len(targets) :], targets, step.prompt_targets.most)
         )
 
-    def _on_host(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _on_host(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._stream is None:
-            return found
-        return tuple(torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in found)
+            return tensors
+        return tuple(torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tensors)
 
     def _launch_decode(self, rows: int) -> tuple[str, Tensor]:
         bucket = self._bucket(self._decode_graphs, rows, self.plan.config.cuda_graph_config.enable_padding)
@@ -358,11 +392,9 @@ class ModelRunner:
         bucket = self._bucket(self._mixed_graphs, step.num_tokens, padding=True)
         limit = self.plan.config.torch_compile_config.max_padding_ratio
         prompt_targets = None
-        if step.prompt_targets is not None:  # more logits than a recording has
-            bucket, prompt_targets = (
-                None,
-                torch.from_numpy(step.prompt_targets.index).to(self._device, non_blocking=True),
-            )
+        if step.prompt_targets is not None:  # more logits than a recording returns
+            bucket = None
+            prompt_targets = torch.from_numpy(step.prompt_targets.index).to(self._device, non_blocking=True)
         if bucket is not None and (bucket > limit * step.num_tokens or step.num_rows > self.rows_of(bucket)):
             bucket = None
         tokens = max(step.num_tokens, self._min_size) if bucket is None else bucket
@@ -377,7 +409,7 @@ class ModelRunner:
 
     @staticmethod
     def _bucket(recordings: dict[int, Recording], size: int, padding: bool) -> int | None:
-        """The smallest recorded size that holds `size`; None when there is none."""
+        """The smallest recorded size of at least `size` (without `padding`: of exactly `size`); None if there is none."""
         sizes = list(recordings)
         at = bisect_left(sizes, size)
         if at == len(sizes) or (sizes[at] != size and not padding):
@@ -388,7 +420,7 @@ class ModelRunner:
         return self._host_buffers.ready(handle.ring_index)
 
     def collect(self, handle: LaunchedStep) -> StepResult:
-        """Wait for a launched step and take its tokens."""
+        """Wait for a launched step and return its tokens and log-probabilities."""
         tokens = self._host_buffers.wait(handle.ring_index)[: handle.rows].numpy().copy()
         return StepResult(
             tokens, handle.how, _to_step_logprobs(handle.logprobs), _to_step_logprobs(handle.prompt_logprobs)
@@ -401,7 +433,7 @@ class ModelRunner:
         return total - free
 
     def on_idle(self) -> None:
-        """Let the workers of the CPU go, so that they are not in the way of what the process computes elsewhere."""
+        """On a CPU, end OpenMP workers, so that they do not compete with other computations of the process."""
         if self._device.type == "cpu":
             release_workers()
 

@@ -1,11 +1,11 @@
-"""A step on one stage of a pipeline: hidden states come from the stage before, tokens from the last one.
+"""A step on one pipeline stage: hidden states come from the previous stage, tokens from the last.
 
     first stage                last stage
     embedding, layers  ----->  layers, output layer
-    tokens             <-----  draw
+    tokens             <-----  sampling
 
-All stages keep the same slots and get the same steps. The last one draws the tokens and tells them to the others within the same
-step, so that the slots of all advance alike and a recorded step is whole on each of them.
+All stages have the same slots and run the same steps. The last stage broadcasts the sampled tokens within the step, so that the
+slots of all stages advance alike and each stage can record a whole step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.cuda_graphs import BoundaryHandler
-from torchweave.distributed.pipeline_transport import PipelineTransport
-from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.distributed.process_groups import PipelineTransport, ProcessGroups
 from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.scheduler.step import LogitsProcessorRows
 from torchweave.models.parallel import PipelineStage
@@ -28,45 +27,44 @@ from torchweave.ops.slot_state import SlotState
 
 
 class StageForward:
-    """The forward of one stage, between its hand-overs: `(boundary, ids[T], positions[T], logits_index[N]) -> logits`.
+    """The forward of one stage with its transfers: `(boundary, ids[T], positions[T], logits_index[N]) -> logits`.
 
-    The logits of a stage that is not the last one have no columns, `[N, 0]`: another stage has them.
+    The logits are `[N, 0]` except on the last stage.
 
     Args:
-        compiled_graph: the model, cut to the stage.
-        stage: which.
+        compiled_graph: this stage of the model.
         process_groups: of all stages.
 
     Attributes:
-        sizes: smallest and largest value that a dynamic size may take.
-        pipeline: this rank's end of the pipeline.
+        sizes: least and greatest value of dynamic sizes.
+        pipeline: transfers to and from other stages.
     """
 
     def __init__(self, compiled_graph: CompiledGraph, stage: PipelineStage, process_groups: ProcessGroups) -> None:
         self.sizes = compiled_graph.sizes
         self.pipeline = PipelineTransport(process_groups)
-        self._woven = compiled_graph
+        self._compiled_graph = compiled_graph
         self._width, self._dtype = stage.width, stage.dtype
 
     def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Tensor:
         ids, _, index = inputs
         if not self.pipeline.is_first:
             inputs = (*inputs, self.pipeline.receive((1, ids.shape[0], self._width), self._dtype))
-        out = self._woven(boundary, *inputs)
+        out = self._compiled_graph(boundary, *inputs)
         if self.pipeline.is_last:
             return out
         self.pipeline.send(out)
         return torch.empty((index.shape[0], 0), dtype=self._dtype, device=ids.device)
 
     def sample_tokens(self, logits: Tensor, slots: Tensor, state: SlotState, tokens: Tensor) -> None:
-        """Sample on the last stage, and let all stages have the tokens, int32 [N]."""
+        """Sample on the last stage and broadcast the tokens, int32 [N], to all stages."""
         if self.pipeline.is_last:
             sample(logits, slots, state, tokens)
         self.pipeline.broadcast_from_last(tokens)
 
 
 class StageResampler(Resampler):
-    """Rows with changed logits are drawn again on the last stage; the other stages hear what came of it."""
+    """Resamples on the last stage and broadcasts the tokens to the other stages."""
 
     def __init__(self, state: SlotState, pipeline: PipelineTransport) -> None:
         super().__init__(state)

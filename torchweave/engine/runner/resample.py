@@ -1,4 +1,4 @@
-"""The device's side of rows whose logits are changed: behind the step, they are drawn again."""
+"""Resampling of rows with logits processors, on the device, after the step."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torchweave.ops.slot_state import SlotState
 
 
 class Resampler:
-    """Owns the places; everything runs in the order of the current stream and waits for nothing."""
+    """Owns the device state of logits processors; runs on the current stream without waiting."""
 
     def __init__(self, state: SlotState) -> None:
         self._state = state
-        self._adjust_state: LogitsProcessorState | None = None
+        self._processor_state: LogitsProcessorState | None = None
 
     def __call__(self, logits_processors: LogitsProcessorRows, logits: Tensor, tokens: Tensor, out: Tensor) -> None:
-        """Draw the rows of `logits_processors` again. logits [N, V]; tokens and out int32 [N], as the step left them."""
-        if self._adjust_state is None:
-            self._adjust_state = LogitsProcessorState(logits.shape[1], self._state.device)
+        """Resample the rows of `logits_processors`. logits [N, V]; tokens and out, int32 [N], hold the step's results."""
+        if self._processor_state is None:
+            self._processor_state = LogitsProcessorState(logits.shape[1], self._state.device)
         for join in logits_processors.joins:
-            self._adjust_state.join(join)
+            self._processor_state.join(join)
         num_rows = logits_processors.rows.shape[1]
         if num_rows:
             rows, masks = self._on_device(logits_processors)
-            resample(logits, rows, masks, self._state, self._adjust_state, tokens, out)
+            resample(logits, rows, masks, self._state, self._processor_state, tokens, out)
 
     def _on_device(self, logits_processors: LogitsProcessorRows) -> tuple[Tensor, Tensor | None]:
-        """Records and masks in one copy."""
+        """Copy rows and masks to the device together."""
         size, device = logits_processors.rows.size, self._state.device
         total = size + (0 if logits_processors.masks is None else logits_processors.masks.size)
-        # From pinned memory a copy does not wait; torch keeps it until the copy is done.
+        # A copy from pinned memory is asynchronous; torch keeps the memory until the copy has ended.
         flat = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
         flat.numpy()[:size] = logits_processors.rows.reshape(-1)
         if logits_processors.masks is not None:

@@ -1,11 +1,11 @@
-"""Inputs and outputs of a step at fixed addresses, and the pinned memory that carries them between host and device.
+"""Inputs and outputs of steps at fixed addresses, and pinned host memory for their transfer.
 
-Graphs replay on addresses, so every bucket of a kind reads views of the same few tensors. What the host has to say about a
-step with context rows is packed into one int32 array and goes over at once:
+Graphs replay on fixed addresses, so every bucket reads views of the same tensors. The host's inputs of a step with prefill rows are
+packed into one int32 array and copied at once:
 
     slots[R] | query_start[R + 1] | emit[R] | last_token_row[R] | token ids[T] | positions[T]
 
-A pure decode step needs none of it: the device knows everything.
+A decode step needs no host input.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pack(step: Step, rows: int, tokens: int, out: np.ndarray) -> None:
     starts[num_rows + 1 :] = step.num_tokens
     emit[:num_rows] = step.emits
     index[:num_rows] = starts[1 : num_rows + 1] - 1
-    ids[:num_decode_rows] = -1  # the device knows the last token, the host may not know it yet
+    ids[:num_decode_rows] = -1  # the device has the last token, which the host may not have yet
     positions[:num_decode_rows] = step.starts
     at = num_decode_rows
     for chunk, size in zip(step.chunks, sizes, strict=True):
@@ -94,19 +94,17 @@ class StepBuffers:
 
 
 class HostBufferRing:
-    """Host memory that a step reads and writes, a turn for each step in flight; pinned when the device is a GPU.
-
-    A turn is used again only after its step has ended.
+    """Ring of host buffers, one for each step in flight, pinned if the device is a GPU; reused after its step has ended.
 
     Args:
-        packed_inputs: int32 that the host may have to say about a step.
-        sampled: tokens that a step draws at the most.
-        depth: turns.
-        device: what runs the steps.
+        packed_inputs: largest packed input of a step, in int32 elements.
+        sampled: most tokens that a step samples.
+        depth: number of buffers.
+        device: runs the steps.
 
     Attributes:
-        packed_inputs: int32 [said] a turn.
-        sampled: int32 [drawn] a turn.
+        packed_inputs: int32 tensors, one a buffer.
+        sampled: int32 tensors, one a buffer.
     """
 
     def __init__(self, packed_inputs: int, sampled: int, depth: int, device: torch.device) -> None:
@@ -119,14 +117,14 @@ class HostBufferRing:
         self._ring_index = 0
 
     def acquire(self) -> int:
-        """A turn that no step in flight has."""
+        """Return the index of the next buffer, after its step has ended."""
         ring_index = self._ring_index
         self._ring_index = (ring_index + 1) % len(self.packed_inputs)
         self.wait(ring_index)
         return ring_index
 
     def record_end(self, ring_index: int) -> None:
-        """All of the step that has this turn has been enqueued on the current stream."""
+        """Mark the end of the buffer's step on the current stream."""
         if self._end_events:
             self._end_events[ring_index].record()
 
@@ -134,7 +132,7 @@ class HostBufferRing:
         return not self._end_events or self._end_events[ring_index].query()
 
     def wait(self, ring_index: int) -> Tensor:
-        """Tokens that the step has drawn, once it has ended."""
+        """Wait until the step has ended and return its sampled tokens."""
         if self._end_events:
             self._end_events[ring_index].synchronize()
         return self.sampled[ring_index]

@@ -1,7 +1,7 @@
-"""Answers of a given form: a grammar says before each token which ones it allows. By llguidance, on threads beside the loop.
+"""Structured outputs: token masks from grammars, computed by llguidance on worker threads.
 
-A request's `Constraint` is either at work, on a worker, or ready, and then the loop's. The loop hands over a step's tokens when it
-has been taken in; meanwhile these requests rest and the others run on. So nobody waits for a grammar but who asked for one.
+A request's `Constraint` belongs to a worker until it is ready, and then to the loop, which passes the sampled tokens of a completed
+step to the workers. These requests skip steps until their token mask is ready; other requests do not wait for them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _MAX_THREADS = 8
 _MAX_ERROR_CHARS = 300
 _MISSING = "structured_outputs needs the package llguidance; install torchweave[structured]."
 _WHITE_SPACE = r"[ \n\r\t]{0,24}"
-"""Between two parts of JSON: room for lines and indents, but not for the white space without end that small models fall into."""
-_DEAD_END = "none of the model's tokens can go on here."
-_HELD_BACK = "stop tokens alone can go on here, which min_tokens holds back."
+"""White space between two parts of JSON: enough for indents, but bounded, because small models repeat it endlessly."""
+_DEAD_END = "none of the model's tokens can continue the answer here."
+_STOPS_BANNED = "only stop tokens can follow here, but min_tokens bans them; lower min_tokens."
 
 
 class Vocabulary(Protocol):
-    """What a grammar has to know of a tokenizer; `torchweave.tokenizer.Tokenizer` is one."""
+    """The part of a tokenizer that grammars need; `torchweave.tokenizer.Tokenizer` implements it."""
 
     def tokenizer_json(self) -> str | None:
-        """The tokenizer as JSON, in the form of Hugging Face's tokenizers; None where it has none."""
+        """The tokenizer in the JSON format of Hugging Face's tokenizers; None if it has no such format."""
         ...
 
     def token_bytes(self) -> list[bytes | None]:
-        """The text of each token by itself; None for special tokens and parts of characters."""
+        """The text of each token; None for special tokens and parts of characters."""
         ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
@@ -50,7 +50,7 @@ class Vocabulary(Protocol):
 
 
 def rejection_reason(structured: StructuredOutputs) -> str:
-    """Why a form cannot be had, in one sentence; empty when it can. Needs no model; may take a while for a large schema."""
+    """Why structured outputs are invalid, in a sentence; empty if they are valid. Needs no model; slow for large schemas."""
     if importlib.util.find_spec("llguidance") is None:
         return _MISSING
     from llguidance import LLMatcher
@@ -67,28 +67,28 @@ def rejection_reason(structured: StructuredOutputs) -> str:
 def _format_error(structured: StructuredOutputs, message: str) -> str:
     fields = ("json", "regex", "choice", "grammar", "json_object")
     name = next(name for name in fields if getattr(structured, name) is not None)
-    words = " ".join(message.split())
-    words = words if len(words) <= _MAX_ERROR_CHARS else words[: _MAX_ERROR_CHARS - 3] + "..."
-    return f"structured_outputs.{name} cannot be used: {words}"
+    message = " ".join(message.split())
+    message = message if len(message) <= _MAX_ERROR_CHARS else message[: _MAX_ERROR_CHARS - 3] + "..."
+    return f"structured_outputs.{name} cannot be used: {message}"
 
 
 def _limits() -> Any:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(verbose_errors=False)  # what is told of an error must not hold the whole grammar
+    return LLParserLimits(verbose_errors=False)  # without the whole grammar in error messages
 
 
 def _grammar(structured: StructuredOutputs) -> str:
-    """A form as llguidance takes it.
+    """The grammar in llguidance's format.
 
     Raises:
-        ValueError: the JSON schema is no JSON object.
+        ValueError: the JSON schema is not a JSON object.
     """
     from llguidance import LLMatcher
 
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
-    if structured.choice is not None:  # by the lexer: the parser takes no more than 2000 alternatives
+    if structured.choice is not None:  # a regex, because the parser is limited to 2000 alternatives
         return LLMatcher.grammar_from_regex("|".join(map(_escape_regex, structured.choice)))
     if structured.grammar is not None:
         return LLMatcher.grammar_from_lark(structured.grammar)
@@ -99,7 +99,7 @@ def _grammar(structured: StructuredOutputs) -> str:
         except ValueError as error:
             raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(schema, dict):
-        raise ValueError(f"a JSON schema is an object, but this is {json.dumps(schema)}")
+        raise ValueError(f"a JSON schema must be an object, but is {json.dumps(schema)}")
     options = (
         {"whitespace_flexible": False} if structured.disable_any_whitespace else {"whitespace_pattern": _WHITE_SPACE}
     )
@@ -107,18 +107,18 @@ def _grammar(structured: StructuredOutputs) -> str:
 
 
 def _escape_regex(text: str) -> str:
-    """The regular expression of nothing but the text."""
+    """The regular expression that matches exactly `text`."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 class Constraint:
-    """One answer's place in its grammar.
+    """The grammar state of one answer.
 
     Attributes:
-        ready: nothing is at work; else the other attributes belong to a worker.
-        mask: int32 [ceil(V / 32)], the tokens that may come next, as bits.
-        complete: the answer has its form, and nothing but its end may follow.
-        error: why it cannot go on; empty while it can.
+        ready: the other attributes are valid; else they belong to a worker.
+        mask: int32 [ceil(V / 32)], bit mask of the allowed next tokens.
+        complete: the answer is complete, and only its end may follow.
+        error: why the answer cannot continue; empty while it can.
     """
 
     def __init__(self, params: SamplingParams, stops: Sequence[int]) -> None:
@@ -147,7 +147,7 @@ class Constraint:
 
     @property
     def needs_mask(self) -> bool:
-        """Whether a mask has to say what may come next. Something may, unless the grammar has an end here or failed."""
+        """Whether the next token needs a mask: the grammar has neither ended nor failed. Sets `complete` or `error`."""
         if self.error:
             return False
         if self.matcher.is_error():
@@ -160,7 +160,7 @@ class Constraint:
         self._count += 1
 
     def set_mask(self, mask: np.ndarray, without_end: np.ndarray) -> None:
-        """What may come next. `without_end` is the mask without the model's end tokens."""
+        """Set the mask of the next token; `without_end` is `mask` without end-of-sequence tokens."""
         if self.matcher.is_error():
             message = self.matcher.get_error()
             self.fail(_DEAD_END if "NoExtension" in message else message)
@@ -174,23 +174,23 @@ class Constraint:
                 self.mask = self.mask & ~token_bitmask(self._stops, len(mask))
                 self.complete = not self.mask.any() and bool((mask & ~without_end).any())
                 if not (self.complete or self.mask.any()):
-                    self.fail(_HELD_BACK)
+                    self.fail(_STOPS_BANNED)
 
 
 def token_bitmask(tokens: Sequence[int], num_words: int) -> np.ndarray:
-    """int32 [num_words] with the bits of some tokens."""
+    """Bit mask of `tokens`, int32 [num_words]."""
     bits = np.zeros(32 * num_words, np.uint8)
     bits[[token for token in tokens if token < len(bits)]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class GrammarManager:
-    """Grammars of a model, and the threads that work on them. Both are made when the first request asks.
+    """Compiled grammars of a model and their worker threads, both created on the first request.
 
     Args:
         vocabulary: the model's tokenizer.
-        vocab_size: columns of the logits.
-        eos: the model's own end tokens; the tokenizer's where there are none.
+        vocab_size: width of the logits.
+        eos: end-of-sequence tokens of the model; if empty, that of the tokenizer.
     """
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos: Sequence[int]) -> None:
@@ -205,7 +205,7 @@ class GrammarManager:
         self._mask_executor: LLExecutor | None = None
 
     def on_ready(self, call: Callable[[], None]) -> None:
-        """`call` is called, on a worker, each time that constraints become ready."""
+        """Register a callback for constraints that become ready; it is called on a worker thread."""
         self._on_ready = call
 
     @property
@@ -214,13 +214,13 @@ class GrammarManager:
         return self._eos or (() if own is None else (own,))
 
     def constraint(self, params: SamplingParams, stops: Sequence[int]) -> Constraint:
-        """The beginning of an answer, which becomes ready by itself; `stops` are the request's stop tokens."""
+        """A new constraint, compiled on a worker; `stops` are the request's stop tokens."""
         constraint = Constraint(params, stops)
         self._submit(lambda: self._compile(constraint))
         return constraint
 
     def advance(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
-        """Answers go on with a token each; they are not ready until it is known what may follow."""
+        """Advance each constraint by a token on a worker; they are not ready until their next mask is."""
         for constraint, _ in tokens:
             assert constraint.ready
             constraint.ready = False
@@ -244,12 +244,12 @@ class GrammarManager:
         self._on_ready()
 
     def _advance(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
-        """All together: Python, which the loop needs too, is held for a moment only."""
+        """Advance all constraints together, so that the worker holds the GIL, which the loop needs too, only briefly."""
         constraints = [constraint for constraint, _ in tokens]
         try:
             for constraint, token in tokens:
                 constraint.count_token()
-                constraint.matcher.consume_token(token)  # what is wrong with it is asked for by `needs_mask`
+                constraint.matcher.consume_token(token)  # `needs_mask` reports errors
             self._compute_masks(constraints)
         except Exception as error:
             for constraint in constraints:
@@ -282,10 +282,10 @@ class GrammarManager:
             return self._mask_executor
 
     def matcher(self, structured: StructuredOutputs) -> LLMatcher:
-        """A form's grammar at its beginning. Grammars are kept, since many requests ask for the same.
+        """A matcher at the start of a grammar. Compiled grammars are cached, because many requests use the same.
 
         Raises:
-            ValueError: it cannot be used.
+            ValueError: the grammar is invalid.
         """
         from llguidance import LLMatcher
 
@@ -296,41 +296,41 @@ class GrammarManager:
                 self._compiled.move_to_end(grammar)
                 return compiled.deep_copy()
             tokenizer = self._open_tokenizer()
-        found = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
-        if found.is_error():
-            raise ValueError(found.get_error())
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
         with self._lock:
-            self._compiled[grammar] = found
+            self._compiled[grammar] = matcher
             while len(self._compiled) > _MAX_CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
-            return found.deep_copy()
+            return matcher.deep_copy()
 
     def _open_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
             from llguidance import LLTokenizer, TokenizerWrapper
 
             if not self.eos:
-                raise ValueError("the model has no end token.")
+                raise ValueError("the model has no end-of-sequence token.")
             tokenizer_json = self._vocabulary.tokenizer_json()
             try:
                 if tokenizer_json is None:
                     raise ValueError("no JSON")
                 self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos))
-            except ValueError:  # a kind of tokenizer that llguidance cannot read: then token by token
+            except ValueError:  # llguidance cannot read this tokenizer: pass each token
                 adapter = TokenizerWrapper(TokenizerAdapter(self._vocabulary, self.eos[0]))
                 self._tokenizer = LLTokenizer(adapter, n_vocab=self.vocab_size, eos_token=list(self.eos))
         return self._tokenizer
 
 
 class TokenizerAdapter:
-    """A tokenizer as llguidance's `TokenizerWrapper` takes it: the text of each token."""
+    """A tokenizer in the format of llguidance's `TokenizerWrapper`: the text of each token."""
 
     def __init__(self, vocabulary: Vocabulary, eos: int) -> None:
         token_bytes = vocabulary.token_bytes()
         self.eos_token_id = eos
         self.bos_token_id = None
         self.special_token_ids = [token for token, text in enumerate(token_bytes) if text is None]
-        # A special token's text starts with a byte that no text holds, so that no grammar asks for it.
+        # The text of a special token starts with a byte that occurs in no UTF-8 text, so no grammar matches it.
         self.tokens = [b"\xff<%d>" % token if text is None else text for token, text in enumerate(token_bytes)]
         self._special = frozenset(self.special_token_ids)
         self._vocabulary = vocabulary

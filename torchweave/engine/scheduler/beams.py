@@ -1,11 +1,11 @@
-"""Beam searches that run: one request each, with a slot for each beam of its width.
+"""Running beam searches: one request each, with a slot per beam.
 
-All beams hold the blocks of what they have in common; a block is copied only when two beams go on within it. A step of a search
-needs to know what the step before it found, so a search rests until that has been taken in, and takes part in every second step
-of an engine that runs ahead by one; nobody else waits for it.
+Beams share the blocks of their common prefix; a block is copied only when two beams continue within it. The next step of a search
+needs the result of its last one, so a search skips steps until that result is there: with one step of run-ahead it takes part in
+every second step. Other requests do not wait for it.
 
-A search that starts, or was paused and resumes, reads its beams one after another; each begins with the full blocks that it has in
-common with those before it.
+A search that starts, or resumes after a pause, prefills its beams one after another; each begins with the full blocks that it
+shares with an earlier one.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from torchweave.ops.slot_state import SlotUpdates
 
 @dataclass
 class BeamGroup:
-    """One search that runs.
+    """One running search.
 
     Attributes:
         state: its request.
-        search: what it has found.
-        slots: as many as the search is wide; the first is the one that the request is known by.
+        search: its beams and hypotheses.
+        slots: `beam_width` slots; the first one stands for the request.
         members: the slot of each beam.
-        prefill_beam: number of the beam that is being read; None once all were.
-        forks: of the next step, when its beams are known: for each beam the slot that it continues, and whether it stays there.
-            None while a step is awaited or beams are read.
+        prefill_beam: index of the beam in prefill; None once all are computed.
+        forks: for each beam of the next step, the slot that it continues, and whether it keeps this slot. None while a result
+            is pending or beams prefill.
+        pending_release: the search is finished or paused.
     """
 
     state: RequestState
@@ -54,72 +55,70 @@ class BeamGroup:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the step that it can take part in now."""
+        """Rows that the search takes in the next step."""
         return len(self.forks) if self.forks is not None else 0
+
+    @property
+    def continued_slots(self) -> list[int]:
+        """Slots that their beam keeps in the next step."""
+        return [slot for slot, stays in self.forks or () if stays]
 
     def sequence(self, beam: int) -> np.ndarray:
         return np.concatenate([self.state.prompt, self.search.beams[beam].tokens])
 
     def update(self, slot: int, continuations: Continuations) -> bool:
-        """Take in what the model says of the beam in `slot`; True when that was the last one, and the search has gone on."""
+        """Add the continuations of the beam in `slot`; returns True when they were the last ones and the search advanced."""
         self._continuations[self.members.index(slot)] = continuations
         if len(self._continuations) < len(self.search.beams):
             return False
         parents = self.search.advance([self._continuations[beam] for beam in range(len(self._continuations))])
         self._continuations.clear()
-        kept: set[int] = set()
+        continued: set[int] = set()
         self.forks = []
         for slot in (self.members[parent] for parent in parents):
-            self.forks.append((slot, slot not in kept))
-            kept.add(slot)
+            self.forks.append((slot, slot not in continued))
+            continued.add(slot)
         return True
 
 
 class BeamSearches:
-    """All searches that run.
-
-    Args:
-        slots, kv: the slots and blocks that they share with everyone else.
-        updates: collects what the device has to be told before the next step.
+    """All running searches.
 
     Attributes:
-        groups: by the slot that the request is known by.
+        groups: searches by their first slot.
     """
 
-    def __init__(self, slots: SlotTable, kv: BlockManager, updates: SlotUpdates) -> None:
+    def __init__(self) -> None:
         self.groups: dict[int, BeamGroup] = {}
-        self._slots = slots
-        self._kv = kv
-        self._updates = updates
 
     def __bool__(self) -> bool:
         return bool(self.groups)
 
-    def of(self, slot: int) -> BeamGroup | None:
+    def group_of(self, slots: SlotTable, slot: int) -> BeamGroup | None:
         """The search that a slot belongs to."""
-        return self.groups.get(int(self._slots.group[slot]))
+        return self.groups.get(int(slots.group[slot]))
 
     def decoding(self) -> list[BeamGroup]:
-        """Searches that have read all of their beams."""
+        """Searches whose beams are all computed."""
         return [group for group in self.groups.values() if group.prefill_beam is None and not group.pending_release]
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
-    def start(self, leader: int, state: RequestState) -> BeamGroup:
-        """A request that has just been given the slot `leader` takes as many more as its search is wide."""
+    def start(self, slots: SlotTable, kv: BlockManager, leader: int, state: RequestState) -> BeamGroup:
+        """Give the search in slot `leader` the slots of its other beams."""
         assert state.search is not None
-        limit, common = int(self._slots.limit[leader]), len(state.prompt) // self._kv.block_size
-        slots = [leader]
+        limit, num_shared_blocks = int(slots.limit[leader]), len(state.prompt) // kv.block_size
+        members = [leader]
         for _ in range(state.request.sampling.beam_width - 1):
-            slots.append(self._slots.add_beam(leader, limit))
-            self._kv.reserve_fork(slots[-1], limit, common)
-        self._slots.group[leader] = leader
-        group = self.groups[leader] = BeamGroup(state, state.search, slots, slots[: len(state.search.beams)])
+            members.append(slots.add_beam(leader, limit))
+            kv.reserve_fork(members[-1], limit, num_shared_blocks)
+        slots.group[leader] = leader
+        group = self.groups[leader] = BeamGroup(state, state.search, members, members[: len(state.search.beams)])
         return group
 
-    def prefill_next_beam(self, slot: int) -> int | None:
-        """A beam has been read in `slot`: begin with the next; returns the slot that it is read in, None when that was the last."""
-        group = self.of(slot)
+    def prefill_next_beam(self, slots: SlotTable, kv: BlockManager, updates: SlotUpdates, slot: int) -> int | None:
+        """Begin the prefill of the beam after the one in `slot`; returns its slot, or None after the last beam."""
+        group = self.group_of(slots, slot)
         assert group is not None and group.prefill_beam is not None
         beam = group.prefill_beam + 1
         if beam == len(group.search.beams):
@@ -127,124 +126,121 @@ class BeamSearches:
             return None
         group.prefill_beam = beam
         sequence, child = group.sequence(beam), group.members[beam]
-        common, parent = max((_common(group.sequence(other), sequence), group.members[other]) for other in range(beam))
-        blocks = min(common, len(sequence) - 1) // self._kv.block_size
-        if not self._kv.covers_window(parent, blocks):
-            blocks = 0  # its window has moved on
-        self._fork(parent, child, blocks)
-        self._slots.start_prefill(child, sequence, blocks * self._kv.block_size)
+        common, parent = max(
+            (_common_length(group.sequence(other), sequence), group.members[other]) for other in range(beam)
+        )
+        num_blocks = min(common, len(sequence) - 1) // kv.block_size
+        if not kv.covers_window(parent, num_blocks):
+            num_blocks = 0  # the parent's blocks in the window were freed
+        _fork(slots, kv, updates, parent, child, num_blocks)
+        slots.start_prefill(child, sequence, num_blocks * kv.block_size)
         return child
 
-    def blocks_needed(self, group: BeamGroup) -> int:
-        """Columns that the search needs for its next step. What it does not look at any more is given back before."""
+    def blocks_needed(self, slots: SlotTable, kv: BlockManager, group: BeamGroup) -> int:
+        """Logical blocks that the search needs for its next step."""
         if group.forks is None:
             return 0
-        assert group.forks, "a search that goes on has beams"
-        kept = np.array([slot for slot, stays in group.forks if stays])
-        forked = len(group.forks) - len(kept)  # each into a block of its own
-        self._kv.free_out_of_window(kept, self._slots.num_computed[kept])
-        return int(self._kv.blocks_needed(kept, self._slots.num_computed[kept] + 1).sum()) + forked
+        assert group.forks, "a running search has beams"
+        continued = np.array(group.continued_slots)
+        num_forks = len(group.forks) - len(continued)  # each into a block of its own
+        return int(kv.blocks_needed(continued, slots.num_computed[continued] + 1).sum()) + num_forks
 
-    def held_blocks(self, group: BeamGroup) -> int:
-        """Blocks that come free if the search is paused."""
-        return self._kv.num_freeable(group.slots)
-
-    def assign_slots(self, groups: Sequence[BeamGroup]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    def assign_slots(
+        self, slots: SlotTable, kv: BlockManager, updates: SlotUpdates, groups: Sequence[BeamGroup]
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Give each beam of the next step a slot with the blocks of the beam that it continues.
 
         Returns:
-            int32, the slots; and (slot continued, slot) wherever the last block, not yet full, has to be copied.
+            int32, the slots; and (parent slot, slot) of each fork whose last block is not full and has to be copied.
         """
         rows: list[int] = []
         copies: list[tuple[int, int]] = []
         for group in groups:
             assert group.forks is not None
-            tokens = int(self._slots.num_computed[group.forks[0][0]])
-            kept = {slot for slot, stays in group.forks if stays}
-            spare = [slot for slot in group.slots if slot not in kept]
-            group.members = [slot if stays else self._fork_beam(slot, spare.pop()) for slot, stays in group.forks]
-            if tokens % self._kv.block_size:
-                copies += [
-                    (fork[0], slot) for fork, slot in zip(group.forks, group.members, strict=True) if not fork[1]
-                ]
-            last = np.array([beam.tokens[-1] for beam in group.search.beams])
-            self._updates.set("last_token", group.members, last)
-            self._updates.set("position", group.members, tokens)
-            group.forks = None
-            rows += group.members
+            num_tokens = int(slots.num_computed[group.forks[0][0]])
+            continued = set(group.continued_slots)
+            spare = [slot for slot in group.slots if slot not in continued]
+            members = []
+            for slot, stays in group.forks:
+                members.append(slot if stays else spare.pop())
+                if not stays:
+                    _fork(slots, kv, updates, slot, members[-1], num_tokens // kv.block_size)
+                    slots.num_computed[members[-1]] = num_tokens
+            if num_tokens % kv.block_size:
+                forks = zip(group.forks, members, strict=True)
+                copies += [(fork[0], slot) for fork, slot in forks if not fork[1]]
+            updates.set("last_token", members, np.array([beam.tokens[-1] for beam in group.search.beams]))
+            updates.set("position", members, num_tokens)
+            group.members, group.forks = members, None
+            rows += members
         return np.array(rows, np.int32), copies
 
-    def _fork_beam(self, parent: int, child: int) -> int:
-        """Let `child` begin with the full blocks of `parent`."""
-        tokens = int(self._slots.num_computed[parent])
-        self._fork(parent, child, tokens // self._kv.block_size)
-        self._slots.num_computed[child] = tokens
-        return child
-
-    def _fork(self, parent: int, child: int, blocks: int) -> None:
-        grant = self._kv.fork(parent, child, blocks)
-        self._updates.set_block_table(grant.slots, grant.block_indices, grant.blocks)
-        self._kv.reserve(child, int(self._slots.limit[child]))
-
-    def block_copies(self, copies: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray] | None:
-        """The blocks to copy, (from, to), once the slots have theirs."""
-        if not copies:
-            return None
-        parents, children = np.array(copies).T
-        block_indices = self._slots.num_computed[parents] // self._kv.block_size
-        return self._kv.table[:, parents, block_indices].ravel(), self._kv.table[:, children, block_indices].ravel()
-
-    def mark_scheduled(self, slots: np.ndarray, index: int) -> None:
-        """A step names `slots`: nothing of their searches is given back before it has completed."""
-        for leader in set(self._slots.group[slots].tolist()) - {-1}:
-            self._slots.last_step_index[self.groups[leader].slots] = index
+    def mark_scheduled(self, slots: SlotTable, rows: np.ndarray, index: int) -> None:
+        """Keep all slots of the searches in a step until it has completed."""
+        for leader in set(slots.group[rows].tolist()) - {-1}:
+            slots.last_step_index[self.groups[leader].slots] = index
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
-    def update(self, slots: np.ndarray, rows: np.ndarray, found: StepLogprobs) -> list[BeamGroup]:
-        """Take in the rows of a step that belong to searches; returns those searches that have come to their end."""
-        entry_of_row = {int(row): i for i, row in enumerate(found.rows)}
-        ended = []
-        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
-            group, at = self.of(slot), entry_of_row[row]
+    def update(
+        self, slots: SlotTable, kv: BlockManager, beam_slots: np.ndarray, rows: np.ndarray, logprobs: StepLogprobs
+    ) -> list[BeamGroup]:
+        """Process the rows of a step that belong to searches; returns the finished searches."""
+        entry_of_row = {int(row): i for i, row in enumerate(logprobs.rows)}
+        finished = []
+        for slot, row in zip(beam_slots.tolist(), rows.tolist(), strict=True):
+            group, at = self.group_of(slots, slot), entry_of_row[row]
             assert group is not None
-            keep = group.state.num_logprobs
-            if group.update(slot, Continuations(found.top_values[at][:keep], found.top_ids[at][:keep])):
+            count = group.state.num_logprobs
+            if group.update(slot, Continuations(logprobs.top_values[at][:count], logprobs.top_ids[at][:count])):
                 if group.search.finished:
-                    ended.append(group)
+                    finished.append(group)
                 else:
-                    self._free_dropped_beams(group)
-        return ended
-
-    def _free_dropped_beams(self, group: BeamGroup) -> None:
-        """Give back the blocks of the slots whose beams do not go on; what such a slot may come to need stays reserved."""
-        assert group.forks is not None
-        kept = {slot for slot, _ in group.forks}
-        common = int(self._slots.num_computed[group.forks[0][0]]) // self._kv.block_size
-        for slot in set(group.slots) - kept:
-            self._kv.free(slot)
-            self._kv.reserve_fork(slot, int(self._slots.limit[slot]), common)
-
-    def release(self, group: BeamGroup) -> None:
-        """Give back the slots and blocks of a search."""
-        del self.groups[group.leader]
-        for slot in group.slots:
-            self._slots.release(slot)
-            self._kv.free(slot)
+                    _free_dropped_beams(slots, kv, group)
+        return finished
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Tokens that two sequences of the same length begin with in common."""
+def _fork(
+    slots: SlotTable, kv: BlockManager, updates: SlotUpdates, parent: int, child: int, num_logical_blocks: int
+) -> None:
+    """Let slot `child` begin with the first blocks of `parent`, all full."""
+    grant = kv.fork(parent, child, num_logical_blocks)
+    updates.set_block_table(grant.slots, grant.block_indices, grant.blocks)
+    kv.reserve(child, int(slots.limit[child]))
+
+
+def _free_dropped_beams(slots: SlotTable, kv: BlockManager, group: BeamGroup) -> None:
+    """Free the blocks of beams that ended, and reserve what their slots may need again."""
+    assert group.forks is not None
+    continued = {slot for slot, _ in group.forks}
+    num_shared_blocks = int(slots.num_computed[group.forks[0][0]]) // kv.block_size
+    for slot in set(group.slots) - continued:
+        kv.free(slot)
+        kv.reserve_fork(slot, int(slots.limit[slot]), num_shared_blocks)
+
+
+def block_copies(
+    slots: SlotTable, kv: BlockManager, copies: Sequence[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Blocks to copy for (parent slot, slot) pairs, as (sources, targets), once the slots have their blocks."""
+    if not copies:
+        return None
+    parents, children = np.array(copies).T
+    block_indices = slots.num_computed[parents] // kv.block_size
+    return kv.table[:, parents, block_indices].ravel(), kv.table[:, children, block_indices].ravel()
+
+
+def _common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """Length of the common prefix of two sequences of equal length."""
     different = np.flatnonzero(one != other)
     return int(different[0]) if different.size else len(one)
 
 
-def found(state: RequestState) -> Response:
-    """The answers of a beam search that is over."""
+def beam_response(state: RequestState) -> Response:
+    """The final response of a finished beam search."""
     assert state.search is not None
     beams = state.search.best("cancelled" if state.reason == "cancelled" else None)
     if not beams:  # stopped before its first step
         return Response(state.request.id, Output(NO_TOKENS, state.reason), final=True)
-    return Response(
-        state.request.id, Output(beams[0].token_ids, state.reason, beams[0].logprobs, beams=beams), final=True
-    )
+    output = Output(beams[0].token_ids, state.reason, beams[0].logprobs, beams=beams)
+    return Response(state.request.id, output, final=True)

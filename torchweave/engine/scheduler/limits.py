@@ -1,4 +1,4 @@
-"""What a step and a request may hold, and what is said of a request that can never run."""
+"""Limits of steps and requests, and the rejection of requests that can never run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torchweave.ops.sampling.logits_processors import MAX_BAD_WORD_TOKENS
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step and a request may hold.
+    """Limits of steps and requests.
 
     Attributes:
-        max_batch_size: requests in a step.
-        max_num_tokens: tokens in a step.
-        max_model_len: tokens of a request, prompt and answer.
+        max_batch_size: most requests in a step.
+        max_num_tokens: most tokens in a step.
+        max_model_len: most tokens of a request, prompt and answer.
         vocab_size: token ids are below this.
-        chunked_context: a prompt may be read in several steps.
-        equal_progress: prompts that do not fit together are each read a part; else the oldest first.
-        mixed_step_sizes: tokens of steps that read prompts while others generate, see `step_token_budget`; empty: any number.
-        batch_wait_timeout_iters, batch_wait_max_tokens_ratio: when prompts wait for more of them, see `should_delay_prefill`.
+        chunked_context: a prompt may be split over several steps.
+        equal_progress: prompts that do not fit together each advance by a part; else the oldest is first.
+        mixed_step_sizes: tokens of steps with prefill and decode rows, see `step_token_budget`; empty: any number.
+        batch_wait_timeout_iters, batch_wait_max_tokens_ratio: delay of prompts, see `should_delay_prefill`.
     """
 
     max_batch_size: int
@@ -38,13 +38,13 @@ class Limits:
     batch_wait_max_tokens_ratio: float = 0.0
 
     def last_position(self, request: InferenceRequest) -> int:
-        """Tokens whose keys and values a request may come to store: all but the last one generated."""
+        """Most tokens that a request stores in the KV cache: all but the last generated one."""
         room = self.max_model_len - len(request.input_ids)
         max_tokens = request.sampling.max_tokens
         return len(request.input_ids) + (room if max_tokens is None else min(max_tokens, room)) - 1
 
     def max_blocks_needed(self, request: InferenceRequest, kv: BlockManager) -> int:
-        """Blocks that a request may come to hold. Beams have the prompt's full blocks in common, and no more for sure."""
+        """Most blocks that a request may hold. Beams are certain to share only the prompt's full blocks."""
         common = len(request.input_ids) // kv.block_size
         return kv.max_blocks_of_forks(self.last_position(request), request.sampling.beam_width, common)
 
@@ -52,30 +52,30 @@ class Limits:
         width = request.sampling.beam_width
         if width > self.max_batch_size:
             return (
-                f"beam_width={width} needs as many rows in a step, but max_batch_size is {self.max_batch_size}; lower beam_width "
+                f"beam_width={width} needs {width} rows in a step, but max_batch_size is {self.max_batch_size}; lower beam_width "
                 "or raise max_batch_size."
             )
         if request.streaming:
-            return "A beam search has no answer before its end, so it cannot be streamed; ask for the whole answer."
+            return "A beam search has no answer before its end, so it cannot be streamed; set streaming to False."
         return ""
 
     def rejection_reason(self, request: InferenceRequest, kv: BlockManager) -> str:
-        """Why a request can never run, in one sentence; empty when it can."""
+        """Why a request can never run, in a sentence; empty if it can."""
         if why := _token_id_rejection(request.sampling, self.vocab_size) or _queue_rejection(request):
             return why
         prompt = np.asarray(request.input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
             return "The prompt is empty; give at least one token."
         if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            return f"The prompt holds a token id outside 0..{self.vocab_size - 1}, which this model does not know."
+            return f"The prompt has a token id outside 0..{self.vocab_size - 1}, the vocabulary of this model; use its tokenizer."
         if prompt.size >= self.max_model_len:
             return (
                 f"The prompt has {prompt.size} tokens, but max_model_len is {self.max_model_len} and the answer needs at least "
-                "one; shorten the prompt, or raise max_model_len if the model has positions, and the KV cache blocks, for more."
+                "one; shorten the prompt, or raise max_model_len as far as the model and the KV cache allow."
             )
         if not self.chunked_context and prompt.size > self.max_num_tokens:
             return (
-                f"The prompt has {prompt.size} tokens, but a step holds {self.max_num_tokens} and chunked context is off; "
+                f"The prompt has {prompt.size} tokens, but a step has at most {self.max_num_tokens} and chunked context is off; "
                 "shorten the prompt, raise max_num_tokens or turn enable_chunked_context on."
             )
         if request.sampling.beam_width > 1 and (why := self._beam_rejection(request)):
@@ -83,46 +83,46 @@ class Limits:
         blocks = self.max_blocks_needed(request, kv)
         if -(-blocks // kv.num_groups) > kv.num_blocks // kv.num_groups:
             return (
-                f"The request may need {blocks} KV cache blocks, but there are {kv.num_blocks}; lower max_tokens (or "
+                f"The request may need {blocks} KV cache blocks, but the engine has {kv.num_blocks}; lower max_tokens (or "
                 "beam_width) or give the KV cache more memory."
             )
         return ""
 
 
 def _queue_rejection(request: InferenceRequest) -> str:
-    """What is wrong with what orders and separates requests; the loop looks at it when others run."""
+    """Why `priority` or `cache_salt` is invalid; checked here, because the loop uses them while other requests run."""
     if not isinstance(request.priority, (int, np.integer)):
         return f"priority must be a whole number, but is {request.priority!r}."
     try:
         request.cache_salt.encode()
     except (AttributeError, UnicodeEncodeError):
-        return f"cache_salt must be a text, empty for none, but is {request.cache_salt!r}."
+        return f"cache_salt must be a string, empty for none, but is {request.cache_salt!r}."
     return ""
 
 
 def _token_id_rejection(params: SamplingParams, vocab_size: int) -> str:
-    """What is wrong with the tokens that a request names."""
-    named = {name: getattr(params, name) or () for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
+    """Why a token id of the sampling parameters is invalid."""
+    token_ids = {name: getattr(params, name) or () for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
     for word in params.bad_words or ():
         if isinstance(word, str):
-            return f"bad_words holds the text {word!r}, but the engine takes token ids; see `in_tokens`."
+            return f"bad_words holds the text {word!r}, but the engine takes token ids; see `encode_bad_words`."
         if len(word) > MAX_BAD_WORD_TOKENS:
             return f"bad_words holds a word of {len(word)} tokens; give words of at most {MAX_BAD_WORD_TOKENS} tokens."
-        named["bad_words"] = (*named.get("bad_words", ()), *word)
-    for name, ids in named.items():
+        token_ids["bad_words"] = (*token_ids.get("bad_words", ()), *word)
+    for name, ids in token_ids.items():
         if ids and max(ids) >= vocab_size:
-            return f"{name} holds the token id {max(ids)}, but this model knows 0..{vocab_size - 1}."
+            return f"{name} holds the token id {max(ids)}, but this model's vocabulary is 0..{vocab_size - 1}."
     return ""
 
 
 def conflicting_fields(params: SamplingParams, eos: Sequence[int]) -> str:
-    """Which fields exclude each other; empty when none do. `eos` are the model's own end tokens."""
+    """Why two fields exclude each other, in a sentence; empty if none do. `eos` are the model's end-of-sequence tokens."""
     allowed = params.allowed_token_ids
     if allowed is None:
         return ""
     if params.structured_outputs is not None:
-        return "structured_outputs and allowed_token_ids both say which tokens are allowed; give one of them."
+        return "structured_outputs and allowed_token_ids both restrict the tokens; give one of them."
     stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos)}
     if params.min_tokens and stops.issuperset(allowed):
-        return "allowed_token_ids holds stop tokens alone, which min_tokens holds back; allow others too, or leave min_tokens out."
+        return "allowed_token_ids holds stop tokens alone, which min_tokens bans; allow other tokens too, or leave min_tokens out."
     return ""

@@ -1,112 +1,154 @@
-"""The slots in use: which read their prompts, which generate, and which are about to be left."""
+"""The running requests: slots that prefill, slots that decode, and slots whose release is pending."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.scheduler.beams import BeamGroup, BeamSearches
+from torchweave.engine.scheduler.beams import BeamSearches
 from torchweave.engine.scheduler.logits_processors import LogitsProcessors
 from torchweave.engine.scheduler.slot_table import SlotTable
+from torchweave.ops.slot_state import SlotUpdates
 
 NO_SLOTS = np.empty(0, np.int32)
 
 
 class RunningSet:
-    """What the batch, the planner and the former of steps share.
+    """Owner of the running requests' state on the host.
 
     Args:
-        slots: facts about the running requests.
-        beams: searches, whose slots are in none of the lists below but `prefill`, the one of their beam that is read, and
-            `pending_release`, the first of them.
-        kv: owner of the KV cache's blocks.
-        reuse: sequences that begin alike share KV cache blocks.
+        max_slots: number of slots.
+        reuse: requests with a common prefix share KV cache blocks.
 
     Attributes:
-        prefill: slots whose prompt is still being read, oldest first.
-        decoding: slots that take one token a step.
-        pending_release: slots that are done or paused but may still be named by a step in flight.
-        completed: index of the last step whose result was taken in.
-        logits_processors: which requests have their logits changed.
+        slots: arrays over slots.
+        beams: running beam searches. Of their slots, `prefill` holds that of the beam in prefill, and `pending_release` the
+            first one; `decoding` holds none.
+        logits_processors: requests whose logits are processed before sampling.
+        prefill: slots in prefill, oldest first.
+        decoding: slots that take one token per step.
+        pending_release: slots that are finished or paused, and that a step in flight may still contain.
+        completed: index of the last completed step.
     """
 
-    def __init__(self, slots: SlotTable, beams: BeamSearches, kv: BlockManager, reuse: bool) -> None:
-        self.slots = slots
-        self.beams = beams
-        self.kv = kv
+    def __init__(self, max_slots: int, reuse: bool) -> None:
+        self.slots = SlotTable(max_slots)
+        self.beams = BeamSearches()
+        self.logits_processors = LogitsProcessors(max_slots)
         self.reuse = reuse
         self.prefill: list[int] = []
         self.decoding = NO_SLOTS
         self.pending_release: list[int] = []
         self.completed = -1
-        self.logits_processors = LogitsProcessors(len(slots.state))
 
     def in_flight(self, slot: int) -> bool:
         return self.slots.last_step_index[slot] > self.completed
 
     def stop(self, slot: int) -> None:
-        """Name a slot in no step from here on; it is left when those that name it have completed."""
+        """Schedule a request in no further step. Its slots are released when the steps in flight have completed."""
+        if (group := self.beams.group_of(self.slots, slot)) is not None:
+            group.pending_release = True
+            self.prefill = [each for each in self.prefill if each not in group.members]
+            slot = group.leader
         if slot not in self.pending_release:
             self.pending_release.append(slot)
         if slot in self.prefill:
             self.prefill.remove(slot)
         self.decoding = self.decoding[self.decoding != slot]
 
-    def stop_search(self, group: BeamGroup) -> None:
-        """The same for all slots of a beam search."""
-        group.pending_release = True
-        for slot in set(group.members) & set(self.prefill):
-            self.prefill.remove(slot)
-        self.stop(group.leader)
-
-    def advance(self, generated: np.ndarray, slots: np.ndarray, after: np.ndarray, emits: np.ndarray) -> None:
-        """A step was formed. Those go on that emit and have not read all they may, and those that rested.
+    def advance(
+        self,
+        kv: BlockManager,
+        updates: SlotUpdates,
+        decoded: np.ndarray,
+        slots: np.ndarray,
+        after: np.ndarray,
+        emits: np.ndarray,
+    ) -> None:
+        """Move the slots of a new step on: from prefill to decode, from one beam to the next, or out at their limit.
 
         Args:
-            generated: slots of `decoding` that took part.
-            slots, emits: rows of the step.
-            after: tokens of each that are read when the step has run.
+            decoded: slots of `decoding` in the step; the others stay.
+            slots: rows of the step.
+            after: computed tokens of each row after the step.
+            emits: rows that generate a token.
         """
-        more = after < self.slots.limit[slots]
-        rested = NO_SLOTS
-        if len(generated) < len(self.decoding):
-            rested = self.decoding[~np.isin(self.decoding, generated)]
+        below_limit = after < self.slots.limit[slots]
+        skipped = NO_SLOTS
+        if len(decoded) < len(self.decoding):
+            skipped = self.decoding[~np.isin(self.decoding, decoded)]
         if self.prefill:
-            self.prefill = [now for slot in self.prefill if (now := self._next_prefill_slot(slot)) is not None]
-        if len(slots) > len(generated) or rested.size or not more.all():
-            going = slots[emits & more]
+            following = (self._next_prefill_slot(kv, updates, slot) for slot in self.prefill)
+            self.prefill = [slot for slot in following if slot is not None]
+        if len(slots) > len(decoded) or skipped.size or not below_limit.all():
+            decoding = slots[emits & below_limit]
             if self.beams:
-                going = going[self.slots.group[going] < 0]
-            self.decoding = np.concatenate([going, rested])
+                decoding = decoding[self.slots.group[decoding] < 0]
+            self.decoding = np.concatenate([decoding, skipped])
 
-    def _next_prefill_slot(self, slot: int) -> int | None:
-        """The slot in which what `slot` reads goes on: itself, that of a search's next beam, or None when all was read."""
+    def _next_prefill_slot(self, kv: BlockManager, updates: SlotUpdates, slot: int) -> int | None:
+        """The slot in which the prefill of `slot` continues: itself, that of the search's next beam, or None at its end."""
         if self.slots.remaining_prefill(slot) > 0:
             return slot
-        return self.beams.prefill_next_beam(slot) if self.slots.group[slot] >= 0 else None
+        return self.beams.prefill_next_beam(self.slots, kv, updates, slot) if self.slots.group[slot] >= 0 else None
 
-    def cache_full_blocks(self, slot: int, num_tokens: int) -> None:
-        """Let others use the full blocks among the first `num_tokens` tokens of a slot, which launched steps have read."""
+    def cache_full_blocks(self, kv: BlockManager, slot: int, num_tokens: int) -> None:
+        """Enter the full blocks among the first `num_tokens` tokens of a slot, all computed, into the prefix cache."""
         if self.reuse:
             if self.slots.group[slot] >= 0:  # beams change from step to step
                 num_tokens = min(num_tokens, len(self.slots.state_of(slot).prompt))
             tokens = self.slots.sequence(slot, num_tokens)
-            hashes = self.slots.state_of(slot).hashes(tokens, self.kv.block_size)
-            self.kv.cache_full_blocks(slot, hashes, first=int(self.kv.num_shared[slot]))
+            hashes = self.slots.state_of(slot).hashes(tokens, kv.block_size)
+            kv.cache_full_blocks(slot, hashes, first=int(kv.num_shared[slot]))
 
-    def release(self, slot: int) -> None:
-        """Give back a slot and its blocks."""
+    def release(self, kv: BlockManager, slot: int) -> None:
+        """Free the slot or slots of a request, and their blocks."""
         self.logits_processors.release(slot)
-        self.slots.release(slot)
-        self.kv.free(slot)
+        group = self.beams.groups.pop(slot, None)
+        for each in [slot] if group is None else group.slots:
+            self.slots.release(each)
+            kv.free(each)
 
-    def clear(self) -> None:
-        """Leave every slot, whatever names it."""
-        for group in list(self.beams.groups.values()):
-            self.beams.release(group)
-        for slot in list(self.slots.of.values()):
-            self.release(slot)
+    def clear(self, kv: BlockManager) -> None:
+        """Free every slot, even those in steps in flight."""
+        for slot in list(self.slots.slot_of.values()):
+            self.release(kv, slot)
         self.logits_processors.clear()
         self.prefill.clear()
         self.pending_release.clear()
         self.decoding = NO_SLOTS
+
+    # -- invariants ----------------------------------------------------------------------------------------------------
+
+    def check(self, kv: BlockManager) -> None:
+        """Raise AssertionError unless slots, requests and blocks agree, as they do between two steps."""
+        kv.check()
+        slots, used = self.slots, [slot for slot, state in enumerate(self.slots.state) if state is not None]
+        assert sorted([*slots.free, *used]) == list(range(len(slots.state))), "a slot was lost, or is in use and free"
+        assert sorted(slots.slot_of.values()) == sorted(slot for slot in used if slots.group[slot] in (-1, slot))
+        for request_id, slot in slots.slot_of.items():
+            assert slots.state_of(slot).request.id == request_id
+        lists = [*self.decoding.tolist(), *self.prefill, *self.pending_release]
+        assert len(set(lists)) == len(lists) and set(lists) <= set(used), "a slot is in two lists, or has no request"
+        assert not kv.held_blocks[slots.free].any(), "a free slot holds blocks"
+        grouped = np.flatnonzero(slots.group >= 0).tolist()
+        assert sorted(slot for group in self.beams.groups.values() for slot in group.slots) == grouped
+        for group in self.beams.groups.values():
+            assert len(set(group.members)) == len(group.members) and set(group.members) <= set(group.slots)
+            assert (slots.group[group.slots] == group.leader).all()
+        self._check_sharing(kv, used)
+
+    def _check_sharing(self, kv: BlockManager, used: list[int]) -> None:
+        """Slots that share a block have equal salts and equal prompt tokens up to the end of the block."""
+        for group in range(kv.num_groups):
+            first_use: dict[int, tuple[int, int]] = {}
+            for slot in used:
+                for block_idx in range(int(kv.first[group, slot]), int(kv.held_blocks[slot])):
+                    other = first_use.setdefault(int(kv.table[group, slot, block_idx]), (slot, block_idx))
+                    if other[0] == slot:
+                        continue
+                    assert other[1] == block_idx, "a block has different positions in two sequences"
+                    one, two = self.slots.state_of(slot).request, self.slots.state_of(other[0]).request
+                    assert one.cache_salt == two.cache_salt, "requests with different salts share a block"
+                    length = min(len(one.input_ids), len(two.input_ids), (block_idx + 1) * kv.block_size)
+                    assert np.array_equal(one.input_ids[:length], two.input_ids[:length]), "a block has two contents"

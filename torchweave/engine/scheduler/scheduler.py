@@ -1,34 +1,34 @@
-"""The requests in flight: forms steps and takes in their results. No thread, no device, no clock.
+"""Continuous batching: build steps from requests, and responses from step results. No thread, no device, no clock.
 
-Facts about running requests are arrays over slots, so that a step costs the same few array operations whatever the number of
-requests. Python runs per request only when one joins, leaves, is paused, streams, or asked for log-probabilities.
+Facts about running requests are arrays over slots, so a step costs the same few array operations for any number of requests.
+Python runs per request only when a request starts, finishes, is paused, streams, or has log-probabilities or a grammar.
 
-Steps are formed ahead of their results: a step's tokens are unknown when the next is formed, but lengths and positions are
-not. A request that the device ends early (a stop token) is thus named by up to `run_ahead - 1` steps more; its slot and blocks
-are given back, and its final response sent, when the last of them has completed. A paused request leaves in the same way.
+Steps are built ahead of results: the tokens of a step are unknown when the next one is built, but lengths and positions are not.
+A request that the device ends early (a stop token) is therefore part of up to `run_ahead - 1` further steps; its slot and blocks
+are released, and its final response is sent, when the last of them has completed. A paused request leaves in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.request import FinishReason, InferenceRequest, Output
 from torchweave.engine.responses import Response, Responses, refusal
 from torchweave.engine.sampling.beam_search import BeamSearch, num_candidates
 from torchweave.engine.sampling.structured_output import GrammarManager
-from torchweave.engine.scheduler.beams import BeamGroup, BeamSearches, found
-from torchweave.engine.scheduler.invariants import check_running
+from torchweave.engine.scheduler.beams import BeamGroup, beam_response
 from torchweave.engine.scheduler.limits import Limits, conflicting_fields
-from torchweave.engine.scheduler.planner import PolicyAdapter
-from torchweave.engine.scheduler.policies import Decision, Policy, static_batch
-from torchweave.engine.scheduler.prompt_logprobs import chunk_size, store_prompt_logprobs
+from torchweave.engine.scheduler.policies import Decision, Policy, should_delay_prefill, static_batch
+from torchweave.engine.scheduler.prompt_logprobs import store_prompt_logprobs
 from torchweave.engine.scheduler.request_state import RequestState, WaitingQueue
 from torchweave.engine.scheduler.running_set import RunningSet
-from torchweave.engine.scheduler.slot_table import SlotTable
+from torchweave.engine.scheduler.snapshot import blocks_needed, take_snapshot
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
 from torchweave.engine.scheduler.step_builder import StepBuilder
 from torchweave.ops.slot_state import MAX_STOP_IDS, SlotUpdates
@@ -37,22 +37,25 @@ StateChange = Literal["started", "paused", "answering"]
 
 
 class Scheduler:
-    """Forms steps from requests and requests' answers from steps.
+    """Owner of all requests: `schedule` returns the next step, `update` takes its result and returns responses.
+
+    The waiting requests are in a queue, the running ones in a `RunningSet`, their blocks in `kv`. The policy decides on a
+    snapshot; the scheduler carries the decision out.
 
     Args:
-        limits: sizes, and how the tokens of a step are divided.
-        kv: owner of the KV cache's blocks.
-        policy: decides which waiting requests start, which running ones are paused, and how much of each prompt is read.
-        updates: collects what the device has to be told before the next step.
-        eos_token_ids: the model's own end tokens.
-        reuse: sequences that begin alike share KV cache blocks.
-        grammars: of answers that have to have a form; None where the model has no tokenizer.
+        limits: sizes of steps and requests, and how a step's tokens are divided among prompts.
+        kv: block manager of the KV cache.
+        policy: decides which waiting requests start, which running ones pause, and how much of each prompt is prefilled.
+        updates: collects updates of device state for the next step.
+        eos_token_ids: end-of-sequence tokens of the model.
+        reuse: requests with a common prefix share KV cache blocks.
+        grammars: grammars of structured outputs; None if the model has no tokenizer.
 
     Attributes:
-        paused_total: how often a running request was paused.
-        state_changes: (id, `started`, `paused` or `answering`) of requests since they were taken away, in order: began to read a
-            prompt (again, after a pause), gave its blocks back, drew its first token.
-        static: a batch starts and ends together.
+        paused_total: number of pauses so far.
+        state_changes: (id, state) in order, until a caller takes them: `started` prefill (again, after a pause), `paused` and
+            lost its blocks, or `answering`, with its first token.
+        static: the policy is `static_batch`.
     """
 
     def __init__(
@@ -71,24 +74,21 @@ class Scheduler:
         self.paused_total = 0
         self.state_changes: list[tuple[int, StateChange]] = []
         self.static = policy is static_batch
+        self._policy = policy
         self._eos = tuple(eos_token_ids)
-        self._slots = SlotTable(limits.max_batch_size)
-        self._beams = BeamSearches(self._slots, kv, updates)
-        self._running = RunningSet(self._slots, self._beams, kv, reuse)
-        self._policy_adapter = PolicyAdapter(limits, policy, self._running)
-        self._step_builder = StepBuilder(limits, self._running, updates)
+        self._running = RunningSet(limits.max_batch_size, reuse)
+        self._step_builder = StepBuilder(limits, updates)
         self._waiting = WaitingQueue()
-        self._waiting_for_grammar: dict[
-            int, RequestState
-        ] = {}  # by id; their grammars are at work, before they start or after a pause
-        self._arrivals = 0
+        self._waiting_for_grammar: dict[int, RequestState] = {}  # by id; before the start or after a pause
+        self._num_arrivals = 0
+        self._num_delayed_steps = 0  # consecutive steps without prefill although prompts wait
 
-    # -- requests in -------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     @property
     def num_active(self) -> int:
-        """Requests that were taken in and not yet finally answered."""
-        return len(self._slots.of) + self.num_waiting
+        """Requests without a final response."""
+        return len(self._running.slots.slot_of) + self.num_waiting
 
     @property
     def num_waiting(self) -> int:
@@ -96,48 +96,47 @@ class Scheduler:
 
     @property
     def num_paused(self) -> int:
-        """Requests that ran, were paused, and wait to run again."""
-        pending_release = sum(not self._slots.done[slot] for slot in self._running.pending_release)
-        return (
-            pending_release
-            + self._waiting.num_paused
-            + sum(state.paused for state in self._waiting_for_grammar.values())
-        )
+        """Paused requests that wait to run again."""
+        done = self._running.slots.done
+        pending_release = sum(not done[slot] for slot in self._running.pending_release)
+        waiting_for_grammar = sum(state.paused for state in self._waiting_for_grammar.values())
+        return pending_release + self._waiting.num_paused + waiting_for_grammar
 
     @property
     def is_loading(self) -> bool:
-        """Whether a request waits for what it begins with, on its way from host memory."""
+        """Whether a request waits for blocks from host memory."""
         return self.kv.host is not None and self.kv.host.is_loading
 
     def has_request(self, request_id: int) -> bool:
-        return request_id in self._slots.of or request_id in self._waiting or request_id in self._waiting_for_grammar
+        running = request_id in self._running.slots.slot_of
+        return running or request_id in self._waiting or request_id in self._waiting_for_grammar
 
     def rejection_reason(self, request: InferenceRequest) -> str:
-        """Why a request can never run, in one sentence; empty when it can. Of any thread."""
+        """Why a request can never run, in a sentence; empty if it can. Safe to call from any thread."""
         if request.sampling.structured_outputs is not None and self.grammars is None:
-            return "structured_outputs needs a tokenizer, and this model has none."
+            return "structured_outputs needs a tokenizer, but this model has none; leave structured_outputs out."
         return conflicting_fields(request.sampling, self._eos) or self.limits.rejection_reason(request, self.kv)
 
     def add(self, request: InferenceRequest, seed: int) -> None:
-        """Take in a request for which `rejection_reason` found nothing; `seed` is used when it brings none."""
+        """Add a request without a `rejection_reason`; `seed` is for requests without a seed."""
         params = request.sampling
         stops = tuple(dict.fromkeys((*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos))))
         state = RequestState(
             request=request,
             seed=seed if params.seed is None else params.seed,
-            arrival=self._arrivals,
-            prompt=np.array(request.input_ids, np.int32),  # a copy: the client may use its array again
+            arrival=self._num_arrivals,
+            prompt=np.array(request.input_ids, np.int32),  # a copy: the client may reuse its array
             stops=stops,
             host_stop_ids=frozenset(stops[MAX_STOP_IDS:]),
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
         if params.beam_width > 1:
-            most = self.limits.last_position(request) + 1 - len(state.prompt)
-            state.search = BeamSearch(params, frozenset(stops), most)
+            max_tokens = self.limits.last_position(request) + 1 - len(state.prompt)
+            state.search = BeamSearch(params, frozenset(stops), max_tokens)
             state.num_logprobs = max(num_candidates(params, len(stops)), state.num_logprobs)
             state.host_stop_ids = frozenset()
-        self._arrivals += 1
+        self._num_arrivals += 1
         if params.structured_outputs is None:
             self._waiting.add(state)
         else:
@@ -145,103 +144,149 @@ class Scheduler:
             state.constraint = self.grammars.constraint(params, stops)
             self._waiting_for_grammar[request.id] = state
 
+    def cancel(self, request_id: int) -> list[Response]:
+        """Cancel a request. Its final response is returned here or, if a step in flight contains it, from `update`."""
+        slots = self._running.slots
+        slot = slots.slot_of.get(request_id)
+        if slot is not None:
+            if not slots.done[slot]:
+                self._finish(slot, "cancelled")
+            return self._release()
+        state = self._waiting.remove(request_id) or self._waiting_for_grammar.pop(request_id, None)
+        if state is None:
+            return []
+        state.reason = "cancelled"
+        return [_final_response(state)]
+
+    def abort_all(self, message: str) -> list[Response]:
+        """Answer every request with an error and discard it: the device failed, or the engine shuts down."""
+        waiting = [*(state.request.id for state in self._waiting), *self._waiting_for_grammar]
+        ids = [*self._running.slots.slot_of, *waiting]
+        self._running.clear(self.kv)
+        self.kv.reset()  # after a failure of the device the blocks' contents are unknown
+        self._waiting.clear()
+        self._waiting_for_grammar.clear()
+        self._step_builder.clear()
+        return [refusal(request_id, message) for request_id in ids]
+
     def poll_grammars(self) -> list[Response]:
-        """Take note of grammars that are ready; returns what there is to say of requests that end with that."""
+        """Resume requests whose grammar is ready; returns the responses of those that end with it."""
         responses, running = [], self._running
         for state in list(self._waiting_for_grammar.values()):
             assert state.constraint is not None
             if not state.constraint.ready:
                 continue
             del self._waiting_for_grammar[state.request.id]
-            if self._ended_by_grammar(state):
-                responses.append(self._final_response(state))
+            if _ended_by_grammar(state):
+                responses.append(_final_response(state))
             else:
                 self._waiting.add(state)
+        skipped, slots = running.logits_processors.skipped, running.slots
         for slot, constraint in list(running.logits_processors.constraints.items()):
-            skipped = running.logits_processors.skipped[slot] and not self._slots.done[slot]
-            if skipped and constraint.ready and not running.in_flight(slot):
-                running.logits_processors.skipped[slot] = False
-                state = self._slots.state_of(slot)
-                if self._ended_by_grammar(state) and state.reason is not None:
+            if skipped[slot] and not slots.done[slot] and constraint.ready and not running.in_flight(slot):
+                skipped[slot] = False
+                state = slots.state_of(slot)
+                if _ended_by_grammar(state) and state.reason is not None:
                     self._finish(slot, state.reason)
         return responses + self._release() if running.pending_release else responses
 
-    @staticmethod
-    def _ended_by_grammar(state: RequestState) -> bool:
-        """Whether a request ends by its grammar, in whatever way."""
-        assert state.constraint is not None
-        state.error = state.constraint.error
-        if state.error or state.constraint.complete:
-            state.reason = "error" if state.error else "complete"
-        return state.reason is not None
-
-    # -- steps out ---------------------------------------------------------------------------------------------------
+    # -- schedule ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
-        """The next step, or None when there is nothing to run, or nothing before a step in flight has completed."""
-        running = self._running
-        if self._step_builder.steps_before_alloc and not self._waiting and not running.prefill and not self._beams:
+        """The next step; None if no request can run before a step in flight has completed."""
+        running, build = self._running, self._step_builder.build
+        if self._step_builder.steps_before_alloc and not self._waiting and not running.prefill and not running.beams:
             decoding = running.logits_processors.runnable(running.decoding)
-            return self._step_builder.build(decoding) if decoding.size else None
+            return build(running, self.kv, decoding) if decoding.size else None
         while True:
-            decision = self._policy_adapter.decide(self._waiting)
-            decoding, searches, chunks = running.decoding, self._beams.decoding(), []
+            self._free_out_of_window()
+            decision = self._decide()
+            decoding, searches, chunks = running.decoding, running.beams.decoding(), []
             if decision is not None:
                 chunks = [(slot, size) for slot, size in zip(running.prefill, decision.chunks, strict=True) if size]
                 if decision.skipped or decision.paused:
                     decoding, searches = self._apply_pauses(decision)
                 chunks += [(self._start(self._waiting.pop()), size) for size in decision.admitted]
-                chunks = [
-                    (slot, chunk_size(self._slots.state_of(slot), size)) for slot, size in chunks if self.kv.ready(slot)
-                ]
+                ready = [(slot, size) for slot, size in chunks if self.kv.ready(slot)]
+                chunks = [(slot, running.slots.state_of(slot).chunk_size(size)) for slot, size in ready]
             decoding = running.logits_processors.runnable(decoding)
             searches = [group for group in searches if group.num_rows]
             if chunks or searches or decoding.size:
-                return self._step_builder.build(decoding, chunks, searches)
+                return build(running, self.kv, decoding, chunks, searches)
             if not (decision and decision.paused) or any(running.in_flight(slot) for slot in running.pending_release):
                 return None
-            released = (
-                self._release()
-            )  # nothing holds the paused ones back: their blocks are for those who waited for them
-            assert not released, "whoever is done was let go when its last step was taken in"
+            responses = self._release()  # no step in flight has the paused requests: their blocks can be used at once
+            assert not responses, "finished requests are released when their last step has completed"
+
+    def _free_out_of_window(self) -> None:
+        """Free the blocks that have left the attention window of a running request."""
+        if self.kv.has_windows:
+            running = self._running
+            slots = [*running.decoding.tolist(), *running.prefill]
+            slots += [slot for group in running.beams.decoding() for slot in group.continued_slots]
+            self.kv.free_out_of_window(np.array(slots, np.int64), running.slots.num_computed[slots])
+
+    def _decide(self) -> Decision | None:
+        """The policy's decision; None if all requests decode and have the blocks they need."""
+        running, kv, limits = self._running, self.kv, self.limits
+        needed = blocks_needed(running, kv)
+        if not self._waiting and not running.prefill and needed.sum() <= kv.free_logical_blocks:
+            return None
+        snapshot = take_snapshot(limits, running, kv, needed, self._waiting, self._find_prefix)
+        decision = self._policy(snapshot)
+        if not should_delay_prefill(
+            snapshot, self._num_delayed_steps, limits.batch_wait_timeout_iters, limits.batch_wait_max_tokens_ratio
+        ):
+            self._num_delayed_steps = 0
+            return decision
+        self._num_delayed_steps += 1
+        return replace(decision, chunks=(0,) * len(snapshot.prefill), admitted=())
+
+    def _find_prefix(self, state: RequestState) -> PrefixHit:
+        return state.find_prefix(self.kv) if self._running.reuse else PrefixHit()
 
     def _start(self, state: RequestState) -> int:
+        """Give a waiting request a slot, the blocks of its cached prefix, and its state on the device."""
+        running, kv = self._running, self.kv
         self.state_changes.append((state.request.id, "started"))
-        found, state.match = self._policy_adapter.find_prefix(state), None
-        return self._step_builder.start(state, found)
+        hit, state.prefix_hit = self._find_prefix(state), None
+        last_position = self.limits.last_position(state.request)
+        slot = running.slots.allocate(state, last_position, hit.num_blocks * kv.block_size)
+        if hit.num_blocks:
+            self._step_builder.write_blocks(kv.attach(slot, hit))
+        kv.missed_total += state.prefill_len // kv.block_size - hit.num_blocks
+        kv.reserve(slot, last_position)
+        running.prefill.append(slot)
+        running.logits_processors.start(slot, state)
+        searching = state.search is not None
+        for each in running.beams.start(running.slots, kv, slot, state).slots if searching else (slot,):
+            self._step_builder.write_request(each, state)
+        return slot
 
     def _apply_pauses(self, decision: Decision) -> tuple[np.ndarray, list[BeamGroup]]:
-        """Let the paused requests leave; returns the slots and the searches that generate in this step."""
-        decoding, searches = self._running.decoding, self._beams.decoding()
-        slots = [*decoding.tolist(), *(group.leader for group in searches), *self._running.prefill]
+        """Pause requests; returns the decode slots and the searches that are neither paused nor skipped."""
+        running = self._running
+        decoding, searches = running.decoding, running.beams.decoding()
+        slots = [*decoding.tolist(), *(group.leader for group in searches), *running.prefill]
         for index in decision.paused:
-            self._stop(slots[index])
-            self.state_changes.append((self._slots.state_of(slots[index]).request.id, "paused"))
+            running.stop(slots[index])
+            self.state_changes.append((running.slots.state_of(slots[index]).request.id, "paused"))
         self.paused_total += len(decision.paused)
-        out = {*decision.skipped, *decision.paused}
-        runs = np.array([index not in out for index in range(len(decoding) + len(searches))], bool)
-        return decoding[runs[: len(decoding)]], [
-            group for group, goes in zip(searches, runs[len(decoding) :], strict=True) if goes
-        ]
+        runs = np.ones(len(slots), bool)
+        runs[[*decision.skipped, *decision.paused]] = False
+        first = len(decoding)
+        return decoding[runs[:first]], [group for index, group in enumerate(searches, start=first) if runs[index]]
 
-    def _stop(self, slot: int) -> None:
-        """Name a request in no step from here on."""
-        group = self._beams.of(slot)
-        if group is None:
-            self._running.stop(slot)
-        else:
-            self._running.stop_search(group)
-
-    # -- results in --------------------------------------------------------------------------------------------------
+    # -- update --------------------------------------------------------------------------------------------------------
 
     def update(self, step: Step, result: StepResult) -> Responses:
-        """Take in what a step produced; returns what there is to say."""
+        """Process the result of a step; returns the responses for it."""
         self._running.completed = step.index
-        table = self._slots
+        table = self._running.slots
         if step.prompt_targets is not None and result.prompt_logprobs is not None:
             store_prompt_logprobs(step.prompt_targets, result.prompt_logprobs, table.state)
         rows = np.flatnonzero(step.emits & ~table.done[step.slots])
-        if self._beams:
+        if self._running.beams:
             rows = self._update_beams(step, rows, result)
         slots = step.slots[rows]
         tokens = result.tokens[rows]
@@ -253,9 +298,8 @@ class Scheduler:
         table.num_generated[slots] = counts + 1
 
         if step.chunks:
-            self.state_changes.extend(
-                (request_id, "answering") for request_id in table.ids[slots[counts == 0]].tolist()
-            )
+            first_tokens = table.ids[slots[counts == 0]].tolist()
+            self.state_changes.extend((request_id, "answering") for request_id in first_tokens)
         needs_host_work = table.needs_host_work[slots]
         if needs_host_work.any():
             stopped = stopped | self._update_on_host(slots, tokens, needs_host_work, rows, result.logprobs)
@@ -270,20 +314,20 @@ class Scheduler:
         if streamed.any():
             plain = streamed & ~needs_host_work & (table.num_sent[slots] == counts)
             table.num_sent[slots[plain]] += 1
-            responses = Responses(
-                (self._make_response(int(slot)) for slot in slots[streamed & ~plain]),
-                table.ids[slots[plain]],
-                tokens[plain],
-            )
+            others = (self._make_response(int(slot)) for slot in slots[streamed & ~plain])
+            responses = Responses(others, table.ids[slots[plain]], tokens[plain])
         responses.extend(self._release())
         return responses
 
     def _update_beams(self, step: Step, rows: np.ndarray, result: StepResult) -> np.ndarray:
-        """Take in the rows of beam searches; returns the others."""
-        searching = self._slots.group[step.slots[rows]] >= 0
+        """Process the rows of beam searches; returns the other rows."""
+        slots = self._running.slots
+        searching = slots.group[step.slots[rows]] >= 0
         if searching.any():
             assert result.logprobs is not None
-            for group in self._beams.update(step.slots[rows[searching]], rows[searching], result.logprobs):
+            beam_rows = rows[searching]
+            finished = self._running.beams.update(slots, self.kv, step.slots[beam_rows], beam_rows, result.logprobs)
+            for group in finished:
                 self._finish(group.leader, group.search.best()[0].finish_reason)
         return rows[~searching]
 
@@ -293,116 +337,95 @@ class Scheduler:
         tokens: np.ndarray,
         needs_host_work: np.ndarray,
         rows: np.ndarray,
-        found: StepLogprobs | None,
+        logprobs: StepLogprobs | None,
     ) -> np.ndarray:
-        """Log-probabilities, and stop tokens beyond those that the device knows. Returns which rows these stopped."""
+        """Store log-probabilities and check stop tokens beyond the device's table; returns the rows that these stop."""
+        table = self._running.slots
         stopped = np.zeros(len(slots), bool)
-        entry_of_row = {int(row): i for i, row in enumerate(found.rows)} if found is not None else {}
+        entry_of_row = {int(row): i for i, row in enumerate(logprobs.rows)} if logprobs is not None else {}
         for i in np.flatnonzero(needs_host_work):
-            state = self._slots.state_of(int(slots[i]))
+            state = table.state_of(int(slots[i]))
             token = int(tokens[i])
-            generated = int(self._slots.num_generated[slots[i]])
-            stopped[i] = token in state.host_stop_ids and generated > state.request.sampling.min_tokens
-            if state.num_logprobs >= 0 and found is not None:
-                entry = found.entry(entry_of_row[int(rows[i])], token, state.num_logprobs)
-                state.logprobs.append(entry)
+            num_generated = int(table.num_generated[slots[i]])
+            stopped[i] = token in state.host_stop_ids and num_generated > state.request.sampling.min_tokens
+            if state.num_logprobs >= 0 and logprobs is not None:
+                state.logprobs.append(logprobs.entry(entry_of_row[int(rows[i])], token, state.num_logprobs))
         return stopped
 
     def _advance_grammars(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Tell grammars what was drawn."""
-        constraints = [self._slots.state_of(int(slot)).constraint for slot in slots]
-        drawn = [(each, int(token)) for each, token in zip(constraints, tokens, strict=True) if each is not None]
-        if drawn:
+        constraints = [self._running.slots.state_of(int(slot)).constraint for slot in slots]
+        sampled = [(each, int(token)) for each, token in zip(constraints, tokens, strict=True) if each is not None]
+        if sampled:
             assert self.grammars is not None
-            self.grammars.advance(drawn)
-
-    def cancel(self, request_id: int) -> list[Response]:
-        """Stop a request; the rest of it is said once no step in flight names it."""
-        slot = self._slots.of.get(request_id)
-        if slot is not None:
-            if not self._slots.done[slot]:
-                self._finish(slot, "cancelled")
-            return self._release()
-        state = self._waiting.remove(request_id) or self._waiting_for_grammar.pop(request_id, None)
-        if state is None:
-            return []
-        state.reason = "cancelled"
-        return [self._final_response(state)]
-
-    @staticmethod
-    def _final_response(state: RequestState) -> Response:
-        """The last response to a request that does not run."""
-        if state.search is not None:
-            return found(state)
-        new, logprobs = state.generated[state.num_sent :], tuple(state.logprobs)
-        output = Output(new, state.reason, logprobs, tuple(state.prompt_logprobs))
-        return Response(state.request.id, output, final=True, error=state.error)
+            self.grammars.advance(sampled)
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
-        group = self._beams.of(slot)
-        self._slots.state_of(slot).reason = reason
-        self._slots.done[slot if group is None else group.slots] = True
-        self._stop(slot)
+        slots = self._running.slots
+        group = self._running.beams.group_of(slots, slot)
+        slots.state_of(slot).reason = reason
+        slots.done[slot if group is None else group.slots] = True
+        self._running.stop(slot)
 
     def _make_response(self, slot: int) -> Response:
-        """What is new about a slot's request since it was last told."""
-        state = self._slots.state_of(slot)
-        num_generated = int(self._slots.num_generated[slot])
-        new = self._slots.tokens[slot, int(self._slots.num_sent[slot]) : num_generated].copy()
-        self._slots.num_sent[slot] = num_generated
+        """The tokens and log-probabilities of a slot that were not sent yet."""
+        table, state = self._running.slots, self._running.slots.state_of(slot)
+        num_generated = int(table.num_generated[slot])
+        tokens = table.tokens[slot, int(table.num_sent[slot]) : num_generated].copy()
+        table.num_sent[slot] = num_generated
         logprobs, state.logprobs = tuple(state.logprobs), []
-        of_prompt, state.prompt_logprobs = tuple(state.prompt_logprobs), []
-        final = state.reason is not None
-        return Response(state.request.id, Output(new, state.reason, logprobs, of_prompt), final, state.error)
+        prompt_logprobs, state.prompt_logprobs = tuple(state.prompt_logprobs), []
+        output = Output(tokens, state.reason, logprobs, prompt_logprobs)
+        return Response(state.request.id, output, state.reason is not None, state.error)
 
     def _release(self) -> list[Response]:
-        """Give back the slots that no step in flight names. Requests that are done are answered for the last time, paused
-        ones wait again."""
-        responses, running, table = [], self._running, self._slots
+        """Release the slots that no step in flight contains: finished requests get their final response, paused ones wait."""
+        responses, running, table = [], self._running, self._running.slots
         for slot in [slot for slot in running.pending_release if not running.in_flight(slot)]:
             running.pending_release.remove(slot)
-            if (group := self._beams.of(slot)) is not None:
-                responses += self._release_search(group)
-                continue
             state, num_generated = table.state_of(slot), int(table.num_generated[slot])
-            # The last token was drawn but not read: its key and value are in no block.
-            running.cache_full_blocks(
-                slot, min(int(table.num_computed[slot]), len(state.prompt) + max(num_generated - 1, 0))
-            )
+            if state.search is None:
+                # The last token was sampled but not fed: its key and value are in no block.
+                num_cached = min(int(table.num_computed[slot]), len(state.prompt) + max(num_generated - 1, 0))
+                running.cache_full_blocks(self.kv, slot, num_cached)
             if state.reason is not None:
-                responses.append(self._make_response(slot))
+                responses.append(self._make_response(slot) if state.search is None else beam_response(state))
             else:
-                state.generated = table.tokens[slot, :num_generated].copy()
-                state.num_sent = int(table.num_sent[slot])
-                state.paused = True
-                if state.constraint is None:
-                    self._waiting.add(state)
-                else:
-                    self._waiting_for_grammar[state.request.id] = state
-            running.release(slot)
+                self._wait_again(slot, state)
+            running.release(self.kv, slot)
         return responses
 
-    def _release_search(self, group: BeamGroup) -> list[Response]:
-        """The same for a beam search."""
-        state = group.state
-        self._beams.release(group)
-        if state.reason is not None:
-            return [found(state)]
-        state.generated = group.search.beams[0].tokens
+    def _wait_again(self, slot: int, state: RequestState) -> None:
+        """Return a paused request to the queue, with its generated tokens."""
+        table = self._running.slots
         state.paused = True
-        self._waiting.add(state)
-        return []
+        if state.search is None:
+            state.generated = table.tokens[slot, : int(table.num_generated[slot])].copy()
+            state.num_sent = int(table.num_sent[slot])
+        else:
+            state.generated = state.search.beams[0].tokens
+        if state.constraint is None:
+            self._waiting.add(state)
+        else:
+            self._waiting_for_grammar[state.request.id] = state
 
     def check(self) -> None:
-        """Raise AssertionError where slots, requests and blocks do not agree; between two steps they do."""
-        check_running(self._running)
+        """Raise AssertionError unless slots, requests and blocks agree, as they do between two steps."""
+        self._running.check(self.kv)
 
-    def abort_all(self, message: str) -> list[Response]:
-        """Answer every request with an error and forget it: the device failed, or the engine shuts down."""
-        ids = [*self._slots.of, *(state.request.id for state in self._waiting), *self._waiting_for_grammar]
-        self._running.clear()
-        self.kv.reset()  # what the blocks hold is not known when a device has failed
-        self._waiting.clear()
-        self._waiting_for_grammar.clear()
-        self._step_builder.clear()
-        return [refusal(request_id, message) for request_id in ids]
+
+def _ended_by_grammar(state: RequestState) -> bool:
+    """Whether a request ends because its grammar is complete or has failed."""
+    assert state.constraint is not None
+    state.error = state.constraint.error
+    if state.error or state.constraint.complete:
+        state.reason = "error" if state.error else "complete"
+    return state.reason is not None
+
+
+def _final_response(state: RequestState) -> Response:
+    """The final response to a request that is not running."""
+    if state.search is not None:
+        return beam_response(state)
+    tokens, logprobs = state.generated[state.num_sent :], tuple(state.logprobs)
+    output = Output(tokens, state.reason, logprobs, tuple(state.prompt_logprobs))
+    return Response(state.request.id, output, final=True, error=state.error)

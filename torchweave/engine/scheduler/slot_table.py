@@ -1,4 +1,4 @@
-"""What the host knows of the running requests: arrays over slots."""
+"""Host-side state of the running requests: arrays over slots."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from torchweave.engine.scheduler.request_state import RequestState
 
 
 class SlotTable:
-    """One entry a slot; a slot is a row of the device's state.
+    """One entry per slot; a slot is a row of the device's state.
 
     Attributes:
-        state: the request that runs there.
-        prompt_len: tokens of its prompt.
-        prefill_len: the prompt, and what had been generated before a pause.
-        num_computed: tokens that launched steps have read.
-        limit: tokens to read until the last one is generated.
-        num_generated: tokens generated and read back, in the first places of `tokens`.
-        num_sent: of these, tokens that were told already.
-        ids: the request's id.
-        prefill_tokens: tokens to read before the next one can be generated.
-        group: the slot that the request of a beam search is known by; -1 for all others.
-        start_order: counts starts, so that a smaller one ran earlier.
-        done: no more of its tokens count.
-        streaming: it is told of every token.
-        needs_host_work: it needs Python with every token: log-probabilities, a grammar, or more stop tokens than the device holds.
-        last_step_index: index of the last step that names it.
+        state: the request in the slot; None if the slot is free.
+        prompt_len: tokens of the prompt.
+        prefill_len: tokens of the prompt and of the answer before a pause.
+        num_computed: tokens that launched steps have computed.
+        limit: tokens to compute until the last token is generated.
+        num_generated: tokens generated and read back; they are the first in `tokens`.
+        num_sent: those of them that were sent.
+        ids: request ids.
+        prefill_tokens: tokens to compute before the next token can be generated.
+        group: first slot of the beam search that the slot belongs to; -1 for all other requests.
+        start_order: start counter; a smaller value started earlier.
+        done: further tokens are ignored.
+        streaming: each token is sent at once.
+        needs_host_work: each token needs Python: log-probabilities, a grammar, or stop tokens beyond the device's table.
+        last_step_index: index of the last step with this slot.
+        free: free slots.
+        slot_of: first slot of each running request, by request id.
     """
 
     def __init__(self, size: int) -> None:
@@ -46,15 +48,20 @@ class SlotTable:
         self.last_step_index = np.full(size, -1, np.int64)
         self.tokens = np.zeros((size, 256), np.int32)
         self.free = list(range(size - 1, -1, -1))
-        self.of: dict[int, int] = {}
+        self.slot_of: dict[int, int] = {}
         self._num_starts = 0
 
     def allocate(self, state: RequestState, limit: int, num_computed: int) -> int:
-        """A free slot for a request of which `num_computed` tokens need not be read, and which ends after `limit`."""
+        """Give a request a free slot.
+
+        Args:
+            limit: tokens to compute until the last token is generated.
+            num_computed: tokens that are in the KV cache already.
+        """
         slot = self.free.pop()
         generated = state.generated
         self.state[slot] = state
-        self.of[state.request.id] = slot
+        self.slot_of[state.request.id] = slot
         self.prompt_len[slot] = len(state.prompt)
         self.start_prefill(slot, state.prefill, num_computed)
         self.limit[slot] = limit
@@ -67,19 +74,19 @@ class SlotTable:
         self._num_starts += 1
         self.done[slot] = False
         self.streaming[slot] = state.request.streaming
-        asks = max(state.num_logprobs, state.num_prompt_logprobs) >= 0 or state.constraint is not None
-        self.needs_host_work[slot] = asks or bool(state.host_stop_ids)
+        has_logprobs = max(state.num_logprobs, state.num_prompt_logprobs) >= 0
+        self.needs_host_work[slot] = has_logprobs or state.constraint is not None or bool(state.host_stop_ids)
         self.last_step_index[slot] = -1
         return slot
 
     def start_prefill(self, slot: int, prefill: np.ndarray, num_computed: int) -> None:
-        """A slot is to read `prefill`, of which `num_computed` tokens need not be read."""
+        """Set the tokens that a slot prefills, of which the first `num_computed` are in the KV cache."""
         self.prefill_tokens[slot] = prefill
         self.prefill_len[slot] = len(prefill)
         self.num_computed[slot] = num_computed
 
     def add_beam(self, leader: int, limit: int) -> int:
-        """One more slot for the request that is known by `leader`."""
+        """Give the request whose first slot is `leader` one more slot."""
         slot = self.free.pop()
         self.state[slot] = self.state[leader]
         self.group[slot] = leader
@@ -92,8 +99,8 @@ class SlotTable:
 
     def release(self, slot: int) -> None:
         state = self.state_of(slot)
-        if self.of.get(state.request.id) == slot:
-            del self.of[state.request.id]
+        if self.slot_of.get(state.request.id) == slot:
+            del self.slot_of[state.request.id]
         self.state[slot] = None
         self.group[slot] = -1
         self.done[slot] = True
@@ -105,17 +112,17 @@ class SlotTable:
         return state
 
     def remaining_prefill(self, slot: int) -> int:
-        """Tokens that have to be read before the next one can be generated."""
+        """Tokens to compute before the next token can be generated."""
         return int(self.prefill_len[slot] - self.num_computed[slot])
 
     def sequence(self, slot: int, num_tokens: int) -> np.ndarray:
-        """The first tokens of a slot's request, prompt and answer, as far as they are known on the host."""
+        """The first `num_tokens` tokens of prompt and answer, as far as the host has read them back."""
         prompt = self.state_of(slot).prompt
         if num_tokens <= len(prompt):
             return prompt[:num_tokens]
         return np.concatenate([prompt, self.tokens[slot, : num_tokens - len(prompt)]])
 
     def grow_tokens(self, num_tokens: int) -> None:
-        """Let `tokens` hold as many tokens a slot."""
+        """Make room for `num_tokens` generated tokens per slot."""
         while num_tokens > self.tokens.shape[1]:
             self.tokens = np.pad(self.tokens, ((0, 0), (0, self.tokens.shape[1])))

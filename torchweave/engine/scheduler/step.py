@@ -1,4 +1,4 @@
-"""One iteration of the engine, as a value: made by the batch, carried out by the runner, read back by the batch."""
+"""One iteration of the engine as a value: built by the scheduler and executed by the runner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchweave.ops.sampling.logits_processors import LogitsStateInit
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens that one context row reads in this step: `tokens` stand at positions `start`, `start + 1`, ..."""
+    """Prompt tokens of one prefill row: `tokens` have positions `start`, `start + 1`, ..."""
 
     start: int
     tokens: np.ndarray
@@ -20,12 +20,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class LogitsProcessorRows:
-    """Rows of a step whose logits are changed before their tokens are drawn.
+    """Rows of a step whose logits are processed before sampling.
 
     Attributes:
-        rows: int32 [NUM_FIELDS, K], a record a column; see `torchweave.ops.sampling.logits_processors`.
-        joins: what the device has to be told first of requests that start.
-        masks: int32 [M, ceil(V / 32)], tokens that a grammar allows, as bits; None where no row has a grammar.
+        rows: int32 [NUM_FIELDS, K], one record per column; see `torchweave.ops.sampling.logits_processors`.
+        joins: device state of new requests, to be written before the step.
+        masks: int32 [M, ceil(V / 32)], bit masks of the tokens that a grammar allows; None if no row has a grammar.
     """
 
     rows: np.ndarray
@@ -35,13 +35,13 @@ class LogitsProcessorRows:
 
 @dataclass(frozen=True)
 class PromptTargets:
-    """Tokens of prompts whose log-probabilities are wanted.
+    """Prompt tokens whose log-probabilities are computed in a step.
 
     Attributes:
-        slots: each slot with the number of its tokens, in the order in which they follow.
-        index: int64 [n], which of the step's tokens has the logits.
-        targets: int32 [n], the prompt's next token.
-        most: the most that one of the requests wants.
+        slots: (slot, number of tokens), in the order of `index`.
+        index: int64 [n], index of the step's token with the logits.
+        targets: int32 [n], next token of the prompt.
+        most: largest number of most likely tokens that a request reports.
     """
 
     slots: tuple[tuple[int, int], ...]
@@ -52,21 +52,21 @@ class PromptTargets:
 
 @dataclass(frozen=True)
 class Step:
-    """A step names slots, never requests: everything else about a row is on the device.
+    """A step holds slots, not requests: all other facts about a row are on the device.
 
     Attributes:
-        index: counts steps from 0.
-        slots: int32 [rows]; generation rows come first, one token each, then the context rows.
-        starts: int64 [num_decode_rows]; position of each generation row's token.
-        chunks: what each context row reads.
-        emits: bool [rows]; whether the row's new token counts. Not so while a prompt is still being read.
-        updates: changes of device state that must come before the step, as (flat indices, values), or None.
-        max_seq_len: longest sequence of the step in tokens, this step's tokens included.
-        copies: blocks of the KV cache to copy before anything else, (from, to), or None.
-        extra_rows: generation rows beyond one a request: further beams.
-        logprobs: rows that asked for log-probabilities, and the most that one of them wants.
-        logits_processors: rows that are drawn from changed logits; None where nobody asked for that.
-        prompt_targets: tokens of prompts whose log-probabilities are wanted; None where nobody asked for that.
+        index: step counter, from 0.
+        slots: int32 [rows]; decode rows first, one token each, then prefill rows.
+        starts: int64 [num_decode_rows], position of each decode row's token.
+        chunks: tokens of each prefill row.
+        emits: bool [rows]; False while a prompt is incomplete: the row's sampled token is ignored.
+        updates: updates of device state before the step, as (flat indices, values); None for none.
+        max_seq_len: longest sequence in tokens, this step's tokens included.
+        logprobs: rows with log-probabilities, and the largest number of most likely tokens that one reports; None for none.
+        logits_processors: rows whose logits are processed; None for none.
+        prompt_targets: prompt tokens whose log-probabilities are computed; None for none.
+        copies: KV cache blocks to copy first, as (sources, targets); None for none.
+        extra_rows: decode rows beyond one per request: further beams.
     """
 
     index: int
@@ -105,7 +105,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StepLogprobs:
-    """Log-probabilities of the rows that asked, one entry a row."""
+    """Log-probabilities, one entry per row of `rows`."""
 
     rows: np.ndarray  # int64 [n], row of the step
     chosen: np.ndarray  # float32 [n]
@@ -114,7 +114,7 @@ class StepLogprobs:
     top_ids: np.ndarray  # int64 [n, k]
 
     def entry(self, at: int, token: int, count: int) -> TokenLogprobs:
-        """Entry `at`, which is of `token`, with the `count` most likely tokens."""
+        """Entry `at`, for `token`, with the `count` most likely tokens."""
         ids, values = self.top_ids[at][:count].tolist(), self.top_values[at][:count].tolist()
         top = dict(zip(ids, values, strict=True))
         return TokenLogprobs(token, float(self.chosen[at]), int(self.ranks[at]), top)
@@ -122,12 +122,13 @@ class StepLogprobs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step produced.
+    """The result of a step.
 
     Attributes:
-        tokens: int32 [rows]; a token id, or -1 - id when the device saw that it is a stop token of its request.
-        logprobs, prompt_logprobs: log-probabilities of the tokens drawn, and of those of prompts, for those who asked.
-        how: the way the step was run: decode_graph, mixed_graph, piecewise_graph or plain.
+        tokens: int32 [rows]; a token id, or -1 - id for a stop token of the request that the device detected.
+        how: execution mode: decode_graph, mixed_graph, piecewise_graph or plain.
+        logprobs: log-probabilities of sampled tokens, for the step's `logprobs` rows.
+        prompt_logprobs: log-probabilities of prompt tokens, for its `prompt_targets`.
     """
 
     tokens: np.ndarray

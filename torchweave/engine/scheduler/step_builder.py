@@ -1,4 +1,4 @@
-"""Forms steps: which tokens each row reads, the blocks that they need, and what the device has to be told before."""
+"""Build steps: the tokens of each row, the blocks for them, and the updates of device state before the step."""
 
 from __future__ import annotations
 
@@ -6,59 +6,44 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchweave.engine.kv_cache.prefix_index import PrefixHit
-from torchweave.engine.scheduler.beams import BeamGroup
+from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.kv_cache.prefix_index import BlockGrant
+from torchweave.engine.scheduler.beams import BeamGroup, block_copies
 from torchweave.engine.scheduler.limits import Limits
-from torchweave.engine.scheduler.prompt_logprobs import prompt_targets
+from torchweave.engine.scheduler.prompt_logprobs import make_prompt_targets
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.running_set import NO_SLOTS, RunningSet
-from torchweave.engine.scheduler.step import Chunk, PromptTargets, Step
+from torchweave.engine.scheduler.slot_table import SlotTable
+from torchweave.engine.scheduler.step import Chunk, Step
 from torchweave.ops.slot_state import SlotUpdates
 
 LOOKAHEAD_TOKENS = 16  # tokens: a sequence gets its next block this early, together with others that need one soon
 
 
 class StepBuilder:
-    """Turns a decision into a step.
+    """Owner of the pending device updates and the step counter.
 
     Args:
-        limits: sizes.
-        running: the slots in use.
-        updates: collects what the device has to be told before the next step.
+        limits: sizes of steps and requests.
+        updates: collects updates of device state for the next step.
 
     Attributes:
-        steps_before_alloc: so many steps without context need no block for anyone.
+        steps_before_alloc: number of decode-only steps before any request needs a block.
     """
 
-    def __init__(self, limits: Limits, running: RunningSet, updates: SlotUpdates) -> None:
+    def __init__(self, limits: Limits, updates: SlotUpdates) -> None:
         self.steps_before_alloc = 0
         self._limits = limits
-        self._running = running
-        self._slots = running.slots
-        self._kv = running.kv
         self._updates = updates
-        self._device_decode_slots = NO_SLOTS  # the generating slots as the device knows them
+        self._device_decode_slots = NO_SLOTS  # decode slots as the device has them
         self._next_index = 0
 
-    def start(self, state: RequestState, prefix_hit: PrefixHit) -> int:
-        """Give a request a slot that begins with what is `prefix_hit`, and tell the device all it has to know about it."""
-        last = self._limits.last_position(state.request)
-        slot = self._slots.allocate(state, last, prefix_hit.block_indices * self._kv.block_size)
-        if prefix_hit.block_indices:
-            grant = self._kv.attach(slot, prefix_hit)
-            self._updates.set_block_table(grant.slots, grant.block_indices, grant.blocks)
-        self._kv.missed_total += state.prefill_len // self._kv.block_size - prefix_hit.block_indices
-        self._kv.reserve(slot, last)
-        self._running.prefill.append(slot)
-        self._write_slot_state(slot, state)
-        self._running.logits_processors.start(slot, state)
-        if state.search is not None:
-            for other in self._running.beams.start(slot, state).slots[1:]:
-                self._write_slot_state(other, state)
-        return slot
+    def write_blocks(self, grant: BlockGrant) -> None:
+        """Enter new blocks into the device's block tables."""
+        self._updates.set_block_table(grant.slots, grant.block_indices, grant.blocks)
 
-    def _write_slot_state(self, slot: int, state: RequestState) -> None:
-        """What the device knows of a slot's request."""
+    def write_request(self, slot: int, state: RequestState) -> None:
+        """Enter a request's sampling parameters into a slot of the device."""
         params = state.request.sampling
         self._updates.set_request(
             slot,
@@ -73,101 +58,101 @@ class StepBuilder:
         )
 
     def build(
-        self, generated: np.ndarray, chunks: Sequence[tuple[int, int]] = (), searches: Sequence[BeamGroup] = ()
+        self,
+        running: RunningSet,
+        kv: BlockManager,
+        decoding: np.ndarray,
+        chunks: Sequence[tuple[int, int]] = (),
+        searches: Sequence[BeamGroup] = (),
     ) -> Step:
-        """The step of one token for each slot of `generated`, of (slot, number of tokens) chunks of prompts, and of one token
-        for each beam of `searches`."""
-        running, num_computed = self._running, self._slots.num_computed
-        decoding, forked = generated, []
+        """Build a step and advance `running` past it.
+
+        Args:
+            decoding: slots that take one token.
+            chunks: (slot, number of tokens) of prompts.
+            searches: beam searches, which take one token per beam.
+        """
+        table, num_computed = running.slots, running.slots.num_computed
+        decode_rows, forked = decoding, []
         if searches:
-            rows, forked = running.beams.assign_slots(searches)
-            decoding = np.concatenate([generated, rows])
-        starts = num_computed[decoding]
-        slots, sizes, prefill_chunks = decoding, np.int64(1), ()
+            beam_rows, forked = running.beams.assign_slots(table, kv, self._updates, searches)
+            decode_rows = np.concatenate([decoding, beam_rows])
+        starts = num_computed[decode_rows]
+        slots, sizes, prefill_chunks = decode_rows, np.int64(1), ()
         if chunks:
-            slots = np.concatenate([decoding, np.array([slot for slot, _ in chunks], np.int32)])
-            sizes = np.concatenate([np.ones(len(decoding), np.int64), [size for _, size in chunks]])
-            prefill_chunks = tuple(self._chunk(slot, size) for slot, size in chunks)
+            slots = np.concatenate([decode_rows, np.array([slot for slot, _ in chunks], np.int32)])
+            sizes = np.concatenate([np.ones(len(decode_rows), np.int64), [size for _, size in chunks]])
+            prefill_chunks = tuple(_chunk(table, slot, size) for slot, size in chunks)
         after = num_computed[slots] + sizes
         if self.steps_before_alloc and not chunks and not searches:
             self.steps_before_alloc -= 1
         else:
-            self._allocate_blocks(slots, after)
-            everyone = not chunks and not running.beams and len(generated) == len(running.decoding)
-            self.steps_before_alloc = (
-                int((self._kv.held_blocks[slots] * self._kv.block_size - after).min()) if everyone else 0
-            )
-        copies = running.beams.block_copies(forked)
+            self._allocate_blocks(kv, slots, after, table.limit[slots])
+            all_decode = not chunks and not running.beams and len(decoding) == len(running.decoding)
+            self.steps_before_alloc = int((kv.held_blocks[slots] * kv.block_size - after).min()) if all_decode else 0
+        copies = block_copies(table, kv, forked)
         num_computed[slots] = after
         emits = np.ones(len(slots), bool)
-        for row, (slot, _) in enumerate(chunks, start=len(decoding)):
-            emits[row] = self._slots.remaining_prefill(slot) == 0
-            running.cache_full_blocks(slot, int(num_computed[slot]))
+        for row, (slot, _) in enumerate(chunks, start=len(decode_rows)):
+            emits[row] = table.remaining_prefill(slot) == 0
+            running.cache_full_blocks(kv, slot, int(num_computed[slot]))
             if emits[row]:
-                self._kv.shrink_reservation(
-                    slot, int(num_computed[slot]), int(self._slots.limit[slot]), 1 + LOOKAHEAD_TOKENS
-                )
+                kv.shrink_reservation(slot, int(num_computed[slot]), int(table.limit[slot]), 1 + LOOKAHEAD_TOKENS)
 
+        chunk_states = [(slot, table.state_of(slot)) for slot, _ in chunks]
         step = Step(
             index=self._next_index,
             slots=slots,
             starts=starts,
             chunks=prefill_chunks,
             emits=emits,
-            updates=self._take_updates(None if chunks else decoding),
+            updates=self._take_updates(None if chunks else decode_rows),
             max_seq_len=int(after.max()),
-            logprobs=self._logprob_rows(slots, emits),
-            logits_processors=running.logits_processors.of(slots, emits),
-            prompt_targets=self._scored(chunks, prefill_chunks, len(decoding)) if chunks else None,
+            logprobs=_logprob_rows(table, slots, emits),
+            logits_processors=running.logits_processors.rows_of_step(slots, emits),
+            prompt_targets=make_prompt_targets(chunk_states, prefill_chunks, len(decode_rows)) if chunks else None,
             copies=copies,
-            extra_rows=len(decoding) - len(generated) - len(searches),
+            extra_rows=len(decode_rows) - len(decoding) - len(searches),
         )
-        self._slots.last_step_index[slots] = step.index
+        table.last_step_index[slots] = step.index
         if running.beams:
-            running.beams.mark_scheduled(slots, step.index)
+            running.beams.mark_scheduled(table, slots, step.index)
         self._next_index += 1
-        running.advance(generated, slots, after, emits)
+        running.advance(kv, self._updates, decoding, slots, after, emits)
         return step
 
-    def _scored(
-        self, chunks: Sequence[tuple[int, int]], prefill_chunks: Sequence[Chunk], first: int
-    ) -> PromptTargets | None:
-        slots = [slot for slot, _ in chunks]
-        return prompt_targets(
-            [(slot, self._slots.state_of(slot), chunk) for slot, chunk in zip(slots, prefill_chunks, strict=True)],
-            first,
-        )
-
-    def _chunk(self, slot: int, size: int) -> Chunk:
-        start = int(self._slots.num_computed[slot])
-        return Chunk(start, self._slots.prefill_tokens[slot][start : start + size])
-
-    def _allocate_blocks(self, slots: np.ndarray, after: np.ndarray) -> None:
-        """Give the blocks that a step needs, and some tokens more where there is enough."""
-        if not self._kv.blocks_needed(slots, after).any():
+    def _allocate_blocks(self, kv: BlockManager, slots: np.ndarray, after: np.ndarray, limit: np.ndarray) -> None:
+        """Allocate the blocks for `after` tokens per slot, and for some lookahead tokens if enough blocks are free."""
+        if not kv.blocks_needed(slots, after).any():
             return
-        wanted = np.maximum(np.minimum(after + LOOKAHEAD_TOKENS, self._slots.limit[slots]), after)
-        if self._kv.blocks_needed(slots, wanted).sum() > self._kv.free_logical_blocks:
-            wanted = after
-        grant = self._kv.grant(slots, wanted)
-        self._updates.set_block_table(grant.slots, grant.block_indices, grant.blocks)
+        num_tokens = np.maximum(np.minimum(after + LOOKAHEAD_TOKENS, limit), after)
+        if kv.blocks_needed(slots, num_tokens).sum() > kv.free_logical_blocks:
+            num_tokens = after
+        self.write_blocks(kv.grant(slots, num_tokens))
 
-    def _take_updates(self, decoding: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
-        """Pending changes; the list of generating slots is brought up to date when the step reads it (decode only)."""
-        if decoding is not None and not np.array_equal(decoding, self._device_decode_slots):
-            self._updates.set_decode_slots(decoding)
-            self._device_decode_slots = decoding
+    def _take_updates(self, decode_rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
+        """Take the pending updates, for a decode-only step (`decode_rows`) with the device's list of decode slots."""
+        if decode_rows is not None and not np.array_equal(decode_rows, self._device_decode_slots):
+            self._updates.set_decode_slots(decode_rows)
+            self._device_decode_slots = decode_rows
         return self._updates.take() if len(self._updates) else None
 
-    def _logprob_rows(self, slots: np.ndarray, emits: np.ndarray) -> tuple[np.ndarray, int] | None:
-        rows = np.flatnonzero(self._slots.needs_host_work[slots] & emits)
-        counts = [self._slots.state_of(int(slots[row])).num_logprobs for row in rows]
-        wanted = [(row, count) for row, count in zip(rows, counts, strict=True) if count >= 0]
-        if not wanted:
-            return None
-        return np.array([row for row, _ in wanted]), max(count for _, count in wanted)
-
     def clear(self) -> None:
-        """Forget what was to be told to the device."""
+        """Discard the pending updates."""
         self.steps_before_alloc = 0
         self._updates.take()
+
+
+def _chunk(slots: SlotTable, slot: int, size: int) -> Chunk:
+    start = int(slots.num_computed[slot])
+    return Chunk(start, slots.prefill_tokens[slot][start : start + size])
+
+
+def _logprob_rows(table: SlotTable, slots: np.ndarray, emits: np.ndarray) -> tuple[np.ndarray, int] | None:
+    """Rows with log-probabilities, and the largest number of most likely tokens that one of them reports."""
+    rows = np.flatnonzero(table.needs_host_work[slots] & emits)
+    counts = [table.state_of(int(slots[row])).num_logprobs for row in rows]
+    entries = [(row, count) for row, count in zip(rows, counts, strict=True) if count >= 0]
+    if not entries:
+        return None
+    return np.array([row for row, _ in entries]), max(count for _, count in entries)

@@ -1,4 +1,4 @@
-"""A loaded model, woven by a plan, or run as it is when it will not trace."""
+"""Compile a loaded model as its plan says, or prepare it to run eagerly if it cannot be captured."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from torchweave.compiler.autotune import Module, tune_module
 from torchweave.compiler.backend import compile_graph
 from torchweave.compiler.cache.store import CompileCache, open_cache
 from torchweave.compiler.codegen.inductor import stop_inductor_workers
@@ -18,27 +19,30 @@ from torchweave.compiler.errors import TraceError
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.cuda_graphs import Forward
 from torchweave.compiler.runtime.eager import eager_forward
+from torchweave.compiler.runtime.forward import call_op
+from torchweave.compiler.tuning import table_store
+from torchweave.compiler.tuning.measure import GraphClock
+from torchweave.compiler.tuning.table import Table, device_kind
 from torchweave.config import Plan
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.engine.runner.pipeline_stage import StageForward
-from torchweave.engine.startup.tune import tune_model
 from torchweave.models.parallel import PipelineStage
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
 
-_POLL_SECONDS = 0.01  # between two looks for what another rank makes
+_POLL_SECONDS = 0.01  # between checks for a cache entry that another rank writes
 
 
 def effective_compile_config(plan: Plan) -> TorchCompileConfig:
-    """The plan's compile config, with what is effective in the place of what was asked."""
+    """The plan's compile config with the options in effect instead of those configured."""
     return replace(
         plan.config.torch_compile_config,
         enable_inductor=plan.inductor,
         compile_sizes=plan.compile_sizes,
         max_num_streams=plan.max_num_streams,
         enable_userbuffers=plan.userbuffers,
-        tune=False,  # what was tuned is in the table by now
+        tune=False,  # the results are in the table by now
     )
 
 
@@ -50,11 +54,10 @@ def compile_model(
     report: Report,
     lock_cache: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> CompiledGraph:
-    """A decoder's forward over flattened tokens, woven with attention and its like as boundaries; `lock_cache` as in
-    `compile_graph`.
+    """Compile a decoder's forward over flattened tokens, split at boundary ops; `lock_cache` as in `compile_graph`.
 
     Raises:
-        TraceError: it will not trace.
+        TraceError: the forward cannot be captured.
     """
     example = {
         "input_ids": torch.zeros(23, dtype=torch.int64, device=device),
@@ -68,11 +71,36 @@ def compile_model(
     )
 
 
+def tune_model(
+    module: torch.nn.Module,
+    config: TorchCompileConfig,
+    device: torch.device,
+    cache: CompileCache,
+    report: Report,
+    *,
+    remeasure: bool = False,
+) -> Table:
+    """Time the candidates without stored results (`remeasure`: all), store the results in the cache, and return them."""
+    known = Table(device_kind(device)) if remeasure else table_store.load_tables(device, cache, report)
+
+    def compile_candidate(candidate: TorchCompileConfig) -> CompiledGraph:
+        return compile_model(module, candidate, device, cache, Report(show=False))
+
+    def step(compiled_graph: CompiledGraph, tokens: int) -> object:
+        ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+        return compiled_graph(call_op, ids, torch.arange(tokens, device=device), ids[:1])
+
+    measured = tune_module(Module(compile_candidate, step, device), config, GraphClock(), known, report)
+    if measured.entries:
+        table_store.store(cache, measured)
+    return measured
+
+
 class CacheLock:
-    """One rank of a stage makes what the compile cache keeps, and the others load it: each entry as soon as it is there.
+    """Lets one rank of a stage write the compile cache and the others load each entry as soon as it exists.
 
     Args:
-        is_first: whether this rank is the one.
+        is_first: this rank writes.
         barrier: waits for all ranks.
     """
 
@@ -83,7 +111,7 @@ class CacheLock:
 
     @contextmanager
     def lock_cache(self) -> Iterator[None]:
-        """The first rank makes things in here, and the others, who stay until it has left, load them. Every rank comes here."""
+        """Context that every rank enters: the first writes entries, the others load them and stay until the first has left."""
         if self._is_first:
             try:
                 yield
@@ -91,7 +119,7 @@ class CacheLock:
                 self._barrier()
             return
         self._first_rank_done.clear()
-        with ThreadPoolExecutor(1, "torchweave-turn") as pool:
+        with ThreadPoolExecutor(1, "torchweave-cache-lock") as pool:
             arrived = pool.submit(self._barrier)
             arrived.add_done_callback(lambda _: self._first_rank_done.set())
             try:
@@ -100,7 +128,7 @@ class CacheLock:
                 arrived.result()
 
     def wait(self, path: Path) -> None:
-        """Until an entry is there, or will not come."""
+        """Wait until the entry at `path` exists or the first rank has left without it."""
         while not path.exists() and not self._first_rank_done.wait(_POLL_SECONDS):
             pass
 
@@ -112,13 +140,13 @@ def build_forward(
     process_groups: ProcessGroups,
     stage: PipelineStage | None = None,
 ) -> tuple[Forward, Plan]:
-    """The model woven, or, when it will not trace, run as it is with capture broken at boundary ops.
+    """Compile the model; if it cannot be captured, return an eager forward that is recorded between boundary ops.
 
     The ranks of a stage have the same graph: with a compile cache the first of them captures it and builds its pieces, and the
-    others load what it kept (`CacheLock`); passes run on all at the same time. Stages build theirs at the same time too.
+    others load them (`CacheLock`); passes run on all ranks in parallel, as do the stages.
 
     Raises:
-        ValueError: a model that is divided into stages will not trace.
+        ValueError: a model divided into stages cannot be captured.
     """
     if not plan.fullgraph:
         return eager_forward(module, boundary_ops()), plan
@@ -129,13 +157,7 @@ def build_forward(
     try:
         if plan.tune and cache is not None:
             with report.stage("tuning"):
-                tune_model(
-                    lambda each: compile_model(module, each, device, cache, Report(show=False)),
-                    config,
-                    device,
-                    cache,
-                    report,
-                )
+                tune_model(module, config, device, cache, report)
         with report.stage("weaving"), stop_inductor_workers():
             compiled_graph = compile_model(module, config, device, cache, report, lock_cache)
         return (compiled_graph if stage is None else StageForward(compiled_graph, stage, process_groups)), plan
@@ -145,7 +167,7 @@ def build_forward(
                 f"The model cannot be divided into stages: {error}; use pipeline_parallel_size=1"
             ) from error
         report.event("fallback", what="the model runs without the compiler", why=str(error))
-        settled = plan.with_effective(
+        plan = plan.with_effective(
             "torch_compile_config.enable_fullgraph", False, f"will not trace: {error}", fullgraph=False
         )
-        return eager_forward(module, boundary_ops()), settled
+        return eager_forward(module, boundary_ops()), plan

@@ -1,4 +1,4 @@
-"""What this machine's device is and can do, as the plan wants to know it."""
+"""Device facts for the plan: name, compute capability, attention backends."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torchweave.config import AttentionFacts, DeviceFacts, choose_device
 from torchweave.ops.attention.op import available_backends, get_backend
 from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
 
-# In the order of preference on each kind of device; figures in bench/results.
+# By preference; figures in bench/results.
 _PREFERENCE = {"cuda": ("fa3", "triton", "torch", "cpp"), "cpu": ("cpp", "torch", "triton", "fa3")}
 _ONLY_BLOCK_SIZES = {"fa3": (128,)}
 _NO_FP8_CACHE = {"fa3": "FlashAttention 3 reads a cache in FP8 only with queries in FP8"}
 
 
-def device_facts(asked: str, rank: int = 0) -> DeviceFacts:
-    """The facts of the device that `asked` names (`auto`, `cpu`, `cuda`, `cuda:N`), which is that of `rank`."""
+def device_facts(requested: str, rank: int = 0) -> DeviceFacts:
+    """Facts of the requested device (`auto`, `cpu`, `cuda`, `cuda:N`), which is that of `rank`."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = choose_device(asked, num_gpus)
+    name = choose_device(requested, num_gpus)
     device = torch.device(name)
     is_gpu = device.type == "cuda"
     return DeviceFacts(

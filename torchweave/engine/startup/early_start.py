@@ -1,6 +1,6 @@
-"""What an engine can begin before torch is imported: the other ranks' processes, which import at the same time, and GPUs.
+"""Early start, before torch is imported: processes of the other local ranks, which import in parallel, and GPU contexts.
 
-Nothing here imports more than a config does.
+This module imports little more than the config does.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ WORKER_ENTRYPOINT = "torchweave.engine.startup.rank_worker:run_worker"
 
 
 def prestart_workers(config: EngineConfig, replica: int = 0) -> WorkerPool:
-    """The local ranks of an engine, for `open_engine`; none where others start them, or where there is no processor for each.
+    """Start the local ranks of an engine, for `open_engine`; none with another executor or with fewer processors than ranks.
 
-    They and this process open their GPUs meanwhile.
+    These processes and this one also open their GPUs.
 
     Args:
-        replica: number of the engine among those of this machine.
+        replica: index of the engine on this machine.
 
     Raises:
-        ValueError: an option cannot be, whatever the device and the model are; nothing is started then.
+        ValueError: an option is not supported on any device or model; nothing is started.
     """
     check_names(config, None)
     check_value_ranges(config)
-    here = config.executor == "local" or config.num_ranks == 1  # where others start ranks, they say which GPU each has
-    gpu = _first_gpu(config, replica) if here else None
+    is_local = config.executor == "local" or config.num_ranks == 1  # other executors choose the GPU of each rank
+    gpu = _first_gpu(config, replica) if is_local else None
     if gpu is not None:
         open_gpu_context(gpu)
-    others = config.num_ranks - 1 if here else 0
+    others = config.num_ranks - 1 if is_local else 0
     return WorkerPool(WORKER_ENTRYPOINT, others if others < (os.cpu_count() or 1) else 0, gpu)
 
 
 def _first_gpu(config: EngineConfig, replica: int) -> int | None:
-    """The number of rank 0's GPU, if there is one, as far as the config says; None on a CPU."""
+    """Index of rank 0's GPU according to the config; None on a CPU."""
     kind, _, number = config.device.partition(":")
     if kind not in ("auto", "cuda") or not (number or "0").isdigit():
         return None

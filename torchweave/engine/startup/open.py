@@ -1,4 +1,4 @@
-"""An engine over as many ranks as its config asks for, however they are started. This process is rank 0."""
+"""Open an engine over all its ranks, with the configured executor; this process is rank 0."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from torchweave.compiler.codegen.inductor import import_inductor_in_background
+from torchweave.config import choose_device
 from torchweave.config.options import EngineConfig, read_torchrun_env
 from torchweave.distributed.launchers import ray, torchrun
 from torchweave.distributed.launchers.local import WorkerPool
@@ -34,25 +35,25 @@ def open_engine(
     loaded: LoadedModel | None = None,
     worker_pool: WorkerPool | None = None,
 ) -> Engine:
-    """Build an engine, with all its ranks; `Engine.close` ends them.
+    """Build an engine on all its ranks; `Engine.close` ends the other ranks.
 
     Args:
-        report: gets every decision; one is made when none is given.
-        loaded: a model that is in memory already.
-        worker_pool: local ranks that were started before (`prestart_workers`); whoever started them ends those that are not used.
+        report: receives every decision; None creates one.
+        loaded: a model already in memory.
+        worker_pool: local ranks started before (`prestart_workers`); the caller ends those left over.
 
     Raises:
-        ValueError: the model or an option cannot be, on any rank; the message says why and what to do.
-        RankFailure: a rank ended while it was built.
+        ValueError: the model or an option is not supported, on any rank; the message says why and what to do.
+        RankFailure: a rank ended during the build.
     """
     report = Report() if report is None else report
     if config.num_ranks == 1:
         return build(config, report, loaded)
     if loaded is not None:
         raise ValueError(
-            f"{loaded.name} is in memory already, and several ranks each load their own part; give its folder or name."
+            f"{loaded.name} is in memory already, but each of several ranks loads its own part; give the model's folder or name."
         )
-    plan = resolve_plan(config)  # what cannot be is said before processes are started
+    plan = resolve_plan(config)  # raises before processes are started
     try:
         return _open(config, plan.device, report, worker_pool or WorkerPool(WORKER_ENTRYPOINT))
     except RankFailure as failure:
@@ -72,7 +73,7 @@ def _open(config: EngineConfig, device: str, report: Report, worker_pool: Worker
             executor.worker_group.wait_until_built()
     except BaseException as error:
         cause = executor.worker_group.root_cause(error) if isinstance(error, RuntimeError) else error
-        executor.worker_group.fail(RankFailure(str(cause)))  # the others may wait for this rank in a collective
+        executor.worker_group.fail(RankFailure(str(cause)))  # other ranks may wait for this one in a collective
         executor.close()
         raise cause from None
     for facts in executor.worker_group.worker_facts.values():
@@ -83,7 +84,7 @@ def _open(config: EngineConfig, device: str, report: Report, worker_pool: Worker
 
 
 def _start_local(config: EngineConfig, device: str, worker_pool: WorkerPool) -> Executor:
-    """Processes of this machine. GPUs are taken from `device` on; CPU ranks share torch's threads."""
+    """Start child processes on consecutive GPUs from `device`; CPU ranks share torch's threads."""
     size = config.num_ranks
     num_threads = None
     if device == "cpu":
@@ -95,11 +96,11 @@ def _start_local(config: EngineConfig, device: str, worker_pool: WorkerPool) -> 
 
 
 def _join_torchrun(config: EngineConfig, device: str) -> Executor:
-    """The processes of torchrun. On ranks other than 0 this works until the leader has ended, and then ends the script."""
+    """Join torchrun's processes. Ranks other than 0 run steps here until the leader ends, then exit the script."""
     launched = read_torchrun_env()
     if launched is None:
         raise ValueError(
-            "executor=torchrun was asked for, but torchrun did not start this process; run "
+            "executor=torchrun, but torchrun did not start this process; run "
             f"`torchrun --nproc-per-node {config.num_ranks} script.py`, or use executor=local"
         )
     if launched.size != config.num_ranks:
@@ -116,11 +117,11 @@ def _join_torchrun(config: EngineConfig, device: str) -> Executor:
 
 
 def _start_on_ray(config: EngineConfig, device: str) -> Executor:
-    """Actors of a Ray cluster."""
+    """Start actors of a Ray cluster."""
     placement = ray.reserve_placement(config.num_ranks, on_gpus=device != "cpu")
     try:
         store, address = create_rendezvous_store(placement.host)
-        worker_device = "cpu" if device == "cpu" else "cuda:0"  # Ray shows an actor no other GPU
+        worker_device = "cpu" if device == "cpu" else "cuda:0"  # the only GPU visible to an actor
         tasks = [WorkerTask(config, rank, worker_device, address) for rank in range(1, config.num_ranks)]
         worker_group = ray.start_on_ray(placement, WORKER_ENTRYPOINT, tasks, config.rank_timeout)
         return replace(create_executor(config, worker_group, placement.device, store), release=placement.release)
@@ -130,7 +131,7 @@ def _start_on_ray(config: EngineConfig, device: str) -> Executor:
 
 
 def create_executor(config: EngineConfig, worker_group: WorkerGroup, device: str, store: RendezvousStore) -> Executor:
-    """Join the world with ranks that were started."""
+    """Create the process groups with started ranks."""
     try:
         with import_inductor_in_background(config.torch_compile_config.enable_inductor):
             worker_group.wait_until_joined()
@@ -145,6 +146,32 @@ def create_executor(config: EngineConfig, worker_group: WorkerGroup, device: str
 
 
 def device_of_rank(device: str, rank: int) -> str:
-    """The device of a rank of this machine, where rank 0 has `device`."""
+    """The device of a rank on this machine, with rank 0 on `device`."""
     kind, _, index = device.partition(":")
     return kind if kind == "cpu" else f"{kind}:{int(index or 0) + rank}"
+
+
+def replica_config(config: EngineConfig, index: int, count: int) -> EngineConfig:
+    """The config of replica `index` of `count` on one machine; CPU replicas share torch's threads.
+
+    Raises:
+        ValueError: the machine has too few GPUs for all replicas.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    first = choose_device(config.device, num_gpus)
+    if first == "cpu":
+        torch.set_num_threads(max(torch.get_num_threads() // count, 1))
+        device = first
+    else:
+        needed, available = count * config.num_ranks, num_gpus - int(first.partition(":")[2])
+        if needed > available:
+            raise ValueError(
+                f"data_parallel_size={count} with {config.parallel_sizes_text} needs {needed} GPUs, but from "
+                f"{first} on this machine has {available}; lower one of them"
+            )
+        device = device_of_rank(first, index * config.num_ranks)
+    seed = None if config.seed is None else config.seed + index  # replicas with equal seeds would sample equal tokens
+    compile_config = config.torch_compile_config
+    if index > 0:
+        compile_config = replace(compile_config, dump_dir=None)  # the first replica's dump holds for all
+    return replace(config, device=device, seed=seed, torch_compile_config=compile_config)

@@ -1,6 +1,6 @@
-"""What a rank other than the leader runs: it builds the same engine, then carries out the leader's steps in their order.
+"""A rank other than the leader: builds the same engine and runs the leader's steps in order.
 
-It knows no requests, forms no steps and tells no statistics; whatever its device draws, the leader's draws too.
+It has no scheduler and no statistics; its device samples the same tokens as the leader's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import torch
 
 from torchweave.compiler.codegen.inductor import import_inductor_in_background
 from torchweave.config.options import EngineConfig
-from torchweave.distributed import channel
-from torchweave.distributed.channel import Channel
-from torchweave.distributed.leader_connection import LeaderConnection
+from torchweave.distributed.channel import Channel, MessageKind
 from torchweave.distributed.process_groups import (
     ProcessGroups,
     RendezvousStore,
@@ -28,26 +26,28 @@ from torchweave.distributed.process_groups import (
     init_process_groups,
     join_rendezvous_store,
 )
-from torchweave.engine.ranks.state_digest import StateDigest
-from torchweave.engine.ranks.step_message import decode
+from torchweave.distributed.worker_group import LeaderConnection
+from torchweave.engine.ranks.step_message import StateDigest, decode
 from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.startup.build import build
 from torchweave.report import Report
 from torchweave.utils import gc
 
-_FAULT_DELAY_SECONDS = 2.0  # by which the fault of a collective is told later than the end of the rank that caused it
+_FAULT_DELAY_SECONDS = (
+    2.0  # delays the report of an error, so that the end of the rank that caused it is reported first
+)
 
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What a rank has to know to begin.
+    """The task of a rank.
 
     Attributes:
-        config: of the engine, as the leader was asked.
+        config: of the engine, the same as the leader's.
         rank: of this process.
         device: of this rank.
-        store: address of the leader's meeting point; None where the ranks have one already.
-        num_threads: of torch on a CPU; None: as many as it likes.
+        store: address of the rendezvous store; None if the executor provides the store.
+        num_threads: torch's threads on a CPU; None: torch's default.
     """
 
     config: EngineConfig
@@ -58,9 +58,9 @@ class WorkerTask:
 
 
 def run_worker(channel: Channel, task: WorkerTask, store: RendezvousStore | None = None) -> None:
-    """Run a rank until the leader ends it; a fault is told to the leader and ends the process."""
+    """Run a rank until the leader ends it; an error is reported to the leader and ends the process."""
     leader = LeaderConnection(channel, task.config.rank_timeout)
-    for name in ("transformers", "torch"):  # the leader says what there is to say
+    for name in ("transformers", "torch"):  # the leader logs the same
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         _run_worker(leader, task, store)
@@ -73,7 +73,9 @@ def run_worker(channel: Channel, task: WorkerTask, store: RendezvousStore | None
 
 
 def _report_and_exit(leader: LeaderConnection, sentence: str, user_error: bool) -> None:
-    with contextlib.suppress(OSError):  # all refuse the same, and the leader may have ended them for another's word
+    with contextlib.suppress(
+        OSError
+    ):  # every rank fails alike, and the leader may have ended after another rank's report
         leader.report_failure(sentence, user_error)
     os._exit(1)
 
@@ -94,9 +96,8 @@ def _run_worker(leader: LeaderConnection, task: WorkerTask, store: RendezvousSto
         )
     report = Report(show=False)
     begin = time.monotonic()
-    worker_config = replace(
-        config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None)
-    )  # the leader's
+    # The leader writes the dump.
+    worker_config = replace(config, torch_compile_config=replace(config.torch_compile_config, dump_dir=None))
     engine = build(worker_config, report, process_groups=process_groups)
     leader.report_built(_rank_facts(report, task, time.monotonic() - begin))
     with gc.gc_frozen():
@@ -106,14 +107,14 @@ def _run_worker(leader: LeaderConnection, task: WorkerTask, store: RendezvousSto
 
 
 def _rank_facts(report: Report, task: WorkerTask, seconds: float) -> dict[str, Any]:
-    """What the leader tells of this rank."""
-    used = [event["outcome"] for event in report.select("cache")]
-    found = {"loaded": used.count("hit"), "compiled": used.count("miss")}
-    return {"rank": task.rank, "device": task.device, "process": os.getpid(), "seconds": seconds, **found}
+    """Fields of the leader's `rank` event."""
+    outcomes = [event["outcome"] for event in report.select("cache")]
+    counts = {"loaded": outcomes.count("hit"), "compiled": outcomes.count("miss")}
+    return {"rank": task.rank, "device": task.device, "process": os.getpid(), "seconds": seconds, **counts}
 
 
 def _run_steps(runner: ModelRunner, leader: LeaderConnection, process_groups: ProcessGroups) -> None:
-    """Steps in the order in which they come, as many in flight as the leader has."""
+    """Run the leader's steps in order, with as many in flight as on the leader."""
     runner.start()
     digest = StateDigest(runner.state, runner.plan.config.torch_compile_config.debug)
     in_flight: deque[Any] = deque()
@@ -125,7 +126,7 @@ def _run_steps(runner: ModelRunner, leader: LeaderConnection, process_groups: Pr
 
     while True:
         kind, payload = leader.messages.get()
-        if kind == channel.STEP:
+        if kind == MessageKind.STEP:
             digest.add(payload)
             in_flight.append(runner.launch(decode(payload)))
             if len(in_flight) > runner.plan.run_ahead:
@@ -133,7 +134,7 @@ def _run_steps(runner: ModelRunner, leader: LeaderConnection, process_groups: Pr
             continue
         while in_flight:
             collect()
-        if kind == channel.END:
+        if kind == MessageKind.END:
             return
         if digest.enabled:
             leader.digest(digest.take())

@@ -1,44 +1,44 @@
-"""Measure, on this machine, what runs a model best, and keep it where the next start finds it."""
+"""`torchweave tune`: measure a model's candidates on this machine and store the results in the compile cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from torchweave.compiler.autotune import Module, tune_module
-from torchweave.compiler.cache.store import CompileCache
-from torchweave.compiler.runtime.compiled_graph import CompiledGraph
-from torchweave.compiler.runtime.forward import call_op
-from torchweave.compiler.tuning import table_store
-from torchweave.compiler.tuning.measure import Clock, GraphClock
-from torchweave.compiler.tuning.table import Table, device_kind
-from torchweave.config.options import TorchCompileConfig
+from torchweave.compiler.cache.store import open_cache
+from torchweave.compiler.tuning.table import Table
+from torchweave.config.options import EngineConfig
+from torchweave.engine.startup.build import resolve_plan
+from torchweave.engine.startup.compile_model import effective_compile_config, tune_model
+from torchweave.models.load import load
 from torchweave.report import Report
 
 
-def tune_model(
-    compile_graph: Callable[[TorchCompileConfig], CompiledGraph],
-    config: TorchCompileConfig,
-    device: torch.device,
-    cache: CompileCache,
-    report: Report,
-    *,
-    remeasure: bool = False,
-    clock: Clock | None = None,
-) -> Table:
-    """Ask what was not measured yet (`remeasure`: everything), keep it in the cache, and return the new answers.
+def tune(config: EngineConfig, report: Report, *, remeasure: bool = False) -> Table:
+    """Time the candidates of a model on this GPU, store the results in the compile cache, and return the new ones.
 
     Args:
-        compile_graph: compiles the model by a config.
+        remeasure: also time candidates with stored results.
+
+    Raises:
+        ValueError: the model or an option is not supported, there is no GPU, or the compile cache cannot be written.
     """
-    known = Table(device_kind(device)) if remeasure else table_store.load_tables(device, cache, report)
-
-    def step(compiled_graph: CompiledGraph, tokens: int) -> object:
-        ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-        return compiled_graph(call_op, ids, torch.arange(tokens, device=device), ids[:1])
-
-    measured = tune_module(Module(compile_graph, step, device), config, clock or GraphClock(), known, report)
-    if measured.entries:
-        table_store.store(cache, measured)
-    return measured
+    plan = resolve_plan(replace(config, torch_compile_config=replace(config.torch_compile_config, tune=True)))
+    if not plan.tune:
+        why = next(entry.why for entry in plan.entries if entry.name == "torch_compile_config.tune")
+        raise ValueError(f"nothing can be tuned here: {why}")
+    loaded = load(
+        config.model,
+        getattr(torch, plan.dtype),
+        plan.device,
+        load_format=config.load_format,
+        trust_remote_code=config.trust_remote_code,
+        report=report,
+        max_model_len=plan.max_model_len,
+    )
+    compile_config = effective_compile_config(plan)
+    cache = open_cache(compile_config, report)
+    if cache is None:
+        raise ValueError("results cannot be stored: the compile cache's folder cannot be created; name another one")
+    return tune_model(loaded.module, compile_config, torch.device(plan.device), cache, report, remeasure=remeasure)

@@ -1,27 +1,26 @@
-"""Causal attention over a paged KV cache: the op that models call, what a step tells a backend, and the choice of backend.
+"""Attention over a paged KV cache: the ops that models call, the metadata of a step, and the choice of backend.
 
 The model calls `torchweave::attention`, which writes into a tensor that the model allocated. It is a boundary op: the engine
-intercepts it and has a backend carry it out over the cache (torchweave/ops/attention/calls.py). Called directly, without an
-engine, the tokens are one sequence and no cache is involved; that is its eager reference.
+intercepts it and a backend runs it over the cache (torchweave/ops/attention/call.py). Called directly, without an engine, the
+tokens are one sequence and no cache is involved; that is its eager reference.
 
-    step = backend.begin(meta)                       once per step, before the model runs
-    run_attention(step, caches, *args, **kwargs)         once per layer, from the boundary
+    step = backend.begin(meta)               once per step, before the model runs
+    run_attention(step, call, cache)         once per layer, from the boundary
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention.reference import additive_mask, padded_attention
+from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache
+from torchweave.ops.attention.reference import causal_attention
 from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
-from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, fp8_quant
 from torchweave.ops.registry import define
-from torchweave.ops.rope import Rotary
 
 
 @define("torchweave::attention", mutates=("out",), boundary=True)
@@ -45,34 +44,12 @@ def attention(
     norm_wide: bool = False,
     given_scale: Tensor | None = None,
 ) -> None:
-    """Write the attention of T tokens into `out`; here the T tokens are one sequence.
+    """Causal attention of T tokens, written into `out`; without an engine the T tokens are one sequence.
 
-    Args:
-        q: `[T, H, D]`. Query head h reads key head `h // (H // KH)`.
-        k: `[T, KH, D]`.
-        v: `[T, KH, Dv]`; Dv may differ from D.
-        out: contiguous `[T, H, Dv]`, written whole; of q's dtype, or e4m3: then the result is rounded to q's dtype and
-            quantised as `torchweave::fp8_quant` does, with the given scale.
-        layer: which KV cache of the engine belongs to this call; not used here.
-        scale: factor of the scores.
-        window: keys with `q_pos - k_pos < window` are seen; 0 means all.
-        softcap: scores become `softcap * tanh(score / softcap)`; 0 means as they are.
-        sinks: `[H]` logits that join the denominator of the softmax.
-        chunk: keys with `k_pos // chunk == q_pos // chunk` are seen (Llama 4); 0 means all.
-        cos, sin: `[..., T, R]`: q and k are turned first, as `torchweave::rope` does; None means that they have been.
-        q_weight, k_weight, norm_eps, norm_offset, norm_wide: and before that normed, as `torchweave::qk_norm_rope` does.
-        given_scale: float32 `[1]`, where out is e4m3.
+    The arguments are described in `torchweave.ops.attention.call.AttentionCall`.
     """
-    rotary = rotary_from_args(cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
-    if rotary is not None:
-        q, k = rotary.apply_rotary(q, k)
-    positions = torch.arange(q.shape[0], device=q.device)[None]
-    bias = None if not (window or chunk) else additive_mask(positions, positions, window, chunk, q.dtype)
-    result = padded_attention(q[None], k[None], v[None], bias, scale=scale, softcap=softcap, sinks=sinks)[0]
-    if out.dtype == FP8:
-        quantize_into(QuantizedOutput(out, None, given_scale), result.flatten(1, 2))
-    else:
-        out.unflatten(1, result.shape[1:3]).copy_(result)
+    how = (layer, scale, window, softcap, sinks, chunk, cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
+    causal_attention(AttentionCall(q, k, v, out, *how, given_scale))
 
 
 @define("torchweave::attention_fp8", mutates=("out", "out_scale"), boundary=True)
@@ -96,42 +73,12 @@ def attention_fp8(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
 ) -> None:
-    """`torchweave::attention` into e4m3, with a scale for each 128 channels of a token.
+    """`torchweave::attention` into e4m3 with a scale for each 128 channels of a token, written into `out_scale`.
 
-    An op of its own, since torch 2.11 cannot call one that writes to an argument which may be left out.
-
-    Args:
-        out: contiguous `[T, H, Dv]` e4m3, written whole.
-        out_scale: float32 `[ceil(H * Dv / 128), T]`, written whole.
+    A separate op, because torch 2.11 cannot call an op that mutates an optional argument.
     """
-    whole = torch.empty(out.shape, dtype=q.dtype, device=q.device)
     how = (layer, scale, window, softcap, sinks, chunk, cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
-    torch.ops.torchweave.attention(q, k, v, whole, *how)
-    quantize_into(QuantizedOutput(out, out_scale, None), whole)
-
-
-class QuantizedOutput(NamedTuple):
-    """Where a quantised result goes: q e4m3 `[T, H, Dv]`, and of its scales one that is written or one that is given."""
-
-    q: Tensor
-    out_scale: Tensor | None
-    static_scale: Tensor | None
-
-
-def quantize_into(target: QuantizedOutput, result: Tensor) -> None:
-    """Quantise result `[T, H, Dv]` into its place, as `torchweave::fp8_quant` would."""
-    assert (target.out_scale is None) != (target.static_scale is None), "a quantised result has one kind of scale"
-    group = PER_TOKEN if target.out_scale is None else GROUP
-    q, scale = fp8_quant(result.reshape(result.shape[0], -1), group, target.static_scale)
-    target.q.flatten(1).copy_(q)
-    if target.out_scale is not None:
-        target.out_scale.copy_(scale)
-
-
-def rotary_from_args(cos: Tensor | None, sin: Tensor | None, *norm: Any) -> Rotary | None:
-    """What queries and keys still need, from an op's arguments; None when they have been turned."""
-    assert (cos is None) == (sin is None), "cos and sin come together"
-    return None if cos is None or sin is None else Rotary(cos, sin, *norm)
+    causal_attention(AttentionCall(q, k, v, out, *how, out_scale=out_scale))
 
 
 @dataclass(frozen=True)
@@ -168,23 +115,6 @@ class LayerSpec:
         return self.num_kv_heads * (self.head_dim + self.value_dim) * (self.cache_dtype or dtype).itemsize
 
 
-class LayerKVCache(NamedTuple):
-    """One layer's cache: `k` is `[num_blocks, block_size, KH, D]`, `v` is `[num_blocks, block_size, KH, Dv]`; FP8 has scales.
-
-    `group` says whose block table leads to it: layers that see equally far back share one.
-    """
-
-    k: Tensor
-    v: Tensor
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    group: int = 0
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.k, self.v
-
-
 @dataclass(frozen=True)
 class AttentionMetadata:
     """Where the tokens of one step belong. The tensors are device tensors, whose addresses a CUDA graph may hold.
@@ -215,68 +145,6 @@ class AttentionMetadata:
     num_tokens: int
     decode_only: bool
     max_seq_len: int
-
-
-class AttentionVariant(NamedTuple):
-    """How the scores of a layer are made and which keys are seen; as in `attention`."""
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-    chunk: int = 0
-
-
-class AttentionStep(Protocol):
-    """A backend that has looked at the metadata of one step; its `forward` is called once per layer.
-
-    One that can also turn queries and keys, for less than a kernel of its own would take, is a `FusedRopeStep`.
-    """
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant
-    ) -> None:
-        """Write this step's keys and values into `cache`, then attend into `out`; shapes as `attention`.
-
-        Rows of `out` that belong to padded tokens become zero, and padded tokens write nothing into the cache.
-        """
-        ...
-
-
-@runtime_checkable
-class FusedRopeStep(Protocol):
-    """An `AttentionStep` that takes queries and keys before their rotary embedding, and applies it itself."""
-
-    def forward_with_rope(
-        self,
-        rotary: Rotary,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: LayerKVCache,
-        variant: AttentionVariant,
-    ) -> None:
-        """As `AttentionStep.forward` of what `rotary.apply_rotary(q, k)` gives."""
-        ...
-
-
-@runtime_checkable
-class FusedQuantStep(Protocol):
-    """An `AttentionStep` that quantises its result itself, where that takes less than a kernel of its own."""
-
-    def forward_quantized(
-        self,
-        target: QuantizedOutput,
-        rotary: Rotary | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: LayerKVCache,
-        variant: AttentionVariant,
-    ) -> None:
-        """As `AttentionStep.forward`, or with `rotary` as `FusedRopeStep.forward_with_rope`, and `quantize_into`."""
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -361,7 +229,7 @@ def _unavailable_reason(name: str, device: torch.device) -> str | None:
         if name == "triton":
             import triton  # noqa: F401
         else:
-            import fa3_fwd_interface  # noqa: F401
+            import fa3_fwd_interface  # noqa: F401 # pyright: ignore[reportMissingImports]
     except ImportError as error:
         extra = "triton" if name == "triton" else "torchweave[fa3]"
         return f"{error}; install {extra}"

@@ -1,10 +1,27 @@
-"""Attention of padded rows in plain torch: what the references and the torch backend compute with."""
+"""Attention in plain torch: the eager reference of the ops, and padded rows for the torch backend."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from torchweave.ops.attention.call import AttentionCall
+
+
+def causal_attention(call: AttentionCall) -> None:
+    """Eager reference of both attention ops: the tokens of the call are one sequence, and no cache is involved."""
+    wide = call.with_rope_applied()
+    positions = torch.arange(wide.q.shape[0], device=wide.q.device)[None]
+    bias = None
+    if wide.window or wide.chunk:
+        bias = additive_mask(positions, positions, wide.window, wide.chunk, wide.q.dtype)
+    q, k, v = wide.q[None], wide.k[None], wide.v[None]
+    result = padded_attention(q, k, v, bias, scale=wide.scale, softcap=wide.softcap, sinks=wide.sinks)[0]
+    if call.quantized:
+        call.quantize(result.flatten(1, 2).to(call.q.dtype))
+    else:
+        call.out.unflatten(1, result.shape[1:3]).copy_(result)
 
 
 def additive_mask(q_pos: Tensor, k_pos: Tensor, window: int, chunk: int, dtype: torch.dtype) -> Tensor:

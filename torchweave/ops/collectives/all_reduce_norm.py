@@ -10,62 +10,16 @@ An output that nobody reads is not computed: `keep_norm` and `keep_sum` say so, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
 import torch
 from torch import Tensor
 
 from torchweave.ops.collectives.op import Communicator, communicator
+from torchweave.ops.kernels.collectives.workspace import NormOutput, NormSpec, QuantSpec
 from torchweave.ops.norm import add_rms_norm, rms_norm, rms_norm_of_sum
 from torchweave.ops.quant.fp8 import empty_quantized, fp8_quant
 from torchweave.ops.quant.fp8_fused import add_rms_norm_fp8, rms_norm_fp8
 from torchweave.ops.quant.nvfp4 import empty_fp4, fp4_quant
 from torchweave.ops.registry import define
-
-
-@dataclass(frozen=True)
-class QuantSpec:
-    """How a norm's output is quantised.
-
-    Attributes:
-        to: "fp8", by `group` and `scale` of `torchweave::fp8_quant`; "fp4", by `scale` of `torchweave::fp4_quant`.
-    """
-
-    to: Literal["fp8", "fp4"]
-    group: int = 0
-    scale: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """What is done to a reduced x `[..., D]`.
-
-    Attributes:
-        residual: `[..., D]`, added to it first; none: nothing is.
-        weight, eps, offset, wide: as `torchweave::rms_norm`.
-        quant: how the norm is quantised, if it is.
-        keep_norm: whether the norm itself is wanted.
-        keep_sum: whether the sum before the norm is wanted (without a residual: the reduced x).
-    """
-
-    residual: Tensor | None
-    weight: Tensor | None
-    eps: float
-    offset: float = 0.0
-    wide: bool = False
-    quant: QuantSpec | None = None
-    keep_norm: bool = True
-    keep_sum: bool = True
-
-
-class NormOutput(NamedTuple):
-    """The norm, the sum before it, and the quantised norm with its scales; None for what was not asked for."""
-
-    y: Tensor | None
-    total: Tensor | None
-    q: Tensor | None = None
-    s: Tensor | None = None
 
 
 def fused_all_reduce_norm(comm: Communicator, x: Tensor, norm: NormSpec) -> NormOutput:

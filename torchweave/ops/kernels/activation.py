@@ -1,5 +1,8 @@
 """Triton: `act(gate) * up`, over rows of one tensor or of two."""
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

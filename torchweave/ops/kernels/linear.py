@@ -7,9 +7,12 @@ Each may be launched as a dependent of the kernel before (`dependent.py`): it th
 its first weights already under way.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -18,9 +21,7 @@ from torch import Tensor
 from torchweave.ops.kernels.activation import activate
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_trigger, pdl_wait, supports_pdl
 from torchweave.ops.kernels.norm import scale_rows
-
-if TYPE_CHECKING:
-    from torchweave.ops.linear import LinearConfig, LinearFusion
+from torchweave.ops.linear_config import LinearConfig, LinearFusion
 
 
 @triton.jit

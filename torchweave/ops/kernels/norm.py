@@ -1,5 +1,8 @@
 """Triton: RMSNorm of rows, with the residual add before it. A program owns whole rows and holds them in registers."""
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,8 @@
 """Triton: rotary embedding of queries and keys, after their RMSNorm if there is one. A program owns some heads of one token."""
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -17,7 +17,7 @@ class StridedRows(NamedTuple):
     """
 
     tensor: Tensor
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.count is not used)
     inner: int
     outer_stride: int
     inner_stride: int

@@ -4,6 +4,9 @@ Nothing that changes from step to step is specialised on (sizes, and the alignme
 kernel is compiled after start-up.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch

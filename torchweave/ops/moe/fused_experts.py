@@ -212,11 +212,13 @@ def _grouped(call: ExpertsCall) -> None:
     ends, rows = _sorted_pair_buffers(call)
     positions = torch.empty_like(rows)
     kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, positions)
-    z = torch._grouped_mm(call.x.index_select(0, rows // call.top_k), up, offs=ends)  # the gathered rows die here
+    z = torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
+        call.x.index_select(0, rows // call.top_k), up, offs=ends
+    )  # the gathered rows die here
     h = z.new_empty(call.index.numel(), call.inner)
     kernels.launch_activate(z, call.index, rows, call.num_experts, call.up_bias, h, **_activation(call))
     del z
-    y = torch._grouped_mm(h, down, offs=ends)
+    y = torch._grouped_mm(h, down, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
     kernels.launch_combine(y, call.index, call.weight, call.num_experts, positions, call.down_bias, call.out)
 
 
@@ -226,5 +228,5 @@ def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:
     return ends, torch.empty(call.index.numel(), dtype=torch.int32, device=call.x.device)
 
 
-def _launch(product: GemmConfig) -> dict[str, int]:
+def _launch(product: GemmConfig) -> dict[str, Any]:
     return asdict(product)

@@ -11,22 +11,11 @@ ceil(K / 128), which is what cuBLAS reads and a decode step does not mind.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from torchweave.ops.kernels.quant.formats import FP8, FP8_MAX, GROUP, MIN_AMAX, PER_TOKEN, empty_quantized
 from torchweave.ops.registry import define
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-"""Largest finite number of e4m3fn."""
-MIN_AMAX = 1e-10
-"""Least amax: a token of zeros (a padded one) has a scale too."""
-GROUP = 128
-"""Channels of an activation that share a scale, and side of a weight's block, in the block-wise scheme."""
-PER_TOKEN = 0
-"""`group` of one scale a token."""
 
 
 def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
@@ -37,11 +26,6 @@ def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
 def scale_from_amax(amax: Tensor) -> Tensor:
     """The scale under which the largest number becomes 448."""
     return amax.float().clamp(min=MIN_AMAX) / FP8_MAX
-
-
-def num_groups(width: int) -> int:
-    """Scales of a token in the block-wise scheme."""
-    return -(-width // GROUP)
 
 
 def quantize(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -57,23 +41,6 @@ def quantize(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor
     scale = scale_from_amax(groups.abs().amax(2))
     q = to_fp8(groups, scale[:, :, None]).flatten(1)[:, :width]
     return q.contiguous().view(x.shape), scale.t().contiguous()
-
-
-def empty_quantized(x: Tensor, width: int, group: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Room for the q and s of tokens `[..., width]`, as many as x `[..., .]` has.
-
-    Raises:
-        ValueError: a scheme that there is not.
-    """
-    if group not in (PER_TOKEN, GROUP) or (scale is not None and (group != PER_TOKEN or scale.shape != (1,))):
-        given = "" if scale is None else f" beside a given scale of shape {list(scale.shape)}"
-        raise ValueError(
-            f"group {group}{given}: expected 0 (a scale for each token), {GROUP}, or 0 and a scale of shape [1]."
-        )
-    tokens = math.prod(x.shape[:-1])
-    shape = (1,) if scale is not None else (tokens, 1) if group == PER_TOKEN else (num_groups(width), tokens)
-    q = torch.empty((*x.shape[:-1], width), dtype=FP8, device=x.device)
-    return q, torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
 def _fake(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -115,7 +115,9 @@ def fp8_linear_into(q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias
         config.run(rows, x_scale, w, w_scale, bias, result)
     elif q.is_cuda and len(rows) and w_scale.ndim == 1 and bias is None:
         by_token = x_scale.expand(len(rows), 1).contiguous()
-        torch._scaled_mm(rows, w.t(), by_token, w_scale[None], out_dtype=out.dtype, use_fast_accum=True, out=result)
+        torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            rows, w.t(), by_token, w_scale[None], out_dtype=out.dtype, use_fast_accum=True, out=result
+        )
     else:
         out.copy_(torch.ops.torchweave.fp8_linear(q, x_scale, w, w_scale, bias, out.dtype))
 
@@ -162,8 +164,10 @@ def scaled_mm_rows(
     """cuBLAS with one scale for each row of both operands."""
     by_token = x_scale.expand(q.shape[0], 1).contiguous()
     fused = bias if bias is not None and bias.dtype == out_dtype != torch.float32 else None
-    out = torch._scaled_mm(q, w.t(), by_token, w_scale[None], bias=fused, out_dtype=out_dtype, use_fast_accum=True)
-    return out if bias is fused else out.add_(bias)
+    out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        q, w.t(), by_token, w_scale[None], bias=fused, out_dtype=out_dtype, use_fast_accum=True
+    )
+    return out if bias is None or bias is fused else out.add_(bias)
 
 
 def scaled_mm_blocks(

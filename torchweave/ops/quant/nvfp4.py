@@ -18,11 +18,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torchweave.ops.quant.fp8 import FP8, FP8_MAX
+from torchweave.ops.kernels.quant.formats import BLOCK, FP8, FP8_MAX, empty_fp4
 from torchweave.ops.registry import define
 
-BLOCK = 16
-"""Channels that share a scale."""
 FP4_MAX = 6.0
 """Largest number of e2m1."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -32,21 +30,6 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def fp4_scale_from_amax(amax: Tensor) -> Tensor:
     """float32 `[1]`: the scale of a tensor whose largest size is `amax`."""
     return (amax.float() / (FP4_MAX * FP8_MAX)).clamp(min=torch.finfo(torch.float32).tiny).reshape(1)
-
-
-def empty_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the q and s of x.
-
-    Raises:
-        ValueError: the width is not a multiple of 16.
-    """
-    width = x.shape[-1]
-    if width % BLOCK:
-        raise ValueError(
-            f"{width} channels cannot be quantised to FP4: a scale is shared by {BLOCK}, expected a multiple."
-        )
-    q = torch.empty((*x.shape[:-1], width // 2), dtype=torch.uint8, device=x.device)
-    return q, torch.empty((*x.shape[:-1], width // BLOCK), dtype=FP8, device=x.device)
 
 
 def _codes(size: Tensor) -> Tensor:

@@ -17,23 +17,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchweave.ops.kernels.sampling.layout import (
+    BAD_WORD_LOGIT,
+    FLAGS,
+    HAS_BAD_WORDS,
+    HAS_BIAS,
+    HAS_COUNTS,
+    IN_PROMPT,
+    MASK,
+    MAX_BAD_WORD_TOKENS,
+    NUM_FIELDS,
+    PRESENCE,
+    REPETITION,
+    ROW,
+    SLOT,
+    STATE_ROW,
+)
 from torchweave.ops.sampling.sample import sample
 from torchweave.ops.slot_state import SlotState
 from torchweave.ops.step_io import advance
-
-# Fields of a row's record, and bits of its FLAGS.
-ROW, SLOT, STATE_ROW, FLAGS, MASK, PRESENCE, FREQUENCY, REPETITION = range(8)
-NUM_FIELDS = 8
-HAS_COUNTS, HAS_BIAS, HAS_BAD_WORDS = 1, 2, 4
-
-IN_PROMPT = 1 << 30
-"""Added to a token's count where the prompt holds it; the rest is how often the answer does."""
-
-BAD_WORD_LOGIT = -1e30
-"""Logit of a token that bad words bar. Not -inf: a grammar that allows nothing else must still have its way."""
-
-MAX_BAD_WORD_TOKENS = 32
-"""Tokens of a barred word at the most; so many tokens of the answer are looked back at."""
 
 _MIN_STATE_ROWS = 8
 _LOOKBACK = np.arange(1, MAX_BAD_WORD_TOKENS)
@@ -132,6 +134,7 @@ def resample(
     [M, ceil(V / 32)] or None: bit v % 32 of word v / 32 says whether token v may be drawn. Writes the rows of tokens and out,
     int32 [N], `out` as in `advance`; brings slots and places up to date.
     """
+    assert rows.shape[0] == NUM_FIELDS, rows.shape
     slots, size = rows[SLOT], rows.shape[1]
     processed = torch.empty(size, logits.shape[1], dtype=torch.float32, device=logits.device)
     encoded, emit_all = torch.empty_like(slots), torch.ones_like(slots)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-LANES = 64
+from torchweave.ops.kernels.sampling.layout import LANES
+
 _MASK = np.uint64(0xFFFFFFFF)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))

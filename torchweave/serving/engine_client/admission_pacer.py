@@ -1,8 +1,8 @@
-"""When the HTTP process takes in the next request: right behind a step's tokens of those who are answered already.
+"""Pace the admission of requests: one after each step's tokens.
 
-To read, check and hand on a request takes the process about as long as the tokens of twenty streams. Whenever that was begun just
-before a step's tokens came, all streams saw a pause, and a longer one where two requests lay on top of each other: with a small
-model that was the p99 of the time between tokens. Behind the tokens the process would have waited for the next step.
+To parse and submit a request takes the HTTP process as long as the tokens of about twenty streams. If that starts just before a
+step's tokens arrive, it delays all streams, and two requests in a row delay them longer: with a small model, this set the p99 of
+inter-token latency. After a step's tokens the process is idle until the next step.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections import deque
 from torchweave.utils.gc import collect_if_due
 
 _MAX_WAIT_SECONDS = 4e-3
-"""The longest that the first in line waits for tokens; divided by the length of the line, which empties as fast as it can."""
-_TOKENS_EXPECTED_SECONDS = 0.1  # behind the last tokens, in which more are to be expected
+"""Longest wait of the first request for tokens; divided by the length of the queue, so that a long queue drains fast."""
+_TOKENS_EXPECTED_SECONDS = 0.1  # after the last tokens, further ones are expected for this long
 
 
 class AdmissionPacer:
-    """Lets requests in one by one while tokens flow, at once while none do. Belongs to the event loop."""
+    """Admits requests one by one while tokens are streamed, and at once otherwise. Used from the event loop only."""
 
     def __init__(self) -> None:
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -26,7 +26,7 @@ class AdmissionPacer:
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait(self) -> None:
-        """Wait for one's turn."""
+        """Wait for admission."""
         loop = asyncio.get_running_loop()
         if not self._waiters and loop.time() >= self._tokens_expected_until:
             return
@@ -36,10 +36,10 @@ class AdmissionPacer:
         await waiter
 
     def on_step_tokens(self, more: bool) -> None:
-        """A step's tokens were given to those who wait for them; `more`: somebody waits for the next ones."""
+        """Admit the next request after a step's tokens were delivered; `more`: requests wait for further tokens."""
         loop = asyncio.get_running_loop()
         self._tokens_expected_until = loop.time() + _TOKENS_EXPECTED_SECONDS if more else 0.0
-        loop.call_soon(self._admit_next)  # behind those that the tokens have woken
+        loop.call_soon(self._admit_next)  # after the tasks that the tokens woke
 
     def _admit_next(self) -> None:
         if self._timer is not None:
@@ -47,7 +47,7 @@ class AdmissionPacer:
             self._timer = None
         while self._waiters:
             waiter = self._waiters.popleft()
-            if not waiter.done():  # its client has not left
+            if not waiter.done():  # the client is still connected
                 waiter.set_result(None)
                 if self._tokens_expected_until:
                     break

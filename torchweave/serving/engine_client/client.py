@@ -1,6 +1,6 @@
-"""One engine as an HTTP process sees it, for one event loop: what is asked of it, and what it says.
+"""Client of one engine, for one event loop of an HTTP process: sends requests and delivers outputs.
 
-`own_engine.py` adds the engine's process, for the HTTP process that starts it; `replicas.py` makes one of several.
+`engine_supervisor.py` adds the engine's process, in the HTTP process that starts it; `replicas.py` joins several clients.
 """
 
 from __future__ import annotations
@@ -12,35 +12,33 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
-import zmq
 
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.responses import Response, refusal
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
-from torchweave.serving.engine_client.request_metrics import RequestMetrics, ServingCounters
+from torchweave.serving.engine_client.request_metrics import RequestMetrics, RequestMetricsData, ServingCounters
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
 from torchweave.serving.ipc import messages, socket_stream
 from torchweave.serving.ipc.shared_load import SharedLoad
 
-State = Literal["starting", "ready", "failed", "stopped"]
 Listener = Callable[[str, dict[str, Any]], None]
-_DRAIN_SECONDS = 1.0  # for what an engine said last to be heard; one that has ended closes what it spoke through
+_DRAIN_SECONDS = 1.0  # to read the last messages of an engine that has ended
 
 
 @dataclass
 class FrontendContext:
-    """What the engine clients of one HTTP process share.
+    """State that the engine clients of one HTTP process share.
 
     Attributes:
-        frontend: the number of this HTTP process.
-        shared_load: what every HTTP process has in flight.
-        changed: set whenever something about an engine's `state`, or about what this process has in flight, has changed.
-        admission_pacer: of requests, which hear of tokens that were given out.
-        announce: called with what other HTTP processes have to know, one of `frontends/messages.py`.
+        frontend: number of this HTTP process.
+        shared_load: requests in flight of every HTTP process.
+        changed: set whenever an engine's `state` or the requests in flight of this process have changed.
+        admission_pacer: notified of each step's tokens.
+        announce: sends a message (see `frontends/messages.py`) to the other HTTP processes.
     """
 
     frontend: int = 0
@@ -51,38 +49,34 @@ class FrontendContext:
 
     @property
     def has_requests(self) -> bool:
-        """Whether somebody in this process waits for tokens of any of the engines."""
+        """Whether this process has requests in flight at any engine."""
         return self.shared_load.has_requests(self.frontend)
 
 
 class EngineClient(ABC):
-    """Hands requests to an engine, and gives its outputs to those who wait for them.
-
-    Args:
-        replica_info: which of the engines behind the server it is.
-        frontend_context: this HTTP process.
+    """Sends requests to an engine and delivers its outputs to their `RequestStream`s.
 
     Attributes:
         state: `starting`, `ready`, `failed` or `stopped`.
         failure: why it failed, in one sentence.
-        is_config_error: the failure is that of what was asked: an option or the model cannot be.
-        model: what is served, once ready.
-        explanation: passes, graphs, plan, as `torchweave explain --json` shows them, once ready.
-        restarts: how often the engine was started again.
-        request_metrics: requests of this HTTP process and iterations of the engine, as they were seen here.
-        remote_request_metrics: requests of the other HTTP processes, as far as they have told.
+        is_config_error: an option or the model is invalid.
+        model: set while the engine is ready.
+        explanation: the data of `torchweave explain --json`, once ready.
+        restarts: number of restarts of the engine.
+        request_metrics: requests of this HTTP process and iterations of the engine.
+        remote_request_metrics: requests of the other HTTP processes, as of the last poll.
     """
 
     def __init__(self, replica_info: messages.ReplicaInfo, frontend_context: FrontendContext) -> None:
         self.replica_info = replica_info
-        self.state: State = "stopped"
+        self.state: messages.State = "stopped"
         self.failure = ""
         self.is_config_error = False
         self.model: messages.ModelCard | None = None
         self.explanation: dict[str, Any] = {}
         self.restarts = 0
         self.request_metrics = RequestMetrics()
-        self.remote_request_metrics: Sequence[RequestMetrics] = ()
+        self.remote_request_metrics: Sequence[RequestMetricsData] = ()
         self._frontend_context = frontend_context
         self._changed = frontend_context.changed
         self._ids = replica_info.ids(frontend_context.frontend)
@@ -91,22 +85,22 @@ class EngineClient(ABC):
         self._progress_bars: dict[str, dict[str, Any]] = {}
         self._listeners: list[Listener] = []
         self._stats: dict[str, Any] = {}
-        self._prior_cache_tokens = (0, 0)  # in earlier lives of the engine, which counts from its own beginning
-        self._to_engine: zmq.Socket[bytes] | None = None
+        self._prior_cache_tokens = (0, 0)  # of earlier processes of the engine, each of which counts from 0
+        self._to_engine: socket_stream.Sender | None = None
 
-    # -- its life ------------------------------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     async def start(self) -> None:
-        """See to it that the engine will be there; returns at once."""
+        """Start the engine or the connection to it; returns at once."""
 
     @abstractmethod
     async def stop(self, at_once: bool = False) -> None:
-        """Have done with the engine; requests in flight are answered with an error."""
+        """End the engine or the connection to it; requests in flight get an error."""
 
     @property
     def alive(self) -> bool:
-        """Whether the engine process is there, ready or starting."""
+        """Whether the engine process runs, ready or starting."""
         return self.state in ("starting", "ready")
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -121,14 +115,14 @@ class EngineClient(ABC):
         cache_salt: str = "",
         num_cached_tokens: int = 0,
     ) -> int:
-        """Hand in a request whose responses go to `request_stream`; returns its id.
+        """Submit a request whose responses go to `request_stream`; returns its id.
 
         Args:
-            num_cached_tokens: tokens of the prompt that the engine has read before, as far as is known here.
+            num_cached_tokens: prompt tokens that the engine's prefix cache probably holds.
 
         Raises:
             EngineUnavailable: the engine is not ready.
-            ValueError: the request holds what cannot be sent.
+            ValueError: the request cannot be encoded.
         """
         if self.state != "ready":
             raise EngineUnavailable(self.failure or "The engine is starting; see /ready.")
@@ -136,8 +130,10 @@ class EngineClient(ABC):
         try:
             message = messages.encode(messages.submit(request))
         except (UnicodeEncodeError, OverflowError):
-            sentence = "A text of the request holds half of a surrogate pair, or a number needs more than 64 bits; send others."
-            raise ValueError(sentence) from None
+            raise ValueError(
+                "The request contains half of a surrogate pair, or a number of more than 64 bits; send valid Unicode and "
+                "smaller numbers."
+            ) from None
         self._send_bytes(message)
         self._request_streams[request.id] = request_stream
         self.request_metrics.submitted(request.id, len(prompt), streaming, num_cached_tokens)
@@ -145,42 +141,42 @@ class EngineClient(ABC):
         return request.id
 
     def cancel(self, ids: Sequence[int], by_stop_string: bool = False) -> None:
-        """Ask that requests are stopped; those that are in flight still get their final response.
+        """Cancel requests; those in flight still get their final response.
 
         Args:
-            by_stop_string: their answers are: a stop string ended them.
+            by_stop_string: a stop string completed their answers.
         """
-        known = [request_id for request_id in ids if request_id in self._request_streams]
+        in_flight = [request_id for request_id in ids if request_id in self._request_streams]
         if by_stop_string:
-            self.request_metrics.stopped_by_string(known)
-        if known:
-            self._send(messages.Stop(known))
+            self.request_metrics.stopped_by_string(in_flight)
+        if in_flight:
+            self._send(messages.Stop(in_flight))
 
-    # -- what is known -------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were handed in and not yet answered for the last time, of all HTTP processes."""
+        """Unfinished requests of all HTTP processes."""
         return self._frontend_context.shared_load.requests(self.replica_info.index)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in flight beyond those that a step can hold; negative: so many more it could hold."""
+        """Requests in flight minus the batch size; if negative, that many more requests fit in a step."""
         return self.num_in_flight - (self.model.max_batch_size if self.model else 0)
 
     @property
     def pending_prefill_tokens(self) -> int:
-        """Tokens of prompts that the engine was given and has not read."""
+        """Prompt tokens of submitted requests that the engine has not prefilled."""
         return self._frontend_context.shared_load.pending_prefill_tokens(self.replica_info.index)
 
     @property
-    def all_request_metrics(self) -> list[RequestMetrics]:
-        """Of this HTTP process, and of the others."""
+    def all_request_metrics(self) -> list[RequestMetricsData]:
+        """Request metrics of all HTTP processes."""
         return [self.request_metrics, *self.remote_request_metrics]
 
     @property
     def counts(self) -> ServingCounters:
-        """What was counted, over all HTTP processes."""
+        """Counters summed over all HTTP processes."""
         return ServingCounters.merge([request_metrics.counts for request_metrics in self.all_request_metrics])
 
     @property
@@ -190,50 +186,45 @@ class EngineClient(ABC):
 
     @property
     def prefix_cache_tokens(self) -> tuple[int, int]:
-        """Tokens of whole prompt blocks that were looked up among kept ones, and found, over all lives of the engine."""
+        """Tokens of full prompt blocks that were looked up in the prefix cache, and hits, over all restarts."""
         cache = self._stats.get("kvCacheStats", {})
-        found, missed = (
+        hits, misses = (
             cache.get(name, 0) * cache.get("tokensPerBlock", 0) for name in ("reusedBlocks", "missedBlocks")
         )
-        queries, hits = self._prior_cache_tokens
-        return queries + found + missed, hits + found
+        prior_queries, prior_hits = self._prior_cache_tokens
+        return prior_queries + hits + misses, prior_hits + hits
 
     @property
     def progress(self) -> list[dict[str, Any]]:
-        """The latest of each long task of this start, oldest first: `title`, `done`, `total`, `note`, `at`."""
+        """Latest progress event of each long task of this start, oldest first: `title`, `done`, `total`, `note`, `at`."""
         return list(self._progress_bars.values())
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """All that was decided in this start: `at`, `event`, facts. Of `progress` events only the latest is kept."""
+        """Events of this start without `progress`: `at`, `event` and their fields."""
         return [{"at": at, "event": kind, **facts} for at, kind, facts in self._events]
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener(kind, facts)` for every later event of the engine, and for `engine_ended`: it has failed as it served."""
+        """Call `listener(kind, facts)` for every later event of the engine, and for `engine_ended`, its failure while ready."""
         self._listeners.append(listener)
 
-    # -- what is said --------------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _open_sockets(self, addresses: messages.Addresses) -> Iterator[socket.socket]:
-        """While inside, requests reach a life of the engine; what it says comes to what is yielded."""
-        context = zmq.Context()
-        self._to_engine = to_engine = context.socket(zmq.PUSH)
-        from_engine = socket_stream.listen(addresses.from_engine(self._frontend_context.frontend))
-        try:
-            to_engine.setsockopt(zmq.SNDHWM, 0)
-            to_engine.connect(addresses.to_engine)  # what is sent waits until the engine listens
-            yield from_engine
-        finally:
-            self._to_engine = None
-            to_engine.close(linger=0)
-            from_engine.close()
-            context.term()  # would wait for a socket that is open
+        """Connect to an engine process for the duration of the context; yields the socket for its messages."""
+        with socket_stream.listen(addresses.from_engine(self._frontend_context.frontend)) as from_engine:
+            self._to_engine = to_engine = socket_stream.Sender(addresses.to_engine)
+            try:
+                yield from_engine
+            finally:
+                self._to_engine = None
+                to_engine.close(0)
 
     async def _read_messages_until(self, process_exit: asyncio.Future[None], from_engine: socket.socket) -> None:
-        """Hear the engine until it has ended, and what it said last."""
+        """Read the engine's messages until the process has ended, including the last ones."""
         reading = asyncio.create_task(
-            socket_stream.read(from_engine, lambda said: self._on_message(messages.decode_from_engine(said)))
+            socket_stream.read(from_engine, lambda message: self._on_message(messages.decode_from_engine(message)))
         )
         try:
             await asyncio.wait([process_exit, reading], return_when=asyncio.FIRST_COMPLETED)
@@ -242,7 +233,7 @@ class EngineClient(ABC):
             if not reading.done():
                 return
             if (error := reading.exception()) is not None:
-                self.failure = f"The engine process cannot be understood: {error}"
+                self.failure = f"A message of the engine process could not be handled: {error}"
             else:
                 await process_exit
         finally:
@@ -268,7 +259,7 @@ class EngineClient(ABC):
         elif isinstance(message, messages.Failed):
             self.failure, self.is_config_error = message.why, message.is_config_error
         self._publish_load()
-        if isinstance(message, messages.Outputs):  # and who was answered is not among those who wait
+        if isinstance(message, messages.Outputs):  # after finished requests have left the counters
             self._frontend_context.admission_pacer.on_step_tokens(more=self._frontend_context.has_requests)
 
     def _on_ready(self, message: messages.Ready) -> None:
@@ -278,7 +269,7 @@ class EngineClient(ABC):
         self._changed.set()
 
     def _publish_load(self) -> None:
-        """For the other HTTP processes."""
+        """Update the counters that the other HTTP processes read."""
         self._frontend_context.shared_load.write(
             self.replica_info.index,
             self._frontend_context.frontend,
@@ -306,7 +297,7 @@ class EngineClient(ABC):
         request_stream.on_output(response, engine_failing)
 
     def _on_accepted(self, request_id: int, refusal: str) -> None:
-        """The engine has said whether it can run a request."""
+        """Deliver the engine's acceptance or refusal of a request."""
         request_stream = (
             self._request_streams.pop(request_id, None) if refusal else self._request_streams.get(request_id)
         )
@@ -337,10 +328,10 @@ class EngineClient(ABC):
         self._changed.set()
 
     def _send(self, message: msgspec.Struct) -> None:
-        with contextlib.suppress(EngineUnavailable):  # it runs nothing that could be stopped
+        with contextlib.suppress(EngineUnavailable):  # it runs no requests that could be cancelled
             self._send_bytes(messages.encode(message))
 
     def _send_bytes(self, message: bytes) -> None:
         if self._to_engine is None:
-            raise EngineUnavailable(self.failure or "The engine is gone.")
-        self._to_engine.send(message, zmq.NOBLOCK)
+            raise EngineUnavailable(self.failure or "The engine has ended.")
+        self._to_engine.send(message)

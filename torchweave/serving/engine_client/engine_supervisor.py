@@ -1,4 +1,4 @@
-"""An engine with its process, as the HTTP process sees it that starts it."""
+"""Starts, watches and restarts an engine process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torchweave.config.options import EngineConfig
 from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
-from torchweave.serving.frontends.messages import EngineExited, EngineStarted, EngineStateChanged
 from torchweave.serving.ipc import messages
 from torchweave.serving.ipc.processes import exit_with_parent, kill_and_wait, make_socket_dir, process_exit, spawn
 from torchweave.serving.ipc.shared_load import SharedLoad
@@ -21,13 +20,10 @@ _END_SECONDS = 5.0  # for the engine process to end by itself
 
 
 class EngineSupervisor(EngineClient):
-    """Starts the engine process, and is its client.
+    """Client of an engine whose process it starts and ends.
 
     Args:
-        config: of the engine.
-        restart: start the engine again when it fails after it was ready.
-        replica_info: which of the engines behind the server it is.
-        frontend_context: this HTTP process.
+        restart: restart the engine if it fails after it was ready.
     """
 
     def __init__(
@@ -45,12 +41,12 @@ class EngineSupervisor(EngineClient):
 
     async def start(self) -> None:
         """Start the engine process; returns at once."""
-        assert self._task is None, "a client is started once"
+        assert self._task is None, "start was called twice"
         self.state = "starting"
         self._task = asyncio.create_task(self._supervise())
 
     async def stop(self, at_once: bool = False) -> None:
-        """End the engine process; requests in flight are answered with an error."""
+        """End the engine process; requests in flight get an error."""
         if self._task is None or self._task.done():
             return
         if self.state in ("starting", "ready"):
@@ -67,7 +63,7 @@ class EngineSupervisor(EngineClient):
         await self._task
 
     async def _supervise(self) -> None:
-        """From start to end, once or (with `restart`) again and again."""
+        """Run the engine process, and with `restart` run it again after each failure."""
         while self.state == "starting":
             async with contextlib.AsyncExitStack() as exit_stack:
                 try:
@@ -77,12 +73,12 @@ class EngineSupervisor(EngineClient):
                 self._on_process_exit()
 
     async def _run_process(self, exit_stack: contextlib.AsyncExitStack) -> None:
-        """Until the engine process has ended; `exit_stack` closes what it was heard by."""
+        """Start the engine process and return when it has ended; `exit_stack` closes its sockets."""
         folder = make_socket_dir()
         exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
         addresses = messages.Addresses(folder)
         from_engine = exit_stack.enter_context(self._open_sockets(addresses))
-        self._frontend_context.announce(EngineStarted(self.replica_info.index, addresses))
+        self._frontend_context.announce(messages.EngineStarted(self.replica_info.index, addresses))
         self._events.clear()
         self._progress_bars.clear()
         self._record_event(0.0, "progress", messages.PROCESS_START_PROGRESS)
@@ -96,12 +92,9 @@ class EngineSupervisor(EngineClient):
         self._announce_state()
 
     def _on_process_exit(self) -> None:
-        """Who waits for the engine hears that it is gone, before its memory is; then `state` says whether there is another life."""
+        """Fail the requests in flight before the process's memory is released, then set `state` to `starting` or `failed`."""
         self.model = None
-        self._prior_cache_tokens, self._stats = (
-            self.prefix_cache_tokens,
-            {},
-        )  # what it ran and held last, it does no more
+        self._prior_cache_tokens, self._stats = self.prefix_cache_tokens, {}  # counters stay, gauges return to 0
         why, was_ready = self.failure or "The engine process ended unexpectedly.", self.state == "ready"
         self._fail_all(why)
         if was_ready and self._restart:
@@ -110,14 +103,14 @@ class EngineSupervisor(EngineClient):
         elif self.state != "stopped":
             self.state, self.failure = "failed", why
         self._announce_state()
-        self._frontend_context.announce(EngineExited(self.replica_info.index, why))
+        self._frontend_context.announce(messages.EngineExited(self.replica_info.index, why))
         if was_ready:
             self._notify_listeners("engine_ended", {"why": why, "restarts": self.state == "starting"})
         self._changed.set()
 
     def _announce_state(self) -> None:
         self._frontend_context.announce(
-            EngineStateChanged(self.replica_info.index, self.state, self.failure, self.restarts, self.model)
+            messages.EngineStateChanged(self.replica_info.index, self.state, self.failure, self.restarts, self.model)
         )
 
 
@@ -136,8 +129,7 @@ def create_replicas(
     frontend_context: FrontendContext | None = None,
     frontends: int = 1,
 ) -> Replicas:
-    """Engines of this process: `count` replicas, which `frontends` HTTP processes ask. The other arguments are
-    `EngineSupervisor`'s."""
+    """Create `count` replicas for `frontends` HTTP processes. For the other arguments see `EngineSupervisor`."""
     frontend_context = frontend_context or FrontendContext(shared_load=SharedLoad(count, frontends))
     replica_infos = (messages.ReplicaInfo(index, count, frontends) for index in range(count))
     return Replicas(

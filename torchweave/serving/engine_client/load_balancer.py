@@ -1,9 +1,9 @@
-"""Which replica gets a request: the one that has the least left to do once it has it.
+"""Prefix-aware load balancing: a request goes to the replica with the least remaining work, the request included.
 
-Work is counted in prompt tokens that are to be read. A replica has those that it was given and has not read, and `REQUEST_COST`
-for each of its requests; a request adds its prompt, less what the replica has read of it before and probably keeps. So a
-conversation stays where its beginning is, until that replica is busier than another by more than reading it again would cost.
-One whose next step has room comes before one whose requests wait for others to end.
+Work is measured in prompt tokens to prefill. A replica's work is its pending prompt tokens plus `REQUEST_COST` for each of its
+requests; a request adds its prompt minus the prefix that the replica probably has cached. A conversation therefore stays on its
+replica until that one is busier than another by more than the prefill of the conversation. Replicas with room in the next step
+take precedence over full ones.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from hashlib import blake2b
 
 import numpy as np
 
+from torchweave.serving.ipc.messages import PromptRouted
 from torchweave.serving.ipc.shared_load import SharedLoad
 
 REQUEST_COST = 256
-"""Prompt tokens that cost an engine as much to read as it costs to make one more answer beside others (decision 0094)."""
+"""Prompt tokens whose prefill costs as much as the decode of one more request in a batch (decision 0094)."""
 PREFIX_CHUNK = 64
-"""Tokens of a prompt that are known as one; a shorter beginning is nobody's."""
-_ROUND_ROBIN_MODULUS = 1 << 30  # more than there are replicas
+"""Tokens covered by one prefix hash; shorter prefixes are not tracked."""
+_ROUND_ROBIN_MODULUS = 1 << 30  # larger than the number of replicas
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a replica has to do.
+    """Load of a replica.
 
     Attributes:
         replica: its number.
-        incarnation: counts the lives of its engine; a new one has an empty cache.
-        num_requests: requests that it has not answered to their end.
-        pending_prefill_tokens: prompt tokens of those that it has not read.
-        is_full: its next step has no room for a further request.
-        cache_tokens: what its KV cache holds.
+        incarnation: restarts of its engine; the cache is empty after a restart.
+        num_requests: unfinished requests.
+        pending_prefill_tokens: prompt tokens that are not prefilled.
+        is_full: the next step has no room for a further request.
+        cache_tokens: capacity of the KV cache.
     """
 
     replica: int
@@ -49,23 +50,13 @@ class Load:
         return self.pending_prefill_tokens + REQUEST_COST * self.num_requests
 
 
-@dataclass(frozen=True)
-class PromptRouted:
-    """A prompt went to a replica: its `incarnation`, the prompt's spans, and how many of them the replica keeps."""
-
-    replica: int
-    incarnation: int
-    prefix_hashes: list[int]
-    capacity: int
-
-
 class LoadBalancer:
-    """Remembers which beginnings of prompts went to which replica.
+    """Chooses replicas by load and by the prompt prefixes that were sent to them.
 
     Args:
-        prefixes: whether engines keep what they have read; else no replica is better for a prompt than another.
-        announce: called with each prompt that goes to one, for the routers of other processes to `on_prompt_routed`.
-        shared_load: what the routers of other processes see too: whose turn it is.
+        prefixes: whether the engines cache prefixes; otherwise only the load decides.
+        announce: called with each routed prompt, for `on_prompt_routed` of the other HTTP processes.
+        shared_load: holds the round-robin position of all HTTP processes.
     """
 
     def __init__(
@@ -80,12 +71,15 @@ class LoadBalancer:
         self._prefix_histories: dict[int, PrefixHistory] = {}
 
     def choose(self, prompt: np.ndarray, cache_salt: str, loads: Sequence[Load]) -> tuple[int, int]:
-        """The replica for a prompt, and how many tokens of the prompt it has read before; the prompt counts as sent there.
+        """Choose a replica for a prompt and record the prompt there.
 
         Args:
             prompt: token ids, int32.
-            cache_salt: requests with different ones share nothing.
-            loads: of the replicas that take requests; at least one. Those that are alike take turns.
+            cache_salt: requests with different salts share no prefixes.
+            loads: of the ready replicas, at least one. Replicas with equal loads take turns.
+
+        Returns:
+            The replica's number, and the prompt tokens that it probably has cached.
         """
         prefix_hashes = hash_prefixes(prompt, cache_salt) if self._prefixes else []
         num_cached = [
@@ -110,32 +104,32 @@ class LoadBalancer:
         return chosen, num_cached[best]
 
     def on_prompt_routed(self, routed: PromptRouted) -> None:
-        """A prompt went to a replica."""
+        """Record a prompt in its replica's history."""
         self._prefix_history(routed.replica, routed.incarnation).add(routed.prefix_hashes, routed.capacity)
 
     def _prefix_history(self, replica: int, incarnation: int) -> PrefixHistory:
-        found = self._prefix_histories.get(replica)
-        if found is None or found.incarnation != incarnation:
-            found = self._prefix_histories[replica] = PrefixHistory(incarnation)
-        return found
+        history = self._prefix_histories.get(replica)
+        if history is None or history.incarnation != incarnation:
+            history = self._prefix_histories[replica] = PrefixHistory(incarnation)
+        return history
 
 
 class PrefixHistory:
-    """What one life of an engine has read, span by span: as much as its cache holds, what was asked for last."""
+    """Prefix hashes of the prompts of one engine process in LRU order, as many as its cache holds."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
         self._prefix_hashes: OrderedDict[int, None] = OrderedDict()
 
     def num_matching(self, prefix_hashes: Sequence[int]) -> int:
-        """How many of a prompt's first spans are there."""
+        """Number of leading prefixes of a prompt in the history."""
         return next(
             (number for number, prefix_hash in enumerate(prefix_hashes) if prefix_hash not in self._prefix_hashes),
             len(prefix_hashes),
         )
 
     def add(self, prefix_hashes: Sequence[int], capacity: int) -> None:
-        for prefix_hash in reversed(prefix_hashes):  # a beginning is forgotten after what follows it
+        for prefix_hash in reversed(prefix_hashes):  # shorter prefixes are evicted after the longer ones
             self._prefix_hashes[prefix_hash] = None
             self._prefix_hashes.move_to_end(prefix_hash)
         while len(self._prefix_hashes) > capacity:
@@ -143,10 +137,10 @@ class PrefixHistory:
 
 
 def hash_prefixes(prompt: np.ndarray, cache_salt: str) -> list[int]:
-    """A number for each beginning of a prompt that is a multiple of `PREFIX_CHUNK` tokens long: the same in every process."""
+    """Hash each prefix whose length is a multiple of `PREFIX_CHUNK` tokens; equal in every process."""
     salt = blake2b(cache_salt.encode(errors="surrogatepass")).digest()
-    found, digest = [], blake2b(salt, digest_size=8)
+    hashes, digest = [], blake2b(salt, digest_size=8)
     for end in range(PREFIX_CHUNK, len(prompt) + 1, PREFIX_CHUNK):
         digest.update(prompt[end - PREFIX_CHUNK : end].tobytes())
-        found.append(int.from_bytes(digest.digest()))
-    return found
+        hashes.append(int.from_bytes(digest.digest()))
+    return hashes

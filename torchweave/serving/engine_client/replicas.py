@@ -1,8 +1,8 @@
-"""The engines behind one server: one, or several replicas of a model, with one face.
+"""The engines behind one server, one or several replicas of a model, with one interface.
 
-engines = create_replicas(config, count=2)
-await engines.start()
-with engines.flight() as flight: ...
+replicas = create_replicas(config, count=2)
+await replicas.start()
+with replicas.request_stream() as request_stream: ...
 """
 
 from __future__ import annotations
@@ -15,22 +15,19 @@ import numpy as np
 
 from torchweave.config.options import EngineConfig
 from torchweave.engine.request import SamplingParams
-from torchweave.serving.engine_client.client import EngineClient, FrontendContext, Listener, State
-from torchweave.serving.engine_client.load_balancer import Load, LoadBalancer, PromptRouted
+from torchweave.serving.engine_client.client import EngineClient, FrontendContext, Listener
+from torchweave.serving.engine_client.load_balancer import Load, LoadBalancer
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
-from torchweave.serving.ipc.messages import ModelCard
+from torchweave.serving.ipc.messages import ModelCard, PromptRouted, State
 
 
 class Replicas:
-    """Gives each request to one of several engines, and goes on as long as one of them serves.
+    """Routes each request to one of several engines, and serves as long as one of them does.
 
     Args:
         config: of each engine.
         engines: by number.
-        frontend_context: this HTTP process, the one of the engines.
-
-    Attributes:
-        admission_pacer: of requests, between tokens of the engines.
+        frontend_context: the engines' context.
     """
 
     def __init__(
@@ -45,7 +42,7 @@ class Replicas:
         )
         self._opened = False
 
-    # -- their life ----------------------------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start all engines; returns at once, see `wait_until_ready`."""
@@ -53,11 +50,11 @@ class Replicas:
             await engine.start()
 
     async def wait_until_ready(self) -> None:
-        """Wait until all of them take requests.
+        """Wait until all engines take requests.
 
         Raises:
-            ValueError: an engine cannot be what was asked; one sentence says why and what to do.
-            EngineUnavailable: one failed or was ended.
+            ValueError: an option or the model is invalid; the message says why and what to do.
+            EngineUnavailable: an engine failed or was stopped.
         """
         await self.wait_for(lambda: self.state != "starting")
         if self.state != "ready":
@@ -66,18 +63,18 @@ class Replicas:
         self._opened = True
 
     async def wait_for(self, holds: Callable[[], bool]) -> None:
-        """Wait until something about `state` or `num_in_flight` holds."""
+        """Wait until a condition on `state` or `num_in_flight` holds."""
         while not holds():
             self._changed.clear()
             await self._changed.wait()
 
     async def stop(self, at_once: bool = False) -> None:
-        """End all engines, `at_once`: without waiting for them; requests in flight are answered with an error."""
+        """End all engines (`at_once`: kill them); requests in flight get an error."""
         await asyncio.gather(*(engine.stop(at_once) for engine in self.engines))
 
     @property
     def state(self) -> State:
-        """Until all were ready, what keeps them from it; then the best of theirs."""
+        """Worst state of the engines until all were ready; then the best."""
         states = {engine.state for engine in self.engines}
         order: tuple[State, ...] = ("failed", "stopped", "starting", "ready")
         if self._opened:
@@ -86,12 +83,12 @@ class Replicas:
 
     @property
     def alive(self) -> bool:
-        """Whether an engine takes requests, or is about to."""
+        """Whether an engine is ready or starting."""
         return self.state in ("starting", "ready")
 
     @property
     def failure(self) -> str:
-        """Why engines failed, or else were ended; empty while all are there."""
+        """Why engines failed or were stopped; empty while all run."""
         failed = [engine for engine in self.engines if engine.state == "failed"] or self.engines
         reasons = {engine.failure for engine in failed}
         if len(reasons) == 1 and len(failed) == len(self.engines):
@@ -112,11 +109,11 @@ class Replicas:
         priority: int = 0,
         cache_salt: str = "",
     ) -> int:
-        """Hand in a request whose responses go to `request_stream`; returns its id.
+        """Submit a request whose responses go to `request_stream`; returns its id.
 
         Raises:
             EngineUnavailable: no engine is ready.
-            ValueError: the request holds what cannot be sent.
+            ValueError: the request cannot be encoded.
         """
         engine, num_cached_tokens = self.engines[0], 0
         if len(self.engines) > 1:
@@ -127,48 +124,48 @@ class Replicas:
         return engine.submit(request_stream, prompt, params, streaming, priority, cache_salt, num_cached_tokens)
 
     def on_prompt_routed(self, routed: PromptRouted) -> None:
-        """Another HTTP process has given a prompt to one of the engines."""
+        """Record that another HTTP process sent a prompt to an engine."""
         self._load_balancer.on_prompt_routed(routed)
 
     def cancel(self, ids: Sequence[int], by_stop_string: bool = False) -> None:
-        """Ask that requests are stopped; those that are in flight still get their final response.
+        """Cancel requests; those in flight still get their final response.
 
         Args:
-            by_stop_string: their answers are: a stop string ended them.
+            by_stop_string: a stop string completed their answers.
         """
         for engine in self.engines:
             engine.cancel(ids, by_stop_string)
 
-    # -- what is known -------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> ModelCard | None:
-        """What is served, with requests as long as every engine that is ready takes them; None while none is ready."""
+        """The served model, with the smallest `max_model_len` of the ready engines; None while none is ready."""
         cards = [engine.model for engine in self.engines if engine.model is not None]
         return min(cards, key=lambda card: card.max_model_len, default=None)
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were handed in and not yet answered for the last time."""
+        """Unfinished requests of all engines."""
         return sum(engine.num_in_flight for engine in self.engines)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in flight beyond those that a step of their engine can hold."""
+        """Requests in flight beyond the batch size of their engine."""
         return sum(max(engine.num_waiting, 0) for engine in self._ready)
 
     @property
     def num_free(self) -> int:
-        """Further requests that the next steps could hold."""
+        """Free places in the batches of the ready engines."""
         return sum(max(-engine.num_waiting, 0) for engine in self._ready)
 
     @property
     def progress(self) -> list[dict[str, Any]]:
-        """The latest of each long task of the engines' starts: `title`, `done`, `total`, `note`, `at`; of several, `replica`."""
+        """Latest progress event of each task of the engines' starts, see `EngineClient.progress`; with several, `replica`."""
         return [self._numbered(engine, bar) for engine in self.engines for bar in engine.progress]
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener(kind, facts)` for every later event of the engines; of several, `facts` name the `replica`."""
+        """Call `listener(kind, facts)` for every later event of the engines; with several, `facts` has `replica`."""
         for engine in self.engines:
             engine.listen(lambda kind, facts, engine=engine: listener(kind, self._numbered(engine, facts)))
 

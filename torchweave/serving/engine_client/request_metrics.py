@@ -1,6 +1,6 @@
-"""What goes between the HTTP process and the engine, watched from the HTTP side: each request's times, and each iteration.
+"""Metrics of requests and engine iterations, measured in the HTTP process.
 
-The engine client calls `RequestMetrics` as things happen; `metrics.py` and `live.py` read it. Prompts and answers are not kept.
+The engine client calls `RequestMetrics`; `metrics/prometheus.py` and `metrics/live.py` read it. Texts are not stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
-from torchweave.serving.metrics.counters import (
+from torchweave.serving.engine_client.counters import (
     BETWEEN_TOKENS_SECONDS,
     FIRST_TOKEN_SECONDS,
     ITERATION_TOKENS,
@@ -25,21 +25,22 @@ from torchweave.serving.metrics.counters import (
 
 HISTORY_SECONDS = 180
 _NUM_RECENT_REQUESTS = 40
-_NUM_RECENT_VALUES = 1000  # of which percentiles of now are taken
+_NUM_RECENT_VALUES = 1000  # for current percentiles
 _MAX_OPEN_SHOWN = 40
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One answer in the making; times by the traffic's clock, 0 where it has not come to that.
+    """One engine request. Times are in seconds of `RequestMetrics.clock`, 0 before the event.
 
     Attributes:
-        started: when the engine began to read the prompt.
-        first_token_at: when its first token came; of one that is not streamed, when the engine drew it.
-        paused: it ran, and waits to go on.
-        pending_prefill_tokens: tokens of the prompt that the engine has to read, until it has.
-        by_stop_string: a stop string ended it, which the engine does not know: it says `cancelled`, or what came before it heard.
-        reason: why it ended; empty while it has not.
+        started: start of prefill.
+        first_token_at: arrival of the first token; if not streamed, when the engine sampled it.
+        paused: preempted.
+        pending_prefill_tokens: prompt tokens to prefill; 0 once prefill is done.
+        by_stop_string: a stop string completed the answer. The engine does not match stop strings, so it reports `cancelled`,
+            or the reason for which the request ended first.
+        reason: finish reason; empty while unfinished.
     """
 
     id: int
@@ -58,7 +59,7 @@ class RequestRecord:
 
     @property
     def state(self) -> str:
-        """Why it ended, or what it does: `waiting`, `reading`, `answering` or `paused`."""
+        """The finish reason, or `waiting`, `reading` (prefill), `answering` (decode) or `paused`."""
         if self.reason or self.paused:
             return self.reason or "paused"
         return "answering" if self.first_token_at else "reading" if self.started else "waiting"
@@ -66,7 +67,7 @@ class RequestRecord:
 
 @dataclass
 class ServingCounters:
-    """What was counted since the server began, over all lives of the engine."""
+    """Counters since the server's start, over all restarts of the engine."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -92,43 +93,53 @@ class ServingCounters:
 
     @classmethod
     def merge(cls, parts: Sequence[ServingCounters]) -> ServingCounters:
-        """What several engines have done."""
-        found: dict[str, Any] = {}
+        """Sum the counters of several engines or HTTP processes."""
+        sums: dict[str, Any] = {}
         for item in fields(cls):
             values = [getattr(part, item.name) for part in parts]
             if isinstance(values[0], BucketHistogram):
-                found[item.name] = BucketHistogram.merge(values)
+                sums[item.name] = BucketHistogram.merge(values)
             elif isinstance(values[0], dict):
                 names = dict.fromkeys(name for value in values for name in value)
-                found[item.name] = {name: sum(value.get(name, 0) for value in values) for name in names}
+                sums[item.name] = {name: sum(value.get(name, 0) for value in values) for name in names}
             else:
-                found[item.name] = sum(values)
-        return cls(**found)
+                sums[item.name] = sum(values)
+        return cls(**sums)
 
 
-class RequestMetrics:
-    """Watches one engine client. Belongs to its event loop.
+@dataclass
+class RequestMetricsData:
+    """The part of `RequestMetrics` that other HTTP processes read.
 
     Attributes:
-        open: answers that are not finished, by id.
-        recent: those that ended last, newest first.
-        pending_prefill_tokens: tokens of prompts that the engine was given and has not read.
+        open: unfinished requests by id.
+        recent: the requests that finished last, newest first.
         history: tokens and step times by second.
     """
 
+    counts: ServingCounters = field(default_factory=ServingCounters)
+    open: dict[int, RequestRecord] = field(default_factory=dict)
+    recent: deque[RequestRecord] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT_REQUESTS))
+    history: History = field(default_factory=lambda: History(HISTORY_SECONDS, ("generated", "read", "ended")))
+
+
+class RequestMetrics(RequestMetricsData):
+    """Metrics of the requests of one engine client. Used from its event loop only.
+
+    Attributes:
+        pending_prefill_tokens: prompt tokens of submitted requests that the engine has not prefilled.
+    """
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self.clock = clock
         self.began = clock()
-        self.counts = ServingCounters()
-        self.open: dict[int, RequestRecord] = {}
-        self.recent: deque[RequestRecord] = deque(maxlen=_NUM_RECENT_REQUESTS)
-        self.history = History(HISTORY_SECONDS, ("generated", "read", "ended"))
         self.pending_prefill_tokens = 0
 
-    # -- what the client tells -----------------------------------------------------------------------------------------
+    # -- called by the engine client -----------------------------------------------------------------------------------
 
     def submitted(self, request_id: int, num_prompt: int, streaming: bool, num_cached_tokens: int = 0) -> None:
-        """A request goes to the engine, which has read `num_cached_tokens` tokens of its prompt before."""
+        """A request was submitted; `num_cached_tokens` of its prompt are in the engine's prefix cache."""
         record = RequestRecord(
             request_id, num_prompt, self.clock(), streaming, pending_prefill_tokens=num_prompt - num_cached_tokens
         )
@@ -136,14 +147,14 @@ class RequestMetrics:
         self.pending_prefill_tokens += record.pending_prefill_tokens
 
     def refused(self, request_id: int) -> None:
-        """The engine said that it can never run it."""
+        """The engine refused a request."""
         record = self.open.pop(request_id, None)
         if record is not None:
             self._prefill_finished(record)
             self.counts.refused += 1
 
     def state_changed(self, moves: Iterable[tuple[int, str]]) -> None:
-        """Requests that `started`, were `paused`, or are `answering`."""
+        """Requests `started` prefill, were `paused`, or are `answering` (see `RequestStateChanges`)."""
         now = self.clock()
         for request_id, move in moves:
             record = self.open.get(request_id)
@@ -159,13 +170,13 @@ class RequestMetrics:
                 self._prefill_finished(record)
 
     def stopped_by_string(self, ids: Iterable[int]) -> None:
-        """A stop string ended these; their last responses are still to come."""
+        """A stop string completed these requests; their final responses are still to come."""
         for request_id in ids:
             if request_id in self.open:
                 self.open[request_id].by_stop_string = True
 
     def response_received(self, request_id: int, num_tokens: int, reason: str | None) -> None:
-        """A response came; `reason` where it is the last."""
+        """A response arrived; `reason` is set in the last one."""
         record = self.open.get(request_id)
         if record is None:
             return
@@ -175,15 +186,15 @@ class RequestMetrics:
         if reason is not None:
             del self.open[request_id]
             by_stop_string = reason == "complete" or (record.by_stop_string and reason != "error")
-            self._request_ended(record, "stop" if by_stop_string else reason, now)  # as clients are told
+            self._request_ended(record, "stop" if by_stop_string else reason, now)  # the client's finish reason
 
     def iterations_finished(self, iterations: Sequence[tuple[float, int, int]]) -> None:
-        """Iterations since the last call: seconds, prompt tokens that were read, tokens that were drawn."""
+        """Count iterations: (seconds, prefilled tokens, sampled tokens) each."""
         counts = self.counts
         counts.iterations += len(iterations)
-        for seconds, read, drawn in iterations:
+        for seconds, num_prefilled, num_sampled in iterations:
             counts.iteration_seconds.observe(seconds)
-            counts.iteration_tokens.observe(read + drawn)
+            counts.iteration_tokens.observe(num_prefilled + num_sampled)
         self.history.add(
             self.clock(),
             [each[0] for each in iterations],
@@ -192,7 +203,7 @@ class RequestMetrics:
         )
 
     def event(self, kind: str) -> None:
-        """An event of the engine's report."""
+        """Count an event of the engine's report."""
         if kind == "compile_after_ready":
             self.counts.compiles_after_ready += 1
 
@@ -205,13 +216,13 @@ class RequestMetrics:
         else:
             counts.prompt_tokens += record.num_prompt
             self._prefill_finished(record)
-            if record.streaming:  # else the engine tells of it: the only response comes at the end
+            if record.streaming:  # otherwise `state_changed` reports it: the only response arrives at the end
                 record.first_token_at = now
                 counts.first_token.observe(now - record.arrived)
         record.last_token_at = now
 
     def _prefill_finished(self, record: RequestRecord) -> None:
-        """There is nothing left of a prompt to be read."""
+        """Subtract a request's prompt from the pending prefill tokens."""
         self.pending_prefill_tokens -= record.pending_prefill_tokens
         record.pending_prefill_tokens = 0
 
@@ -229,13 +240,13 @@ class RequestMetrics:
             counts.per_output_token.observe((now - record.first_token_at) / (record.num_tokens - 1))
 
 
-def visible_requests(all_request_metrics: Sequence[RequestMetrics]) -> list[RequestRecord]:
-    """Answers of several engines for people: those under way, the newest first, then those that ended last."""
+def visible_requests(all_request_metrics: Sequence[RequestMetricsData]) -> list[RequestRecord]:
+    """Requests to list on the page: unfinished ones, newest first, then those that finished last."""
     newest = [
         list(reversed(request_metrics.open.values()))[:_MAX_OPEN_SHOWN] for request_metrics in all_request_metrics
     ]
-    under_way = heapq.merge(*newest, key=lambda record: -record.arrived)
+    unfinished = heapq.merge(*newest, key=lambda record: -record.arrived)
     ended = heapq.merge(
         *(request_metrics.recent for request_metrics in all_request_metrics), key=lambda record: -record.ended
     )
-    return [*islice(under_way, _MAX_OPEN_SHOWN), *islice(ended, _NUM_RECENT_REQUESTS)]
+    return [*islice(unfinished, _MAX_OPEN_SHOWN), *islice(ended, _NUM_RECENT_REQUESTS)]

@@ -1,4 +1,4 @@
-"""The requests of one caller in the HTTP process, and what the engine says of them."""
+"""The engine requests of one HTTP request, and their outputs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torchweave.engine.request import SamplingParams
 from torchweave.engine.responses import Response
 
 StreamOutput = Response | tuple[int, int]
-"""What the engine says of a request: a response, or in short its number and one more token, for each stream in each step."""
+"""A response, or (request id, token) for the one token of a stream in a step."""
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine is not there: it is starting, it failed, or it was ended."""
+    """The engine is starting, has failed, or was stopped."""
 
 
 class RequestFailed(ValueError):
-    """The engine could not go on with a request, and goes on with the others."""
+    """A request failed; the engine continues with the others."""
 
 
 class RequestSink(Protocol):
-    """Whom requests are handed to."""
+    """Interface that requests are submitted to."""
 
     def submit(
         self,
@@ -40,21 +40,21 @@ class RequestSink(Protocol):
 
 
 class RequestStream:
-    """The requests of one caller. Leaving its `with` block cancels those that are not done."""
+    """The requests of one caller. Leaving its `with` block cancels the unfinished ones."""
 
     def __init__(self, engines: RequestSink) -> None:
         self._engines = engines
         self._open: set[int] = set()
-        self._unaccepted: set[int] = set()  # of which the engine has not said whether it can run them
+        self._unaccepted: set[int] = set()  # neither accepted nor refused yet
         self._refusal = ""
-        self._engine_failure = ""  # why the engine is gone
+        self._engine_failure = ""  # why the engine ended
         self._pending_output: list[StreamOutput] = []
         self._wakeup: asyncio.Future[None] | None = None
 
     def submit(
         self, prompt: np.ndarray, params: SamplingParams, streaming: bool, priority: int = 0, cache_salt: str = ""
     ) -> int:
-        """Hand in a request, which gets one answer (whatever `n`); returns its id.
+        """Submit a request for one answer, regardless of `n`; returns its id.
 
         Raises:
             EngineUnavailable: the engine is not ready.
@@ -65,11 +65,11 @@ class RequestStream:
         return request_id
 
     async def wait_until_accepted(self) -> None:
-        """Wait until the engine has said of every request that it can run it.
+        """Wait until the engine has accepted every request.
 
         Raises:
-            ValueError: it cannot; the message says why and what to do.
-            EngineUnavailable: it ended.
+            ValueError: the engine refused a request; the message says why and what to do.
+            EngineUnavailable: the engine ended.
         """
         while self._unaccepted and not self._engine_failure:
             await self._wait()
@@ -79,11 +79,11 @@ class RequestStream:
             raise ValueError(self._refusal)
 
     async def new_output(self) -> list[StreamOutput]:
-        """All that came since the last time, as soon as something has; nothing once every request had its final response.
+        """Wait for output and return all of it since the last call; empty after every request's final response.
 
         Raises:
-            EngineUnavailable: the engine failed or was ended.
-            RequestFailed: a request failed alone.
+            EngineUnavailable: the engine failed or was stopped.
+            RequestFailed: a request failed.
         """
         while self._open and not self._pending_output:
             await self._wait()
@@ -97,17 +97,17 @@ class RequestStream:
         return new_output
 
     def stop(self, request_id: int) -> None:
-        """Stop one request, whose answer is whole; its final response still comes."""
+        """Stop a request whose answer is complete; its final response still arrives."""
         self._engines.cancel([request_id], by_stop_string=True)
 
     def close(self) -> None:
-        """Stop all that is not done, and hear no more of it."""
+        """Cancel the unfinished requests and ignore their further outputs."""
         if self._open:
             self._engines.cancel(list(self._open))
         self._open.clear()
 
     async def _wait(self) -> None:
-        self._wakeup = asyncio.get_running_loop().create_future()  # an asyncio.Event takes three times as long
+        self._wakeup = asyncio.get_running_loop().create_future()  # asyncio.Event takes three times as long
         await self._wakeup
 
     def _wake(self) -> None:
@@ -117,7 +117,7 @@ class RequestStream:
     # -- called by the client ------------------------------------------------------------------------------------------
 
     def on_accepted(self, request_id: int, refusal: str) -> None:
-        """The engine can run a request, or says why not."""
+        """Handle the engine's acceptance or refusal of a request."""
         self._unaccepted.discard(request_id)
         if refusal:
             self._open.discard(request_id)
@@ -125,7 +125,7 @@ class RequestStream:
         self._wake()
 
     def on_output(self, new_output: StreamOutput, engine_failing: bool = False) -> None:
-        """Something of a request; `engine_failing`: an error in it is that of the engine, which ends."""
+        """Handle an output of a request; `engine_failing`: an error in it is that of the engine, which ends."""
         if engine_failing and isinstance(new_output, Response) and new_output.error:
             self._engine_failure = new_output.error
         if new_output[0] in self._open:

@@ -1,4 +1,4 @@
-"""Several HTTP processes before the same engines: each reads requests, and writes the answers to its own.
+"""Several HTTP processes for the same engines: each reads requests and writes their answers.
 
-The first one starts the engines and the others, and answers what is about the server as a whole; see decision 0100.
+The first process starts the engines and the other processes, and answers requests about the whole server (decision 0100).
 """

@@ -1,22 +1,17 @@
-"""The HTTP processes beside the first one, as the first one sees them."""
+"""The first HTTP process's handle on the other HTTP processes."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.context import SpawnProcess
-from typing import cast
-
-import zmq
-import zmq.asyncio
 
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
-from torchweave.serving.engine_client.load_balancer import PromptRouted
 from torchweave.serving.frontends.messages import (
     End,
     FromFrontend,
@@ -26,37 +21,41 @@ from torchweave.serving.frontends.messages import (
     FrontendReady,
     MetricsRequest,
     ToFrontend,
+    decode_from_frontend,
 )
+from torchweave.serving.ipc import socket_stream
+from torchweave.serving.ipc.messages import PromptRouted, encode
 from torchweave.serving.ipc.processes import critical_task, kill_and_wait, make_socket_dir, process_exit, spawn
 from torchweave.serving.ipc.shared_load import SharedLoad
+from torchweave.serving.ipc.socket_stream import Sender
 from torchweave.serving.metrics.prometheus import HttpRequestCounters
 from torchweave.utils import gc
 
-_POLL_TIMEOUT_SECONDS = 1.0  # in which the others say what they have seen; who is later is shown as he was
+_POLL_TIMEOUT_SECONDS = 1.0  # for the others' metrics; a process that is later is shown with its previous ones
 _END_SECONDS = 7.0  # for the others to end by themselves
 
 
 class FrontendGroup:
-    """Starts the others, tells them of the engines, and asks them what they have seen.
+    """Starts and ends the other HTTP processes, reports the engines' states to them, and polls their metrics.
 
     Args:
-        count: HTTP processes, the first one among them; with 1 nothing happens here.
-        frontend_context: of the first.
+        count: number of HTTP processes, including the first; with 1 this object does nothing.
+        frontend_context: of the first process.
 
     Attributes:
-        failure: why the server cannot go on; empty while all are there.
+        failure: why the server has to end; empty while all processes run.
     """
 
     def __init__(self, count: int, frontend_context: FrontendContext) -> None:
         self.failure = ""
         self._count, self._frontend_context = count, frontend_context
         self._processes: dict[int, SpawnProcess] = {}
-        self._to_frontends: dict[int, zmq.Socket[bytes]] = {}
+        self._to_frontends: dict[int, Sender] = {}
         self._joined: set[int] = set()
         self._frontend_metrics: dict[int, FrontendMetrics] = {}
         self._num_polls = 0
         self._next_message: asyncio.Future[None] | None = None
-        self._read_task: asyncio.Task[None] | None = None
+        self._read_tasks: list[asyncio.Task[None]] = []
         self._watch_tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._exit_stack = ExitStack()  # sockets, and the folder in which they lie
@@ -68,13 +67,13 @@ class FrontendGroup:
         address: tuple[str, int],
         on_prompt_routed: Callable[[PromptRouted], None],
     ) -> list[socket.socket]:
-        """Start the others, which will listen at `address` too once the engines are ready.
+        """Start the others, which listen at `address` once the engines are ready.
 
         Args:
-            on_prompt_routed: called with each prompt that one of them gives to an engine.
+            on_prompt_routed: called with each prompt that another process sends to an engine.
 
         Returns:
-            Where the first one has to listen as well: the others hand on what is about the whole server.
+            Additional sockets for the first process: the others proxy requests about the whole server there.
         """
         if self._count == 1:
             return []
@@ -84,18 +83,11 @@ class FrontendGroup:
         frontend_infos = [FrontendInfo(number, self._count, folder, *address) for number in range(1, self._count)]
         proxy_socket = socket.socket(socket.AF_UNIX)
         proxy_socket.bind(frontend_infos[0].proxy_socket)
-        context = zmq.asyncio.Context()
-        self._exit_stack.callback(context.term)  # would wait for a socket that is open
-        from_frontends = context.socket(zmq.PULL)
-        self._exit_stack.callback(from_frontends.close, linger=0)
-        from_frontends.setsockopt(zmq.RCVHWM, 0)
-        from_frontends.bind(frontend_infos[0].to_first)
-        self._read_task = critical_task(self._read(from_frontends, on_prompt_routed))
         for frontend_info in frontend_infos:
-            to = self._to_frontends[frontend_info.number] = zmq.Context.shadow(context).socket(zmq.PUSH)
-            self._exit_stack.callback(to.close, linger=0)
-            to.setsockopt(zmq.SNDHWM, 0)
-            to.connect(frontend_info.from_first)
+            from_frontend = self._exit_stack.enter_context(socket_stream.listen(frontend_info.to_first))
+            self._read_tasks.append(critical_task(self._read(from_frontend, frontend_info.number, on_prompt_routed)))
+            to_frontend = self._to_frontends[frontend_info.number] = Sender(frontend_info.from_first)
+            self._exit_stack.callback(to_frontend.close, 0)
             name = f"tw-http-{frontend_info.number}"
             process = spawn(_run, config, settings, frontend_info, self._frontend_context.shared_load, name=name)
             self._processes[frontend_info.number] = process
@@ -103,19 +95,19 @@ class FrontendGroup:
         return [proxy_socket]
 
     def announce(self, message: ToFrontend, exclude: int = 0) -> None:
-        """Tell all of the others, `exclude` for the one that has said it."""
-        text = pickle.dumps(message)
-        for number, to in self._to_frontends.items():
+        """Send a message to all other processes except number `exclude`."""
+        encoded = encode(message)
+        for number, to_frontend in self._to_frontends.items():
             if number != exclude:
-                to.send(text, zmq.NOBLOCK)
+                to_frontend.send(encoded)
 
     async def joined(self) -> None:
-        """Wait until all of them listen, or one is gone."""
+        """Wait until all processes listen, or one has failed."""
         while len(self._joined) < len(self._processes) and not self.failure:
             await self._wait_for_message()
 
     async def poll_metrics(self, engines: Sequence[EngineClient], http: HttpRequestCounters) -> None:
-        """Bring up to date what is known of the requests of the others."""
+        """Update `remote_request_metrics` and `http.remote` from the other processes."""
         self._num_polls = number = self._num_polls + 1
         self.announce(MetricsRequest(number))
         with suppress(TimeoutError):
@@ -129,10 +121,10 @@ class FrontendGroup:
             engine.remote_request_metrics = [
                 metrics.request_metrics[engine.replica_info.index] for metrics in self._frontend_metrics.values()
             ]
-        http.remote = [metrics.http for metrics in self._frontend_metrics.values()]
+        http.remote = [Counter(metrics.http) for metrics in self._frontend_metrics.values()]
 
     async def stop(self, at_once: bool = False) -> None:
-        """End them: when they have written what they have to write, or at once."""
+        """End the processes after their last responses, or `at_once`."""
         self._stopping = True
         self.announce(End())
         if self._watch_tasks and not at_once and len(self._joined) == len(self._processes):
@@ -140,35 +132,39 @@ class FrontendGroup:
         for process in self._processes.values():
             await asyncio.to_thread(kill_and_wait, process)
         await asyncio.gather(*self._watch_tasks)
-        if self._read_task is not None:
-            self._read_task.cancel()
-        self._to_frontends.clear()  # the engines may still have something to tell, and nobody is left who would hear it
+        for task in self._read_tasks:
+            task.cancel()
+        self._to_frontends.clear()  # engines may still announce state changes
         self._exit_stack.close()
 
     async def _wait_for_message(self) -> None:
-        """Wait until one of them has said something, or is gone."""
-        news = self._next_message = self._next_message or asyncio.get_running_loop().create_future()
-        await asyncio.shield(news)
+        """Wait until a process has sent a message or ended."""
+        self._next_message = self._next_message or asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next_message)
 
     def _notify_waiters(self) -> None:
         if self._next_message is not None:
             self._next_message.set_result(None)
             self._next_message = None
 
-    async def _read(self, from_frontends: zmq.asyncio.Socket, on_prompt_routed: Callable[[PromptRouted], None]) -> None:
-        while True:
-            number, message = cast(tuple[int, FromFrontend], pickle.loads(await from_frontends.recv()))
+    async def _read(
+        self, from_frontend: socket.socket, number: int, on_prompt_routed: Callable[[PromptRouted], None]
+    ) -> None:
+        def on_message(encoded: bytes) -> None:
+            message: FromFrontend = decode_from_frontend(encoded)
             if isinstance(message, PromptRouted):
                 on_prompt_routed(message)
                 self.announce(message, exclude=number)
-                continue
+                return
             if isinstance(message, FrontendReady):
                 self._joined.add(number)
             elif isinstance(message, FrontendFailed):
-                self._fail(message.why or "An HTTP process of the server could not begin.")
+                self._fail(message.why or "An HTTP process of the server could not start.")
             else:
                 self._frontend_metrics[number] = message
             self._notify_waiters()
+
+        await socket_stream.read(from_frontend, on_message)
 
     async def _watch(self, process: SpawnProcess) -> None:
         await process_exit(process)
@@ -183,5 +179,5 @@ class FrontendGroup:
 
 def _run(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo, shared_load: SharedLoad) -> None:
     with gc.gc_frozen_after():
-        from torchweave.serving.frontends.process import main  # all that a server is made of
+        from torchweave.serving.frontends.process import main  # imports the whole server
     main(config, settings, frontend_info, shared_load)

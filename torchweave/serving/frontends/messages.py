@@ -1,24 +1,32 @@
-"""What the first HTTP process and the others say to each other. Pickled: all are one program, and nobody else can enter the
-folder in which their sockets lie."""
+"""msgpack messages between the first HTTP process and the others.
+
+The sockets lie in a folder that only their owner can enter.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchweave.serving.engine_client.client import State
-from torchweave.serving.engine_client.load_balancer import PromptRouted
-from torchweave.serving.engine_client.request_metrics import RequestMetrics
-from torchweave.serving.ipc.messages import Addresses, ModelCard
+import msgspec
+
+from torchweave.serving.engine_client.request_metrics import RequestMetricsData
+from torchweave.serving.ipc.messages import (
+    EngineExited,
+    EngineStarted,
+    EngineStateChanged,
+    PromptRouted,
+    from_msgpack,
+)
 
 
 @dataclass(frozen=True)
 class FrontendInfo:
-    """Which HTTP process it is (1, 2, ... of `count`; the first one is 0), and where all of them meet.
+    """Number of an HTTP process (1, 2, ... of `count`; the first one is 0), and its addresses.
 
     Attributes:
-        folder: of their sockets.
-        host, port: where all of them listen.
+        folder: of the processes' Unix sockets.
+        host, port: address of the server.
     """
 
     number: int
@@ -29,85 +37,60 @@ class FrontendInfo:
 
     @property
     def proxy_socket(self) -> str:
-        """The first one's Unix socket for HTTP."""
+        """Unix socket at which the first process takes HTTP requests of the others."""
         return f"{self.folder}/http"
 
     @property
     def to_first(self) -> str:
-        return f"ipc://{self.folder}/first"
+        return f"{self.folder}/to_first.{self.number}"
 
     @property
     def from_first(self) -> str:
-        return f"ipc://{self.folder}/{self.number}"
+        return f"{self.folder}/from_first.{self.number}"
 
 
-@dataclass(frozen=True)
-class EngineStarted:
-    """A life of engine number `engine` has begun; that is where it will be heard."""
-
-    engine: int
-    addresses: Addresses
+# -- to a frontend -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class EngineStateChanged:
-    """What it is now, why it failed or was stopped, how often it was started again, and what it serves once it is ready."""
-
-    engine: int
-    state: State
-    failure: str
-    restarts: int
-    model: ModelCard | None
+class Draining(msgspec.Struct, tag=True, array_like=True):
+    """The server takes no further requests."""
 
 
-@dataclass(frozen=True)
-class EngineExited:
-    """Its life has ended, and it says no more. Comes behind what it is now."""
-
-    engine: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Draining:
-    """No further request is taken."""
-
-
-@dataclass(frozen=True)
-class MetricsRequest:
-    """Answered with `FrontendMetrics` of the same number."""
+class MetricsRequest(msgspec.Struct, tag=True, array_like=True):
+    """Request for `FrontendMetrics` with the same number."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class End:
-    """The process is to end."""
+class End(msgspec.Struct, tag=True, array_like=True):
+    """Request to end the process."""
 
 
 ToFrontend = EngineStarted | EngineStateChanged | EngineExited | Draining | MetricsRequest | PromptRouted | End
 
 
-@dataclass(frozen=True)
-class FrontendReady:
-    """This HTTP process listens."""
+# -- from a frontend ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FrontendFailed:
-    """It listens, and will never have what answers take. `why` may be empty."""
+class FrontendReady(msgspec.Struct, tag=True, array_like=True):
+    """The HTTP process listens."""
+
+
+class FrontendFailed(msgspec.Struct, tag=True, array_like=True):
+    """The HTTP process listens but can answer no request, for example without a tokenizer. `why` may be empty."""
 
     why: str
 
 
-@dataclass(frozen=True)
-class FrontendMetrics:
-    """What one has seen so far: its requests to each engine, and its HTTP requests by method, path and status."""
+class FrontendMetrics(msgspec.Struct, tag=True, array_like=True):
+    """Metrics of an HTTP process: its requests by engine, and HTTP requests by (method, path, status)."""
 
     number: int
-    request_metrics: tuple[RequestMetrics, ...]
-    http: Counter[tuple[str, str, str]]
+    request_metrics: Sequence[RequestMetricsData]
+    http: dict[tuple[str, str, str], int]
 
 
 FromFrontend = FrontendReady | FrontendFailed | FrontendMetrics | PromptRouted
-"""Sent with the number of the HTTP process that says it."""
+
+decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
+decode_from_frontend = msgspec.msgpack.Decoder(FromFrontend, dec_hook=from_msgpack).decode

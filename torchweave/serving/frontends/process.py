@@ -1,17 +1,14 @@
-"""One of the HTTP processes beside the first: it reads requests for answers, asks the engines, and writes the answers."""
+"""An HTTP process other than the first: answers generation requests, and proxies all others to the first process."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
-
-import zmq
-import zmq.asyncio
+from contextlib import suppress
+from pathlib import Path
 
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.serving.engine_client.client import FrontendContext
-from torchweave.serving.engine_client.load_balancer import PromptRouted
+from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.frontends.messages import (
     Draining,
@@ -23,19 +20,29 @@ from torchweave.serving.frontends.messages import (
     FrontendReady,
     MetricsRequest,
     ToFrontend,
+    decode_to_frontend,
 )
-from torchweave.serving.frontends.shared_engine import SharedEngineClient
 from torchweave.serving.http.app import create_app
 from torchweave.serving.http.listener import UvicornServer, join
-from torchweave.serving.ipc.messages import ReplicaInfo
+from torchweave.serving.ipc import socket_stream
+from torchweave.serving.ipc.messages import (
+    Addresses,
+    EngineExited,
+    EngineStarted,
+    EngineStateChanged,
+    PromptRouted,
+    ReplicaInfo,
+    encode,
+)
 from torchweave.serving.ipc.processes import critical_task, exit_with_parent
 from torchweave.serving.ipc.shared_load import SharedLoad
+from torchweave.serving.ipc.socket_stream import Sender
 from torchweave.serving.service import Service
 from torchweave.utils import gc
 
 
 def main(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo, shared_load: SharedLoad) -> None:
-    """Serve until the first HTTP process says otherwise, or ends."""
+    """Serve until the first HTTP process ends this process, or ends itself."""
     exit_with_parent(frontend_info.folder)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     frontend = Frontend(config, settings, frontend_info, shared_load)
@@ -44,10 +51,10 @@ def main(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendIn
 
 
 class Frontend:
-    """The server as far as this process has it.
+    """The server of this process.
 
     Attributes:
-        uvicorn: that listens where the first one does, once the engines take requests.
+        uvicorn: listens at the server's address once the engines take requests.
     """
 
     def __init__(
@@ -64,42 +71,35 @@ class Frontend:
         self._app = create_app(client, settings, wait=True, primary_socket=frontend_info.proxy_socket)
         self._service: Service = self._app.state.service
         self.uvicorn = UvicornServer(self._app)
-        self._context = zmq.asyncio.Context()
-        self._to_first = zmq.Context.shadow(self._context).socket(zmq.PUSH)
-        self._from_first = self._context.socket(zmq.PULL)
+        self._to_first = Sender(frontend_info.to_first)
 
     async def run(self) -> None:
-        self._from_first.setsockopt(zmq.RCVHWM, 0)
-        self._from_first.bind(self._frontend_info.from_first)
-        self._to_first.connect(self._frontend_info.to_first)
-        tasks = [critical_task(self._read_messages()), critical_task(self._report_listening())]
-        try:
-            await self.uvicorn.serve(sockets=[join(self._frontend_info.host, self._frontend_info.port)])
-        finally:
-            for task in tasks:
-                task.cancel()
-            self._to_first.close(linger=0)
-            self._from_first.close(linger=0)
-            self._context.term()
+        with socket_stream.listen(self._frontend_info.from_first) as from_first:
+            reading = critical_task(
+                socket_stream.read(from_first, lambda message: self._on_message(decode_to_frontend(message)))
+            )
+            reporting = critical_task(self._report_listening())
+            try:
+                await self.uvicorn.serve(sockets=[join(self._frontend_info.host, self._frontend_info.port)])
+            finally:
+                reading.cancel()
+                reporting.cancel()
+                self._to_first.close(0)
 
     async def _report_listening(self) -> None:
-        """Tell the first one when this one listens, or why it does so in vain; the first one ends it."""
+        """Report to the first process that this one listens, or why its start failed; the first process then ends it."""
         await self.uvicorn.listening.wait()
         service = self._service
         if service.startup_ok:
             self._send(FrontendReady())
-        elif service.client.state != "stopped":  # else the server ends already
+        elif service.client.state != "stopped":  # otherwise the server is shutting down
             self._send(FrontendFailed(service.startup_error or service.client.failure))
         with gc.gc_frozen_manual_collect():
             await asyncio.Event().wait()
 
-    async def _read_messages(self) -> None:
-        while True:
-            self._on_message(pickle.loads(await self._from_first.recv()))
-
     def _on_message(self, message: ToFrontend) -> None:
         if isinstance(message, MetricsRequest):
-            request_metrics = tuple(engine.request_metrics for engine in self._engines)
+            request_metrics = [engine.request_metrics for engine in self._engines]
             self._send(FrontendMetrics(message.number, request_metrics, self._app.state.http.requests))
         elif isinstance(message, PromptRouted):
             self._service.client.on_prompt_routed(message)
@@ -111,4 +111,52 @@ class Frontend:
             self._engines[message.engine].on_engine_message(message)
 
     def _send(self, message: FromFrontend) -> None:
-        self._to_first.send(pickle.dumps((self._frontend_info.number, message)), zmq.NOBLOCK)
+        self._to_first.send(encode(message))
+
+
+class SharedEngineClient(EngineClient):
+    """Client of an engine whose process the first HTTP process starts, watches and ends."""
+
+    _life_task: asyncio.Task[None] | None = None
+    _process_exit: asyncio.Future[None] | None = None
+    _why = ""
+
+    async def start(self) -> None:
+        """Set `state` to `starting` until the first process reports otherwise."""
+        self.state = "starting"
+
+    async def stop(self, at_once: bool = False) -> None:
+        """Disconnect from the engine; requests in flight get an error."""
+        if self._life_task is not None:
+            self._life_task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._life_task
+        self._fail_all(self.failure or "The server is shutting down.")
+
+    def on_engine_message(self, message: EngineStarted | EngineStateChanged | EngineExited) -> None:
+        """Handle the first process's report about this engine."""
+        if isinstance(message, EngineStarted):
+            before, self._process_exit = self._life_task, asyncio.get_running_loop().create_future()
+            self._life_task = critical_task(self._follow_life(message.addresses, self._process_exit, before))
+        elif isinstance(message, EngineStateChanged):
+            self.state, self.failure, self.restarts, self.model = (
+                message.state, message.failure, message.restarts, message.model,
+            )  # fmt: skip
+            self._changed.set()
+        elif self._process_exit is not None and not self._process_exit.done():
+            self._why = message.why
+            self._process_exit.set_result(None)
+
+    async def _follow_life(
+        self, addresses: Addresses, process_exit: asyncio.Future[None], before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        if not Path(addresses.folder).exists():  # the engine process ended before this process could connect
+            await process_exit
+        else:
+            with self._open_sockets(addresses) as from_engine:
+                await self._read_messages_until(process_exit, from_engine)
+        self._fail_all(self._why or self.failure)
+        if not process_exit.done():  # the engine runs on, but its messages cannot be read here any more
+            raise RuntimeError(self.failure)

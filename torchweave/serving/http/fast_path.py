@@ -1,6 +1,6 @@
-"""The addresses that ask for answers, without the way through FastAPI's routing, which costs as much again as the request itself.
+"""Fast path for generation requests around FastAPI's routing, which would double the cost of a request.
 
-FastAPI still has the routes: it documents them, and it answers whatever is wrong with a body.
+FastAPI still has the routes: it documents them and reports invalid bodies.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
-from torchweave.serving.http.errors import ApiError, api_error
+from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.http.middleware import App, Receive, Send, header, replay
 
 
 class FastPathMiddleware:
-    """ASGI middleware inside the guard, which has read the body: calls the route's function with the body that it declares.
+    """ASGI middleware inside `AuthLimitsMiddleware` (which has read the body) that calls a route's function directly.
 
     Args:
-        routers: whose routes are `POST` with a `body` and a `request`, and nothing else.
+        routers: their routes must be `POST` with the arguments `body` and `request`.
     """
 
     def __init__(self, app: App, routers: Sequence[APIRouter]) -> None:
@@ -33,15 +33,15 @@ class FastPathMiddleware:
         }
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        found = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if found is None or header(scope, b"content-type").partition(b";")[0].strip().lower() != b"application/json":
+        match = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if match is None or header(scope, b"content-type").partition(b";")[0].strip().lower() != b"application/json":
             await self._app(scope, receive, send)
             return
-        route, kind = found
+        route, kind = match
         body = (await receive())["body"]
         try:
             request_body = kind.model_validate(json.loads(body))
-        except (ValueError, RecursionError):  # FastAPI finds the same, and says it
+        except (ValueError, RecursionError):  # FastAPI repeats the validation and reports the error
             await self._app(scope, replay(body, receive), send)
             return
         scope["route"] = route

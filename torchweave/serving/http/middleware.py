@@ -1,4 +1,4 @@
-"""What stands before the routes: keys, and bodies that are too long or too slow. Plain ASGI, so that streams pass untouched."""
+"""Middleware before the routes: API keys, body limits, request ids, HEAD. Plain ASGI, so that streams pass unbuffered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torchweave.config.options import ServerConfig, read_text_file
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -20,37 +20,37 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi.json"})
-"""Asked by those who have no key."""
+"""Accessible without a key."""
 REQUEST_ID = "torchweave.request_id"
-"""In a scope: what the request is called, in the header of its answer and in the answer's `id`."""
-_GIVEN_ID = re.compile(rb"[!-~]{1,128}")
-_BODY_SECONDS = 60.0  # in which a body has to arrive
+"""Scope key of the request id, which the response's header and body contain."""
+_CLIENT_ID = re.compile(rb"[!-~]{1,128}")
+_BODY_SECONDS = 60.0  # time limit for receiving a body
 
 
 def read_keys(settings: ServerConfig) -> list[str]:
-    """The keys that clients may give; none: everybody may ask.
+    """Read the valid API keys; empty: no key is required.
 
     Raises:
-        ValueError: the file cannot be read, or holds none.
+        ValueError: the file cannot be read or contains no key, or a key is empty.
     """
     keys = list(settings.api_key)
     if settings.api_key_file is not None:
         text = read_text_file("api_key_file", settings.api_key_file)
-        found = [line.strip() for line in text.splitlines() if line.strip()]
-        if not found:
-            raise ValueError(f"api_key_file {settings.api_key_file} holds no key; write one a line")
-        keys += found
+        file_keys = [line.strip() for line in text.splitlines() if line.strip()]
+        if not file_keys:
+            raise ValueError(f"api_key_file {settings.api_key_file} contains no key; write one key per line")
+        keys += file_keys
     if not all(key.strip() for key in keys):
-        raise ValueError("api_key is empty; leave it out to let everybody ask")
+        raise ValueError("api_key is empty; leave it out to require no key")
     return keys
 
 
 class AuthLimitsMiddleware:
-    """Lets a request through to `app` with its body read, or answers it.
+    """Checks a request's API key and body, and passes it to `app` with the body read.
 
     Args:
-        keys: any of these opens what is not in `OPEN_PATHS`; none: everything is open.
-        admission_pacer: in which requests with a body are let through.
+        keys: valid keys for paths outside `OPEN_PATHS`; empty: no key is required.
+        admission_pacer: paces requests with a body.
     """
 
     def __init__(self, app: App, settings: ServerConfig, keys: list[str], admission_pacer: AdmissionPacer) -> None:
@@ -83,23 +83,23 @@ class AuthLimitsMiddleware:
         given = header(scope, b"authorization")
         scheme, _, key = given.partition(b" ")
         digest = _digest(key.strip())
-        # Every key is compared, in a time that does not depend on where the first difference is.
+        # Constant time: every key is compared in full.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if scheme.lower() == b"bearer" and any(matches):
             return
-        what = "The API key is not known here" if given else "There is no API key"
-        sentence = f"{what}; send one that this server was started with, as `Authorization: Bearer KEY`."
+        problem = "The API key is unknown" if given else "The API key is missing"
+        sentence = f"{problem}; send a key of this server as `Authorization: Bearer KEY`."
         raise ApiError(401, sentence, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _body(self, scope: Any, receive: Receive) -> bytes | None:
-        """The whole body; None where the method has none."""
+        """Read the whole body; None if the method has none."""
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return None
         _check_encoding(scope)
-        most = self._settings.max_body_bytes
+        limit = self._settings.max_body_bytes
         length = header(scope, b"content-length")
-        if length.isdigit() and int(length[:20]) > most:
-            raise _too_long(most)
+        if length.isdigit() and int(length[:20]) > limit:
+            raise _too_long(limit)
         parts, size = [], 0
         try:
             async with asyncio.timeout(_BODY_SECONDS):
@@ -109,18 +109,17 @@ class AuthLimitsMiddleware:
                         raise _ClientDisconnected
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    if size > most:
-                        raise _too_long(most)
+                    if size > limit:
+                        raise _too_long(limit)
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
-            sentence = f"The body did not arrive within {_BODY_SECONDS:g} seconds."
+            sentence = f"The body did not arrive within {_BODY_SECONDS:g} seconds; send it faster."
             raise ApiError(408, sentence, headers={"Connection": "close"}) from None
 
 
 class RequestIdMiddleware:
-    """ASGI middleware: each answer says in `x-request-id` what its request is called: the client's own name, where it gave one, so
-    that what both sides have logged can be put together."""
+    """ASGI middleware that returns the request id in `x-request-id`: the client's, if it sent one, so that logs can be correlated."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -129,14 +128,14 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = header(scope, b"x-request-id")
-        request_id = given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        client_id = header(scope, b"x-request-id")
+        request_id = client_id if _CLIENT_ID.fullmatch(client_id) else uuid.uuid4().hex.encode()
         scope[REQUEST_ID] = request_id.decode()
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = list(message["headers"])
-                if not any(name == b"x-request-id" for name, _ in headers):  # of what another HTTP process has answered
+                if not any(name == b"x-request-id" for name, _ in headers):  # set by the first process if proxied
                     message = {**message, "headers": [*headers, (b"x-request-id", request_id)]}
             await send(message)
 
@@ -144,8 +143,7 @@ class RequestIdMiddleware:
 
 
 class HeadMethodMiddleware:
-    """ASGI middleware next to the routes, which know GET alone: HEAD is the same without the body. Health checks and monitors ask
-    so (`wget --spider`, `curl -I`)."""
+    """ASGI middleware that answers HEAD (`wget --spider`, `curl -I`) as GET without the body; the routes support GET only."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -158,38 +156,38 @@ class HeadMethodMiddleware:
         async def without_body(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        # A copy: the server, which made the scope, has to know what was asked.
+        # A copy: uvicorn reads the method from its scope.
         await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
 def _check_encoding(scope: Any) -> None:
-    given = header(scope, b"content-encoding").strip().lower()
-    if given not in (b"", b"identity"):
-        name = given.decode("latin-1")[:40]
-        raise ApiError(415, f"A body with Content-Encoding {name!r} is not read here; send it as plain JSON.")
+    encoding = header(scope, b"content-encoding").strip().lower()
+    if encoding not in (b"", b"identity"):
+        name = encoding.decode("latin-1")[:40]
+        raise ApiError(415, f"Content-Encoding {name!r} is not supported; send plain JSON.")
 
 
 class _ClientDisconnected(Exception):
-    """The client is gone."""
+    """The client disconnected."""
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """`receive` of an application that reads the body again."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    """Create a `receive` callable that returns `body` once more."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:
-        return left.pop() if left else await receive()
+        return pending.pop() if pending else await receive()
 
     return receive_again
 
 
-def _too_long(most: int) -> ApiError:
-    sentence = f"The body is longer than the {most} bytes that this server takes; send less."
+def _too_long(limit: int) -> ApiError:
+    sentence = f"The body is longer than the {limit} bytes that this server accepts; send a shorter one."
     return ApiError(413, sentence, headers={"Connection": "close"})
 
 
 def header(scope: Any, name: bytes) -> bytes:
-    """The value of a header by its lower-case name; empty where there is none."""
+    """Value of a header by its lower-case name; empty if absent."""
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 

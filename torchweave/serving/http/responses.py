@@ -1,4 +1,4 @@
-"""How an answer goes out: whole or as a stream of events, within a time limit, and only as long as somebody listens."""
+"""Responses of generation requests, full or streamed, with a time limit; canceled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from fastapi.responses import Response
 
-from torchweave.serving.http.errors import ApiError, api_error
-from torchweave.serving.http.sse import event
+from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.metrics.prometheus import STREAM_SEND
 from torchweave.serving.openai.generation import AnswerStream, Delta
+from torchweave.serving.openai.sse import event
 
 Value = TypeVar("Value")
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
-_CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left; nobody reads it but logs and metrics
+_CLIENT_CLOSED_REQUEST = 499  # nginx's status for a disconnected client; used in logs and metrics only
 _DONE = b"data: [DONE]\n\n"
 
 
 class ResponseBuilder(Protocol):
-    """Turns the answers to one request into the bodies of its response."""
+    """Builds the response bodies of one request."""
 
     def events(self, delta: Delta) -> bytes:
-        """Events of a stream for what is new of an answer; empty where there is nothing to tell."""
+        """Encode the stream events of a delta; may be empty."""
         ...
 
     def last_chunk(self) -> dict[str, Any]:
-        """The event with the number of tokens."""
+        """The final event, with token counts."""
         ...
 
     def full(self, answers: list[Delta]) -> dict[str, Any]:
-        """The body of a response that is no stream."""
+        """The body of a response that is not streamed."""
         ...
 
 
@@ -44,11 +44,11 @@ def json_response(body: dict[str, Any]) -> Response:
 async def full_response(
     answer_stream: AnswerStream, builder: ResponseBuilder, receive: Receive, seconds: float
 ) -> Response:
-    """All answers in one body, once they have ended.
+    """Wait for all answers and return them in one body.
 
     Raises:
-        ApiError: 504 when that takes longer than `seconds` (0: any time).
-        EngineUnavailable: the engine ended before.
+        ApiError: 504 after `seconds` (0: no limit).
+        EngineUnavailable: the engine ended.
     """
     try:
         answers = await cancel_on_disconnect(_with_timeout(answer_stream.full(), seconds), receive)
@@ -58,13 +58,13 @@ async def full_response(
 
 
 class EventStream(Response):
-    """The answers as server-sent events, each as soon as it is there. The run is closed with the last, or when the client has left.
+    """The answers as server-sent events. Closes `answer_stream` after the last event, or when the client disconnects.
 
-    A server of a small model sends tens of thousands of events a second: what is done for each of them is kept short.
+    A small model produces tens of thousands of events per second, so the work per event is kept short.
 
     Args:
-        seconds: in which all answers must have ended; 0: any time.
-        with_usage: the last event holds the number of tokens.
+        seconds: time limit for all answers; 0: none.
+        with_usage: send a final event with token counts.
     """
 
     media_type = "text/event-stream"
@@ -72,12 +72,8 @@ class EventStream(Response):
     def __init__(self, answer_stream: AnswerStream, builder: ResponseBuilder, seconds: float, with_usage: bool) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._answer_stream, self._builder, self._seconds, self._with_usage = (
-            answer_stream,
-            builder,
-            seconds,
-            with_usage,
-        )
+        self._answer_stream, self._builder = answer_stream, builder
+        self._seconds, self._with_usage = seconds, with_usage
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         send_part = scope.get(STREAM_SEND, send)
@@ -95,7 +91,7 @@ class EventStream(Response):
             self._answer_stream.close()
 
     async def _send_answers(self, send: Send) -> bytes:
-        """Returns the last event; a fault on the way is one too, since the status has been sent."""
+        """Send the events of the answers; returns the final event, which is the error event after a failure."""
         answer_stream, events = self._answer_stream, self._builder.events
         try:
             async with asyncio.timeout(self._seconds or None):
@@ -105,7 +101,7 @@ class EventStream(Response):
                         await send({"type": "http.response.body", "body": body, "more_body": True})
             return event(self._builder.last_chunk()) if self._with_usage else b""
         except Exception as error:
-            answer_stream.close()  # at once: a client that does not read keeps the last event waiting
+            answer_stream.close()  # before the final event is sent, which may block on a slow client
             return event((_timeout_error(self._seconds) if isinstance(error, TimeoutError) else api_error(error)).body)
 
 
@@ -119,22 +115,22 @@ async def _with_timeout(work: Coroutine[Any, Any, Value], seconds: float) -> Val
 
 def _timeout_error(seconds: float) -> ApiError:
     sentence = (
-        f"The answer took longer than the {seconds:g} seconds that this server gives one request; lower max_tokens."
+        f"The answer took longer than the {seconds:g} seconds that this server allows per request; lower max_tokens."
     )
     return ApiError(504, sentence, code="timeout")
 
 
 async def cancel_on_disconnect(work: Coroutine[Any, Any, Value], receive: Receive) -> Value | None:
-    """The result of `work`, or None when the client left before."""
+    """Return the result of `work`, or None if the client disconnects first."""
     task = asyncio.create_task(work)
-    leaving = asyncio.create_task(_wait_for_disconnect(receive))
+    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         return await task if task.done() else None
     finally:
         task.cancel()
-        leaving.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -1,14 +1,15 @@
-"""What the HTTP process and the engine process say to each other: msgpack, token ids both ways.
+"""msgpack messages between the HTTP processes and the engine process. Prompts and answers are token ids.
 
-The engine process believes what it is told, so the sockets lie in a folder that only their owner can enter.
+The engine process does not validate messages: the sockets lie in a folder that only their owner can enter.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -17,18 +18,18 @@ from torchweave.engine.request import FinishReason, InferenceRequest, Output, Sa
 from torchweave.engine.responses import Response, Responses
 
 Ids = TypeVar("Ids", int, np.ndarray)
+State = Literal["starting", "ready", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the processes meet, in a folder that only their owner can enter: one socket of the engine, which all HTTP processes
-    write to, and one of each HTTP process."""
+    """Unix sockets of one engine process: one that all HTTP processes write to, and one that each HTTP process listens at."""
 
     folder: str
 
     @property
     def to_engine(self) -> str:
-        return f"ipc://{self.folder}/to_engine"
+        return f"{self.folder}/to_engine"
 
     def from_engine(self, frontend: int) -> str:
         return f"{self.folder}/from_engine.{frontend}"
@@ -36,36 +37,36 @@ class Addresses:
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """Which one an engine is of those behind a server: number `index` of `count`, asked by `frontends` HTTP processes."""
+    """Position of an engine behind a server: replica `index` of `count`, used by `frontends` HTTP processes."""
 
     index: int = 0
     count: int = 1
     frontends: int = 1
 
     def ids(self, frontend: int) -> Iterator[int]:
-        """Numbers for the requests that an HTTP process hands to this engine; nobody else uses them."""
+        """Request ids that only this HTTP process uses at this engine."""
         return itertools.count(self.index + self.count * frontend, self.count * self.frontends)
 
     def frontend_of(self, ids: Ids) -> Ids:
-        """Whose requests these are."""
+        """HTTP process of each request id."""
         return ids // self.count % self.frontends
 
 
 PROCESS_START_PROGRESS = {"title": "engine process", "done": 0, "total": 1, "note": "importing"}
-"""The first progress event, of what takes seconds before the engine's report begins."""
+"""First progress event: the imports take seconds and precede the engine's report."""
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What the HTTP process has to know of the model that the engine serves.
+    """Model facts for the HTTP processes.
 
     Attributes:
-        name: as the user asked for it.
-        folder: with the tokenizer's files; None for a shape without files.
+        name: as the user spelled it.
+        folder: contains the tokenizer's files; None for a model shape without files.
         max_model_len: tokens of a request, prompt and answer.
         max_batch_size: requests in a step.
-        trust_remote_code: the tokenizer may be code that comes with the folder.
-        temperature, top_k, top_p, min_p, repetition_penalty: what the checkpoint asks for; None where it asks for nothing.
+        trust_remote_code: the tokenizer may run code from the folder.
+        temperature, top_k, top_p, min_p, repetition_penalty: the checkpoint's defaults; None if it has none.
     """
 
     name: str
@@ -92,7 +93,7 @@ class ModelCard:
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
-    """A request. `sampling` holds the fields that are not the default; `input_ids` are int32."""
+    """A request. `sampling` holds the non-default fields; `input_ids` are int32."""
 
     id: int
     input_ids: bytes
@@ -103,13 +104,13 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
-    """Requests whose clients have gone."""
+    """Requests to cancel."""
 
     ids: list[int]
 
 
 class End(msgspec.Struct, tag=True, array_like=True):
-    """The process is to end, and whatever still runs with it."""
+    """End the process, without finishing its requests."""
 
 
 ToEngine = Submit | Stop | End
@@ -119,7 +120,7 @@ ToEngine = Submit | Stop | End
 
 
 class EngineEvent(msgspec.Struct, tag=True, array_like=True):
-    """An event of the engine's report; `at` in seconds since it began."""
+    """An event of the engine's report; `at` in seconds since its start."""
 
     at: float
     kind: str
@@ -127,21 +128,21 @@ class EngineEvent(msgspec.Struct, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """The engine takes requests. `explanation`: what `torchweave explain --json` shows, as JSON."""
+    """The engine takes requests. `explanation`: the output of `torchweave explain --json`."""
 
     model: ModelCard
     explanation: str
 
 
 class Accepted(msgspec.Struct, tag=True, array_like=True):
-    """The engine can run this request, or not (any other request is not touched): `refusal` says why."""
+    """The engine accepted a request, or rejected it for the reason `refusal`."""
 
     id: int
     refusal: str = ""
 
 
 class EncodedResponse(msgspec.Struct, array_like=True):
-    """One response: an `Output` in short; `full_output` where there is more to it than tokens."""
+    """One response. `full_output` is set if its `Output` has more than tokens and a finish reason."""
 
     id: int
     token_ids: bytes
@@ -157,11 +158,11 @@ class EncodedResponse(msgspec.Struct, array_like=True):
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True):
-    """What the engine has to say after an iteration: `ids` (uint64) that have one more of `tokens` (int32), then all others.
+    """Outputs of an iteration: one token (int32) for each of `ids` (uint64), then all other responses.
 
-    Among `ids` may be requests of other HTTP processes.
+    `ids` may include requests of other HTTP processes.
 
-    `failing`: errors are those of the engine, which ends; else each is that of its request.
+    `failing`: errors are those of the engine, which ends; otherwise each is an error of its request.
     """
 
     ids: bytes
@@ -170,27 +171,27 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
     failing: bool = False
 
     def new_tokens(self) -> Iterator[tuple[int, int]]:
-        """Requests with their one more token."""
+        """Yield (request id, token)."""
         return zip(
             np.frombuffer(self.ids, np.uint64).tolist(), np.frombuffer(self.tokens, np.int32).tolist(), strict=True
         )
 
     def responses(self) -> Iterator[Response]:
-        """All others."""
+        """Yield the other responses."""
         for encoded in self.others:
             yield Response(encoded.id, encoded.output(), encoded.final, encoded.error)
 
 
 class RequestStateChanges(msgspec.Struct, tag=True, array_like=True):
-    """Requests that began (`started`), gave their blocks back (`paused`), or drew their first token (`answering`)."""
+    """Requests that started prefill (`started`), were preempted (`paused`), or sampled their first token (`answering`)."""
 
     moves: list[tuple[int, str]]
 
 
 class Stats(msgspec.Struct, tag=True, array_like=True):
-    """Statistics of an iteration, as the batch manager's callback gets them, as JSON.
+    """JSON statistics of an iteration, as passed to the batch manager's callback.
 
-    `iterations`: all since the last such message: seconds, prompt tokens that were read, tokens that were drawn.
+    `iterations`: (seconds, prefilled tokens, sampled tokens) of each iteration since the previous message.
     """
 
     record: str
@@ -198,7 +199,7 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """The engine ends. `is_config_error`: what was asked of it cannot be, rather than a fault of the engine."""
+    """The engine ends. `is_config_error`: an option or the model is invalid, as opposed to a fault of the engine."""
 
     why: str
     is_config_error: bool
@@ -207,27 +208,74 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
 FromEngine = EngineEvent | Ready | Accepted | Outputs | RequestStateChanges | Stats | Failed
 
 
+# -- from the HTTP process that starts the engines to the others -------------------------------------------------------
+
+
+class EngineStarted(msgspec.Struct, tag=True, array_like=True):
+    """A process of engine number `engine` is about to start; HTTP processes reach it at `addresses`."""
+
+    engine: int
+    addresses: Addresses
+
+
+class EngineStateChanged(msgspec.Struct, tag=True, array_like=True):
+    """New state of an engine; `model` is set while the engine is ready."""
+
+    engine: int
+    state: State
+    failure: str
+    restarts: int
+    model: ModelCard | None
+
+
+class EngineExited(msgspec.Struct, tag=True, array_like=True):
+    """The engine's process ended. Follows the `EngineStateChanged` that this caused."""
+
+    engine: int
+    why: str
+
+
+class PromptRouted(msgspec.Struct, tag=True, array_like=True):
+    """A prompt was sent to a replica.
+
+    Attributes:
+        incarnation: number of the replica's engine process.
+        prefix_hashes: of the prompt, see `hash_prefixes`.
+        capacity: prefixes that fit in the replica's KV cache.
+    """
+
+    replica: int
+    incarnation: int
+    prefix_hashes: list[int]
+    capacity: int
+
+
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
 def _to_msgpack(value: Any) -> Any:
-    """What msgspec does not know, as something that it does."""
+    """Encode the types that msgspec does not support (an `enc_hook`)."""
     if isinstance(value, np.ndarray):
         return value.tolist()
+    if isinstance(value, deque):
+        return list(value)
     if isinstance(value, np.generic):
         return value.item()
     return str(value)
 
 
-def _from_msgpack(hint: type, value: Any) -> Any:
+def from_msgpack(hint: type, value: Any) -> Any:
+    """Decode the types that msgspec does not support (a `dec_hook`)."""
     if hint is np.ndarray:
         return np.asarray(value, np.int32)
+    if get_origin(hint) is deque:
+        return deque(msgspec.convert(value, list[get_args(hint)[0]]))
     raise NotImplementedError(hint)
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_to_msgpack).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_msgpack).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=from_msgpack).decode
 
 
 def submit(request: InferenceRequest) -> Submit:
@@ -237,10 +285,10 @@ def submit(request: InferenceRequest) -> Submit:
 
 
 def decode_request(message: Submit) -> InferenceRequest:
-    """The request as the engine takes it.
+    """Decode a request for the engine.
 
     Raises:
-        ValueError: its parameters cannot be.
+        ValueError: a sampling parameter is invalid.
     """
     sampling = dict(message.sampling)
     if "structured_outputs" in sampling:
@@ -258,10 +306,13 @@ def decode_request(message: Submit) -> InferenceRequest:
 def messages(
     item: Sequence[Response] | FromEngine, replica_info: ReplicaInfo, failing: bool = False
 ) -> Iterator[tuple[int, bytes]]:
-    """What the engine says, by the HTTP process that it is for; what is not about requests is for the first one.
+    """Encode `item` for each HTTP process that needs it; messages that concern no request go to the first.
 
     Args:
         failing: errors in responses are those of the engine.
+
+    Yields:
+        (number of the HTTP process, message).
     """
     if isinstance(item, Accepted):
         yield replica_info.frontend_of(item.id), encode(item)
@@ -276,7 +327,7 @@ def messages(
 
 
 def _encode_outputs(responses: Responses, replica_info: ReplicaInfo, failing: bool) -> Iterator[tuple[int, bytes]]:
-    """All tokens go to everyone who has one of the streams: to divide them costs more than to pass over some."""
+    """Send all tokens to each HTTP process with one of the streams: to split them costs more than to skip foreign ones."""
     ids, tokens = responses.ids.tobytes(), responses.tokens.tobytes()
     others: dict[int, list[EncodedResponse]] = {}
     for each in responses.others:
@@ -301,11 +352,11 @@ _EXTRAS = tuple(name for name in Output._fields if name not in ("token_ids", "fi
 
 
 def _non_default_fields(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not the default; one that is a dataclass as a dict."""
-    found: dict[str, Any] = {}
+    """Fields that differ from their defaults, dataclasses as dicts."""
+    changed: dict[str, Any] = {}
     for item in fields(params):
         value = getattr(params, item.name)
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         if value != default:
-            found[item.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return found
+            changed[item.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return changed

@@ -1,4 +1,4 @@
-"""Processes of the server: where they meet, which signals do not reach them, and how their ends are seen."""
+"""Child processes of the server: their socket folder, signals and exit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from typing import Any
 _log = logging.getLogger("torchweave")
 _BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MAX_TMP_DIR_BYTES = 64
-"""Bytes of a folder's path below which there is room for ours and a socket in it: the whole has 104 on some systems."""
+"""Longest path of a folder for our folder and a socket: a Unix socket's path has at most 104 bytes on some systems."""
 
 
 def critical_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task without which this process is of no use: a fault in it, which nobody would see, is logged and ends the process."""
+    """Start a task that this process cannot do without: its failure is logged and ends the process."""
     task = asyncio.create_task(work)
     task.add_done_callback(_exit_on_failure)
     return task
@@ -32,12 +32,12 @@ def critical_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 def _exit_on_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (fault := task.exception()) is not None:
-        _log.critical("A process of the server ends, for it cannot go on.", exc_info=fault)
+        _log.critical("A server process ends because one of its tasks failed.", exc_info=fault)
         os._exit(1)
 
 
 def make_socket_dir() -> str:
-    """A new folder for sockets, which nobody else can enter: among temporary files, or in /tmp where those lie too deep."""
+    """Make a private folder for sockets in the temporary directory, or in /tmp if that directory's path is too long."""
     tmp_dir = tempfile.gettempdir()
     return tempfile.mkdtemp(
         prefix="torchweave-", dir=tmp_dir if len(os.fsencode(tmp_dir)) <= _MAX_TMP_DIR_BYTES else "/tmp"
@@ -45,12 +45,12 @@ def make_socket_dir() -> str:
 
 
 def spawn(target: Callable[..., None], *args: Any, name: str) -> SpawnProcess:
-    """Start a process, which `ps` and `top` show by its name (of at most 15 letters).
+    """Start a process with a name (at most 15 letters) for `ps` and `top`.
 
-    Neither it nor what it starts sees Ctrl-C or a SIGTERM to the whole group: this process tells it when to end.
+    Ctrl-C and a SIGTERM to the process group do not end it or its children: the server ends it by a message.
     """
     process = multiprocessing.get_context("spawn").Process(target=_process_main, args=(name, target, *args), name=name)
-    resource_tracker.ensure_running()  # it would be started with the first process, and lift what follows
+    resource_tracker.ensure_running()  # started along with the first process, it would lift the mask below
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     try:
         process.start()
@@ -61,41 +61,37 @@ def spawn(target: Callable[..., None], *args: Any, name: str) -> SpawnProcess:
 
 def _process_main(name: str, target: Callable[..., None], *args: Any) -> None:
     os.setpgid(0, 0)
-    # What came until now. A handler that is a function is not handed down to what this process starts, and a mask would be.
+    # Discards signals that are pending. Children inherit a mask, but not a handler that is a function.
     for each in _BLOCKED_SIGNALS:
         signal.signal(each, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
-    with suppress(OSError):  # there is no such file but on Linux
+    with suppress(OSError):  # the file exists on Linux only
         Path("/proc/self/comm").write_text(name)
     target(*args)
 
 
 def process_exit(process: SpawnProcess) -> asyncio.Future[None]:
-    """Done when the process has ended."""
+    """Future that completes when the process has ended."""
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[None] = loop.create_future()
+    ended: asyncio.Future[None] = loop.create_future()
 
     def on_exit() -> None:
         loop.remove_reader(process.sentinel)
-        if not found.done():
-            found.set_result(None)
+        if not ended.done():
+            ended.set_result(None)
 
     loop.add_reader(process.sentinel, on_exit)
-    return found
+    return ended
 
 
 def kill_and_wait(process: SpawnProcess) -> None:
-    """End a process and wait until all of it is gone; the driver of a GPU takes its time."""
+    """Kill a process and wait until it is gone; a GPU driver takes a while to release its memory."""
     process.kill()
     process.join()
 
 
 def exit_with_parent(folder: str) -> None:
-    """End this process at once when the one that started it has ended, however it did. Starts a thread.
-
-    Args:
-        folder: where they met, which nobody else is left to remove.
-    """
+    """End this process as soon as its parent has ended, and remove `folder` (their sockets). Starts a thread."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

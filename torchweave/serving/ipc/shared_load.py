@@ -1,7 +1,7 @@
-"""How much each HTTP process has in flight at each engine, and whose turn it is, in memory that all of them see.
+"""Requests in flight by HTTP process and engine, and the round-robin position, in shared memory.
 
-Each writes its own numbers only, so nothing is locked; a sum is as old as the oldest of its parts, which is microseconds. A turn
-that two of them give at the same moment is one.
+Each process writes only its own counters, so no lock is needed; sums are stale by microseconds. If two processes advance the
+round-robin position at the same moment, it advances once.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class SharedLoad:
-    """Numbers of every pair of an engine and an HTTP process. Can be handed to a process only while that is started.
+    """Counters for every pair of an engine and an HTTP process. Can be passed to a process only at its start.
 
     Args:
         engines: engines.
         frontends: HTTP processes.
 
     Attributes:
-        last: the engine that got the latest request, of any HTTP process; -1 before the first.
+        last: engine of the latest request of any HTTP process; -1 before the first.
     """
 
     def __init__(self, engines: int = 1, frontends: int = 1) -> None:
@@ -35,18 +35,18 @@ class SharedLoad:
         self._last.value = engine
 
     def write(self, engine: int, frontend: int, requests: int, pending_prefill_tokens: int) -> None:
-        """What an HTTP process has in flight at an engine: requests, and tokens of their prompts that were not read."""
+        """Set the counters of one HTTP process at one engine."""
         self._requests[engine][frontend] = requests
         self._pending_prefill_tokens[engine][frontend] = pending_prefill_tokens
 
     def requests(self, engine: int) -> int:
-        """Requests of all HTTP processes in flight at an engine."""
+        """Requests in flight at an engine, of all HTTP processes."""
         return sum(self._requests[engine])
 
     def has_requests(self, frontend: int) -> bool:
-        """Whether an HTTP process has requests in flight, at whichever engine."""
+        """Whether an HTTP process has requests in flight at any engine."""
         return any(each[frontend] for each in self._requests)
 
     def pending_prefill_tokens(self, engine: int) -> int:
-        """Tokens of their prompts that the engine has not read."""
+        """Prompt tokens in flight at an engine that it has not prefilled, of all HTTP processes."""
         return sum(self._pending_prefill_tokens[engine])

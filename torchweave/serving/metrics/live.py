@@ -13,13 +13,13 @@ import msgspec
 
 import torchweave
 from torchweave.serving.engine_client.client import EngineClient
+from torchweave.serving.engine_client.counters import BucketHistogram, Percentiles, percentile
 from torchweave.serving.engine_client.request_metrics import (
     HISTORY_SECONDS,
     RequestRecord,
     ServingCounters,
     visible_requests,
 )
-from torchweave.serving.metrics.counters import BucketHistogram, Percentiles, percentile
 from torchweave.serving.metrics.prometheus import EngineSnapshot
 from torchweave.serving.service import Service
 
@@ -73,7 +73,7 @@ class Live:
             "state": "draining" if self._service.draining else self._state(),
             "failure": client.failure,
             "version": torchweave.__version__,
-            "uptime": now - all_request_metrics[0].began,
+            "uptime": now - self._engines[0].request_metrics.began,
             "model": self._model(),
             "startup": self._startup(),
             "requests": {

@@ -19,9 +19,9 @@ from prometheus_client.registry import Collector
 from starlette.routing import Match, Route
 
 import torchweave
+from torchweave.serving.engine_client.counters import BucketHistogram
 from torchweave.serving.engine_client.request_metrics import ServingCounters
 from torchweave.serving.ipc.messages import ModelCard
-from torchweave.serving.metrics.counters import BucketHistogram
 
 PREFIX = "torchweave_"
 _CLIENT_CLOSED_REQUEST = 499

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchweave.serving.http.sse import TextEventCache, event
 from torchweave.serving.openai.generation import AnswerStream, Delta
 from torchweave.serving.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
+from torchweave.serving.openai.sse import TextEventCache, event
 from torchweave.serving.openai.tools import ArgumentsDelta, Call, ParserDelta, TextDelta, ToolCallParser
 from torchweave.serving.tokenization import AsyncTokenizer
 

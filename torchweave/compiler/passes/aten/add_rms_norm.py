@@ -4,8 +4,8 @@ Before                                             After
     h = aten.add(x, residual)                          y, h = torchweave.add_rms_norm(x, residual, w, eps, ...)
     y = torchweave.rms_norm(h, w, eps, ...)
 
-When      both operands have the shape and dtype of h, and the add has no alpha. Where nothing else reads h, it is not written:
-          `torchweave.rms_norm_of_sum`.
+When      both operands have the shape and dtype of h, and the add has no alpha. Where nothing else reads h, the op is
+          `torchweave.rms_norm_of_sum`, which does not write h.
 Numerics  exact.
 Pays      a launch and two passes over the hidden state in an FX build; see bench/fusions.py.
 """

@@ -1,13 +1,13 @@
-"""Write ops out again where a build by Inductor runs faster on their parts than on the ops.
+"""Expand fused ops into their references where Inductor compiles the parts to faster code.
 
 Before                                             After
-    y = torchweave.rms_norm(x, weight, eps)            the operations of the op's eager reference, as `trace` finds them
+    y = torchweave.rms_norm(x, weight, eps)            the operations of the op's eager reference, traced
 
-When      the piece is built by Inductor for a device on which the ops are their references, and the op is one of `EXPANDED_OPS`.
-Numerics  exact: the reference is what the op computes.
-Pays      on a CPU, where Inductor fuses across what would be an op that it cannot see into. On an H100 the ops' own kernels
-          took 0.3 to 0.9 of the time of Inductor's code up to 256 tokens, and were level beyond
-          (bench/results/fusions_h100_202611.json): there they stay.
+When      Inductor builds the piece for a device on which ops run their references, and the op is one of `EXPANDED_OPS`.
+Numerics  exact: the reference defines the op.
+Pays      on a CPU, where an opaque op stops Inductor from fusing across it. On an H100 the ops' own kernels took 0.3 to 0.9 of
+          the time of Inductor's code up to 256 tokens and were level beyond (bench/results/fusions_h100_202611.json), so they
+          stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torchweave.ops.rope  # noqa: F401 (defines the ops)
 from torchweave.compiler.ir.graph import FakeGraph
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import normalize_call
-from torchweave.compiler.passes.base import Build, GraphPass, Numerics, PassResult, Stage
+from torchweave.compiler.passes.base import Build, GraphPass, PassResult, Stage
 from torchweave.compiler.passes.rewrite import insert
 from torchweave.ops.registry import op_info
 
@@ -38,20 +38,19 @@ EXPANDED_OPS = (
     "torchweave::rope",
     "torchweave::qk_norm_rope",
 )
-"""The ops that are written out unless they are kept."""
+"""Ops that are expanded by default."""
 
 
 class Expand(GraphPass):
     """See the module's text.
 
     Args:
-        ops: names of the ops that are written out.
-        devices: types of devices on which they are.
+        ops: names of the ops to expand.
+        devices: device types on which they are expanded.
     """
 
     name = "expand"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     builds: tuple[Build, ...] = ("inductor",)
 
     def __init__(self, ops: Iterable[str] = EXPANDED_OPS, devices: Iterable[str] = ("cpu",)) -> None:
@@ -59,7 +58,6 @@ class Expand(GraphPass):
         self.devices = frozenset(devices)
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         matches = 0
         for node in list(graph.graph.nodes):
             op = node.target
@@ -75,12 +73,12 @@ class Expand(GraphPass):
 
 
 def _replace(graph: FakeGraph, node: fx.Node, new: Any) -> None:
-    """Hand the readers of an op's result, or of the parts of it, what stands for them."""
+    """Redirect the readers of an op's result, or of its parts, to the expanded nodes."""
     if isinstance(new, fx.Node):
         node.replace_all_uses_with(new)
     else:
         for reader in list(node.users):
-            assert reader.target is operator.getitem, f"{reader.name} reads {node.name} whole"
+            assert reader.target is operator.getitem, f"{reader.name} reads all results of {node.name} at once"
             reader.replace_all_uses_with(new[reader.args[1]])
             graph.graph.erase_node(reader)
     graph.graph.erase_node(node)

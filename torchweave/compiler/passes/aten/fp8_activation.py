@@ -1,13 +1,13 @@
-"""A gated activation and the FP8 quantisation of its result become one op.
+"""Fuse a gated activation and the FP8 quantisation of its result.
 
 Before                                              After
     y = gated_activation(gate_up, activation)           q, s = gated_activation_fp8(gate_up, activation, group, scale)
     q, s = fp8_quant(y, group, scale)
 
-When      nothing else reads y. All three schemes of `fp8_quant`: a given scale, a scale for each token, for each 128 channels.
-Numerics  exact: y is rounded to its dtype before it is quantised, as it was. The kernel's exponential differs from the eager one
-          in the last bits of float32, which may move a number of y by one unit in its last place.
-Pays      at every token count: one launch less, and y is neither written nor read.
+When      nothing else reads y. All three schemes of `fp8_quant`: static scale, one scale per token, one per 128 channels.
+Numerics  exact: y is rounded to its dtype before quantisation, as before. The kernel's exponential differs from the eager one in
+          the last bits of float32, which may change a number of y by one unit in its last place.
+Pays      at every token count: one launch less; y is neither written nor read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RMSNorm, with or without the residual add before it, and the FP8 quantisation of its result become one op.
+"""Fuse an RMSNorm, with or without the residual add before it, and the FP8 quantisation of its result.
 
 Before                                              After
     y, h = add_rms_norm(x, residual, w, eps, ...)       q, s, h = add_rms_norm_fp8(x, residual, w, eps, ..., group, scale)
@@ -7,10 +7,10 @@ Before                                              After
     y = rms_norm(x, w, eps, ...)                        q, s = rms_norm_fp8(x, w, eps, ..., group, scale)
     q, s = fp8_quant(y, group, scale)
 
-When      nothing else reads y. All three schemes of `fp8_quant`: a given scale, a scale for each token, for each 128 channels.
-Numerics  exact: y is rounded to its dtype before it is quantised, as it was. The kernel's reciprocal root differs from the eager
-          one in the last bits of float32, which may move a number of y by one unit in its last place (2 ** -8 in bfloat16).
-Pays      at every token count: one launch less, and y is neither written nor read.
+When      nothing else reads y. All three schemes of `fp8_quant`: static scale, one scale per token, one per 128 channels.
+Numerics  exact: y is rounded to its dtype before quantisation, as before. The kernel's reciprocal root differs from the eager one
+          in the last bits of float32, which may change a number of y by one unit in its last place (2 ** -8 in bfloat16).
+Pays      at every token count: one launch less; y is neither written nor read.
 """
 
 from __future__ import annotations

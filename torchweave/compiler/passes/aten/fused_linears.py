@@ -1,4 +1,4 @@
-"""Products of few tokens take in the RMSNorm before them, and the gate or the residual add behind them.
+"""Fuse the RMSNorm before a linear of few tokens, and the gate or the residual add behind it, into the linear.
 
 Before                                                       After
     y = torchweave.rms_norm(h, norm, eps, ...)                   a = torchweave.fused_linear(h, W, None, norm, eps, ...,
@@ -6,15 +6,15 @@ Before                                                       After
     a = torchweave.gated_activation(gate_up, "silu")             h = torchweave.fused_linear(a, V, ..., residual, None, choices)
     h = aten.add(residual, torchweave.linear(a, V))
 
-Runs behind `raise_rms_norm` and `gated_activation`, and before `add_rms_norm`, which would take the residual away.
+Runs behind `raise_rms_norm` and `gated_activation`, and before `add_rms_norm`, which would fuse the residual add elsewhere.
 
-When      W is a parameter for which `torchweave.ops.linear` has kernels; nothing else reads what is between; the add has no alpha
-          and does not broadcast or widen; tokens lie in one dimension. A product is gated or has a residual added, not both.
-Numerics  exact: everything is rounded where it was; only the order of sums differs.
-Pays      up to 32 tokens on a GPU, where a launch and its wait cost as much as what it computes: five launches a layer are left,
-          each a dependent of the one before. The op runs as a table of measurements says for its tokens (`compile/tuning`);
-          see bench/layer.py. Beyond that most products are the BLAS's, and an add that runs apart from the norm behind it is a
-          launch lost: 32 of them took 50 us of a step of 48 rows on Llama 1B (H100).
+When      W is a parameter for which `torchweave.ops.linear` has kernels; nothing else reads the intermediate results; the add
+          has no alpha and does not broadcast or widen; tokens lie in one dimension. A linear takes a gate or a residual, not both.
+Numerics  exact: same roundings; only the summation order differs.
+Pays      up to 32 tokens on a GPU, where a launch costs as much as its computation: five dependent launches a layer remain. A
+          table of measurements selects the kernel by token count (`compiler/tuning`); see bench/layer.py. Beyond that the BLAS
+          computes most linears, and a residual add apart from the norm behind it costs a launch: 32 of them took 50 us of a step
+          of 48 rows on Llama 1B (H100).
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from torch import Tensor, fx
 import torchweave.ops.linear  # noqa: F401 (defines the ops)
 from torchweave.compiler.ir.graph import FakeGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Numerics, PassResult, Stage
-from torchweave.compiler.tuning.linears import FUSED_TOKENS, LinearShape
-from torchweave.compiler.tuning.table import Table, device_kind, shipped_table
+from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, Stage, near_misses_by_reason
+from torchweave.compiler.passes.torch_ir.small_linears import describe_weight, linear_choices
+from torchweave.compiler.tuning.linears import FUSED_TOKENS
+from torchweave.compiler.tuning.table import Table
 from torchweave.ops.linear_config import supported
 
 aten = torch.ops.aten
@@ -41,7 +42,7 @@ _FUSED = _ops.fused_linear.default
 
 @dataclass(frozen=True)
 class _FusableLinear:
-    """A product and what is around it, as nodes; `last` is the one whose value the fused op takes over."""
+    """A linear with its prologue and epilogue, as nodes; the fused op replaces the value of `last`."""
 
     x: fx.Node
     weight: fx.Node
@@ -53,21 +54,20 @@ class _FusableLinear:
 
     @property
     def letters(self) -> str:
-        around = (("n", self.norm), ("g", self.activation), ("r", self.residual))
-        return "".join(letter for letter, thing in around if thing is not None)
+        parts = (("n", self.norm), ("g", self.activation), ("r", self.residual))
+        return "".join(letter for letter, part in parts if part is not None)
 
 
 class FusedLinears(GraphPass):
     """See the module's text.
 
     Args:
-        devices: types of devices on which products are fused. Elsewhere the op is its reference, and of no use but to tests.
-        table: what measurements say; None takes what the package ships for the device.
+        devices: device types on which linears are fused; on others the op is its reference, which only tests use.
+        table: measurements; None: the table shipped for the device.
     """
 
     name = "fused_linears"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     token_range: tuple[int | None, int | None] = (1, FUSED_TOKENS)
 
     def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
@@ -84,8 +84,7 @@ class FusedLinears(GraphPass):
                 matches, rewritten = matches + 1, rewritten + num_erased
             if why is not None:
                 rejected.setdefault(why, []).append(node.name)
-        near_misses = tuple(NearMiss(", ".join(names), why) for why, names in rejected.items())
-        return PassResult(matches, rewritten, near_misses)
+        return PassResult(matches, rewritten, near_misses_by_reason(rejected))
 
     def _is_product(self, node: fx.Node) -> bool:
         if node.op != "call_function" or node.target not in (aten.linear.default, _ops.linear.default):
@@ -93,7 +92,7 @@ class FusedLinears(GraphPass):
         return value(node).device.type in self.devices
 
     def _fuse(self, graph: FakeGraph, node: fx.Node) -> tuple[int, str | None]:
-        """Put the fused op in the place of a product and what is around it: nodes that went away, and why not more of them."""
+        """Fuse a linear with its prologue and epilogue; return the number of fused nodes, and why others were not."""
         try:
             x, weight, bias = self.bind(node, "input", "weight", bias=None, choices="")[:3]
         except Mismatch as mismatch:
@@ -107,28 +106,26 @@ class FusedLinears(GraphPass):
         why = why_norm or why_epilogue
         if not fusable.letters:
             return 0, why
-        table = shipped_table(device_kind(value(weight).device)) if self._table is None else self._table
-        shape = LinearShape(value(weight).shape[0], value(weight).shape[1], fusable.letters)
-        replaced = _replace(graph, fusable, shape.choices(table, value(weight).dtype))
+        replaced = _replace(graph, fusable, linear_choices(value(weight), self._table, fusable.letters))
         return (len(fusable.letters), why) if replaced else (0, "its result has another layout or dtype than the op's")
 
 
 def _reject_reason(x: Any, weight: Any, bias: Any) -> str | None:
-    """Why the op cannot take these, or would only ever call the BLAS."""
+    """Why the op does not support the arguments, or has only the BLAS for them; else None."""
     if not isinstance(weight, fx.Node) or weight.op != "placeholder" or (bias is not None and bias.op != "placeholder"):
         return "its weight or bias is computed, not a parameter"
     w = value(weight)
     if w.ndim != 2 or not isinstance(w, Tensor) or not supported(w.shape[0], w.shape[1], w.dtype):
-        return f"for {str(w.dtype).removeprefix('torch.')} {list(w.shape)} there is only the BLAS"
+        return f"for {describe_weight(w)} the op has no kernel but the BLAS"
     if bias is not None and not value(bias).is_contiguous():
         return "its bias is not contiguous"
     if any(isinstance(size, torch.SymInt) or size != 1 for size in value(x).shape[:-2]) or value(x).dtype != w.dtype:
-        return "its tokens are in more than one dimension, or of another dtype than its weight"
+        return "its tokens are in more than one dimension, or its input and weight differ in dtype"
     return None
 
 
 def _prologue_norm(x: fx.Node) -> tuple[tuple[Any, ...] | None, str | None]:
-    """The arguments of the norm that makes x, when only the product reads it."""
+    """Arguments of the norm that computes x, if only the linear reads x; else None and the reason if any."""
     if x.target is not _ops.rms_norm.default:
         return None, None
     arguments = GraphPass.bind(x, "x", "weight", "eps", offset=0.0, wide=False)
@@ -138,7 +135,7 @@ def _prologue_norm(x: fx.Node) -> tuple[tuple[Any, ...] | None, str | None]:
 
 
 def _epilogue(node: fx.Node) -> tuple[fx.Node, str | None, fx.Node | None, str | None]:
-    """What takes the product in: the last node, the activation or the residual, and why there is neither."""
+    """Epilogue of a linear: last node, activation, residual, and the reason why both are None."""
     if len(node.users) != 1:
         return node, None, None, None
     (user,) = node.users
@@ -152,9 +149,9 @@ def _epilogue(node: fx.Node) -> tuple[fx.Node, str | None, fx.Node | None, str |
         return node, None, None, f"the add behind it has an {mismatch}"
     residual = other if one is node else one
     if not isinstance(residual, fx.Node) or residual is node or not isinstance(value(residual), Tensor):
-        return node, None, None, "what is added to it is no other tensor"
+        return node, None, None, "the addend is not another tensor"
     if not same_geometry(value(residual), value(node)):
-        return node, None, None, "what is added to it has another shape, layout or dtype"
+        return node, None, None, "the addend has another shape, layout or dtype"
     return user, None, residual, None
 
 
@@ -163,7 +160,7 @@ def _other_readers(x: fx.Node) -> str:
 
 
 def _replace(graph: FakeGraph, fusable: _FusableLinear, choices: str) -> bool:
-    """Put the op behind all that it reads; whether its result is of the same kind."""
+    """Insert the op before the last fused node; return whether its result has the same layout and dtype."""
     weight, eps, offset, wide = (None, 0.0, 0.0, False) if fusable.norm is None else fusable.norm[1:]
     arguments = (
         fusable.x,

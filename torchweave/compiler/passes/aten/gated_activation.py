@@ -1,13 +1,13 @@
-"""A gate's activation and the product with up become one operation, which reads a merged product where it lies.
+"""Fuse the activation of a gate and the product with up into one op, which reads a merged gate_up in place.
 
 Before                                                      After
     gate, up = aten.split_with_sizes(x, [I, I], -1)             y = torchweave.gated_activation(x, "silu")
     y = aten.mul(aten.silu(gate), up)
 
-Where gate and up are two tensors, `torchweave.gated_activation_pair(gate, up, ...)`.
+Two tensors gate and up become `torchweave.gated_activation_pair(gate, up, ...)`.
 
-When      the activation is silu, gelu, its tanh form, relu or sigmoid; gate and up have one shape and dtype; nothing else reads
-          the activation or, for the first form, the halves.
+When      the activation is silu, gelu, tanh gelu, relu or sigmoid; gate and up have one shape and dtype; nothing else reads the
+          activation or, in the merged form, the halves.
 Numerics  exact.
 Pays      a launch and two passes over [T, I] in an FX build; see bench/fusions.py.
 """
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 import torchweave.ops.activation  # noqa: F401 (defines the ops)
-from torchweave.compiler.passes.matcher import Match
+from torchweave.compiler.passes.matcher import Match, either
 from torchweave.compiler.passes.pattern import Fusion
 
 aten = torch.ops.aten
 torchweave_ops = torch.ops.torchweave
 
-_WRITTEN: dict[str, Callable[[Any], Any]] = {
+_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "silu": lambda x: aten.silu.default(x),
     "gelu": lambda x: aten.gelu.default(x),
     "gelu_tanh": lambda x: aten.gelu.default(x, approximate="tanh"),
@@ -37,20 +37,9 @@ _WRITTEN: dict[str, Callable[[Any], Any]] = {
 
 
 def _merged(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def pattern(gate_up: Tensor, sizes: list, dim: int) -> Any:
-        parts = aten.split_with_sizes.default(gate_up, sizes, dim)
-        return aten.mul.Tensor(_WRITTEN[name](parts[0]), parts[1])
-
-    def replacement(gate_up: Tensor) -> Any:
-        return torchweave_ops.gated_activation.default(gate_up, name)
-
-    return pattern, replacement
-
-
-def _chunked(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def pattern(gate_up: Tensor, size: int, dim: int) -> Any:
-        parts = aten.split.Tensor(gate_up, size, dim)
-        return aten.mul.Tensor(_WRITTEN[name](parts[0]), parts[1])
+    def pattern(gate_up: Tensor, sizes: list, size: int, dim: int) -> Any:
+        parts = either(aten.split_with_sizes.default(gate_up, sizes, dim), aten.split.Tensor(gate_up, size, dim))
+        return aten.mul.Tensor(_ACTIVATIONS[name](parts[0]), parts[1])
 
     def replacement(gate_up: Tensor) -> Any:
         return torchweave_ops.gated_activation.default(gate_up, name)
@@ -60,7 +49,7 @@ def _chunked(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def _pair(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def pattern(gate: Tensor, up: Tensor) -> Any:
-        return aten.mul.Tensor(_WRITTEN[name](gate), up)
+        return aten.mul.Tensor(_ACTIVATIONS[name](gate), up)
 
     def replacement(gate: Tensor, up: Tensor) -> Any:
         return torchweave_ops.gated_activation_pair.default(gate, up, name)
@@ -78,13 +67,13 @@ def extra_check(match: Match) -> str | None:
     width = gate_up.shape[-1]
     sizes = match.bindings.get("sizes") or [match["size"]] * 2
     if dim not in (-1, gate_up.dim() - 1):
-        return f"the halves lie along dimension {dim}"
+        return f"the halves are split along dimension {dim}, not the last"
     if len(sizes) != 2 or sizes[0] != sizes[1] or 2 * sizes[0] != width:
         return f"the parts are {sizes} of {width}, not two halves"
     return None
 
 
-_VARIANTS = [form(name) for form in (_merged, _chunked, _pair) for name in _WRITTEN]
+_VARIANTS = [form(name) for form in (_merged, _pair) for name in _ACTIVATIONS]
 
 FUSION = Fusion(
     "gated_activation",

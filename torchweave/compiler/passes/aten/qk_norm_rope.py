@@ -4,10 +4,10 @@ Before                                                          After
     q, k = torchweave.rms_norm(q, ...), torchweave.rms_norm(k, ...)     q', k' = torchweave.qk_norm_rope(q, k, ...)
     q', k' = torchweave.rope(q, k, cos, sin)
 
-When      each norm is over the heads of one tensor (Qwen 3, Gemma 3; not OLMo 2, whose norm is over all heads), both in one
-          dialect with one eps, and nothing else reads what it gives.
+When      each norm is over the heads of one tensor (Qwen 3, Gemma 3; not OLMo 2, whose norm is over all heads), both have
+          one dialect and eps, and nothing else reads their results.
 Numerics  exact.
-Pays      two launches in an FX build. In a decode graph `rotary_attention` goes further, and leaves none.
+Pays      two launches in an FX build. In a decode graph `rotary_attention` goes further and leaves none.
 """
 
 from __future__ import annotations
@@ -25,37 +25,21 @@ torchweave_ops = torch.ops.torchweave
 
 
 def pattern(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    offset: float,
-    wide: bool,
-) -> Any:
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
+    eps: float, offset: float, wide: bool,
+) -> Any:  # fmt: skip
     q_heads, k_heads = (
-        aten.transpose.int(
-            aten.transpose.int(torchweave_ops.rms_norm.default(x, weight, eps, offset, wide), 1, 2), 1, 2
-        )
-        for x, weight in ((q, q_weight), (k, k_weight))
+        torchweave_ops.rms_norm.default(x, weight, eps, offset, wide) for x, weight in ((q, q_weight), (k, k_weight))
     )
+    q_heads, k_heads = (aten.transpose.int(aten.transpose.int(x, 1, 2), 1, 2) for x in (q_heads, k_heads))
     both = torchweave_ops.rope.default(q_heads, k_heads, cos, sin)
     return both[0], both[1]
 
 
 def replacement(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    offset: float,
-    wide: bool,
-) -> Any:
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
+    eps: float, offset: float, wide: bool,
+) -> Any:  # fmt: skip
     return torchweave_ops.qk_norm_rope.default(q, k, q_weight, k_weight, cos, sin, eps, offset, wide)
 
 

@@ -1,4 +1,4 @@
-"""Custom ops that write into their arguments do so again, where a functional graph made them copy first.
+"""Restore the in-place form of custom ops that a functional graph copies for.
 
 Before                                                  After
     out = empty(...)                                        out = empty(...)
@@ -6,12 +6,12 @@ Before                                                  After
             _out_base_index=0, _all_bases=[out])            ... reads out
     ... reads f[1], a copy of out that op wrote to
 
-When      for every tensor that the op writes to, nobody could see a difference: no later operation and no output reads it or a
-          view of it by its old name; it is no input of the piece, unless the piece writes the very same result back to that
-          input and to nothing else; no other argument of the op shares its memory. What the op writes to comes from
-          its schema; a view is made again with the size, stride and offset that the functional form wrote down.
+When      for every tensor that the op writes to: no later operation and no output reads it or a view of it by its old name; it
+          is not an input of the piece, unless the piece copies this result back to that input alone; no other argument of
+          the op shares its memory. The op's schema gives the mutated arguments; views are rebuilt from the size, stride and
+          offset that the functional form records.
 Numerics  exact.
-Pays      in pieces that run as FX code: one copy of each written tensor less. Inductor does the same for what it builds.
+Pays      in FX builds: one copy less for each written tensor. Inductor does the same in its builds.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ V1, V2 = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto
 
 @dataclass(frozen=True)
 class MutatedTensor:
-    """A tensor that a functional call copies and lets its op write to.
+    """A tensor that a functional call copies for its op to write to.
 
     Attributes:
         base: the tensor.
-        results: the nodes that read the copy after the call.
+        results: the `getitem` nodes of the copy after the call.
     """
 
     base: fx.Node
@@ -48,11 +48,11 @@ class MutatedTensor:
 
 @dataclass(frozen=True)
 class FunctionalCall:
-    """A functional call of an op that writes, taken apart.
+    """The parts of a functional call of a mutating op.
 
     Attributes:
-        arguments: by the schema's names; a written one is a `ViewOfBase` of a base.
-        outputs: for each output of the op the nodes that read it.
+        arguments: by schema names; mutated arguments as `ViewOfBase`.
+        outputs: for each output of the op, its `getitem` nodes.
     """
 
     node: fx.Node
@@ -64,7 +64,7 @@ class FunctionalCall:
 
 @dataclass(frozen=True)
 class ViewOfBase:
-    """How a written argument looks at its base: an operation and its arguments behind the base; None is the base itself."""
+    """A mutated argument as a view of its base: an op and its arguments after the base; without op, the base itself."""
 
     base: fx.Node
     op: Any = None
@@ -75,14 +75,14 @@ SafetyCheck = Callable[[FunctionalCall, MutatedTensor, AliasInfo], str | None]
 
 
 class NotReinplaceable(Exception):
-    """Why a functional call is left as it is."""
+    """A functional call must stay functional; the message gives the reason."""
 
 
 class Reinplace(GraphPass):
     """See the module's text.
 
     Args:
-        safety_check: the reason why writing to a tensor in place could be seen, None when it cannot.
+        safety_check: returns the reason why an in-place write would be observable, or None.
     """
 
     name = "reinplace"
@@ -94,7 +94,7 @@ class Reinplace(GraphPass):
 
     def run(self, graph: Any) -> PassResult:
         matches, near_misses = 0, []
-        # From the last call to the first: what is left for an earlier one to see is then as it will be.
+        # Last call first: each check then sees the later calls in their final form.
         for node in reversed(list(graph.graph.nodes)):
             if node.op != "call_function" or node.target not in (V1, V2):
                 continue
@@ -114,13 +114,13 @@ class Reinplace(GraphPass):
 
 
 def find_observer(call: FunctionalCall, written: MutatedTensor, memory: AliasInfo) -> str | None:
-    """Who would see that `written` changes in place, as a reason; None when nobody would."""
+    """Why an in-place write to `written` would be observable, or None."""
     base = written.base
     groups = memory.holds[base]
     others = [leaf for leaf in tree_leaves(call.arguments) if isinstance(leaf, fx.Node)]
     others += [each.base for each in call.written if each is not written]
-    if beside := next((each for each in others if memory.holds[each] & groups), None):
-        return f"{beside.name}, which the op takes too, shares memory with {base.name}"
+    if alias := next((each for each in others if memory.holds[each] & groups), None):
+        return f"{alias.name}, another argument of the op, shares memory with {base.name}"
     copy_back = _find_copy_back(base, written)
     if base.op == "placeholder" and copy_back is None:
         return f"{base.name} is an input, and the result is not written back to it"
@@ -134,12 +134,12 @@ def find_observer(call: FunctionalCall, written: MutatedTensor, memory: AliasInf
             continue
         if node.op == "output":
             return f"the piece returns {reads[0].name}, which shares memory with {base.name}"
-        return f"{node.name} reads {reads[0].name}, which shares memory with {base.name}, later"
+        return f"{node.name} later reads {reads[0].name}, which shares memory with {base.name}"
     return None
 
 
 def _find_copy_back(base: fx.Node, written: MutatedTensor) -> fx.Node | None:
-    """The copy at the end of a functional graph by which an input becomes what the call made of it."""
+    """The `copy_` at the end of a functional graph that writes the result of the call back to an input, or None."""
     for node in base.users if base.op == "placeholder" else ():
         if node.target is torch.ops.aten.copy_.default and node.args[0] is base and node.args[1] in written.results:
             return None if node.users else node
@@ -147,16 +147,16 @@ def _find_copy_back(base: fx.Node, written: MutatedTensor) -> fx.Node | None:
 
 
 def _decompose(node: fx.Node) -> FunctionalCall:
-    """Raises Refused for forms that are not known."""
+    """Parts of a functional call; raises `NotReinplaceable` for unsupported forms."""
     op: Any = node.args[0]
     given: dict[str, Any] = dict(node.kwargs)
     if not isinstance(op, torch._ops.OpOverload):
-        raise NotReinplaceable(f"{op} is no op with a schema")
+        raise NotReinplaceable(f"{op} is not an op with a schema")
     names, types = functional.get_mutable_args(op)
     offset = max(1, len(op._schema.returns))
     if node.target is V2:
         if "_all_bases" not in given:
-            raise NotReinplaceable("it writes to tensors that are made for it")
+            raise NotReinplaceable("its functional form lists no base tensors")
         bases = list(given.pop("_all_bases"))
         infos = functional.read_view_information_from_args(names, types, given, bases)
         given |= {name: _views(infos[name], bases) for name in names}
@@ -169,13 +169,13 @@ def _decompose(node: fx.Node) -> FunctionalCall:
         MutatedTensor(base, tuple(_items(node, offset + index))) for index, base in enumerate(bases) if base is not None
     )
     if len({each.base for each in written}) < len(written):
-        raise NotReinplaceable("it writes to one tensor by two names")
+        raise NotReinplaceable("two of its mutated arguments are one tensor")
     outputs = tuple(tuple(_items(node, index)) for index in range(len(op._schema.returns)))
-    known = {item for each in written for item in each.results} | {item for items in outputs for item in items}
+    read = {item for each in written for item in each.results} | {item for items in outputs for item in items}
     if not op._schema.returns:
-        known |= set(_items(node, 0))
-    if set(node.users) - known:
-        raise NotReinplaceable("its results are read as a whole")
+        read |= set(_items(node, 0))
+    if set(node.users) - read:
+        raise NotReinplaceable("another node than getitem reads its results")
     return FunctionalCall(node, op, given, written, outputs)
 
 
@@ -184,7 +184,7 @@ def _items(node: fx.Node, index: int) -> Iterator[fx.Node]:
 
 
 def _views(info: Any, bases: list[fx.Node]) -> Any:
-    """What torch wrote down of a view, as a `ViewOfBase`."""
+    """The view information that torch recorded, as a `ViewOfBase`."""
     if info is None or isinstance(info, list):
         return info and [_views(each, bases) for each in info]
     base = bases[info.base_index]
@@ -195,7 +195,7 @@ def _views(info: Any, bases: list[fx.Node]) -> Any:
         return ViewOfBase(base, torch.ops.aten.slice.Tensor, (info.dim, info.start, info.end))
     if isinstance(info, (functional.AliasViewInfo, functional.NotView)):
         return ViewOfBase(base)
-    raise NotReinplaceable(f"a view is written down as {type(info).__name__}")
+    raise NotReinplaceable(f"a view is recorded as {type(info).__name__}")
 
 
 def _rewrite(graph: fx.Graph, call: FunctionalCall) -> None:
@@ -224,7 +224,7 @@ def _rewrite(graph: fx.Graph, call: FunctionalCall) -> None:
 
 
 def _materialize(graph: fx.Graph, thing: Any) -> Any:
-    """An argument of the op; the view that it is, made again."""
+    """Rebuild an argument of the op, with its view."""
     if isinstance(thing, list):
         return [_materialize(graph, each) for each in thing]
     if not isinstance(thing, ViewOfBase) or thing.op is None:
@@ -238,7 +238,7 @@ def _materialize(graph: fx.Graph, thing: Any) -> Any:
 
 
 def _positional(op: torch._ops.OpOverload, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by position as far as the schema takes them so."""
+    """Positional and keyword arguments by the schema."""
     args, kwargs = [], {}
     for argument in op._schema.arguments:
         if argument.kwarg_only:

@@ -1,4 +1,4 @@
-"""Fuse a router's scores, choice and weights into one launch.
+"""Fuse the scores, top-k and weights of an MoE router into one launch.
 
 Before (Qwen3-MoE)                                 After
     scores = aten.softmax(logits, -1, float32)         weights, index = torchweave.route(logits, None, k, "softmax", ...,
@@ -6,11 +6,11 @@ Before (Qwen3-MoE)                                 After
     weights = aten.div(top, aten.sum(top, -1))
     weights = aten.to(weights, bfloat16)
 
-When      logits are `[T, E]`; scores are float32 by softmax or sigmoid, with or without a bias for the choice, within groups as
-          DeepSeek's V2 and V3 choose them, or the softmax is over the chosen alone (gpt-oss, Granite). What follows joins step
-          by step: division by the sum (plus an epsilon), a factor, a cast. A step of another kind stays behind the op.
-Numerics  exact, but that among equal scores, of which `torch.topk` takes any, the smaller index is taken, the best expert first.
-Pays      three to twenty launches a layer, in pieces of either build: neither Inductor nor torch has one kernel for a topk.
+When      logits are `[T, E]`; scores are float32 by softmax or sigmoid, with or without a selection bias, with group selection as
+          in DeepSeek V2 and V3, or the softmax is over the selected experts alone (gpt-oss, Granite). Later steps are fused one
+          by one: division by the sum (plus an epsilon), a factor, a cast. Any other step stays behind the op.
+Numerics  exact, except that ties take the smaller index, best expert first; `torch.topk` may take any.
+Pays      three to twenty launches a layer in either build: neither Inductor nor torch has a single kernel for topk.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import torchweave.ops.moe.routing  # noqa: F401 (defines torchweave::route)
 from torchweave.compiler.ir.graph import FakeGraph
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.passes.base import PassResult
-from torchweave.compiler.passes.matcher import Match
+from torchweave.compiler.passes.matcher import Match, either
 from torchweave.compiler.passes.pattern import Fusion
 
 aten = torch.ops.aten
 op = torch.ops.torchweave.route.default
 
 _F32 = torch.float32
-_NO_GROUPS = (1, 1, 1, 0.0)  # no groups
-_NOT_SCALED = (False, 0.0, 1.0)  # neither divided by the sum nor scaled
+_NO_GROUPS = (1, 1, 1, 0.0)
+_NOT_SCALED = (False, 0.0, 1.0)  # not normalised by the sum, not scaled
 Function = Callable[..., Any]
 
 
 def softmax() -> tuple[Function, Function]:
-    """Qwen, Mixtral, OLMoE: the best of a softmax."""
+    """Qwen, Mixtral, OLMoE: top-k of a softmax."""
 
     def pattern(logits: Tensor, k: int, in_dtype: Any, ranked: bool) -> Any:
         scores = aten.softmax.int(logits, -1, in_dtype)
@@ -53,7 +53,7 @@ def softmax() -> tuple[Function, Function]:
 
 
 def biased(score: str) -> tuple[Function, Function]:
-    """MiniMax, AFMoE, ERNIE: a bias decides with, and does not weigh."""
+    """MiniMax, AFMoE, ERNIE: a bias affects the selection, not the weights."""
 
     def by_sigmoid(logits: Tensor, bias: Tensor, k: int, ranked: bool) -> Any:
         scores = aten.sigmoid.default(logits)
@@ -71,22 +71,18 @@ def biased(score: str) -> tuple[Function, Function]:
     return by_sigmoid if score == "sigmoid" else by_softmax, replacement
 
 
-def _mask(best: Any, groups: Any, top_groups: Any, size: Any, rows: Any, experts: Any, pin: Any, copied: bool) -> Any:
-    """What the models write for "not in one of the best groups"."""
+def _mask(best: Any, groups: Any, top_groups: Any, size: Any, rows: Any, experts: Any, pin: Any) -> Any:
+    """Mask of the experts outside the selected groups, as the models compute it."""
     at = aten.topk.default(best, top_groups, -1, True, False)[1]
     ones = aten.scatter.value(aten.zeros_like.default(best, pin_memory=pin), 1, at, 1)
     spread = aten.expand.default(aten.unsqueeze.default(ones, -1), [-1, groups, size])
-    if copied:
-        flat = aten._unsafe_view.default(
-            aten.clone.default(spread, memory_format=torch.contiguous_format), [rows, experts]
-        )
-    else:
-        flat = aten.view.default(spread, [rows, experts])
+    copy = aten.clone.default(spread, memory_format=torch.contiguous_format)
+    flat = either(aten._unsafe_view.default(copy, [rows, experts]), aten.view.default(spread, [rows, experts]))
     return aten.bitwise_not.default(aten._to_copy.default(flat, dtype=torch.bool))
 
 
-def grouped_sigmoid(copied: bool) -> tuple[Function, Function]:
-    """DeepSeek-V3, GLM-4.5, dots.1: groups by the sum of their two best."""
+def grouped_sigmoid() -> tuple[Function, Function]:
+    """DeepSeek-V3, GLM-4.5, dots.1: groups by the sum of their two best scores."""
 
     def pattern(
         logits: Tensor, bias: Tensor, groups: int, size: int, top_groups: int, rows: Any, experts: int, pin: Any,
@@ -96,7 +92,7 @@ def grouped_sigmoid(copied: bool) -> tuple[Function, Function]:
         choice = aten.add.Tensor(scores, bias)
         two = aten.topk.default(aten.view.default(choice, [-1, groups, size]), 2, -1, True, True)[0]
         best = aten.sum.dim_IntList(two, [-1])
-        mask = _mask(best, groups, top_groups, size, rows, experts, pin, copied)
+        mask = _mask(best, groups, top_groups, size, rows, experts, pin)
         index = aten.topk.default(aten.masked_fill.Scalar(choice, mask, fill), k, -1, True, ranked)[1]
         return aten.gather.default(scores, 1, index), index
 
@@ -106,8 +102,8 @@ def grouped_sigmoid(copied: bool) -> tuple[Function, Function]:
     return pattern, replacement
 
 
-def grouped_softmax(copied: bool) -> tuple[Function, Function]:
-    """DeepSeek-V2: groups by their best."""
+def grouped_softmax() -> tuple[Function, Function]:
+    """DeepSeek-V2: groups by their best score."""
 
     def pattern(
         logits: Tensor, groups: int, size: int, top_groups: int, rows: Any, experts: int, pin: Any, fill: float, k: int,
@@ -115,7 +111,7 @@ def grouped_softmax(copied: bool) -> tuple[Function, Function]:
     ) -> Any:  # fmt: skip
         scores = aten.softmax.int(logits, -1, in_dtype)
         best = aten.max.dim(aten.view.default(scores, [-1, groups, size]), -1)[0]
-        mask = _mask(best, groups, top_groups, size, rows, experts, pin, copied)
+        mask = _mask(best, groups, top_groups, size, rows, experts, pin)
         chosen = aten.topk.default(aten.masked_fill.Scalar(scores, mask, fill), k, -1, True, ranked)
         return chosen[0], chosen[1]
 
@@ -126,7 +122,7 @@ def grouped_softmax(copied: bool) -> tuple[Function, Function]:
 
 
 def chosen_softmax() -> tuple[Function, Function]:
-    """gpt-oss, Granite: the softmax of the best logits."""
+    """gpt-oss, Granite: softmax of the top-k logits."""
 
     def pattern(logits: Tensor, k: int, in_dtype: Any, ranked: bool) -> Any:
         best = aten.topk.default(logits, k, -1, True, ranked)
@@ -140,8 +136,16 @@ def chosen_softmax() -> tuple[Function, Function]:
     return pattern, replacement
 
 
+def _routed(
+    logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+    over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype = _F32,
+) -> Any:  # fmt: skip
+    """Replacement of the steps that change one argument of the op."""
+    return op(logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
+
+
 def float32_logits() -> tuple[Function, Function]:
-    """Logits in float32, as which the op reads them anyway."""
+    """Logits cast to float32, the dtype in which the op reads them anyway."""
 
     def pattern(
         logits: Tensor, bias: Tensor | None, k: int, score: str, dtype: torch.dtype, groups: int, top_groups: int,
@@ -151,50 +155,32 @@ def float32_logits() -> tuple[Function, Function]:
         routed = op(wide, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
         return routed[0], routed[1]
 
-    def replacement(
-        logits: Tensor, bias: Tensor | None, k: int, score: str, dtype: torch.dtype, groups: int, top_groups: int,
-        best: int, fill: float, over_sum: bool, epsilon: float, factor: float,
+    return pattern, _routed
+
+
+def normalized() -> tuple[Function, Function]:
+    """Weights divided by their sum, with or without an added epsilon."""
+
+    def pattern(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        epsilon: float,
     ) -> Any:  # fmt: skip
-        return op(logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
+        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, *_NOT_SCALED)
+        weights, index = routed[0], routed[1]
+        total = aten.sum.dim_IntList(weights, [-1], True)
+        return aten.div.Tensor(weights, either(total, aten.add.Tensor(total, epsilon))), index
+
+    def replacement(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        epsilon: float = 0.0,
+    ) -> Any:  # fmt: skip
+        return op(logits, bias, k, score, _F32, groups, top_groups, best, fill, True, epsilon, 1.0)
 
     return pattern, replacement
 
 
-def normalized(epsilon: bool) -> tuple[Function, Function]:
-    """Weights over their sum."""
-
-    def pattern(
-        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
-    ) -> Any:  # fmt: skip
-        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, *_NOT_SCALED)
-        weights, index = routed[0], routed[1]
-        return aten.div.Tensor(weights, aten.sum.dim_IntList(weights, [-1], True)), index
-
-    def with_epsilon(
-        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
-        added: float,
-    ) -> Any:  # fmt: skip
-        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, *_NOT_SCALED)
-        weights, index = routed[0], routed[1]
-        total = aten.add.Tensor(aten.sum.dim_IntList(weights, [-1], True), added)
-        return aten.div.Tensor(weights, total), index
-
-    def replacement(
-        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
-    ) -> Any:  # fmt: skip
-        return op(logits, bias, k, score, _F32, groups, top_groups, best, fill, True, 0.0, 1.0)
-
-    def replacement_with_epsilon(
-        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
-        added: float,
-    ) -> Any:  # fmt: skip
-        return op(logits, bias, k, score, _F32, groups, top_groups, best, fill, True, added, 1.0)
-
-    return (with_epsilon, replacement_with_epsilon) if epsilon else (pattern, replacement)
-
-
 def scaled() -> tuple[Function, Function]:
-    """Weights times a factor."""
+    """Weights multiplied by a factor."""
 
     def pattern(
         logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
@@ -204,17 +190,11 @@ def scaled() -> tuple[Function, Function]:
         weights, index = routed[0], routed[1]
         return aten.mul.Tensor(weights, factor), index
 
-    def replacement(
-        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
-        over_sum: bool, epsilon: float, factor: float,
-    ) -> Any:  # fmt: skip
-        return op(logits, bias, k, score, _F32, groups, top_groups, best, fill, over_sum, epsilon, factor)
-
-    return pattern, replacement
+    return pattern, _routed
 
 
 def cast(like: bool) -> tuple[Function, Function]:
-    """Weights in the model's dtype."""
+    """Weights cast to the model's dtype."""
 
     def to_dtype(
         logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
@@ -232,40 +212,34 @@ def cast(like: bool) -> tuple[Function, Function]:
         weights, index = routed[0], routed[1]
         return aten.type_as.default(weights, other), index
 
-    def replacement(
-        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
-        over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype,
-    ) -> Any:  # fmt: skip
-        return op(logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
-
     def replacement_like(
         logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
         over_sum: bool, epsilon: float, factor: float, other: Tensor,
     ) -> Any:  # fmt: skip
         return op(logits, bias, k, score, other.dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
 
-    return (to_dtype_of, replacement_like) if like else (to_dtype, replacement)
+    return (to_dtype_of, replacement_like) if like else (to_dtype, _routed)
 
 
 def extra_check(match: Match) -> str | None:
-    logits, known = match.value("logits"), match.bindings
+    logits, bindings = match.value("logits"), match.bindings
     if logits.dim() != 2:
         return f"the logits have {logits.dim()} dimensions, not tokens by experts"
-    in_dtype = known.get("in_dtype")
+    in_dtype = bindings.get("in_dtype")
     if in_dtype not in (None, torch.float32, logits.dtype):
-        return f"the softmax rounds to {in_dtype} before it adds"
-    bias = match.value("bias") if known.get("bias") is not None else None
+        return f"the softmax converts to {in_dtype} before its sum"
+    bias = match.value("bias") if bindings.get("bias") is not None else None
     if bias is not None and list(bias.shape) != [logits.shape[1]]:
-        return f"the bias has the shape {list(bias.shape)}, not one number an expert"
-    if "size" in known and known["groups"] * known["size"] != logits.shape[1]:
-        return f"{known['groups']} groups of {known['size']} are not {logits.shape[1]} experts"
+        return f"the bias has shape {list(bias.shape)}, not one number per expert"
+    if "size" in bindings and bindings["groups"] * bindings["size"] != logits.shape[1]:
+        return f"{bindings['groups']} groups of {bindings['size']} are not {logits.shape[1]} experts"
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the logits are {logits.dtype}"
-    return _of_another_dtype(match.outputs[0])
+    return _unsupported_dtype(match.outputs[0])
 
 
-def _of_another_dtype(weights: fx.Node) -> str | None:
-    """Why the op could not return these weights, or None."""
+def _unsupported_dtype(weights: fx.Node) -> str | None:
+    """Why the op cannot return weights of this dtype, or None."""
     dtype = value(weights).dtype
     if weights.target in (aten._to_copy.default, aten.type_as.default):
         return None if dtype in (torch.float32, torch.bfloat16, torch.float16) else f"the weights become {dtype}"
@@ -280,25 +254,25 @@ _UNRELATED = (f"not {op}", f"not {aten._to_copy.default}")
 
 
 class RouterFusion(Fusion):
-    """The fusion; what comes from nowhere near a router is no near-miss of it."""
+    """Fusion that drops near-misses unrelated to routers."""
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         result = super().run(graph)
         near = tuple(miss for miss in result.near_misses if not miss.why.endswith(_UNRELATED))
         return replace(result, near_misses=near)
 
 
-_BOTH = (False, True)
 _PAIRS = (
     softmax(),
     *(biased(score) for score in ("sigmoid", "softmax")),
-    *(form(copied) for form in (grouped_sigmoid, grouped_softmax) for copied in _BOTH),
+    grouped_sigmoid(),
+    grouped_softmax(),
     chosen_softmax(),
     float32_logits(),
-    *(normalized(epsilon) for epsilon in _BOTH),
+    normalized(),
     scaled(),
-    *(cast(like) for like in _BOTH),
+    cast(like=False),
+    cast(like=True),
 )
 
 FUSION = RouterFusion(

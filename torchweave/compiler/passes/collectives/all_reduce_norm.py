@@ -5,18 +5,19 @@ Before                                             After
                  residual)                                                                       keep_sum, group)
     y = torchweave.rms_norm(h, w, eps, ...)
 
-Runs behind `raise_rms_norm` and before `fused_linears`, which would take the norm into the product that reads it; where this
-finds nothing, that still does. A norm of the sum over ranks itself (Gemma 2, OLMo 2) has no residual, and h is that sum.
+Runs behind `raise_rms_norm` and before `fused_linears`, which fuses norms without an all-reduce into the linears that read them.
+A norm of the sum over ranks itself (Gemma 2, OLMo 2) has no residual, and h is that sum.
 
-When      the residual has the shape and dtype of the sum over ranks, the add has no alpha, and nothing else reads that sum. y and h
-          may be read by whoever likes; where nobody else reads h, it is not written.
-Numerics  exact: rounded where the separate operations round.
-Pays      at every token count: two launches and three passes over the hidden state less. How the ranks meet (one-shot or two-shot
-          over symmetric memory, or NCCL) is the communicator's choice by the number of tokens.
+When      the residual has the shape and dtype of the sum over ranks, the add has no alpha, and nothing else reads that sum. y and
+          h may have any readers; h is written only if other operations read it.
+Numerics  exact: same roundings as the separate operations.
+Pays      at every token count: two launches and three passes over the hidden state less. The communicator selects the algorithm
+          (one-shot or two-shot over symmetric memory, or NCCL) by token count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,58 +36,42 @@ _norm = ops.rms_norm.default
 _fused = ops.all_reduce_add_rms_norm.default
 
 
-def sum_unused(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
-) -> Any:
-    return _norm(aten.add.Tensor(_reduce(x, group), residual), weight, eps, offset, wide)
+def _variant(residual: bool, total: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Pattern and replacement with or without a residual; `total`: other operations read h."""
 
+    def pattern(
+        x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
+    ) -> Any:
+        h = aten.add.Tensor(_reduce(x, group), residual)
+        y = _norm(h, weight, eps, offset, wide)
+        return (y, h) if total else y
 
-def sum_used(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
-) -> Any:
-    h = aten.add.Tensor(_reduce(x, group), residual)
-    return _norm(h, weight, eps, offset, wide), h
+    def pattern_without_residual(
+        x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
+    ) -> Any:
+        h = _reduce(x, group)
+        y = _norm(h, weight, eps, offset, wide)
+        return (y, h) if total else y
 
+    def replacement(
+        x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str, residual: Any = None
+    ) -> Any:
+        results = _fused(x, residual, weight, eps, offset, wide, total, group)
+        return results if total else results[0]
 
-def no_residual(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
-    return _norm(_reduce(x, group), weight, eps, offset, wide)
-
-
-def no_residual_sum_used(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
-    h = _reduce(x, group)
-    return _norm(h, weight, eps, offset, wide), h
-
-
-def fused_sum_unused(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
-) -> Any:
-    return _fused(x, residual, weight, eps, offset, wide, False, group)[0]
-
-
-def fused_sum_used(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
-) -> Any:
-    return _fused(x, residual, weight, eps, offset, wide, True, group)
-
-
-def fused_no_residual(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str) -> Any:
-    return _fused(x, None, weight, eps, offset, wide, False, group)[0]
-
-
-def fused_no_residual_sum_used(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
-) -> Any:
-    return _fused(x, None, weight, eps, offset, wide, True, group)
+    return pattern if residual else pattern_without_residual, replacement
 
 
 def extra_check(match: Match) -> str | None:
     return same_residual_kind(match) if "residual" in match.bindings else None
 
 
+_VARIANTS = [_variant(residual, total) for residual in (True, False) for total in (False, True)]
+
 FUSION = Fusion(
     "all_reduce_norm",
-    (sum_unused, sum_used, no_residual, no_residual_sum_used),
-    (fused_sum_unused, fused_sum_used, fused_no_residual, fused_no_residual_sum_used),
+    [pattern for pattern, _ in _VARIANTS],
+    [replacement for _, replacement in _VARIANTS],
     extra_check=extra_check,
     needs=("ranks",),
 )

@@ -1,14 +1,14 @@
-"""An all-reduce with residual add and RMSNorm, and the quantisation of its result to FP8 or FP4, become one op.
+"""Fuse an all-reduce with residual add and RMSNorm and the quantisation of its result to FP8 or FP4.
 
 Before                                                        After
     y, h = torchweave.all_reduce_add_rms_norm(x, residual,        q, s, y, h = torchweave.all_reduce_add_rms_norm_fp8(x, residual,
                                               w, eps, ...)                         w, eps, ..., by, scale, ..., group)
     q, s = torchweave.fp8_quant(y, by, scale)                     (or ..._fp4 for torchweave.fp4_quant)
 
-When      y is quantised: to FP8 in any scheme of `fp8_quant` (a given scale, a scale for each token, for each 128 channels), or by
-          `fp4_quant`. Where somebody reads y as well it is kept (`keep_norm`), else it is never written; so it is with h.
-Numerics  exact: y is rounded to its dtype before it is quantised, as it was.
-Pays      at every token count: one launch less, and y is not read, or neither written nor read.
+When      y is quantised to FP8 in any scheme of `fp8_quant` (static scale, one scale per token, one per 128 channels), or by
+          `fp4_quant`. y is written only if other operations read it (`keep_norm`), and likewise h.
+Numerics  exact: y is rounded to its dtype before quantisation, as before.
+Pays      at every token count: one launch less; y is not read, or neither written nor read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rewrite = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def _fp8(norm: bool, total: bool) -> Rewrite:
-    """Pattern and replacement where others read the norm, or the sum before it, or not."""
+    """Pattern and replacement; `norm`, `total`: other operations read the norm, or the sum before it."""
 
     def pattern(
         x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, summed: bool, by: int, scale: Any, group: str

@@ -1,4 +1,4 @@
-"""Norms behind all-reduces are computed by rows: every rank reduces, adds and normalises its own, and the result is gathered.
+"""Split all-reduce, add and RMSNorm by rows: each rank reduces, adds and normalises its own rows, and the result is gathered.
 
 Before                                                After
     y1, h1 = all_reduce_add_rms_norm(x1, r, ...)          own1 = add(reduce_scatter(x1), own_rows(r))
@@ -6,13 +6,13 @@ Before                                                After
                                                           own2 = add(reduce_scatter(f(y1)), own1)
                                                           h2 = all_gather(own2); y2 = rms_norm(h2)
 
-When      the sum before the norm is read by nobody, or as the residual of one further collective of the same group alone, and
-          tokens lie in one dimension. Where somebody reads the last sum whole, it is gathered in the place of its norm, which every
-          rank then computes. A norm that is quantised is gathered quantised.
-Numerics  exact: rows are added and normalised one by one, wherever that happens. NCCL may add ranks in another order.
-Pays      at many tokens, beyond those for which collectives run over symmetric memory: ranks send as much, or less where the norm
-          is quantised, and each does its part of the add and the norm. From the token count on at which a table of measurements
-          says so for this number of ranks, never elsewhere.
+When      nothing reads the sum before the norm, or only one further collective of the same group does, as its residual; tokens
+          lie in one dimension. Where other operations read the last sum whole, it is gathered instead of its norm, which every
+          rank then computes. A quantised norm is gathered quantised.
+Numerics  exact: adding and normalising are independent for each row. NCCL may add ranks in another order.
+Pays      at many tokens, beyond the counts for which collectives use symmetric memory: ranks send as much, or less where the
+          norm is quantised, and share the add and the norm. Only from the token count that a table of measurements gives for
+          this number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torchweave.ops.collectives.sequence_parallel_norm  # noqa: F401 (defines 
 from torchweave.compiler.ir.graph import FakeGraph
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import normalize_call
-from torchweave.compiler.passes.base import GraphPass, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
+from torchweave.compiler.passes.base import GraphPass, NearMiss, Need, PassResult, Stage, TokenRange
 from torchweave.compiler.passes.collectives.user_buffers import (
     next_collective,
     profitable_token_range,
@@ -49,13 +49,12 @@ class SequenceParallel(GraphPass):
     """See the module's text.
 
     Args:
-        table: what measurements say.
-        ranks: how many share each layer.
+        table: measurements.
+        ranks: tensor-parallel size.
     """
 
     name = "sequence_parallel"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     gated = True
     needs: tuple[Need, ...] = ("ranks",)
 
@@ -64,9 +63,8 @@ class SequenceParallel(GraphPass):
         self.token_range: TokenRange = profitable_token_range(table, self.name, self.shape)
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         near_misses: list[NearMiss] = []
-        local_rows_of: dict[fx.Node, fx.Node] = {}  # a sum, and the node that holds this rank's rows of it
+        local_rows_of: dict[fx.Node, fx.Node] = {}  # sum -> node with this rank's rows of it
         matches = 0
         for node in list(graph.graph.nodes):
             if node.target not in ALL_REDUCE_NORM_OPS:
@@ -78,7 +76,7 @@ class SequenceParallel(GraphPass):
                 near_misses.append(NearMiss(node.name, next_op))
                 continue
             if residual is None:
-                near_misses.append(NearMiss(node.name, "it adds no residual that could stay in rows"))
+                near_misses.append(NearMiss(node.name, "it has no residual that could stay sharded"))
                 continue
             local_rows = _rewrite(graph, node, local_rows_of.get(residual), isinstance(next_op, fx.Node))
             if total is not None and local_rows is not None:
@@ -89,10 +87,14 @@ class SequenceParallel(GraphPass):
 
 
 def _rewrite(graph: FakeGraph, node: fx.Node, local_rows: fx.Node | None, leaves_rows: bool) -> fx.Node | None:
-    """Put the form by rows in the place of a collective, but for its sum where that is left in rows: then the node of those.
+    """Replace a collective by the row-sharded form.
 
     Args:
-        local_rows: this rank's rows of the residual, where they are known.
+        local_rows: this rank's rows of the residual, if an earlier collective left them.
+        leaves_rows: keep the sum sharded.
+
+    Returns:
+        The node of this rank's rows of the sum if `leaves_rows`, else None.
     """
     target: Any = node.target
     x, residual, weight, eps, offset, wide, *quant, group = normalize_call(target, tuple(node.args), dict(node.kwargs))[
@@ -119,7 +121,7 @@ def _rewrite(graph: FakeGraph, node: fx.Node, local_rows: fx.Node | None, leaves
     for index, user in read.items():
         if not (leaves_rows and index == last):
             assert same_tensor_metadata(value(new[index]), value(user)), (
-                "rows that are gathered have the shape of the whole"
+                "gathered rows must have the shape of the whole tensor"
             )
             user.replace_all_uses_with(new[index])
     return new[last] if leaves_rows else None

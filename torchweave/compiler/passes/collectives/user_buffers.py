@@ -1,11 +1,11 @@
-"""User buffers (SPEC T8) in three passes: a collective reads memory that all ranks see, its operand is made there, and the residual
-between two collectives stays divided among the ranks. See `torchweave.ops.collectives.user_buffers` for the ops.
+"""User buffers in three passes: collectives read symmetric memory, their operands are computed there, and the residual between two
+collectives stays sharded by rows. `torchweave.ops.collectives.user_buffers` defines the ops.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torchweave.ops.collectives.user_buffers  # noqa: F401 (defines the ops)
 from torchweave.compiler.ir.graph import FakeGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import normalize_call
-from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Need, Numerics, PassResult, Stage, TokenRange
+from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Need, PassResult, Stage, TokenRange
 from torchweave.compiler.passes.rewrite import erase
 from torchweave.compiler.tuning.table import Table
 
@@ -28,38 +28,36 @@ BUFFERED = {
     ops.all_reduce_add_rms_norm_fp8.default: ops.buffered_all_reduce_add_rms_norm_fp8.default,
     ops.all_reduce_add_rms_norm_fp4.default: ops.buffered_all_reduce_add_rms_norm_fp4.default,
 }
-"""Collectives, and the same with a producer."""
+"""Collectives, and their forms with a producer of the operand."""
 
 
 class UserBuffersConvert(GraphPass):
-    """Collectives that follow each other read their operand in memory that all ranks see.
+    """Let consecutive collectives read their operand from symmetric memory.
 
     Before                                             After
         y, h = all_reduce_add_rms_norm(x, ...)             y, h = buffered_all_reduce_add_rms_norm("copy", [x], ..., slot, ...)
 
-    When      a piece has two or more collectives over one group (all_reduce, with or without norm and quantising), each of which
-              reads what is computed from the one before: only then is their order certain, and with it that neighbours have
-              different slots. The first has slot 0 and the last slot 1, so that pieces may follow each other as they like.
+    When      a piece has two or more collectives over one group (all_reduce, with or without norm and quantisation), each
+              depending on the one before: only this fixes their order, and with it that neighbours use different slots. The
+              first uses slot 0 and the last slot 1, so that pieces may run in any order.
     Numerics  exact: the same sums.
-    Pays      nothing alone: the copy is the one that a collective makes anyway. `userbuffers_prologue` takes it away.
+    Pays      nothing alone: the collective makes the same copy anyway. `userbuffers_prologue` removes it.
     """
 
     name = "userbuffers_convert"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     needs: tuple[Need, ...] = ("ranks", "userbuffers")
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
         self.devices = frozenset(devices)
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         near_misses: list[NearMiss] = []
         matches = 0
         for nodes in _by_group(graph, self.devices):
             ordered = _ordered(nodes, near_misses)
             if len(ordered) < 2:
-                why = "no other collective of its group is in the piece, and nothing says what comes before it"
+                why = "no other collective of its group is in the piece, so its order among collectives is unknown"
                 near_misses += [NearMiss(node.name, why) for node in ordered]
                 continue
             for node, slot in zip(ordered, slots(len(ordered)), strict=True):
@@ -69,41 +67,42 @@ class UserBuffersConvert(GraphPass):
 
 
 def slots(count: int) -> list[int]:
-    """Slots of collectives that follow each other: the first 0, the last 1, neighbours differ."""
-    found = [index % 2 for index in range(count)]
-    return found if count % 2 == 0 else [*found[:-2], 2, 1]
+    """Slots of consecutive collectives: the first 0, the last 1, neighbours differ."""
+    alternating = [index % 2 for index in range(count)]
+    return alternating if count % 2 == 0 else [*alternating[:-2], 2, 1]
 
 
 def _by_group(graph: FakeGraph, devices: frozenset[str]) -> list[list[fx.Node]]:
-    found: dict[str, list[fx.Node]] = {}
+    by_group: dict[str, list[fx.Node]] = {}
     for node in graph.graph.nodes:
         if node.target in BUFFERED and value(node.args[0]).device.type in devices:
-            found.setdefault(str(_arguments(node)[-1]), []).append(node)
-    return list(found.values())
+            by_group.setdefault(str(_arguments(node)[-1]), []).append(node)
+    return list(by_group.values())
 
 
 def _ordered(nodes: list[fx.Node], near_misses: list[NearMiss]) -> list[fx.Node]:
-    """The collectives of one group, or none where one of them does not depend on the one before: a compiler might swap them."""
+    """The collectives of one group, or none if one does not depend on its predecessor: a compiler might swap them."""
     for at in range(1, len(nodes)):
         if nodes[at - 1] not in _sources(nodes[at], nodes[at - 1]):
-            why = f"nothing orders it behind {nodes[at - 1].name}: it reads nothing that is computed from it"
+            why = f"nothing orders it behind {nodes[at - 1].name}: it does not depend on its result"
             near_misses += [
-                NearMiss(node.name, why if node is nodes[at] else "one before it has no slot") for node in nodes
+                NearMiss(node.name, why if node is nodes[at] else "another collective of its group is not ordered")
+                for node in nodes
             ]
             return []
     return nodes
 
 
 def _sources(node: fx.Node, oldest: fx.Node) -> set[fx.Node]:
-    """What a node is computed from, as far back as `oldest`."""
-    found: set[fx.Node] = set()
+    """Transitive inputs of a node, as far back as `oldest`."""
+    sources: set[fx.Node] = set()
     pending = [node]
     while pending:
         for each in pending.pop().all_input_nodes:
-            if each not in found and not each < oldest:
-                found.add(each)
+            if each not in sources and not each < oldest:
+                sources.add(each)
                 pending.append(each)
-    return found
+    return sources
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -120,51 +119,48 @@ def _convert(node: fx.Node, slot: int) -> None:
 
 
 class UserBuffersPrologue(GraphPass):
-    """What makes the operand of a collective writes it into the memory that the collective reads.
+    """Compute the operand of a collective directly into the symmetric memory that the collective reads.
 
     Before                                                    After
         x = aten.linear(a, W, b)                                  y, h = buffered_all_reduce_add_rms_norm("linear", [a, W, b], ...)
         y, h = buffered_all_reduce_add_rms_norm("copy", [x], ...)
 
-    When      x is a product (`aten.linear`, `torchweave.linear`, `torchweave.fp8_linear`) or the sum of two tensors of one shape
-              and dtype, and nothing else reads it.
+    When      x is a linear (`aten.linear`, `torchweave.linear`, `torchweave.fp8_linear`) or the sum of two tensors of one shape
+              and dtype, and nothing else reads x.
     Numerics  exact: the same product by the same kernel.
     Pays      a pass over the operand and its launch, wherever the collective runs over symmetric memory.
     """
 
     name = "userbuffers_prologue"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     needs: tuple[Need, ...] = ("ranks", "userbuffers")
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         matches = rewritten = 0
         near_misses: list[NearMiss] = []
         for node in list(graph.graph.nodes):
             if node.target not in BUFFERED.values() or node.args[0] != "copy":
                 continue
             (x,) = node.args[1]
-            found = _producer(x)
-            if isinstance(found, str):
-                near_misses.append(NearMiss(node.name, found))
+            producer = _producer(x)
+            if isinstance(producer, str):
+                near_misses.append(NearMiss(node.name, producer))
                 continue
-            producer, operands, choices = found
-            node.args = (producer, operands, choices, *node.args[3:])
+            node.args = (*producer, *node.args[3:])
             rewritten += erase(graph, [x])
             matches += 1
         return PassResult(matches, rewritten, tuple(near_misses))
 
 
 def _producer(x: fx.Node) -> tuple[str, list[fx.Node], str] | str:
-    """How a collective's operand is made: producer, operands and choices; else why a collective cannot make it."""
+    """Producer, operands and kernel choices of a collective's operand; else why a collective cannot compute it."""
     if len(x.users) > 1:
         return f"{x.name} is also read by {', '.join(user.name for user in list(x.users)[1:])}"
     try:
         if x.target in (aten.linear.default, ops.linear.default):
             a, w, bias, choices = GraphPass.bind(x, "input", "weight", bias=None, choices="")
             if value(w).ndim != 2 or value(a).dtype != value(w).dtype:
-                return f"the weight of {x.name} has another form than [rows, columns]"
+                return f"the weight of {x.name} is not [rows, columns] of its input's dtype"
             return "linear", [a, w, *([] if bias is None else [bias])], str(choices)
         if x.target is ops.fp8_linear.default:
             q, x_scale, w, w_scale, bias, _ = _arguments(x)
@@ -172,10 +168,10 @@ def _producer(x: fx.Node) -> tuple[str, list[fx.Node], str] | str:
         if x.target is aten.add.Tensor:
             a, b = GraphPass.bind(x, "self", "other")
             alike = isinstance(b, fx.Node) and isinstance(value(b), Tensor) and same_geometry(value(a), value(b))
-            return ("add", [a, b], "") if alike else f"{x.name} adds what has another shape, layout or dtype"
+            return ("add", [a, b], "") if alike else f"{x.name} has an addend of another shape, layout or dtype"
     except Mismatch as mismatch:
         return f"{x.name} has an {mismatch}"
-    return f"{x.name} is {_name(x)}, which cannot write where it is told"
+    return f"{x.name} is {_name(x)}, which cannot write to a given buffer"
 
 
 def _name(node: fx.Node) -> str:
@@ -183,22 +179,21 @@ def _name(node: fx.Node) -> str:
 
 
 class UserBuffersFinalize(GraphPass):
-    """The residual between two collectives stays divided among the ranks: each keeps the rows that it reduced.
+    """Keep the residual between two collectives sharded: each rank keeps the rows that it reduced.
 
     Before                                                       After
         y1, h1 = buffered_...(..., r, ..., keep_sum)                 y1, own = buffered_...(..., r, ..., sum_rows)
         y2, h2 = buffered_...(f(y1), h1, ...)                        y2, h2 = buffered_...(f(y1), own, ..., residual_rows)
 
-    When      nothing but one further collective of the same group reads h1, as its residual, and tokens lie in one dimension.
-              Where somebody reads the last sum whole, it is gathered in the place of its norm, which every rank then computes.
-    Numerics  exact: rows are added and normalised one by one, wherever that happens.
-    Pays      at many tokens, where adding and normalising other ranks' rows costs more than a further exchange: from the token
-              count on at which a table of measurements says so for this number of ranks, never elsewhere.
+    When      only one further collective of the same group reads h1, as its residual, and tokens lie in one dimension. Where
+              other operations read the last sum whole, it is gathered instead of its norm, which every rank then computes.
+    Numerics  exact: adding and normalising are independent for each row.
+    Pays      at many tokens, where adding and normalising other ranks' rows costs more than another exchange: only from the
+              token count that a table of measurements gives for this number of ranks.
     """
 
     name = "userbuffers_finalize"
     stage: Stage = "aten"
-    numerics: Numerics = "exact"
     gated = True
     needs: tuple[Need, ...] = ("ranks", "userbuffers")
 
@@ -207,7 +202,6 @@ class UserBuffersFinalize(GraphPass):
         self.token_range: TokenRange = profitable_token_range(table, self.name, self.shape)
 
     def run(self, graph: FakeGraph) -> PassResult:
-        """See `Pass.run`."""
         all_reduce_norm_ops = list(BUFFERED.values())[1:]
         matches = 0
         near_misses: list[NearMiss] = []
@@ -227,12 +221,12 @@ class UserBuffersFinalize(GraphPass):
 
 
 def table_shape(ranks: int) -> str:
-    """The shape by which tables keep what was measured over a number of ranks."""
+    """Table shape of measurements over a number of ranks."""
     return f"{ranks} ranks"
 
 
 def profitable_token_range(table: Table | None, subject: str, shape: str) -> TokenRange:
-    """From which token count on a table says that something pays: the least from which it won at every one measured."""
+    """Token range in which a subject pays: from the smallest count from which it won at every measured count."""
     matching_entries = () if table is None else table.matching_entries(subject, shape)
     low: int | None = None
     for entry in reversed(matching_entries):
@@ -243,16 +237,14 @@ def profitable_token_range(table: Table | None, subject: str, shape: str) -> Tok
 
 
 def sum_output(node: fx.Node) -> fx.Node | None:
-    """The node that takes the sum before the norm out of a collective's results, if anybody reads it."""
+    """The `getitem` node of the sum before the norm in a collective's results, or None if nothing reads the sum."""
     last = len(value(node)) - 1
-    found: Iterator[fx.Node] = (
-        user for user in node.users if user.target is operator.getitem and user.args[1] == last and user.users
-    )
-    return next(found, None)
+    items = (user for user in node.users if user.target is operator.getitem and user.args[1] == last and user.users)
+    return next(items, None)
 
 
 def next_collective(node: fx.Node, total: fx.Node, targets: Iterable[Any], residual_at: int) -> fx.Node | str:
-    """The collective that alone reads a sum, as its residual; else why there is none."""
+    """The collective that alone reads a sum, as its residual; else the reason why none does."""
     readers = list(total.users)
     if len(readers) > 1:
         return f"its sum is also read by {', '.join(user.name for user in readers[1:])}"
@@ -260,7 +252,7 @@ def next_collective(node: fx.Node, total: fx.Node, targets: Iterable[Any], resid
     if reader.target not in targets or reader.args[residual_at] is not total:
         return f"its sum is read by {reader.name}, not by another collective as its residual"
     if node.args[residual_at] is None:
-        return "it adds no residual that could stay in rows"
+        return "it has no residual that could stay sharded"
     if reader.args[-1] != node.args[-1]:
         return f"its sum is read by {reader.name}, whose ranks are another group"
     shape = value(total).shape
@@ -270,7 +262,7 @@ def next_collective(node: fx.Node, total: fx.Node, targets: Iterable[Any], resid
 
 
 def _refresh_fake_values(graph: FakeGraph, node: fx.Node) -> None:
-    """The values of a node and of what is taken out of it, after its arguments changed."""
+    """Recompute the fake values of a node and of its parts after its arguments changed."""
     target: Any = node.target
     with graph.enable_fake_mode():
         node.meta["val"] = target(*fx.map_arg(node.args, value))

@@ -1,4 +1,4 @@
-"""Attention writes its result in FP8 where the next thing that would happen to it is being quantised.
+"""Write the result of attention in FP8 where only a quantisation reads it.
 
 Before                                        After
     out = empty(T, H, D)                          out = empty(T, H, D, dtype=e4m3); s = empty(H, T)
@@ -6,11 +6,10 @@ Before                                        After
     a, s = fp8_quant(out.reshape(T, H * D), 128)  y = fp8_linear(out.reshape(T, H * D), s, W, S)
     y = fp8_linear(a, s, W, S)
 
-When      `out` is read by views that keep its order, and those by fp8_quant alone; its scales are one for each 128 channels and
-          a head has 128 numbers, or there is one given scale, a constant. A scale for each token would need all heads of it, which
-          no program of attention sees.
-Numerics  exact: the result is rounded to its dtype before it is quantised, as it was.
-Pays      in decode steps of the Triton kernel: one launch less. Other steps and backends quantise behind attention as before.
+When      only order-preserving views read `out`, and only fp8_quant reads those; the scales are one for each 128 channels with
+          128 numbers a head, or one static constant. A scale per token needs all heads, which no program of attention computes.
+Numerics  exact: the result is rounded to its dtype before quantisation, as before.
+Pays      in decode steps of the Triton kernel: one launch less. Other steps and backends quantise after attention.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Fp8Attention(GraphPass):
 
 
 def _sole_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
-    """What reads `out` behind attention, past views that keep the order of its numbers; None if that is not one call."""
+    """The only reader of `out` behind attention, past order-preserving views; None if several calls read it."""
     node, users = out, [user for user in out.users if user is not attention]
     while len(users) == 1 and users[0].op == "call_method" and users[0].target in _VIEWS and users[0].args[0] is node:
         node = users[0]
@@ -71,11 +70,11 @@ def _sole_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
 def _reject_reason(graph: CapturedGraph, out: fx.Node, group: int, given: Any) -> str | None:
     """Why attention cannot quantise its result, or None."""
     if out.target is not torch.empty:
-        return f"its result is not allocated by empty, but by {out.target}"
+        return f"its result is allocated by {out.target}, not by empty"
     if given is not None:
         return None if graph.constant(given) is not None else "its given scale is computed, not a constant"
     if group != GROUP:
-        return "a scale for each token needs all of its heads, which no program of attention sees"
+        return "a scale for each token needs all of its heads, and a program of attention computes one"
     if value(out).shape[-1] != GROUP:
         return f"its scales are for {GROUP} channels, and a head has {value(out).shape[-1]}"
     return None
@@ -84,7 +83,7 @@ def _reject_reason(graph: CapturedGraph, out: fx.Node, group: int, given: Any) -
 def _rewrite(
     graph: CapturedGraph, node: fx.Node, arguments: tuple[Any, ...], reader: tuple[fx.Node, fx.Node], given: Any
 ) -> None:
-    """`reader`: the quantisation, and what it reads."""
+    """Replace attention by the FP8 form; `reader`: the quantisation and its input."""
     quant, x = reader
     out = arguments[_NAMES.index("out")]
     sizes = tuple(out.args[0]) if isinstance(out.args[0], (tuple, list)) else out.args
@@ -100,7 +99,7 @@ def _rewrite(
     out.replace_all_uses_with(q)
     graph.graph.erase_node(out)
     for part in list(quant.users):
-        assert part.target is operator.getitem, "a result of several tensors is unpacked where it is made"
+        assert part.target is operator.getitem, "only getitem reads a result of several tensors"
         part.replace_all_uses_with(x if part.args[1] == 0 else scale)
         graph.graph.erase_node(part)
     graph.graph.erase_node(quant)
@@ -108,7 +107,7 @@ def _rewrite(
 
 
 def _empty(graph: CapturedGraph, sizes: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
-    """A call of `empty` at the place where the graph inserts, with its fake value."""
+    """Insert a call of `empty`, with its fake value."""
     node = graph.graph.call_function(torch.empty, sizes, {"dtype": dtype, "device": device})
     with graph.enable_fake_mode():
         real = [value(size) if isinstance(size, fx.Node) else size for size in sizes]

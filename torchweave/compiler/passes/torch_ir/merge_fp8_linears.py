@@ -1,4 +1,4 @@
-"""FP8 linears that read the same tensor quantise it once and become one product: q/k/v, gate/up.
+"""Quantise the input of several FP8 linears, such as q/k/v or gate/up, once, and merge the linears.
 
 Before                                        After
     a, s = fp8_quant(x, group)                    a, s = fp8_quant(x, group)
@@ -6,14 +6,13 @@ Before                                        After
     q = fp8_linear(a, s, Wq, Sq)                  q, k = split(y, [...], -1)
     k = fp8_linear(b, t, Wk, Sk)
 
-When      the quantisations have one group and one given scale (the same tensor, or one of the same value) or none; weights, their
-          scales and biases are parameters; scales are all by row, or all by block with weights of whole blocks; all have a bias
-          or none has; nothing writes to x between the calls and no boundary op lies between them; every reader of q, k takes a
-          strided view.
-Numerics  exact: each output element is the same dot product (a BLAS may choose another order of summation). A scale for a
-          whole weight is kept for each of its rows, so that weights with different ones can be stacked.
+When      the quantisations have one group size and one static scale (the same tensor or value) or none; weights, scales and
+          biases are parameters; scales are all by row, or all by block with weights of whole blocks; all calls have a bias or
+          none has; no write to x and no boundary op lies between the calls; every reader of q, k takes a strided view.
+Numerics  exact: each output element is the same dot product (a BLAS may sum in another order). A scale per tensor is repeated
+          for each row, so that weights with different scales can be stacked.
 Memory    none: the module's parameters become views of the stacked weight.
-Pays      at every token count: x is quantised once, and one product fills the device better than three.
+Pays      at every token count: x is quantised once, and one product uses the device better than three.
 """
 
 from __future__ import annotations
@@ -31,13 +30,7 @@ from torchweave.compiler.ir.mutation import storage_id
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import normalize_call
 from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
-from torchweave.compiler.passes.torch_ir.stacking import (
-    StackableCall,
-    StackedConstants,
-    find_barrier,
-    merge_calls,
-    mergeable_groups,
-)
+from torchweave.compiler.passes.torch_ir.stacking import StackableCall, find_barrier, merge_groups, mergeable_groups
 from torchweave.ops.quant.fp8 import GROUP
 
 QUANT = torch.ops.torchweave.fp8_quant.default
@@ -54,26 +47,19 @@ class MergeFp8Linears(GraphPass):
         matches = rewritten = 0
         for num_erased in _share_quants(graph, near_misses):
             matches, rewritten = matches + 1, rewritten + num_erased
-        stacked: StackedConstants = {}
-        for group in _groups(graph, near_misses):
-            why = merge_calls(graph, group, stacked)
-            if why is not None:
-                near_misses.append(NearMiss(", ".join(item.node.name for item in group), why))
-                continue
-            matches, rewritten = matches + 1, rewritten + len(group)
-        graph.drop_unused_constants()
-        return PassResult(matches, rewritten, tuple(near_misses))
+        merged, calls = merge_groups(graph, _groups(graph, near_misses), near_misses)
+        return PassResult(matches + merged, rewritten + calls, tuple(near_misses))
 
 
 def calls_of(graph: CapturedGraph, op: Any) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
-    """Every call of a custom op, written as its packet or its overload, with all its arguments in the schema's order."""
+    """Yield each call of a custom op, by packet or overload, with its arguments in schema order."""
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target in (op, op.overloadpacket):
             yield node, normalize_call(op, tuple(node.args), dict(node.kwargs))[0]
 
 
 def _share_quants(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[int]:
-    """Let quantisations of one tensor be one; yields how many calls each group lost."""
+    """Merge equal quantisations of one tensor; yield the number of erased calls of each group."""
     by_input: dict[fx.Node, list[tuple[fx.Node, Any, Any]]] = {}
     for node, (x, group, scale) in calls_of(graph, QUANT):
         by_input.setdefault(x, []).append((node, group, scale))
@@ -93,7 +79,7 @@ def _share_quants(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator
 
 
 def _difference(graph: CapturedGraph, one: tuple[fx.Node, Any, Any], other: tuple[fx.Node, Any, Any]) -> str | None:
-    """Why two quantisations of one tensor differ in their result, or None."""
+    """Why two quantisations of one tensor differ, or None."""
     if one[1] != other[1]:
         return f"by groups of {other[1]}, not {one[1]}"
     if one[2] is other[2]:
@@ -105,10 +91,10 @@ def _difference(graph: CapturedGraph, one: tuple[fx.Node, Any, Any], other: tupl
 
 
 def _replace_outputs(graph: CapturedGraph, node: fx.Node, by: fx.Node) -> None:
-    """Let the readers of a call with two results read another call's."""
+    """Redirect the readers of a call with two results to another call."""
     parts = {user.args[1]: user for user in by.users if user.target is operator.getitem}
     for user in list(node.users):
-        assert user.target is operator.getitem, "a result of several tensors is unpacked where it is made"
+        assert user.target is operator.getitem, "only getitem reads a result of several tensors"
         index = user.args[1]
         if index not in parts:
             with graph.graph.inserting_after(by):
@@ -120,9 +106,9 @@ def _replace_outputs(graph: CapturedGraph, node: fx.Node, by: fx.Node) -> None:
 
 
 def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[StackableCall]]:
-    """Products that read one quantised tensor and agree in kind, two or more, in the graph's order."""
-    found: dict[tuple[Any, ...], list[StackableCall]] = {}
-    calls = [(node, arguments) for node, arguments in calls_of(graph, _LINEAR)]
+    """Groups of two or more products that read one quantised tensor and agree in kind, in graph order."""
+    by_kind: dict[tuple[Any, ...], list[StackableCall]] = {}
+    calls = list(calls_of(graph, _LINEAR))
     for node, (q, s, w, w_scale, bias, dtype) in calls:
         if sum(other[0] is q for _, other in calls) < 2:
             continue
@@ -132,8 +118,8 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
             continue
         constants = (w, w_scale) if bias is None else (w, w_scale, bias)
         call = StackableCall(node, q, constants, _arguments(q, s, dtype))
-        found.setdefault((q, s, value(w_scale).ndim, bias is None, dtype), []).append(call)
-    for group in found.values():
+        by_kind.setdefault((q, s, value(w_scale).ndim, bias is None, dtype), []).append(call)
+    for group in by_kind.values():
         yield from mergeable_groups(graph, group, near_misses)
 
 
@@ -146,11 +132,11 @@ def _arguments(q: fx.Node, s: fx.Node, dtype: torch.dtype) -> Callable[..., tupl
 
 
 def _reject_reason(graph: CapturedGraph, w: Any, w_scale: Any, bias: Any) -> str | None:
-    """Why a weight cannot be stacked with others, or None."""
+    """Why a weight cannot be stacked, or None."""
     if any(graph.constant(each) is None for each in (w, w_scale) if each is not None):
         return "its weight or scale is computed, not a parameter"
     if bias is not None and graph.constant(bias) is None:
         return "its bias is computed, not a parameter"
     if value(w_scale).ndim == 2 and value(w).shape[0] % GROUP:
-        return f"its {value(w).shape[0]} rows are not whole blocks of {GROUP}, and those behind it would be cut anew"
+        return f"its {value(w).shape[0]} rows are not whole blocks of {GROUP}, so the blocks behind it would shift"
     return None

@@ -1,15 +1,15 @@
-"""Linears that read the same tensor become one: q/k/v, gate/up, and whatever else a model has.
+"""Merge linears that read the same tensor, such as q/k/v or gate/up, into one.
 
 Before                                  After
     q = linear(x, Wq)                       y = linear(x, W)              W = [Wq; Wk; Wv]
     k = linear(x, Wk)                       q, k, v = split(y, [...], -1)
     v = linear(x, Wv)
 
-When      weights (and biases) are parameters of one dtype and a multiple of 8 rows, all have a bias or none has, nothing
-          writes to x between the calls, no boundary op lies between them, and every reader of q, k, v takes a strided view.
-Numerics  exact: each output element is the same dot product (a BLAS may choose another order of summation).
+When      weights and biases are parameters of one dtype with a multiple of 8 rows; all calls have a bias or none has; no write
+          to x and no boundary op lies between the calls; every reader of q, k, v takes a strided view.
+Numerics  exact: each output element is the same dot product (a BLAS may sum in another order).
 Memory    none: the module's parameters become views of the merged weight.
-Pays      at every token count: one matmul reads x once and fills the device better than three.
+Pays      at every token count: one matmul reads x once and uses the device better than three.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor, fx
 
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, PassResult
-from torchweave.compiler.passes.torch_ir.stacking import StackableCall, StackedConstants, merge_calls, mergeable_groups
+from torchweave.compiler.passes.torch_ir.stacking import StackableCall, merge_groups, mergeable_groups
 
-LINEAR = torch.nn.functional.linear  # the builtin itself, which is what tracing records
+LINEAR = torch.nn.functional.linear  # the builtin that tracing records
 
-_ALIGNED = 8  # rows of a weight, columns of the result: 16 bytes of bfloat16, what fast matmuls want
+_ALIGNED = 8  # rows of a weight, which are columns of the result: fast matmuls need 16-byte alignment, 8 bfloat16
 
 
 class MergeLinears(GraphPass):
@@ -38,21 +38,12 @@ class MergeLinears(GraphPass):
 
     def run(self, graph: CapturedGraph) -> PassResult:
         near_misses: list[NearMiss] = []
-        stacked: StackedConstants = {}
-        matches = rewritten = 0
-        for group in _groups(graph, near_misses):
-            why = merge_calls(graph, group, stacked)
-            if why is not None:
-                near_misses.append(NearMiss(", ".join(item.node.name for item in group), why))
-                continue
-            matches += 1
-            rewritten += len(group)
-        graph.drop_unused_constants()
+        matches, rewritten = merge_groups(graph, _groups(graph, near_misses), near_misses)
         return PassResult(matches, rewritten, tuple(near_misses))
 
 
 def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[StackableCall]]:
-    """Linears over parameters that read one tensor and agree in kind, two or more, in the graph's order."""
+    """Groups of two or more linears over parameters that read one tensor and agree in kind, in graph order."""
     by_input: dict[fx.Node, dict[_Kind, list[StackableCall]]] = {}
     for node, x, weight, bias in _linears(graph, near_misses):
         tensor = graph.constant(weight)
@@ -63,16 +54,16 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
             near_misses.append(NearMiss(node.name, f"its weight is a {type(tensor).__name__}"))
             continue
         if tensor.ndim != 2 or tensor.shape[0] % _ALIGNED:
-            near_misses.append(NearMiss(node.name, f"its {tensor.shape[0]} rows would misalign those behind it"))
+            near_misses.append(NearMiss(node.name, f"its {tensor.shape[0]} rows would misalign the rows behind it"))
             continue
         kind = _Kind(bias is not None, tensor.dtype, tensor.device)
         constants = (weight,) if bias is None else (weight, bias)
         by_input.setdefault(x, {}).setdefault(kind, []).append(StackableCall(node, x, constants, _arguments(x)))
     for x, kinds in by_input.items():
-        most = max(kinds.values(), key=len)
+        largest = max(kinds.values(), key=len)
         for group in kinds.values():
-            if group is not most:
-                beside = ", ".join(item.node.name for item in most)
+            if group is not largest:
+                beside = ", ".join(item.node.name for item in largest)
                 near_misses.append(
                     NearMiss(group[0].node.name, f"reads {x.name} like {beside}, but differs in bias or dtype")
                 )
@@ -87,16 +78,16 @@ class _Kind:
 
 
 def _linears(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[tuple[fx.Node, Any, Any, Any]]:
-    """Every linear that reads what another one reads, with its arguments."""
-    found: list[tuple[fx.Node, Any, Any, Any]] = []
+    """Linears, with their arguments, whose input another linear reads as well."""
+    linears: list[tuple[fx.Node, Any, Any, Any]] = []
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target is LINEAR:
             try:
-                found.append((node, *GraphPass.bind(node, "input", "weight", bias=None)))
+                linears.append((node, *GraphPass.bind(node, "input", "weight", bias=None)))
             except Mismatch as mismatch:
                 near_misses.append(NearMiss(node.name, str(mismatch)))
-    readers = Counter(x for _, x, _, _ in found)
-    yield from (each for each in found if readers[each[1]] > 1)
+    readers = Counter(x for _, x, _, _ in linears)
+    yield from (each for each in linears if readers[each[1]] > 1)
 
 
 def _arguments(x: fx.Node) -> Callable[..., tuple[Any, ...]]:

@@ -1,15 +1,15 @@
-"""Linears whose weight dwarfs what it is multiplied with become an op that chooses its kernel when it runs.
+"""Replace linears of few tokens and large weights by an op that selects its kernel at run time.
 
 Before                                  After
     y = linear(x, W, b)                     y = torchweave.linear(x, W, b, choices)
 
-When      x is [T, K] or [1, T, K] with T dynamic, W [N, K] and b [N] are parameters on a GPU, and `torchweave.ops.linear` has
+When      x is [T, K] or [1, T, K] with dynamic T, W [N, K] and b [N] are parameters on a GPU, and `torchweave.ops.linear` has
           kernels for that shape and dtype: bfloat16 or float16, K a multiple of 8, N * K at least a million.
-Numerics  exact: only the order of a sum differs. The op's kernel sums in float32 and rounds once; where the BLAS does so too,
-          they differ by no more than 2 * K * 2**-24 * sum(|x * W|) and one unit in the last place. Beyond the tokens that
-          `choices` names the op calls the BLAS, and nothing differs.
-Pays      at the tokens where a table of measurements says so (`compile/tuning`): the weight is read nearer to the memory's
-          bandwidth. The op chooses when it runs, which is when a CUDA graph of one token count is recorded.
+Numerics  exact: only the summation order differs. The kernel sums in float32 and rounds once; where the BLAS does so too, they
+          differ by at most 2 * K * 2**-24 * sum(|x * W|) and one unit in the last place. Beyond the token counts in `choices`
+          the op calls the BLAS, and nothing differs.
+Pays      at the token counts that a table of measurements lists (`compiler/tuning`): the weight is read closer to the memory
+          bandwidth. The op selects its kernel when it runs, that is, when a CUDA graph of one token count is recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from torchweave.compiler.ir.graph import CapturedGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Numerics, PassResult
+from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR
 from torchweave.compiler.tuning.linears import LinearShape
 from torchweave.compiler.tuning.table import Table, device_kind, shipped_table
@@ -33,12 +33,11 @@ class SmallLinears(GraphPass):
     """See the module's text.
 
     Args:
-        devices: types of devices on which linears are replaced. Elsewhere the op is its reference, and of no use but to tests.
-        table: what measurements say; None takes what the package ships for the device.
+        devices: device types on which linears are replaced; on others the op is its reference, which only tests use.
+        table: measurements; None: the table shipped for the device.
     """
 
     name = "small_linears"
-    numerics: Numerics = "exact"
 
     def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
         self.devices = frozenset(devices)
@@ -55,12 +54,11 @@ class SmallLinears(GraphPass):
                 matches += 1
             else:
                 rejected.setdefault(why, []).append(node.name)
-        near_misses = tuple(NearMiss(", ".join(names), why) for why, names in rejected.items())
-        return PassResult(matches, matches, near_misses)
+        return PassResult(matches, matches, near_misses_by_reason(rejected))
 
 
 def _replace(graph: CapturedGraph, node: fx.Node, table: Table | None) -> str | None:
-    """Put the op in the place of a linear; the reason when it is left alone."""
+    """Replace a linear by the op; return the reason when it is left unchanged."""
     try:
         x, weight, bias = GraphPass.bind(node, "input", "weight", bias=None)
     except Mismatch as mismatch:
@@ -69,10 +67,9 @@ def _replace(graph: CapturedGraph, node: fx.Node, table: Table | None) -> str | 
     if why is not None:
         return why
     op, w = torch.ops.torchweave.linear.default, value(weight)
-    table = shipped_table(device_kind(w.device)) if table is None else table
-    choices = LinearShape(w.shape[0], w.shape[1]).choices(table, w.dtype)
+    choices = linear_choices(w, table)
     if not choices:
-        return f"for {str(value(weight).dtype).removeprefix('torch.')} {list(value(weight).shape)} the BLAS measured fastest"
+        return f"for {describe_weight(w)} the BLAS measured fastest"
     result = graph.fake_ops.run(op, (value(x), value(weight), None if bias is None else value(bias), choices), {})
     if not same_geometry(result, value(node)):
         return "its result has another layout or dtype than the op's"
@@ -84,8 +81,18 @@ def _replace(graph: CapturedGraph, node: fx.Node, table: Table | None) -> str | 
     return None
 
 
+def linear_choices(weight: Tensor, table: Table | None, fused: str = "") -> str:
+    """Kernel choices of the op for a weight, empty where the BLAS measured fastest; `fused`: letters of the fused parts."""
+    table = shipped_table(device_kind(weight.device)) if table is None else table
+    return LinearShape(weight.shape[0], weight.shape[1], fused).choices(table, weight.dtype)
+
+
+def describe_weight(weight: Tensor) -> str:
+    return f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
+
+
 def _reject_reason(graph: CapturedGraph, x: Any, weight: Any, bias: Any) -> str | None:
-    """Why the op cannot take these, or would only ever call the BLAS; None when it pays."""
+    """Why the op does not support the arguments, or has only the BLAS for them; else None."""
     w, b = graph.constant(weight), graph.constant(bias)
     if w is None or (bias is not None and b is None):
         return "its weight or bias is computed, not a parameter"
@@ -94,12 +101,12 @@ def _reject_reason(graph: CapturedGraph, x: Any, weight: Any, bias: Any) -> str 
     if w.ndim != 2:
         return f"its weight has {w.ndim} dimensions"
     if b is not None and (b.shape != w.shape[:1] or not b.is_contiguous()):
-        return "its bias is not one contiguous number a row"
+        return "its bias is not contiguous with one number a row"
     *batch, tokens, _ = (1, *value(x).shape)
     if not isinstance(tokens, torch.SymInt):
-        return f"it always has {tokens} tokens"
+        return f"its token count is fixed at {tokens}"
     if any(isinstance(size, torch.SymInt) or size != 1 for size in batch):
         return "its tokens are in more than one dimension"
     if not supported(w.shape[0], w.shape[1], w.dtype):
-        return f"for {str(w.dtype).removeprefix('torch.')} {list(w.shape)} there is only the BLAS"
+        return f"for {describe_weight(w)} the op has no kernel but the BLAS"
     return None

@@ -1,13 +1,13 @@
-"""Calls that read one tensor and differ in constants that can be stacked by rows become one call over the stacked ones.
+"""Merge calls that read one tensor and differ only in constants stackable by rows into one call over the stacked constants.
 
-What `merge_linears` and `merge_fp8_linears` share: the search for what lies between the calls, the check that every reader takes a
-strided view, the rewrite, and moving the module's parameters into the stacked constants.
+Shared by `merge_linears` and `merge_fp8_linears`: barriers between the calls, the check that every reader takes a strided view, the
+rewrite, and moving the module's parameters into the stacked constants.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torchweave.compiler.partition.split import boundary_op
 from torchweave.compiler.passes.base import NearMiss
 
 StackedConstants = dict[tuple[fx.Node, ...], tuple[fx.Node, ...]]
-"""First constants of the calls of a group -> all its stacked constants; a weight that two groups read is stacked once."""
+"""Weights of a group's calls -> its stacked constants; two groups over the same weights share one stack."""
 
 _STRIDE_READERS: tuple[tuple[str, Any], ...] = (
     ("call_method", "as_strided"),
@@ -31,7 +31,7 @@ _STRIDE_READERS: tuple[tuple[str, Any], ...] = (
     ("call_function", torch.as_strided_),
     ("call_function", torch.ops.aten.as_strided.default),
 )
-"""What these find depends on how their argument lies in memory, and nothing fails where that is another way."""
+"""Calls whose result depends on the memory layout of their argument, and which raise no error when that changes."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ class StackableCall:
 
     Attributes:
         node: the call, with outputs `[..., N]`.
-        x: what all calls of the group read.
-        constants: what is stacked along the first dimension, the weight `[N, K]` first.
-        arguments: the call's arguments over other constants (nodes or fake values) in their place; `read` maps the nodes that
-            stay to what stands for them.
+        x: the input that all calls of the group read.
+        constants: stacked along the first dimension; the weight `[N, K]` first.
+        arguments: builds the call's arguments with the given constants (nodes or fake values); `read` maps the other nodes.
     """
 
     node: fx.Node
@@ -55,7 +54,7 @@ class StackableCall:
 def mergeable_groups(
     graph: CapturedGraph, group: Sequence[StackableCall], near_misses: list[NearMiss]
 ) -> Iterator[list[StackableCall]]:
-    """The group in the graph's order, divided where a boundary op or a write to what they read lies between two of them."""
+    """Split a group, in graph order, at boundary ops and at writes to its input."""
     stretch = list(group[:1])
     for last, item in pairwise(group):
         why = find_barrier(graph, last.node, item.node, storage_id(item.x))
@@ -70,7 +69,7 @@ def mergeable_groups(
 
 
 def find_barrier(graph: CapturedGraph, node: fx.Node, last: fx.Node, read: int | None) -> str | None:
-    """What keeps a call at `last` from moving up to `node`, or None."""
+    """Why a call at `last` cannot move up to `node`, or None. `read`: the storage that the call reads."""
     while node is not last:
         node = node.next
         if node.op == "call_function" and boundary_op(node.target, graph.boundary_ops) is not None:
@@ -80,15 +79,31 @@ def find_barrier(graph: CapturedGraph, node: fx.Node, last: fx.Node, read: int |
     return None
 
 
-def merge_calls(graph: CapturedGraph, group: Sequence[StackableCall], stacked: StackedConstants) -> str | None:
-    """Make one call of a group of at least two; the reason when it is left alone."""
+def merge_groups(
+    graph: CapturedGraph, groups: Iterable[list[StackableCall]], near_misses: list[NearMiss]
+) -> tuple[int, int]:
+    """Merge every group; return the number of merged groups and of calls in them."""
+    stacked: StackedConstants = {}
+    matches = rewritten = 0
+    for group in groups:
+        why = _merge_calls(graph, group, stacked)
+        if why is not None:
+            near_misses.append(NearMiss(", ".join(item.node.name for item in group), why))
+            continue
+        matches, rewritten = matches + 1, rewritten + len(group)
+    graph.drop_unused_constants()
+    return matches, rewritten
+
+
+def _merge_calls(graph: CapturedGraph, group: Sequence[StackableCall], stacked: StackedConstants) -> str | None:
+    """Merge a group of at least two calls into one; return the reason when it is left unchanged."""
     key = tuple(item.constants[0] for item in group)
     parts = {weight for known in stacked for weight in known}
     if key not in stacked and (len(set(key)) < len(key) or parts & set(key)):
         return "a weight is already part of another merged weight"
     try:
         faked = _fake_outputs(graph, group)
-    except Exception as error:  # whatever a reader raises when it cannot take a strided view
+    except Exception as error:  # readers that cannot take a strided view raise errors of any type
         return f"a reader needs a contiguous result ({str(error).splitlines()[0]})"
     made = {storage_id(item.node) for item in group}
     for node in (node for op, target in _STRIDE_READERS for node in graph.graph.find_nodes(op=op, target=target)):
@@ -99,7 +114,7 @@ def merge_calls(graph: CapturedGraph, group: Sequence[StackableCall], stacked: S
 
 
 class _FakeOutputs(NamedTuple):
-    """Fake values of the one call, its parts, and every node downstream whose geometry changes with them."""
+    """Fake values of the merged call, its parts, and every downstream node whose geometry changes."""
 
     whole: Any
     parts: tuple[Any, ...]
@@ -107,7 +122,7 @@ class _FakeOutputs(NamedTuple):
 
 
 def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _FakeOutputs:
-    """What stacking would change; raises what a reader raises that cannot take it."""
+    """Fake values after stacking; raises the error of a reader that cannot take a strided view."""
     sizes = [value(item.constants[0]).shape[0] for item in group]
     target: Any = group[0].node.target
     columns = zip(*(item.constants for item in group), strict=True)
@@ -146,7 +161,7 @@ def _rewrite(
 
 
 def _merge_constants(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> fx.Node:
-    """One constant that holds all of them, of which they become views."""
+    """Stack constants into one; the originals become views of it."""
     tensors = [graph.constant(node) for node in nodes]
     whole = _concatenate([tensor for tensor in tensors if tensor is not None])
     start = 0
@@ -159,7 +174,7 @@ def _merge_constants(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> fx.Node:
 
 
 def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    """`torch.cat`, of FP8 as the bytes that it is."""
+    """`torch.cat`, of FP8 tensors as bytes."""
     with torch.no_grad():
         if tensors[0].dtype.is_floating_point and tensors[0].dtype.itemsize == 1:
             return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchweave.engine.scheduler.policies.admission import should_delay_prefill
 from torchweave.engine.scheduler.policies.base import (
     Decision,
     DecodeRequests,
@@ -28,5 +29,6 @@ __all__ = [
     "PrefillRequest",
     "Snapshot",
     "WaitingRequest",
+    "should_delay_prefill",
     "static_batch",
 ]

@@ -1,4 +1,4 @@
-"""What a capacity policy sees and what it answers: plain values, so that a policy is simulated without a model."""
+"""Input and output of a capacity policy: plain values, so that a policy can be simulated without a model."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-NONE = np.zeros(0, np.int64)
+_EMPTY = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class DecodeRequests:
-    """Running requests that take a token each, or one for each of their beams; one entry a request.
+    """Decode requests, one entry each. A request takes one token per step, a beam search one per beam.
 
     Attributes:
         blocks_needed: blocks that the request needs for its next step.
-        held_blocks: blocks that would come free if it alone were paused; never more than that.
-        start_order: smaller for those that started earlier.
-        rows: tokens that it takes in this step, 0 while it waits for what an earlier step found; None: 1 each.
-        width: tokens that it takes in any step; None: 1 each.
+        held_blocks: lower bound of the blocks that are freed if only this request is paused.
+        start_order: smaller for an earlier start.
+        rows: tokens in this step, 0 for a search whose last result is pending; None: 1 each.
+        width: most tokens in a step; None: 1 each.
     """
 
-    blocks_needed: np.ndarray = field(default_factory=lambda: NONE)
-    held_blocks: np.ndarray = field(default_factory=lambda: NONE)
-    start_order: np.ndarray = field(default_factory=lambda: NONE)
+    blocks_needed: np.ndarray = field(default_factory=lambda: _EMPTY)
+    held_blocks: np.ndarray = field(default_factory=lambda: _EMPTY)
+    start_order: np.ndarray = field(default_factory=lambda: _EMPTY)
     rows: np.ndarray | None = None
     width: np.ndarray | None = None
 
@@ -42,11 +42,11 @@ class DecodeRequests:
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """A running request whose prompt is still being read.
+    """A running request in prefill.
 
     Attributes:
-        remaining_tokens: tokens still to read.
-        allocated_tokens: of these, how many fit into the blocks that it holds.
+        remaining_tokens: prompt tokens left to prefill.
+        allocated_tokens: those of them that fit into the request's blocks.
         held_blocks, start_order: as in `DecodeRequests`.
     """
 
@@ -58,12 +58,12 @@ class PrefillRequest:
 
 @dataclass(frozen=True)
 class WaitingRequest:
-    """A request that holds nothing yet, or nothing any more.
+    """A request without blocks: new or paused.
 
     Attributes:
-        remaining_tokens: tokens to read, without those whose blocks are known.
-        max_blocks: free blocks that it takes up to its very end.
-        hit_blocks: of these, blocks that it takes at once because they hold the beginning of its prompt.
+        remaining_tokens: tokens to prefill, without the cached prefix.
+        max_blocks: most free blocks that it takes until its end.
+        hit_blocks: those of them that hold its cached prefix and are taken at its start.
     """
 
     remaining_tokens: int
@@ -76,18 +76,18 @@ class Snapshot:
     """The state of the engine before a step.
 
     Attributes:
-        max_num_tokens: tokens that the step may hold.
-        free_slots: slots for requests that may join the running ones.
-        used_slots: requests that run, or have their last step in flight.
-        block_size: tokens in a block.
+        max_num_tokens: most tokens in the step.
+        free_slots: slots for waiting requests.
+        used_slots: requests that run or have their last step in flight.
+        block_size: tokens per block.
         free_blocks: blocks that can be granted now.
-        unreserved_blocks: of these, what no running request may come to need.
-        pending_free_blocks: blocks that come free when the steps in flight have completed.
-        decode, prefill: running requests; context requests oldest first.
-        waiting: requests that wait and have slots, in the order in which they are to start. To look at one costs the more the
-            longer the known beginning of its prompt is: do not look further than need be.
-        chunked_context: a prompt may be read in several steps.
-        equal_progress: prompts that do not fit together are each read a part; else the oldest first.
+        unreserved_blocks: those of them that no running request may need.
+        pending_free_blocks: blocks that are freed when the steps in flight have completed.
+        decode, prefill: running requests; prefill requests oldest first.
+        waiting: waiting requests that have slots, in the order of their start. The cost of reading an entry grows with the
+            request's cached prefix, so read no further than necessary.
+        chunked_context: a prompt may be split over several steps.
+        equal_progress: prompts that do not fit together each advance by a part; else the oldest is first.
         mixed_step_sizes: see `step_token_budget`.
     """
 
@@ -107,19 +107,19 @@ class Snapshot:
 
     @property
     def num_next_blocks(self) -> int:
-        """Blocks that those who run come to need sooner or later: one for each token of a step."""
+        """Blocks that the running requests need sooner or later: one for each token of a step."""
         return self.decode.num_slots + len(self.prefill)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the step holds.
+    """The content of a step.
 
     Attributes:
-        chunks: prompt tokens to read in this step by each running context request, in the snapshot's order.
-        admitted: the same for the first `len(admitted)` waiting requests, which start to run.
-        skipped: indices of generation requests that sit this step out, because a block that they need is not free yet.
-        paused: indices of running requests, generation first and context behind, that give all they hold back and wait.
+        chunks: prompt tokens of each running prefill request, in the snapshot's order.
+        admitted: the same for the first `len(admitted)` waiting requests, which start.
+        skipped: indices of decode requests that skip this step, because a block they need is not free yet.
+        paused: indices of running requests, decode before prefill, that free all blocks and wait.
     """
 
     chunks: tuple[int, ...]

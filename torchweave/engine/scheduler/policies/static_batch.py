@@ -1,6 +1,6 @@
-"""A batch starts together and ends together: nothing joins it while one of its requests runs.
+"""Start and end a batch as a whole: no request joins while one of the batch runs.
 
-Source: V1 batching of TensorRT-LLM's batch manager. What a request needs to its end is reserved, as in `guaranteed_no_evict`.
+Source: V1 batching of TensorRT-LLM's batch manager. Blocks are reserved as in `guaranteed_no_evict`.
 """
 
 from __future__ import annotations

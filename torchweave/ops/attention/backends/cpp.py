@@ -7,12 +7,15 @@ code cache, which keeps it on disk. Layers that are not float32, and rows with m
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchweave.ops.attention.backends.torch_native import TorchBackend, TorchStep
-from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerKVCache, LayerSpec
+from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache
+from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
 from torchweave.ops.kernels import cpp
 
 LONG_PREFILL_TOKENS = 256
@@ -27,6 +30,9 @@ _PAIRS_PER_THREAD = 32
 class CppStep:
     """One step of the C++ backend."""
 
+    fuses_rope: ClassVar[bool] = False
+    fuses_quant: ClassVar[bool] = False
+
     def __init__(self, meta: AttentionMetadata) -> None:
         self._meta = meta
         self._threads = torch.get_num_threads()
@@ -36,28 +42,27 @@ class CppStep:
         self._long_rows_step = TorchStep(meta, min_new_tokens=LONG_PREFILL_TOKENS) if has_long else None
         self._fallback_step: TorchStep | None = None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant
-    ) -> None:
+    def forward(self, call: AttentionCall, cache: LayerKVCache) -> None:
         """See `AttentionStep.forward`."""
         torch_step = self._long_rows_step
-        if q.dtype != torch.float32:
+        if call.q.dtype != torch.float32:
             torch_step = self._fallback_step = self._fallback_step or TorchStep(self._meta)
         if torch_step is not None:
-            torch_step.forward(q, k, v, out, cache, variant)
-        if q.dtype != torch.float32:
+            torch_step.forward(call, cache)
+        if call.q.dtype != torch.float32:
             return
-        meta, (scale, window, softcap, sinks, chunk) = self._meta, variant
+        meta, out, sinks = self._meta, call.out, call.sinks
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
         (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
-        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
         assert out.is_contiguous()
         run = cpp.attention(head_dim, v.shape[2], heads // kv_heads, _CACHE_KINDS[cache.k.dtype])
         run(
             q, k, v, out, cache.k, cache.v, q if sinks is None else sinks.float(), self._slots, self._lengths,
             meta.slot_mapping, meta.block_table, tokens, kv_heads, q_token, q_head, k_token, k_head, v_token, v_head,
-            meta.block_table.shape[1], cache.k.shape[1], window, chunk, sinks is not None,
-            min(self._threads, tokens * kv_heads // _PAIRS_PER_THREAD or 1), scale, softcap, cache.k_scale, cache.v_scale,
+            meta.block_table.shape[1], cache.k.shape[1], call.window, call.chunk, sinks is not None,
+            min(self._threads, tokens * kv_heads // _PAIRS_PER_THREAD or 1), call.scale, call.softcap,
+            cache.k_scale, cache.v_scale,
         )  # fmt: skip
 
 
@@ -91,6 +96,6 @@ class CppBackend(TorchBackend):
             cpp.attention(spec.head_dim, spec.value_dim, spec.num_heads // spec.num_kv_heads, cache_kind)
         return super().allocate(spec, num_blocks, block_size, dtype, device)
 
-    def begin(self, meta: AttentionMetadata) -> CppStep:
+    def begin(self, meta: AttentionMetadata) -> AttentionStep:
         """See `AttentionBackend.begin`."""
         return CppStep(meta)

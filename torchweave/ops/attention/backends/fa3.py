@@ -8,13 +8,14 @@ and a step can be captured whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention.backends.triton import TritonBackend, TritonStep, rope_and_write_kv, write_kv_cache
-from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerKVCache, LayerSpec
-from torchweave.ops.rope import Rotary
+from torchweave.ops.attention.backends.triton import TritonBackend, rope_and_write_kv, write_kv_cache
+from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache
+from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
 
 PAGE_SIZE = 128
 LONG_QUERY = 256
@@ -53,7 +54,7 @@ class Fa3Backend(TritonBackend):
             tensor.zero_()
         return layer
 
-    def begin(self, meta: AttentionMetadata) -> TritonStep | Fa3Step:
+    def begin(self, meta: AttentionMetadata) -> AttentionStep:
         """See `AttentionBackend.begin`; gathers the rows' pages on the device, which a capture records."""
         if meta.decode_only:
             return super().begin(meta)
@@ -67,33 +68,22 @@ class Fa3Step:
     meta: AttentionMetadata
     pages: Tensor
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant
-    ) -> None:
-        """See `AttentionStep.forward`."""
-        write_kv_cache(k, v, cache, self.meta)
-        self._attend(q, out, cache, variant)
+    fuses_rope: ClassVar[bool] = True
+    fuses_quant: ClassVar[bool] = False
 
-    def forward_with_rope(
-        self,
-        rotary: Rotary,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: LayerKVCache,
-        variant: AttentionVariant,
-    ) -> None:
-        """See `FusedRopeStep.forward_with_rope`: by the kernel that writes the cache."""
-        q, _ = rope_and_write_kv(rotary, q, k, v, cache, self.meta)
-        self._attend(q, out, cache, variant)
-
-    def _attend(self, q: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant) -> None:
-        meta, (scale, window, softcap, sinks, chunk) = self.meta, variant
-        assert not window and not softcap and sinks is None and not chunk, "refused when the backend was chosen"
+    def forward(self, call: AttentionCall, cache: LayerKVCache) -> None:
+        """See `AttentionStep.forward`; the kernel that writes the cache applies the rotary embedding."""
+        assert not call.window and not call.softcap and call.sinks is None and not call.chunk, (
+            "`allocate` refuses these"
+        )
+        meta, q, out, rotary = self.meta, call.q, call.out, call.rotary
+        if rotary is None:
+            write_kv_cache(call.k, call.v, cache, meta)
+        else:
+            q, _ = rope_and_write_kv(rotary, q, call.k, call.v, cache, meta)
         out.zero_()  # padded tokens belong to no row, which leaves their results as they were
         _flash_attention(
-            q, cache, out, meta.query_start, meta.seq_lens, max(meta.num_tokens, LONG_QUERY), self.pages, scale
+            q, cache, out, meta.query_start, meta.seq_lens, max(meta.num_tokens, LONG_QUERY), self.pages, call.scale
         )
 
 
@@ -108,7 +98,7 @@ def _flash_attention(
     scale: float,
 ) -> None:
     """The wheel's own op, since its Python functions cannot write into a given tensor. Arguments go by position."""
-    import fa3_fwd_interface  # noqa: F401 (registers the op)
+    import fa3_fwd_interface  # noqa: F401 # pyright: ignore[reportMissingImports] (registers the op)
 
     torch.ops.fa3_fwd.fwd(
         q, cache.k, cache.v, None, None, None, out,  # k_new, v_new, qv, out

@@ -13,13 +13,16 @@ memory of another row or memory that was never written, so a NaN elsewhere canno
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache
 from torchweave.ops.attention.kv_cache_dtype import as_indexable, dequantize_kv, quantize_kv
-from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerKVCache, LayerSpec, padded_attention
+from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
+from torchweave.ops.attention.reference import padded_attention
 
 MAX_GROUP_SCORES = 1 << 22
 """Scores per head of a group of several context rows; bounds the mask and the padding of a group."""
@@ -33,13 +36,14 @@ class _RowGroup:
         block_rows: int `[rows, max_blocks]`, the block table of the rows.
         tokens: `[rows, N]`, tokens of the step; places behind a row's end repeat its last token.
         positions: `[rows, N]`, their positions in the sequence.
-        span: `(start, stop)` if the tokens are exactly that range in order, else None.
+        span: `(start, stop)` of the tokens, where they are consecutive.
+        token_index: index of the tokens, int64 `[rows * N]`; None if they are exactly `span`.
     """
 
     block_rows: np.ndarray
     tokens: np.ndarray
     positions: np.ndarray
-    span: tuple[int, int] | None
+    span: tuple[int, int]
     token_index: Tensor | None
     views: dict[tuple[int, int, torch.dtype], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
@@ -49,6 +53,9 @@ class TorchStep:
 
     Rows of fewer than `min_new_tokens` tokens are left out: their keys and values are stored, their part of `out` is not written.
     """
+
+    fuses_rope: ClassVar[bool] = False
+    fuses_quant: ClassVar[bool] = False
 
     def __init__(self, meta: AttentionMetadata, min_new_tokens: int = 1) -> None:
         self.device = meta.slot_mapping.device
@@ -61,20 +68,21 @@ class TorchStep:
         host.counts[host.counts < min_new_tokens] = 0
         self.groups = [self._build_group(host, rows) for rows in _group_rows(host)]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant
-    ) -> None:
+    def forward(self, call: AttentionCall, cache: LayerKVCache) -> None:
         """See `AttentionStep.forward`."""
+        q, out = call.q, call.out
         k_cache, v_cache = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
-        k, v = quantize_kv(k, k_cache.dtype, cache.k_scale), quantize_kv(v, v_cache.dtype, cache.v_scale)
+        k = quantize_kv(call.k, k_cache.dtype, cache.k_scale)
+        v = quantize_kv(call.v, v_cache.dtype, cache.v_scale)
         real_tokens = self.real_tokens
         for kept, new in ((as_indexable(k_cache), as_indexable(k)), (as_indexable(v_cache), as_indexable(v))):
             kept.index_copy_(0, self.slots, new if real_tokens is None else new.index_select(0, real_tokens))
         block_size = cache.k.shape[1]
         for group in self.groups:
             rows, queries = group.tokens.shape
-            index, bias = self._keys_and_mask(group, variant.window, variant.chunk, block_size, q.dtype)
-            query_rows = q[slice(*group.span)] if group.span is not None else q.index_select(0, group.token_index)
+            index, bias = self._keys_and_mask(group, call.window, call.chunk, block_size, q.dtype)
+            token_index = group.token_index
+            query_rows = q[slice(*group.span)] if token_index is None else q.index_select(0, token_index)
             if index is None:
                 start, stop = group.span
                 keys, values = k[None, start:stop], v[None, start:stop]
@@ -84,13 +92,13 @@ class TorchStep:
             keys, values = dequantize_kv(keys, cache.k_scale, q.dtype), dequantize_kv(values, cache.v_scale, q.dtype)
             query_rows = query_rows.unflatten(0, (rows, queries))
             result = padded_attention(
-                query_rows, keys, values, bias, scale=variant.scale, softcap=variant.softcap, sinks=variant.sinks
+                query_rows, keys, values, bias, scale=call.scale, softcap=call.softcap, sinks=call.sinks
             )
-            if group.span is not None:
+            if token_index is None:
                 out[slice(*group.span)].view(result.shape).copy_(result)
             else:
                 # A padded place holds its row's last token and computes the same result again.
-                out.index_copy_(0, group.token_index, result.flatten(2, 3).flatten(0, 1).to(out.dtype))
+                out.index_copy_(0, token_index, result.flatten(2, 3).flatten(0, 1).to(out.dtype))
         if self.padding is not None:
             out.index_fill_(0, self.padding, 0)
 
@@ -109,7 +117,7 @@ class TorchStep:
             host.block_table[host.slots[rows]],
             tokens,
             positions,
-            span if exact else None,
+            span,
             None if exact else self._index(flat),
         )
 
@@ -131,7 +139,7 @@ class TorchStep:
             first_visible = np.maximum(first_visible, positions - window + 1)
         if chunk:
             first_visible = np.maximum(first_visible, positions // chunk * chunk)
-        whole = len(positions) == 1 and positions[0, 0] == 0 and group.span is not None
+        whole = len(positions) == 1 and positions[0, 0] == 0 and group.token_index is None
         if whole and not first_visible.any():
             return None, None  # one sequence from its beginning: the step's own keys are all there is
         first, last = first_visible[:, :1], positions[:, -1:]
@@ -204,6 +212,6 @@ class TorchBackend:
             spec.v_scale,
         )
 
-    def begin(self, meta: AttentionMetadata) -> TorchStep:
+    def begin(self, meta: AttentionMetadata) -> AttentionStep:
         """See `AttentionBackend.begin`."""
         return TorchStep(meta)

@@ -5,18 +5,22 @@ values, context rows, decode rows; which rows are which is found on the device. 
 the graph: neither fills a GPU, and none reads what the other writes.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
-from torchweave.ops.attention.calls import forward_then_quantize
+from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache, forward_then_quantize
 from torchweave.ops.attention.kv_cache_dtype import kv_fp8_max
-from torchweave.ops.attention.op import AttentionMetadata, AttentionVariant, LayerKVCache, LayerSpec, QuantizedOutput
+from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
 from torchweave.ops.kernels.attention.paged_decode import paged_decode
 from torchweave.ops.kernels.attention.paged_prefill import paged_prefill, write_kv
 from torchweave.ops.kernels.dependent_launch import pdl_options, supports_pdl
@@ -75,7 +79,7 @@ def default_decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
 
 def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> PrefillConfig:
     """As `default_decode_config`. A tile holds at least one token, so `block_m` is at least `group`."""
-    least = triton.next_power_of_2(group)
+    least = _power_of_2(group)
     if dtype == torch.float32:
         return PrefillConfig(max(32, least), 32, 4 if head_dim <= 64 else 8, 2)
     if head_dim > 128:
@@ -86,7 +90,7 @@ def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> Pre
 def shrink_prefill_tiles(config: PrefillConfig, group: int) -> PrefillConfig:
     """The configuration for a step whose tiles would not fill a GPU twice: smaller ones, of which there are more. A layer of Llama
     1B at 16 and at 1000 tokens takes 6.9 and 22.9 us instead of 7.8 and 26.5, of 8B 8.0 and 34.2 instead of 9.1 and 36.6 (H100)."""
-    block_m = max(64, triton.next_power_of_2(group))
+    block_m = max(64, _power_of_2(group))
     return replace(config, block_m=block_m, num_warps=4) if config.block_m > block_m else config
 
 
@@ -138,7 +142,7 @@ class TritonBackend:
             spec.v_scale,
         )
 
-    def begin(self, meta: AttentionMetadata) -> TritonStep:
+    def begin(self, meta: AttentionMetadata) -> AttentionStep:
         """See `AttentionBackend.begin`; nothing is launched or read."""
         return TritonStep(self, meta)
 
@@ -162,7 +166,7 @@ class TritonBackend:
     def num_splits(self, config: DecodeConfig, num_rows: int, kv_heads: int, max_seq_len: int) -> int:
         """Splits of the context, a power of two: as many as there are programs for and tiles to give them."""
         by_programs = config.programs_per_sm * self.num_sms // max(num_rows * kv_heads, 1)
-        wanted = max(min(by_programs, triton.cdiv(max_seq_len, config.block_n), MAX_SPLITS), 1)
+        wanted = max(min(by_programs, -(-max_seq_len // config.block_n), MAX_SPLITS), 1)
         return 1 << (wanted.bit_length() - 1)
 
     def workspace(self, group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Workspace:
@@ -192,64 +196,32 @@ class TritonStep:
     backend: TritonBackend
     meta: AttentionMetadata
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant
-    ) -> None:
-        """See `AttentionStep.forward`."""
-        self._forward(None, q, k, v, out, cache, variant)
+    fuses_rope: ClassVar[bool] = True
+    fuses_quant: ClassVar[bool] = True
 
-    def forward_with_rope(
-        self,
-        rotary: Rotary,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: LayerKVCache,
-        variant: AttentionVariant,
-    ) -> None:
-        """See `FusedRopeStep.forward_with_rope`: in the decode kernel itself, or by the kernel that writes the cache."""
-        self._forward(rotary, q, k, v, out, cache, variant)
+    def forward(self, call: AttentionCall, cache: LayerKVCache) -> None:
+        """See `AttentionStep.forward`.
 
-    def forward_quantized(
-        self,
-        target: QuantizedOutput,
-        rotary: Rotary | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: LayerKVCache,
-        variant: AttentionVariant,
-    ) -> None:
-        """See `FusedQuantStep.forward_quantized`: in the decode kernel itself where a head is a group of its scales."""
-        if self.meta.decode_only and (target.static_scale is not None or v.shape[2] == GROUP):
-            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            self._decode(rotary, q, k, v, target, cache, variant)
-        else:
-            forward_then_quantize(self, target, rotary, q, k, v, cache, variant)
-
-    def _forward(
-        self,
-        rotary: Rotary | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        cache: LayerKVCache,
-        variant: AttentionVariant,
-    ) -> None:
-        assert out.is_contiguous(), "attention writes into a contiguous tensor"
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        if self.meta.decode_only:
-            self._decode(rotary, q, k, v, QuantizedOutput(out, None, None), cache, variant)
+        The rotary embedding is applied by the decode kernel or by the kernel that writes the cache. The decode kernel
+        quantizes where the scale is static or a head is a group of its scales.
+        """
+        meta = self.meta
+        if call.quantized and not (meta.decode_only and (call.given_scale is not None or call.v.shape[2] == GROUP)):
+            forward_then_quantize(self, call, cache)
+            return
+        assert call.out.is_contiguous(), "attention writes into a contiguous tensor"
+        rotary = call.rotary
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+        if meta.decode_only:
+            self._decode(call, rotary, q, k, v, cache)
             return
         if rotary is None:
-            write_kv_cache(k, v, cache, self.meta)
+            write_kv_cache(k, v, cache, meta)
         else:
-            q, k = rope_and_write_kv(rotary, q, k, v, cache, self.meta)
+            q, k = rope_and_write_kv(rotary, q, k, v, cache, meta)
         with self._on_side_stream():
-            self._prefill(q, out, cache, variant)
-        self._decode(None, q, k, v, QuantizedOutput(out, None, None), cache, variant)
+            self._prefill(call, q, cache)
+        self._decode(call, None, q, k, v, cache)
         self._join_side_stream()
 
     def _on_side_stream(self) -> AbstractContextManager[object]:
@@ -268,17 +240,10 @@ class TritonStep:
             torch.cuda.current_stream(branch.device).wait_stream(branch)
 
     def _decode(
-        self,
-        rotary: Rotary | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        target: QuantizedOutput,
-        cache: LayerKVCache,
-        variant: AttentionVariant,
+        self, call: AttentionCall, rotary: Rotary | None, q: Tensor, k: Tensor, v: Tensor, cache: LayerKVCache
     ) -> None:
-        """The decode kernel; a `target` without a scale takes the result as it is."""
-        meta, backend, (scale, window, softcap, sinks, chunk) = self.meta, self.backend, variant
+        """Launch the decode kernel on q, k and v of the call, which still need `rotary`."""
+        meta, backend, window, softcap, sinks = self.meta, self.backend, call.window, call.softcap, call.sinks
         heads, kv_heads, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         group = heads // kv_heads
         config = backend.decode_config(head_dim, q.dtype)
@@ -292,27 +257,34 @@ class TritonStep:
         tensors = [q if tensor is None else tensor for tensor in optional]
         half = 0 if rotary is None else rotary.cos.shape[-1] // 2
         paged_decode[(kv_heads, splits, meta.num_rows)](
-            q, k, v, target.q, cache.k, cache.v,
+            q, k, v, call.out, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping, q if sinks is None else sinks,
             work.partial, work.maxima, work.sums, work.counters, *tensors,
-            q if target.out_scale is None else target.out_scale, q if target.static_scale is None else target.static_scale,
-            scale * cache.k_scale, softcap, window, chunk, splits, config.min_tiles, rope_args.eps, rope_args.offset,
+            q if call.out_scale is None else call.out_scale, q if call.given_scale is None else call.given_scale,
+            call.scale * cache.k_scale, softcap, window, call.chunk, splits, config.min_tiles, rope_args.eps, rope_args.offset,
             cache.k_scale, cache.v_scale, meta.num_tokens,
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(triton.next_power_of_2(group), 16 if config.dot else 1),
+            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=_padded_splits(splits),
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
             HALF=half, NORM=rope_args.q_weight is not None, WIDE=rope_args.wide,
-            QUANT=1 if target.static_scale is not None else 2 if target.out_scale is not None else 0,
+            QUANT=1 if call.given_scale is not None else 2 if call.out_scale is not None else 0,
             DEPENDENT=config.dependent, KV_FP8_MAX=kv_fp8_max(cache.k.dtype), num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=half == 0 or q.dtype != torch.float32,  # turning rounds every product
             **pdl_options(config.dependent),
         )  # fmt: skip
 
-    def _prefill(self, q: Tensor, out: Tensor, cache: LayerKVCache, variant: AttentionVariant) -> None:
-        meta, (scale, window, softcap, sinks, chunk) = self.meta, variant
+    def _prefill(self, call: AttentionCall, q: Tensor, cache: LayerKVCache) -> None:
+        meta, out, window, softcap, sinks, chunk = (
+            self.meta,
+            call.out,
+            call.window,
+            call.softcap,
+            call.sinks,
+            call.chunk,
+        )
         kv_heads, head_dim, value_dim = cache.k.shape[2], q.shape[2], out.shape[2]
         group = q.shape[1] // kv_heads
         config = self.backend.prefill_config(head_dim, q.shape[1], kv_heads, q.dtype, meta.num_tokens)
@@ -322,7 +294,7 @@ class TritonStep:
         paged_prefill[(kv_heads, tiles)](
             q, out, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, q if sinks is None else sinks,
-            meta.num_rows, meta.num_tokens, scale * cache.k_scale, cache.v_scale, softcap, window, chunk,
+            meta.num_rows, meta.num_tokens, call.scale * cache.k_scale, cache.v_scale, softcap, window, chunk,
             meta.block_table.stride(0), q.stride(0), q.stride(1),
             KV_HEADS=kv_heads, GROUP=group,
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
@@ -332,6 +304,11 @@ class TritonStep:
         )  # fmt: skip
 
 
+def _power_of_2(size: int) -> int:
+    """The least power of two that is not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
 def _padded_splits(splits: int) -> int:
     """As many partial results as a program can combine: three kernels, not one for every number of rows."""
     return next(room for room in (1, 16, MAX_SPLITS) if splits <= room)
@@ -339,14 +316,14 @@ def _padded_splits(splits: int) -> int:
 
 def pad(dim: int) -> int:
     """Power of two that a tile of `dim` numbers takes."""
-    return max(triton.next_power_of_2(dim), 16)
+    return max(_power_of_2(dim), 16)
 
 
 def write_kv_cache(k: Tensor, v: Tensor, cache: LayerKVCache, meta: AttentionMetadata) -> None:
     """Put the step's keys and values into their places in the cache; a padded token has none."""
     kv_heads, head_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
     numbers = kv_heads * max(head_dim, value_dim)
-    block = min(triton.next_power_of_2(numbers), 2048)
+    block = min(_power_of_2(numbers), 2048)
     write_kv[(meta.num_tokens, triton.cdiv(numbers, block))](
         k, v, cache.k, cache.v, meta.slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cache.k_scale, cache.v_scale, KV_HEADS=kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=block,

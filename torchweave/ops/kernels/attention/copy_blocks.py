@@ -4,6 +4,9 @@ A copy engine would take one copy for every layer's part of every block, each of
 programs are enough for the bus, and leave the other processors to the steps.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -7,6 +7,9 @@ straight from the inputs, and may write them into the cache. When a row uses sev
 a workspace, and the one that arrives last (an atomic counter per row and key head) combines them and resets the counter.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

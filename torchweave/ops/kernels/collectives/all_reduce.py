@@ -10,14 +10,17 @@ MEETINGS is 2 where the memory of the operand has no other that takes turns with
 `torchweave.ops.collectives.symmetric_memory`.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.collectives.symmetric_memory import ALL_PHASES, PROGRAMS, OperandLocation, SymmetricWorkspace
 from torchweave.ops.kernels.collectives.barrier import as_pointer, barrier_addresses, peer_addresses, rank_barrier
+from torchweave.ops.kernels.collectives.workspace import ALL_PHASES, PROGRAMS, OperandLocation, SymmetricWorkspace
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 
 

@@ -3,16 +3,25 @@
 See `symmetric_reduce` for PHASES, MEETINGS and counters. Rounding is that of the parts, one after the other.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec
-from torchweave.ops.collectives.symmetric_memory import ALL_PHASES, PROGRAMS, OperandLocation, SymmetricWorkspace
 from torchweave.ops.kernels.collectives.all_reduce import sum_of_ranks
 from torchweave.ops.kernels.collectives.barrier import as_pointer, barrier_addresses, peer_addresses, rank_barrier
+from torchweave.ops.kernels.collectives.workspace import (
+    ALL_PHASES,
+    PROGRAMS,
+    NormOutput,
+    NormSpec,
+    OperandLocation,
+    SymmetricWorkspace,
+)
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.norm import scale_rows
 from torchweave.ops.kernels.quant.fp8_quant import num_warps_for, padded_groups, quant_scheme, store_fp8

@@ -11,6 +11,9 @@ clock, when the program writes into it itself. From then on results are worth no
 `table` is int64 `[SIZE + 2]`: addresses of the ranks' memory, then that of the status word, then the limit in nanoseconds.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import triton

@@ -4,6 +4,9 @@ Each weight is read once and used once or twice, so nothing but the memory's ban
 dependents of the kernel before (`dependent.py`).
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -6,6 +6,9 @@ program owns rows of one expert's weight and multiplies them by all of its token
 on sizes alone, never on where tokens went, and every sum has one order, so a CUDA graph replays them and repeats bit for bit.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

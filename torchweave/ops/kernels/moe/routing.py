@@ -1,5 +1,8 @@
 """Triton kernel that routes: scores, groups, choice and weights of a token in one launch."""
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

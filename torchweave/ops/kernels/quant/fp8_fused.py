@@ -1,5 +1,8 @@
 """Triton: RMSNorm and gated activations that leave FP8. A program takes a token, or a part of it where a scale needs no more."""
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

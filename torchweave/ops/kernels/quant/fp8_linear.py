@@ -8,6 +8,9 @@ Launched as dependents of the kernel before (programmatic dependent launch) they
 first weights under way, and wait before they touch anything that it wrote.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

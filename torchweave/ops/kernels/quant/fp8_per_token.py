@@ -5,6 +5,9 @@ processor works through 14,336 exponentials and divisions; so one kernel activat
 each, and a second one divides.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import torch
@@ -14,9 +17,9 @@ from torch import Tensor
 
 from torchweave.ops.kernels.activation import activate
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.quant.formats import empty_quantized
 from torchweave.ops.kernels.quant.fp8_quant import num_warps_for, scale_and_store_fp8, scale_fp8, use_pdl
 from torchweave.ops.kernels.rows import strided_rows
-from torchweave.ops.quant.fp8 import empty_quantized
 
 MAX_TOKENS = 64
 """With more tokens there are programs enough, and what passes between the two kernels costs more."""

@@ -3,6 +3,9 @@
 A token lies in registers as `[ROWS, 128]`, so that a scale over 128 channels is a reduction over one axis.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportReturnType=false
+
 from __future__ import annotations
 
 import triton
@@ -10,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
+from torchweave.ops.kernels.quant.formats import empty_quantized
 from torchweave.ops.kernels.rows import strided_rows
-from torchweave.ops.quant.fp8 import empty_quantized
 
 PDL_MAX_TOKENS = 2
 """Up to this many tokens kernels that end in FP8 are dependent launches, as the products that read them are."""

@@ -1,5 +1,8 @@
 """Triton: numbers leave as NVFP4, two codes in a byte and an e4m3 scale for each 16. Kernels that end in FP4 share `store_fp4`."""
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton
@@ -7,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.quant.formats import empty_fp4
 from torchweave.ops.kernels.quant.fp8_quant import num_warps_for, padded_groups, use_pdl
 from torchweave.ops.kernels.rows import strided_rows
-from torchweave.ops.quant.nvfp4 import empty_fp4
 
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 

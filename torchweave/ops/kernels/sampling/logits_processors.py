@@ -5,13 +5,16 @@ rewind   (rows)                    barred words of several tokens, stop tokens b
 settle   (rows)                    tokens, counts and tails, when `sample` and `advance` have run again
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.sampling.logits_processors import (
+from torchweave.ops.kernels.sampling.layout import (
     BAD_WORD_LOGIT,
     FLAGS,
     FREQUENCY,
@@ -26,9 +29,9 @@ from torchweave.ops.sampling.logits_processors import (
     ROW,
     SLOT,
     STATE_ROW,
-    LogitsProcessorState,
+    LogitsProcessorTensors,
+    SlotTensors,
 )
-from torchweave.ops.slot_state import SlotState
 
 _ROW, _SLOT, _STATE_ROW, _FLAGS = tl.constexpr(ROW), tl.constexpr(SLOT), tl.constexpr(STATE_ROW), tl.constexpr(FLAGS)
 _MASK, _PRESENCE = tl.constexpr(MASK), tl.constexpr(PRESENCE)
@@ -122,7 +125,7 @@ def commit_kernel(rows, num_rows, sampled, encoded, position, counts, recent_tok
 
 
 def launch_process_logits(
-    logits: Tensor, rows: Tensor, masks: Tensor | None, processor_state: LogitsProcessorState, processed: Tensor
+    logits: Tensor, rows: Tensor, masks: Tensor | None, processor_state: LogitsProcessorTensors, processed: Tensor
 ) -> None:
     vocab_size, size = logits.shape[1], rows.shape[1]
     assert logits.stride(1) == 1 and processed.is_contiguous() and rows.is_contiguous()
@@ -135,7 +138,7 @@ def launch_process_logits(
     )  # fmt: skip
 
 
-def launch_rewind(rows: Tensor, state: SlotState, processor_state: LogitsProcessorState, processed: Tensor) -> None:
+def launch_rewind(rows: Tensor, state: SlotTensors, processor_state: LogitsProcessorTensors, processed: Tensor) -> None:
     rewind_kernel[(rows.shape[1],)](
         rows, rows.shape[1], state.position, state.min_position, processor_state.words, processor_state.words.shape[1],
         processor_state.recent_tokens, processed,
@@ -147,8 +150,8 @@ def launch_commit(
     rows: Tensor,
     sampled: Tensor,
     encoded: Tensor,
-    state: SlotState,
-    processor_state: LogitsProcessorState,
+    state: SlotTensors,
+    processor_state: LogitsProcessorTensors,
     tokens: Tensor,
     out: Tensor,
 ) -> None:

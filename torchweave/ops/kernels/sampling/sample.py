@@ -11,6 +11,9 @@ bound from the subs: at least k tokens reach the k-th largest sub maximum, and f
 candidates, go to a list if they fit; if they surely hold all that is kept, the search runs on them, else on the row in memory.
 """
 
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import torch
@@ -18,9 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchweave.ops.kernels.sampling.layout import LANES, MAX_STOP_IDS, SlotTensors
 from torchweave.ops.kernels.sampling.philox import gumbel, philox
-from torchweave.ops.sampling.philox import LANES
-from torchweave.ops.slot_state import MAX_STOP_IDS, SlotState
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
@@ -378,7 +380,7 @@ def finish_kernel(
         tl.store(out + row, token)
 
 
-def launch_sample(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, greedy_below: float) -> None:
+def launch_sample(logits: Tensor, slots: Tensor, state: SlotTensors, out: Tensor, greedy_below: float) -> None:
     """out[i] = token of row i. The workspace is allocated here: in a CUDA graph it belongs to the graph's pool."""
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and rows > 0

@@ -1,14 +1,14 @@
-"""`/v1/chat/completions`: a conversation in, its next message out."""
+"""`/v1/chat/completions`: generate the next message of a conversation."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from torchweave.serving.http.chat_template import encode, resolve_tool_use
 from torchweave.serving.http.middleware import REQUEST_ID
 from torchweave.serving.http.responses import EventStream, full_response
 from torchweave.serving.http.routes.dependencies import service_of, stream_options
-from torchweave.serving.openai.chat_template import encode, resolve_tool_use
 from torchweave.serving.openai.protocol import ChatRequest
 from torchweave.serving.openai.response_builders import ChatResponseBuilder
 from torchweave.serving.openai.sampling_fields import chat_params
@@ -16,7 +16,7 @@ from torchweave.serving.openai.sampling_fields import chat_params
 router = APIRouter(prefix="/v1", tags=["generation"])
 
 
-@router.post("/chat/completions", summary="The next message of a conversation")
+@router.post("/chat/completions", summary="Generate the next message of a conversation")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)

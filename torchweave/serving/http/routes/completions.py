@@ -1,11 +1,11 @@
-"""`/v1/completions`: text or token ids in, the text that follows out."""
+"""`/v1/completions`: continue a prompt of text or token ids."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.http.middleware import REQUEST_ID
 from torchweave.serving.http.responses import EventStream, full_response
 from torchweave.serving.http.routes.dependencies import service_of, stream_options
@@ -17,13 +17,15 @@ from torchweave.serving.service import Service
 router = APIRouter(prefix="/v1", tags=["generation"])
 
 
-@router.post("/completions", summary="Go on from a prompt")
+@router.post("/completions", summary="Complete a prompt")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
     options = stream_options(body)
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
-        raise ApiError(400, "echo with logprobs cannot be streamed for n above 1.", param="echo")
+        raise ApiError(
+            400, "echo with logprobs cannot be streamed for n above 1; set stream=false or n=1.", param="echo"
+        )
     params = completion_params(body, service.model)
     prompts = await _encode(service, body)
     answer_stream = await service.generate(
@@ -55,7 +57,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
-    """Token ids of the prompts."""
+    """Encode the prompts as token ids."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [await service.require_tokenizer().encode(prompt, body.add_special_tokens)]
@@ -72,7 +74,7 @@ def _is_text(prompt: Prompt) -> bool:
 
 
 def _texts(service: Service, body: CompletionRequest, prompts: list[list[int]]) -> list[str]:
-    """The prompts as texts."""
+    """Decode the prompts."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]

@@ -1,10 +1,10 @@
-"""What routes share."""
+"""Helpers of the routes."""
 
 from __future__ import annotations
 
 from fastapi import Request
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.protocol import Generation, StreamOptions
 from torchweave.serving.service import Service
 
@@ -15,13 +15,13 @@ def service_of(request: Request) -> Service:
 
 
 def stream_options(body: Generation) -> StreamOptions:
-    """What a stream holds beside the answer.
+    """Return the stream options of a request.
 
     Raises:
-        ApiError: 400, options of a stream for what is none.
+        ApiError: 400, `stream_options` without `stream`.
     """
     if body.stream_options is None:
         return StreamOptions()
     if not body.stream:
-        raise ApiError(400, "stream_options needs stream=true.", param="stream_options")
+        raise ApiError(400, "stream_options requires stream=true.", param="stream_options")
     return body.stream_options

@@ -1,4 +1,4 @@
-"""The live page at `/`, and `/live`, its data."""
+"""The live page at `/` and its data at `/live`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse, Response
 
 router = APIRouter(tags=["status"])
 
-# The page needs nothing from elsewhere, and may load nothing from there.
+# The page is self-contained and must not load anything from other origins.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
@@ -19,7 +19,7 @@ _POLICY = (
 
 @functools.cache
 def page() -> str:
-    """The page, a single file."""
+    """Text of the page."""
     return files("torchweave.serving.http").joinpath("page.html").read_text(encoding="utf-8")
 
 
@@ -30,7 +30,7 @@ async def root() -> HTMLResponse:
 
 @router.get(
     "/live",
-    summary="What the live page shows",
+    summary="The data of the live page",
     response_class=Response,
     responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}},
 )

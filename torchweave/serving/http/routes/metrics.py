@@ -1,4 +1,4 @@
-"""`/metrics`: for Prometheus."""
+"""`/metrics` for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ router = APIRouter(tags=["status"])
 
 @router.get(
     "/metrics",
-    summary="Counts, gauges and histograms in Prometheus' text format",
+    summary="Counters, gauges and histograms in Prometheus' text format",
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )

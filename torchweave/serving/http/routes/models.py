@@ -1,4 +1,4 @@
-"""`/v1/models`: the one model, under each of its names."""
+"""`/v1/models`: the served model under each of its names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torchweave.serving.service import Service
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
 
-@router.get("", summary="The names under which the model is served")
+@router.get("", summary="List the names of the served model")
 async def models(request: Request) -> dict[str, Any]:
     service = service_of(request)
     return {"object": "list", "data": [_entry(service, name) for name in service.names]}
 
 
-@router.get("/{name:path}", summary="One of them")
+@router.get("/{name:path}", summary="Describe the model of a name")
 async def model(name: str, request: Request) -> dict[str, Any]:
-    if not name:  # a slash behind the address of the list
+    if not name:  # `/v1/models/`
         return await models(request)
     service = service_of(request)
     return _entry(service, service.check_model(name))

@@ -1,4 +1,4 @@
-"""What load balancers and people ask: is it alive, is it ready, what is it?"""
+"""Health, readiness, statistics and version."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ router = APIRouter(tags=["status"])
 
 
 def _status(client: Replicas) -> str:
-    """`degraded`: some replicas serve, and some do not."""
+    """`failed`, `ok`, or `degraded` if only some replicas serve."""
     if not client.alive:
         return "failed"
     return "ok" if client.state == "starting" or all(each.state == "ready" for each in client.engines) else "degraded"
 
 
-@router.get("/health", summary="200 while an engine process is there, else 503; of several replicas it names each")
+@router.get("/health", summary="200 while an engine process runs, else 503; with several replicas, the state of each")
 async def health(request: Request) -> JSONResponse:
     client = service_of(request).client
     body: dict[str, Any] = {"status": _status(client), "engine": client.state}
@@ -36,7 +36,9 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(body, 200 if client.alive else 503)
 
 
-@router.get("/ready", summary="200 once requests are taken; 503 with progress before, and while the server ends")
+@router.get(
+    "/ready", summary="200 once requests are accepted; 503 with progress before, and while the server shuts down"
+)
 async def ready(request: Request) -> JSONResponse:
     service = service_of(request)
     client = service.client
@@ -50,8 +52,8 @@ async def ready(request: Request) -> JSONResponse:
 
 @router.get(
     "/statistics",
-    summary="The engine's record of its last iteration, with TensorRT-LLM's keys, empty before the first; of several replicas "
-    "`replicas`, a list of such records",
+    summary="Statistics of the engine's last iteration with TensorRT-LLM's keys, empty before the first; with several replicas "
+    "a list `replicas` of these records",
 )
 async def statistics(request: Request) -> dict[str, Any]:
     engines = service_of(request).client.engines

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them."""
+"""`/tokenize` and `/detokenize`, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from torchweave.serving.http.errors import ApiError
+from torchweave.serving.errors import ApiError
+from torchweave.serving.http.chat_template import encode
 from torchweave.serving.http.routes.dependencies import service_of
-from torchweave.serving.openai.chat_template import encode
 from torchweave.serving.openai.protocol import AnyTokenizeRequest, DetokenizeRequest, TokenizeRequest
 
 router = APIRouter(tags=["tokens"])
 
 
-@router.post("/tokenize", summary="The tokens of a text or a conversation")
+@router.post("/tokenize", summary="Tokenize a text or a conversation")
 async def tokenize(body: AnyTokenizeRequest, request: Request) -> dict[str, Any]:
     service = service_of(request)
     service.check_model(body.model)
@@ -28,13 +28,13 @@ async def tokenize(body: AnyTokenizeRequest, request: Request) -> dict[str, Any]
     return {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}
 
 
-@router.post("/detokenize", summary="The text of tokens")
+@router.post("/detokenize", summary="Convert tokens to text")
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
     service = service_of(request)
     service.check_model(body.model)
     size = service.model.vocab_size
     if any(not 0 <= token < size for token in body.tokens):
         raise ApiError(
-            400, f"tokens holds an id outside 0..{size - 1}, which this model does not know.", param="tokens"
+            400, f"tokens contains an id outside 0..{size - 1}, the vocabulary of this model.", param="tokens"
         )
     return {"prompt": service.require_tokenizer().decode(body.tokens)}

@@ -1,0 +1,70 @@
+"""The wheel that `python -m build` makes answers outside of the checkout: it holds every file that the package reads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import torchweave
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _run(*command: str, cwd: Path) -> str:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_wheel_installs_and_answers(tmp_path: Path) -> None:
+    """Dependencies come from this environment by a .pth file; torchweave itself comes from the wheel alone."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "results"))
+    _run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), cwd=source)
+    (wheel,) = tmp_path.glob("torchweave-*.whl")
+    assert wheel.name.startswith(f"torchweave-{torchweave.__version__}-")
+
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = folder / "lib" / version / "site-packages"
+    _run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(packages),
+        str(wheel),
+        cwd=tmp_path,
+    )
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    where = _run(str(python), "-c", "import torchweave; print(torchweave.__file__)", cwd=tmp_path).strip()
+    assert Path(where).is_relative_to(folder)
+    said = _run(str(python), "-m", "torchweave.cli.main", "generate", "demo", "12+30=", "-O0", cwd=tmp_path)
+    assert "42" in said
+    _run(
+        str(python),
+        "-m",
+        "torchweave.cli.main",
+        "explain",
+        "demo",
+        "--html",
+        str(tmp_path / "report.html"),
+        cwd=tmp_path,
+    )
+    assert "<html" in (tmp_path / "report.html").read_text()
+    code = (
+        "from importlib.resources import files; print(files('torchweave.serving.http').joinpath('page.html').is_file())"
+    )
+    assert _run(str(python), "-c", code, cwd=tmp_path).strip() == "True"

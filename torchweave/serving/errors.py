@@ -1,0 +1,112 @@
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from torchweave.serving.engine_client.request_stream import EngineUnavailable
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An error response."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def api_error(error: Exception) -> ApiError:
+    """Convert an exception of a request handler into an error response."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineUnavailable):
+        return ApiError(503, str(error), code="engine_unavailable")
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error))
+    return ApiError(500, f"Internal server error: {type(error).__name__}.", code="internal_error")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Return the errors of all routes in OpenAI's format."""
+
+    async def handle(_: Request, error: Exception) -> JSONResponse:
+        return api_error(error).response
+
+    async def http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return ApiError(error.status_code, _http_sentence(error), headers=dict(error.headers or {})).response
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _invalid(error).response
+
+    for kind in (ApiError, EngineUnavailable, ValueError):
+        app.add_exception_handler(kind, handle)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, handle)
+
+
+def _http_sentence(error: HTTPException) -> str:
+    if error.status_code == 400:
+        return _unread_sentence(error.__cause__)
+    sentences = {
+        404: "This path does not exist; see /docs for the available ones.",
+        405: "This path does not support this method; see /docs for the supported ones.",
+    }
+    return sentences.get(error.status_code, str(error.detail))
+
+
+def _unread_sentence(why: BaseException | None) -> str:
+    """Why a body could not be parsed, for errors other than a JSON syntax error."""
+    if isinstance(why, UnicodeDecodeError):
+        return f"The body is not valid UTF-8 (at byte {why.start}); send JSON in UTF-8."
+    if isinstance(why, RecursionError):
+        return "The body is nested too deeply; send JSON with fewer levels."
+    return (
+        "The body could not be parsed: it is not JSON, or contains a number with thousands of digits; send valid JSON."
+    )
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first validation error of a body, with the field's name."""
+    first = error.errors()[0]
+    # Without the tags of body variants ("a text", ...).
+    where = [part for part in first["loc"] if part != "body" and " " not in str(part)]
+    param = ".".join(map(str, where)) or None
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
+    sentence = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
+    if param is None and first["type"] == "value_error":
+        return ApiError(400, sentence if sentence.endswith("?") else f"{sentence}.")
+    if param is None:
+        return ApiError(400, "The body must be a JSON object, sent as Content-Type: application/json.")
+    return ApiError(400, f"{param}: {sentence}" + ("" if sentence.endswith("?") else "."), param=param)

@@ -1,0 +1,101 @@
+"""Proxy to the first HTTP process, which handles pages, probes, metrics and invalid requests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httptools
+
+from torchweave.serving.errors import ApiError
+from torchweave.serving.http.middleware import App, Receive, Send
+from torchweave.serving.http.responses import cancel_on_disconnect
+from torchweave.serving.metrics.prometheus import PROXIED
+
+_HOP_BY_HOP_HEADERS = frozenset({
+    b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
+    b"content-length", b"expect", b"date",
+})  # fmt: skip
+_READ_BYTES = 1 << 16
+
+
+class ProxyMiddleware:
+    """ASGI middleware that forwards every HTTP request to the first HTTP process and streams its response.
+
+    Args:
+        address: Unix socket of the first process.
+    """
+
+    def __init__(self, app: App, address: str) -> None:
+        self._app = app
+        self._address = address
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[PROXIED] = True
+        bodyless = scope["method"] in ("GET", "HEAD", "OPTIONS")
+        body = b"" if bodyless else (await receive())["body"]  # complete: `AuthLimitsMiddleware` has read it
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._address)
+        except OSError:
+            sentence = "The server is shutting down; send the request to another server."
+            await ApiError(503, sentence, code="shutting_down").response(scope, receive, send)
+            return
+        try:
+            writer.write(_request(scope, body))
+            await cancel_on_disconnect(_forward_response(reader, send), receive)
+        finally:
+            writer.close()
+
+
+def _request(scope: Any, body: bytes) -> bytes:
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    headers = [each for each in scope["headers"] if each[0] not in _HOP_BY_HOP_HEADERS]
+    headers += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    lines = [b"%s %s HTTP/1.1" % (scope["method"].encode("ascii"), target), *(b"%s: %s" % each for each in headers)]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+async def _forward_response(reader: asyncio.StreamReader, send: Send) -> None:
+    response = _ResponseHandler()
+    parser = httptools.HttpResponseParser(response)
+    started = False
+    while not response.ended and (data := await reader.read(_READ_BYTES)):
+        parser.feed_data(data)
+        if response.head_complete and not started:
+            started = True
+            status = parser.get_status_code()
+            await send({"type": "http.response.start", "status": status, "headers": response.headers})
+        if started and response.parts:
+            await send({"type": "http.response.body", "body": response.take(), "more_body": True})
+    if not started:
+        raise ConnectionError("the first HTTP process ended before it responded")
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _ResponseHandler:
+    """Callbacks of httptools' parser."""
+
+    def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.parts: list[bytes] = []
+        self.head_complete = self.ended = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() not in _HOP_BY_HOP_HEADERS or name.lower() == b"content-length":
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.head_complete = True
+
+    def on_body(self, body: bytes) -> None:
+        self.parts.append(body)
+
+    def on_message_complete(self) -> None:
+        self.ended = True
+
+    def take(self) -> bytes:
+        body, self.parts = b"".join(self.parts), []
+        return body
