@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.profiler_util import DeviceType
+from torch.autograd.profiler_util import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, schedule
 
 from torchweave.engine.request import InferenceRequest, SamplingParams
