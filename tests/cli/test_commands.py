@@ -183,7 +183,7 @@ FAULTS = [
         "api_key_file /nowhere cannot be read: No such file or directory",
     ),
     (["serve", "demo", "--chat_template", "/"], "chat_template / cannot be read: Is a directory"),
-    (["doctor", "demo", "--tp", "2"], "Leave --tp and --pp out"),
+    (["doctor", "demo", "--tp", "2"], "Leave out --tp and --pp"),
     (["models", "verify"], "give --all"),
     (["models", "list", "llama"], "`torchweave models list` takes no llama; remove it"),
     (["models", "list", "--write", "x"], "`torchweave models list` takes no --write"),

@@ -28,7 +28,7 @@ def test_architectures_pass_on_two_ranks_and_the_page_has_a_column_for_them() ->
     assert not bloom["passed"] and "ALiBi" in bloom["reason"], "a refusal is a row, and the ranks go on"
     alone = [row | {"ranks": 1} for row in result["results"]]
     page = table(result | {"results": alone + result["results"], "refused": []})
-    assert "(transformers" in page and ", and 2 of 3 divided over 2 ranks." in page
+    assert "(transformers" in page and ", and 2 of 3 sharded over 2 ranks." in page
     assert "| llama-tied | LlamaForCausalLM | yes | yes | 3 / 4 |" in page
     assert "--all --tensor_parallel_size 1,2 --write" in page
     part = table(result | {"results": alone + result["results"][:1], "refused": []})

@@ -27,7 +27,7 @@ from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.startup.build import build
 from torchweave.models import load
 from torchweave.report import Report
-from torchweave.utils.child_process import ChildProcess
+from torchweave.utils.child_process import ChildProcess, exit_with_parent
 
 _TIMEOUT = 300.0
 """Seconds to wait for a rank."""
@@ -107,8 +107,10 @@ class RankProcesses:
             return RuntimeError(f"rank {rank} ended")
 
 
-def _rank_main(pipe: Connection, rank: int, size: int, stages: int, address: tuple[str, int]) -> None:
+def _rank_main(fd: int, rank: int, size: int, stages: int, address: tuple[str, int]) -> None:
     """Process of a rank: serve requests until the pipe closes."""
+    exit_with_parent()
+    pipe = Connection(fd)
     torch.set_num_threads(1)
     for name in ("transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
