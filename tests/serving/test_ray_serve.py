@@ -118,10 +118,10 @@ def test_impossible_profile_options_are_refused() -> None:
     from torchweave.serving.ray_serve import app
 
     for options, sentence in (
-        ({"port": 80}, "port has no effect behind Ray Serve"),
-        ({"data_parallel_size": 2}, "num_replicas says how many"),
-        ({"executor": "ray"}, "executor='ray' cannot be had behind Ray Serve"),
-        ({"device": "cuda:1"}, "which gives out GPUs"),
+        ({"port": 80}, "port has no effect with Ray Serve"),
+        ({"data_parallel_size": 2}, "with num_replicas"),
+        ({"executor": "ray"}, "executor='ray' is not supported with Ray Serve"),
+        ({"device": "cuda:1"}, "which assigns the GPUs"),
         ({"max_batch_sise": 2}, "did you mean max_batch_size"),
         ({"max_batch_size": 0}, "must be at least 1"),
         ({"drain_timeout": -1}, "drain_timeout=-1 must be at least 0"),

@@ -1,1 +1,1 @@
-"""An OpenAI server over the engine: HTTP in this process, the generation loop in another."""
+"""OpenAI-compatible server: HTTP in this process, the engine in another."""

@@ -1,11 +1,11 @@
-"""Replicas kept by Ray Serve, on one machine or on many: each is a server's application with an engine of its own.
+"""Deployment on Ray Serve: each replica is the server's application with its own engine.
 
 from ray import serve
 from torchweave.serving.ray_serve import app
 
 serve.run(app("Qwen/Qwen3-8B", num_replicas=8))
 
-Ray Serve's proxy takes the requests, starts and ends replicas, and drains those that it ends; nothing of that is done here.
+Ray Serve routes requests, and starts, drains and ends replicas.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 _UNSUPPORTED_OPTIONS = {
-    "host": "serve.start(http_options=...) says where Ray Serve listens",
-    "port": "serve.start(http_options=...) says where Ray Serve listens",
-    "data_parallel_size": "num_replicas says how many replicas there are",
-    "api_server_count": "each replica has the HTTP process that Ray Serve gives it",
-    "restart_engine": "Ray Serve starts a replica anew whose engine has failed",
+    "host": "set the address with serve.start(http_options=...)",
+    "port": "set the address with serve.start(http_options=...)",
+    "data_parallel_size": "set the number of replicas with num_replicas",
+    "api_server_count": "each replica has one HTTP process",
+    "restart_engine": "Ray Serve restarts a replica whose engine has failed",
 }
-_EXIT_DELAY_SECONDS = 0.5  # for those who ask to hear that the engine has failed
-_END_SECONDS = 10.0  # for an engine to end, behind the drain
-_DEFAULT_BATCH = 512  # requests of a step on a GPU, where `max_batch_size` says nothing
+_EXIT_DELAY_SECONDS = 0.5  # for clients to receive the engine's failure
+_END_SECONDS = 10.0  # for an engine to end after the drain
+_DEFAULT_BATCH = 512  # default `max_batch_size` on a GPU
 
 
 def app(
     model: str, num_replicas: int | None = 1, deployment: Mapping[str, Any] | None = None, **options: Any
 ) -> Application:
-    """A Ray Serve application, to be given to `serve.run`.
+    """Create a Ray Serve application for `serve.run`.
 
-    A replica is ready once its engine takes requests. One whose engine fails ends, and Ray Serve starts another.
+    A replica is ready once its engine takes requests. If its engine fails, the replica ends and Ray Serve starts another.
 
     Args:
-        model: a folder, a hub id or a built-in model, that every machine finds under this name.
-        num_replicas: None where `deployment` brings an `autoscaling_config`.
-        deployment: options of Ray Serve's deployment, over those that are derived: GPUs (one for each rank, none with
-            device="cpu") and CPUs of a replica, requests that it is given at once, and the drain (`drain_timeout`).
+        model: a folder, a hub id or a built-in model; must be available on every machine.
+        num_replicas: None if `deployment` has an `autoscaling_config`.
+        deployment: options of Ray Serve's deployment that override the derived ones: GPUs (one per rank, none with
+            device="cpu") and CPUs of a replica, its concurrent requests, and the drain (`drain_timeout`).
         options: of the engine (`EngineConfig`) and of the server (`ServerConfig`).
 
     Raises:
-        ValueError: Ray Serve is not installed, or an option cannot be; one sentence says why and what to do.
+        ValueError: Ray Serve is not installed, or an option is invalid; the message says what to do.
     """
     try:
         from ray import serve
@@ -73,19 +73,19 @@ def app(
 
 
 class Replica:
-    """What Ray Serve asks of a replica, beside its application."""
+    """Health check for Ray Serve."""
 
-    app: FastAPI  # of the class that Ray Serve makes of this one
+    app: FastAPI  # set by `serve.ingress`
 
     async def check_health(self) -> None:
-        """Raises, with the reason, where the engine could not start or is gone, so that Ray Serve starts the replica anew."""
+        """Raise if the engine failed, so that Ray Serve restarts the replica."""
         service = self.app.state.service
         if service.startup_error or not service.client.alive:
             raise RuntimeError(service.startup_error or service.client.failure)
 
 
 def replica_app(config: EngineConfig, settings: ServerConfig) -> FastAPI:
-    """The application of one replica, in its process, which ends with the engine."""
+    """Create the application of one replica, whose process ends with the engine."""
     client = create_replicas(config)
 
     def follow(kind: str, facts: dict[str, Any]) -> None:
@@ -98,40 +98,39 @@ def replica_app(config: EngineConfig, settings: ServerConfig) -> FastAPI:
 
 
 def _configs(model: str, options: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
-    """Both configs, from options that are told apart by name.
+    """Split the options into both configs.
 
     Raises:
-        ValueError: one is unknown, or cannot be here.
+        ValueError: an option is unknown, or invalid with Ray Serve.
     """
     for name, instead in _UNSUPPORTED_OPTIONS.items():
         if name in options:
-            raise ValueError(f"{name} has no effect behind Ray Serve: {instead}; leave it out")
-    of_server = {item.name for item in fields(ServerConfig)}
-    settings = config_from(ServerConfig, {name: value for name, value in options.items() if name in of_server})
-    others = {name: value for name, value in options.items() if name not in of_server}
-    config = config_from(EngineConfig, {"model": model, **others})
+            raise ValueError(f"{name} has no effect with Ray Serve ({instead}); leave it out")
+    server_names = {item.name for item in fields(ServerConfig)}
+    settings = config_from(ServerConfig, {name: value for name, value in options.items() if name in server_names})
+    engine_options = {name: value for name, value in options.items() if name not in server_names}
+    config = config_from(EngineConfig, {"model": model, **engine_options})
     check_names(config, None)
     check_value_ranges(config)
     check_limits(settings)
     if config.executor != "local":
         raise ValueError(
-            f"executor={config.executor!r} cannot be had behind Ray Serve: all ranks of a replica are on the machine where Ray "
-            "Serve puts it; leave it out"
+            f"executor={config.executor!r} is not supported with Ray Serve, which places all ranks of a replica on one machine; "
+            "leave it out"
         )
     if config.device not in ("auto", "cpu", "cuda"):
         raise ValueError(
-            f"device={config.device!r} cannot be had behind Ray Serve, which gives out GPUs; use cuda or cpu"
+            f"device={config.device!r} is not supported with Ray Serve, which assigns the GPUs; use cuda or cpu"
         )
-    device = "cpu" if config.device == "cpu" else "cuda"  # a replica sees the GPUs that Ray gave to it, and no others
+    device = "cpu" if config.device == "cpu" else "cuda"  # a replica sees only the GPUs that Ray assigned
     return replace(config, device=device), settings
 
 
 def _deployment_options(config: EngineConfig, settings: ServerConfig) -> dict[str, Any]:
-    """What a replica needs, as options of its deployment. An actor's GPUs are always on one machine."""
+    """Deployment options of a replica. An actor's GPUs are always on one machine."""
     ranks = config.num_ranks
-    needed = {"num_cpus": 1 + ranks, "num_gpus": 0 if config.device == "cpu" else ranks}
     return {
-        "ray_actor_options": needed,
+        "ray_actor_options": {"num_cpus": 1 + ranks, "num_gpus": 0 if config.device == "cpu" else ranks},
         "max_ongoing_requests": settings.max_waiting_requests + (config.max_batch_size or _DEFAULT_BATCH),
         "graceful_shutdown_timeout_s": settings.drain_timeout + _END_SECONDS,
         "health_check_period_s": 2.0,

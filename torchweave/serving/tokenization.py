@@ -1,4 +1,4 @@
-"""Text to tokens and back in the HTTP process: encoding on a thread of its own, so that a long prompt delays nobody."""
+"""Tokenization in the HTTP process. Encoding runs on a separate thread, so that long prompts do not block the event loop."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Value = TypeVar("Value")
 
 
 class AsyncTokenizer:
-    """The model's tokenizer, twice: one encodes on its thread, the other decodes in the event loop. Made by `open`.
+    """Two copies of the model's tokenizer: one encodes on a thread, the other decodes in the event loop. Created by `open`.
 
     Args:
-        template: turns conversations into text, in the place of the model's own.
+        template: chat template that replaces the model's.
     """
 
     def __init__(self, encoder: Tokenizer, decoder: Tokenizer, template: str | None) -> None:
@@ -33,10 +33,10 @@ class AsyncTokenizer:
 
     @classmethod
     async def open(cls, folder: str, template: str | None = None, trust_remote_code: bool = False) -> AsyncTokenizer:
-        """The tokenizer of a model folder, its files read.
+        """Load the tokenizer of a model folder.
 
         Raises:
-            ValueError: they cannot be read.
+            ValueError: its files cannot be read.
         """
         return await asyncio.to_thread(cls._read, folder, template, trust_remote_code)
 
@@ -48,18 +48,18 @@ class AsyncTokenizer:
         return cls(encoder, decoder, template)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Encode a text.
 
         Raises:
-            ValueError: it is no text.
+            ValueError: the text is not valid Unicode.
         """
         return await self._on_thread(lambda: self._encoder.encode(text, add_special_tokens))
 
     async def chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
-        """Token ids of a conversation, by the model's chat template.
+        """Encode a conversation with the chat template.
 
         Raises:
-            ValueError: there is no template, or it refuses the messages.
+            ValueError: the model has no template, or the template rejects the messages.
         """
         if self._template is not None:
             variables["chat_template"] = self._template
@@ -71,24 +71,24 @@ class AsyncTokenizer:
 
     @property
     def chat_template(self) -> str:
-        """What turns conversations into text; empty for a model without one."""
-        found = self._template or getattr(self._decoder.hf_tokenizer, "chat_template", None) or ""
-        return found if isinstance(found, str) else "\n".join(map(str, dict(found).values()))
+        """Source of the chat template, of several joined; empty for a model without one."""
+        template = self._template or getattr(self._decoder.hf_tokenizer, "chat_template", None) or ""
+        return template if isinstance(template, str) else "\n".join(map(str, dict(template).values()))
 
     async def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """The same with `bad_words` as tokens, which is all that the engine knows."""
+        """Return `params` with `bad_words` as token ids, as the engine requires."""
         encode = functools.partial(self._encoder.encode, add_special_tokens=False)
         return await self._on_thread(lambda: encode_bad_words(params, encode))
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> IncrementalDetokenizer:
-        """A decoder of ids that arrive one after the other, behind a prompt."""
+        """Create an incremental decoder for the answer to a prompt."""
         return self._decoder.stream(prompt_ids, skip_special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=False)
 
     def token_text(self, token: int) -> str:
-        """The text that one token adds to a text."""
+        """Text of a single token."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = self._decoder.token_text(token)
@@ -102,5 +102,5 @@ class AsyncTokenizer:
 
 
 async def prepare() -> None:
-    """Import what a tokenizer needs, which takes a second, while the engine is built."""
+    """Import the tokenizer's libraries, which takes a second, while the engine is built."""
     await asyncio.to_thread(import_without_torch)

@@ -30,7 +30,7 @@ def test_of_servers_that_start_at_once_one_has_the_address(shared: bool) -> None
         try:
             return listen("127.0.0.1", port, shared)
         except ValueError as refused:
-            assert "cannot be listened on: Address already in use" in str(refused)
+            assert "cannot listen on" in str(refused) and "Address already in use" in str(refused)
             return None
 
     with ThreadPoolExecutor(servers) as pool:
@@ -46,7 +46,7 @@ def test_an_address_is_had_with_all_that_it_is_part_of(host: str, other: str, sh
     with listen(host, 0, shared) as first:
         port = first.getsockname()[1]
         for also in (False, True):
-            with pytest.raises(ValueError, match="cannot be listened on"):
+            with pytest.raises(ValueError, match="cannot listen on"):
                 listen(other, port, also)
         if not shared:
             with pytest.raises(OSError, match="in use"):

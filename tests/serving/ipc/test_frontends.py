@@ -311,7 +311,7 @@ def test_an_address_is_not_shared_with_another_server() -> None:
         done = subprocess.run(
             serve_command("demo", *SEVERAL, "--port", port), capture_output=True, text=True, timeout=60
         )
-    assert done.returncode == 2 and "cannot be listened on" in done.stderr
+    assert done.returncode == 2 and "cannot listen on" in done.stderr
 
 
 # -- in one process ----------------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
         assert num_http_processes(None) == count and num_http_processes(3) == 3
     monkeypatch.setattr("sys.platform", "darwin")
     assert num_http_processes(None) == 1
-    with pytest.raises(ValueError, match="api_server_count=3 can be had on Linux only"):
+    with pytest.raises(ValueError, match="api_server_count=3 is supported on Linux only"):
         num_http_processes(3)
     with pytest.raises(ValueError, match="api_server_count=0 must be from 1 to 64"):
         check_server(EngineConfig("demo"), ServerConfig(api_server_count=0))

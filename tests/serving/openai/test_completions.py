@@ -164,7 +164,7 @@ def test_E1_the_best_of_a_beam_search_are_those_with_the_best_scores(
 
 def test_E1_a_search_is_as_wide_as_the_answers_that_it_is_the_best_of(server: ServerProcess) -> None:
     answer = server.post("/v1/completions", {"prompt": "1+1=", "beam_width": 3, "n": 2, "best_of": 4})
-    assert answer.status_code == 400 and "beam_width=3 has no best_of=4 answers" in answer.text
+    assert answer.status_code == 400 and "beam_width=3 must be at least best_of=4" in answer.text
 
 
 def test_E1_no_number_ends_the_engine(server: ServerProcess) -> None:
@@ -203,11 +203,11 @@ def test_E1_null_is_not_given_and_a_weight_is_a_number(server: ServerProcess) ->
 @pytest.mark.parametrize(
     ("body", "headers", "status", "said"),
     [
-        (gzip.compress(b'{"prompt": "a"}'), {"Content-Encoding": "gzip"}, 415, "Content-Encoding 'gzip' is not read"),
+        (gzip.compress(b'{"prompt": "a"}'), {"Content-Encoding": "gzip"}, 415, "Content-Encoding 'gzip' is not supported"),
         (b'{"prompt": "a", "max_tokens": 1}', {"Content-Encoding": "identity"}, 200, "text_completion"),
-        ('{"prompt": "é"}'.encode("latin-1"), {}, 400, "not text in UTF-8 (byte 12 is not)"),
+        ('{"prompt": "é"}'.encode("latin-1"), {}, 400, "not valid UTF-8 (at byte 12)"),
         (b'{"prompt": ' + b"[" * 100_000, {}, 400, "nested too deeply"),
-        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", {}, 400, "a number of thousands of digits"),
+        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", {}, 400, "a number with thousands of digits"),
     ],
     ids=["gzip", "identity", "latin-1", "deep", "digits"],
 )
@@ -225,7 +225,7 @@ def test_E1_bad_requests_are_one_sentence(server: ServerProcess) -> None:
         client.completions.create(model="demo", prompt="a", temperature=-1)
     with pytest.raises(openai.BadRequestError, match="did you mean top_k"):
         client.completions.create(model="demo", prompt="a", extra_body={"topk": 3})
-    with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here; 'demo' or 'sums' is"):
+    with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here; use 'demo' or 'sums'"):
         client.completions.create(model="gpt-9", prompt="a")
     for prompt in ("a" * 600, ["a", "a" * 511]):  # and one token in front
         with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as too_long:

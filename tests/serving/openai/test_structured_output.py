@@ -70,7 +70,7 @@ def test_E1_json_object(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"extra_body": {"guided_regex": "a", "guided_choice": ["b"]}}, "each give the answer a form"),
+        ({"extra_body": {"guided_regex": "a", "guided_choice": ["b"]}}, "each constrains the answer"),
         ({"extra_body": {"structured_outputs": {}}}, "exactly one of json, regex"),
         ({"extra_body": {"guided_regex": "(("}}, "regex"),
         ({"extra_body": {"guided_grammar": "no grammar"}}, "grammar"),

@@ -119,8 +119,7 @@ class AuthLimitsMiddleware:
 
 
 class RequestIdMiddleware:
-    """ASGI middleware that returns the request id in `x-request-id`: the client's, if it sent one, so that logs can be
-    correlated."""
+    """ASGI middleware that returns the request id, the client's own if it sent one, in `x-request-id`."""
 
     def __init__(self, app: App) -> None:
         self._app = app

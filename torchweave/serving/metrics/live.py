@@ -1,6 +1,6 @@
-"""`/live`: everything that the page shows, as one JSON object that is made at most a few times a second.
+"""`/live`: the data of the live page as one JSON object, rebuilt at most once per `FRESH_SECONDS`.
 
-The engine is never asked: what it said last is in the engine client and in what was watched of its traffic.
+All data come from the engine client; the engine process is not queried.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torchweave.serving.metrics.prometheus import EngineSnapshot
 from torchweave.serving.service import Service
 
 FRESH_SECONDS = 0.25
-"""How old an answer may be: so often is it made at the most, however many pages are open."""
+"""Maximum age of the data, regardless of the number of open pages."""
 RATE_SECONDS = 5
-"""Over which the tokens a second of a replica are taken."""
+"""Window for the tokens per second of a replica."""
 
 
 class Live:
     """The page's data for one server.
 
     Args:
-        poll_metrics: brings what is known of other HTTP processes up to date.
+        poll_metrics: updates the metrics of the other HTTP processes.
     """
 
     def __init__(self, service: Service, poll_metrics: Callable[[], Awaitable[None]]) -> None:
@@ -43,7 +43,7 @@ class Live:
         self._built_at = float("-inf")
         self._build_task: asyncio.Task[None] | None = None
         self._text = b""
-        self._compiled: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # an explanation, and what is shown of it
+        self._compiled: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # an explanation and its summary
         histories = [engine.request_metrics.history for engine in self._engines]
         self._step_times = Percentiles(histories, HISTORY_SECONDS, (50, 99))
 
@@ -52,7 +52,7 @@ class Live:
         if self._engines[0].request_metrics.clock() - self._built_at >= FRESH_SECONDS:
             if self._build_task is None or self._build_task.done():
                 self._build_task = asyncio.create_task(self._rebuild())
-            await asyncio.shield(self._build_task)  # others may wait for it too
+            await asyncio.shield(self._build_task)  # other requests may wait for it too
         return self._text
 
     async def _rebuild(self) -> None:
@@ -61,7 +61,7 @@ class Live:
         self._text, self._built_at = msgspec.json.encode(self.snapshot(now)), now
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """What `docs/operations.md` describes; times in seconds, unless a name ends in `_ms`."""
+        """Build the object documented in `docs/operations.md`; times in seconds, except for names ending in `_ms`."""
         client = self._service.client
         all_request_metrics = [
             request_metrics for engine in self._engines for request_metrics in engine.all_request_metrics
@@ -101,21 +101,21 @@ class Live:
         }
 
     def _state(self) -> str:
-        """`ready` only once requests are taken."""
+        """State of the engines; `ready` only once the server accepts requests."""
         state = self._service.client.state
         return "starting" if state == "ready" and not self._service.ready else state
 
     def _model(self) -> dict[str, Any]:
         card = self._service.client.model
-        found: dict[str, Any] = {"name": self._service.names[0]}
+        model: dict[str, Any] = {"name": self._service.names[0]}
         if card is not None:
             names = ("architecture", "dtype", "device", "quantization", "num_parameters", "max_model_len")
-            found |= {name: getattr(card, name) for name in names} | {"text": card.folder is not None}
-            found["max_batch_size"] = sum(each.model.max_batch_size for each in self._engines if each.model is not None)
-        return found
+            model |= {name: getattr(card, name) for name in names} | {"text": card.folder is not None}
+            model["max_batch_size"] = sum(each.model.max_batch_size for each in self._engines if each.model is not None)
+        return model
 
     def _startup(self) -> dict[str, Any]:
-        """Stages that are done with their seconds, and long work under way, of the first engine that is not there yet."""
+        """Finished stages and progress bars of the first engine that is not ready."""
         engine = next((each for each in self._engines if each.state != "ready"), self._engines[0])
         stages = [event for event in engine.events if event["event"] == "stage"]
         done = {event["name"] for event in stages}
@@ -143,7 +143,7 @@ class Live:
         }
 
     def _what_is_compiled(self) -> dict[str, Any]:
-        """Of the first engine, as of all of them."""
+        """Summary of the compiled graphs, which are the same for all engines."""
         explanation = self._engines[0].explanation
         if self._compiled[0] is not explanation:
             self._compiled = explanation, _compiled(explanation)
@@ -151,7 +151,7 @@ class Live:
 
 
 def _replica_summary(engine: EngineClient, numbers: EngineSnapshot, now: float) -> dict[str, Any]:
-    """One of the engines, in short."""
+    """Summary of an engine."""
     card, generated = engine.model, engine.request_metrics.history.sums(now)["generated"][-RATE_SECONDS:]
     return {
         "replica": engine.replica_info.index,
@@ -168,7 +168,7 @@ def _replica_summary(engine: EngineClient, numbers: EngineSnapshot, now: float) 
 
 
 def _compiled(explanation: dict[str, Any]) -> dict[str, Any]:
-    """Passes, pieces and graphs in use, in short."""
+    """Summary of passes, pieces and graphs."""
     if not explanation:
         return {"passes": [], "pieces": 0, "distinct_pieces": 0, "graphs": [], "fallbacks": []}
     graphs: dict[tuple[str, str], list[int]] = {}
@@ -188,7 +188,7 @@ def _compiled(explanation: dict[str, Any]) -> dict[str, Any]:
 
 
 def _percentiles_ms(values: BucketHistogram) -> dict[str, float | None]:
-    """Percentiles of the last values."""
+    """Percentiles of the recent values."""
     p50, p99 = percentile(values.recent, 50), percentile(values.recent, 99)
     return {"p50_ms": p50 and p50 * 1e3, "p99_ms": p99 and p99 * 1e3}
 
@@ -198,7 +198,7 @@ def _milliseconds(seconds: list[float | None]) -> list[float | None]:
 
 
 def _request_row(record: RequestRecord, now: float) -> dict[str, Any]:
-    """A request as the page's list has it."""
+    """A request for the page's list."""
     end = record.ended or now
     return {
         "id": record.id,

@@ -1,7 +1,6 @@
-"""`/metrics`: what was counted, in Prometheus' format, with the meanings of vLLM's metrics under `torchweave_`.
+"""`/metrics`: counters in Prometheus' format, with the semantics of vLLM's metrics and the prefix `torchweave_`.
 
-Nothing is kept here: the collector reads the counts and the engine's last statistics when somebody scrapes. Each server has a
-registry of its own.
+The collector reads the counters and the engine's last statistics at each scrape. Each server has its own registry.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _Scope = dict[str, Any]
 
 
 class Engine(Protocol):
-    """What is read of an engine client."""
+    """The attributes of an engine client that metrics read."""
 
     restarts: int
     model: ModelCard | None
@@ -49,72 +48,72 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric: its name without prefix, what it means, and where its value is."""
+    """A metric: its name without prefix, its help text, and a function that returns its value."""
 
     name: str
     meaning: str
     value: Callable[[ServingCounters], float | BucketHistogram]
 
 
-# Names, units and meanings of vLLM's metrics where it has one; docs/operations.md tells them to people.
+# Names, units and semantics of vLLM's metrics if it has them; documented in docs/operations.md.
 COUNTERS = (
-    MetricSpec("prompt_tokens", "Prompt tokens of requests that had their first token", lambda c: c.prompt_tokens),
-    MetricSpec("generation_tokens", "Tokens that were generated", lambda c: c.generation_tokens),
-    MetricSpec("requests_refused", "Requests that the engine said it can never run", lambda c: c.refused),
+    MetricSpec("prompt_tokens", "Prompt tokens of requests that have their first token", lambda c: c.prompt_tokens),
+    MetricSpec("generation_tokens", "Generated tokens", lambda c: c.generation_tokens),
+    MetricSpec(
+        "requests_refused", "Requests that the engine refused because it can never run them", lambda c: c.refused
+    ),
     MetricSpec("iterations", "Iterations of the engine", lambda c: c.iterations),
     MetricSpec(
-        "compiles_after_ready",
-        "Compiles after the engine was ready: there should be none",
-        lambda c: c.compiles_after_ready,
+        "compiles_after_ready", "Compilations after the engine was ready; expected: 0", lambda c: c.compiles_after_ready
     ),
 )
 HISTOGRAMS = (
-    MetricSpec("time_to_first_token_seconds", "From a request's arrival to its first token", lambda c: c.first_token),
     MetricSpec(
-        "inter_token_latency_seconds",
-        "Between two responses with tokens of a streamed request",
-        lambda c: c.inter_token,
+        "time_to_first_token_seconds", "Time from a request's arrival to its first token", lambda c: c.first_token
+    ),
+    MetricSpec(
+        "inter_token_latency_seconds", "Time between two token responses of a streamed request", lambda c: c.inter_token
     ),
     MetricSpec(
         "time_per_output_token_seconds",
-        "Mean time between tokens of a finished request, without the first",
+        "Mean time per output token of a finished request, excluding the first",
         lambda c: c.per_output_token,
     ),
-    MetricSpec("e2e_request_latency_seconds", "From a request's arrival to its end", lambda c: c.latency),
+    MetricSpec("e2e_request_latency_seconds", "Time from a request's arrival to its end", lambda c: c.latency),
     MetricSpec(
         "request_queue_time_seconds",
-        "From a request's arrival to the step that begins to read its prompt",
+        "Time from a request's arrival to the first step of its prefill",
         lambda c: c.queue,
     ),
     MetricSpec("request_prompt_tokens", "Prompt tokens of a finished request", lambda c: c.request_prompt),
     MetricSpec("request_generation_tokens", "Generated tokens of a finished request", lambda c: c.request_generation),
-    MetricSpec("iteration_tokens", "Tokens of an iteration, read and drawn", lambda c: c.iteration_tokens),
+    MetricSpec("iteration_tokens", "Tokens of an iteration, prefilled and sampled", lambda c: c.iteration_tokens),
     MetricSpec("iteration_seconds", "Wall-clock time of an iteration", lambda c: c.iteration_seconds),
 )
 
 
 GAUGES: tuple[tuple[str, str, Callable[[EngineSnapshot], float]], ...] = (
-    ("num_requests_running", "Requests that take part in steps", lambda now: now.running),
+    ("num_requests_running", "Running requests", lambda now: now.running),
     ("num_requests_waiting", "Requests that wait for their first step", lambda now: now.waiting),
-    ("num_requests_paused", "Requests that ran, gave their blocks back, and wait to go on", lambda now: now.paused),
-    ("kv_cache_usage_perc", "Part of the KV cache's blocks that requests hold; 1 is all", lambda now: now.usage),
+    ("num_requests_paused", "Preempted requests that wait to resume", lambda now: now.paused),
+    ("kv_cache_usage_perc", "Fraction of the KV cache's blocks in use, 0 to 1", lambda now: now.usage),
     ("kv_cache_blocks", "Blocks of the KV cache", lambda now: now.blocks),
 )
 CACHE_COUNTERS: tuple[tuple[str, str, Callable[[EngineSnapshot], int]], ...] = (
-    ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache", lambda now: now.queries),
-    ("prefix_cache_hits", "Prompt tokens that were found there, and not read again", lambda now: now.hits),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda now: now.queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda now: now.hits),
 )
 
 
 class HttpRequestCounters:
-    """HTTP requests by method, path (the route's, so that there are few) and status.
+    """HTTP requests by method, path (the route's, to bound the number of labels) and status.
 
     Args:
         routes: of the application.
 
     Attributes:
         requests: of this process.
-        remote: of the other HTTP processes of the server, as far as they have told.
+        remote: of the other HTTP processes, as of the last poll.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
@@ -127,7 +126,7 @@ class HttpRequestCounters:
         return sum(self.remote, self.requests)
 
     def count(self, scope: _Scope, status: int) -> None:
-        """An answer has begun. What was refused before its route was looked for has the path of that one, if there is one."""
+        """Count a request. Requests rejected before routing get the path of the route that would have matched."""
         path = getattr(scope.get("route"), "path", None)
         if path is None:
             matching_paths = (route.path for route in self._routes if route.matches(scope)[0] != Match.NONE)
@@ -136,14 +135,13 @@ class HttpRequestCounters:
 
 
 STREAM_SEND = "torchweave.send"
-"""In a scope: where the parts of a body may go once an answer has begun, past the layers that look for its beginning."""
+"""Scope key of a `send` that bypasses the middleware, for body parts after the response's start."""
 PROXIED = "torchweave.relayed"
-"""In a scope: another HTTP process of the server answers, and counts."""
+"""Scope key of requests that another HTTP process answers and counts."""
 
 
 class HttpMetricsMiddleware:
-    """ASGI middleware around an application: counts each request once it is over. 499 (nginx's number): the client left before
-    there was an answer."""
+    """ASGI middleware that counts finished requests. Status 499 (from nginx): the client disconnected before the response."""
 
     def __init__(self, app: Any, counts: HttpRequestCounters) -> None:
         self._app = app
@@ -168,7 +166,7 @@ class HttpMetricsMiddleware:
             status = 500 if status == _CLIENT_CLOSED_REQUEST else status
             raise
         finally:
-            # It knows the scope, which knows it: all that the request was would wait for the collector of cycles.
+            # Breaks the reference cycle of scope and `send`, which only the garbage collector would free.
             del scope[STREAM_SEND]
             if not scope.get(PROXIED):
                 self._counts.count(scope, status)
@@ -178,7 +176,7 @@ class PrometheusMetrics(Collector):
     """The metrics of one server.
 
     Args:
-        engines: the engine clients. Of several, each has its own series, with a label `replica`.
+        engines: the engine clients. With several, each has its own series with a label `replica`.
         http: the HTTP requests.
         model_name: the label of everything about the model.
     """
@@ -192,22 +190,22 @@ class PrometheusMetrics(Collector):
         self.registry.register(self)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The metrics as text, and its content type, for a request's `Accept` header."""
+        """Return the metrics as text and its content type, for a request's `Accept` header."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
     def describe(self) -> list[Metric]:
-        return []  # nothing else is in the registry that a name could collide with
+        return []  # the registry has no other collector whose names could collide
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_engines()
         counts = [engine.counts for engine in self._engines]
-        for family in COUNTERS:
-            yield self._counter(family.name, family.meaning, map(family.value, counts))
-        for family in HISTOGRAMS:
-            yield self._histogram(family, map(family.value, counts))
+        for spec in COUNTERS:
+            yield self._counter(spec.name, spec.meaning, map(spec.value, counts))
+        for spec in HISTOGRAMS:
+            yield self._histogram(spec, map(spec.value, counts))
         ended = CounterMetricFamily(
-            PREFIX + "request_success", "Requests that ended, by reason", labels=[*self._labels, "finished_reason"]
+            PREFIX + "request_success", "Finished requests by finish reason", labels=[*self._labels, "finished_reason"]
         )
         for labels, each in zip(self._values, counts, strict=True):
             for reason, count in each.reasons.items():
@@ -215,56 +213,56 @@ class PrometheusMetrics(Collector):
         yield ended
         yield self._of_http()
         build = {"version": torchweave.__version__, "python": platform.python_version()}
-        info = GaugeMetricFamily(PREFIX + "build_info", "What runs; always 1", labels=list(build))
+        info = GaugeMetricFamily(PREFIX + "build_info", "Versions; always 1", labels=list(build))
         info.add_metric(list(build.values()), 1)
         yield info
 
     def _of_engines(self) -> Iterator[Metric]:
         engines, now = self._engines, [EngineSnapshot.of(engine) for engine in self._engines]
         ready = (float(engine.state == "ready") for engine in engines)
-        yield self._gauge("engine_up", "1 while the engine takes requests, else 0", ready)
+        yield self._gauge("engine_up", "1 while the engine accepts requests, else 0", ready)
         restarts = (engine.restarts for engine in engines)
-        yield self._counter("engine_restarts", "Times that the engine was started again", restarts)
+        yield self._counter("engine_restarts", "Restarts of the engine", restarts)
         for name, meaning, value in GAUGES:
             yield self._gauge(name, meaning, map(value, now))
         for name, meaning, value in CACHE_COUNTERS:
             yield self._counter(name, meaning, map(value, now))
 
     def _of_http(self) -> Metric:
-        found = CounterMetricFamily(
-            PREFIX + "http_requests", "HTTP requests that were answered", labels=["method", "path", "status"]
+        family = CounterMetricFamily(
+            PREFIX + "http_requests", "Answered HTTP requests", labels=["method", "path", "status"]
         )
         for labels, count in sorted(self._http.all_requests.items()):
-            found.add_metric(labels, count)
-        return found
+            family.add_metric(labels, count)
+        return family
 
     # -- one family, with a value of each engine -----------------------------------------------------------------------
 
     def _gauge(self, name: str, meaning: str, values: Iterable[float]) -> Metric:
-        found = GaugeMetricFamily(PREFIX + name, meaning, labels=self._labels)
+        family = GaugeMetricFamily(PREFIX + name, meaning, labels=self._labels)
         for labels, value in zip(self._values, values, strict=True):
-            found.add_metric(labels, value)
-        return found
+            family.add_metric(labels, value)
+        return family
 
     def _counter(self, name: str, meaning: str, values: Iterable[Any]) -> Metric:
-        found = CounterMetricFamily(PREFIX + name, meaning, labels=self._labels)
+        family = CounterMetricFamily(PREFIX + name, meaning, labels=self._labels)
         for labels, value in zip(self._values, values, strict=True):
-            found.add_metric(labels, value)
-        return found
+            family.add_metric(labels, value)
+        return family
 
-    def _histogram(self, family: MetricSpec, values: Iterable[Any]) -> Metric:
-        found = HistogramMetricFamily(PREFIX + family.name, family.meaning, labels=self._labels)
+    def _histogram(self, spec: MetricSpec, values: Iterable[Any]) -> Metric:
+        family = HistogramMetricFamily(PREFIX + spec.name, spec.meaning, labels=self._labels)
         for labels, value in zip(self._values, values, strict=True):
-            found.add_metric(labels, value.cumulative(), value.sum)
-        return found
+            family.add_metric(labels, value.cumulative(), value.sum)
+        return family
 
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """The engine's last statistics as few numbers; before the first, what is known of its blocks, and else 0.
+    """Summary of the engine's last statistics; before the first, block counts of the model card and otherwise 0.
 
     Attributes:
-        queries, hits: tokens of whole prompt blocks that were looked up among kept ones, and found, over all its lives.
+        queries, hits: see `EngineClient.prefix_cache_tokens`.
     """
 
     running: int
@@ -295,7 +293,7 @@ class EngineSnapshot:
 
     @classmethod
     def merge(cls, parts: Sequence[EngineSnapshot]) -> EngineSnapshot:
-        """Of several engines with blocks of one size."""
+        """Sum the snapshots of engines with equal block sizes."""
         sums = {item.name: sum(getattr(part, item.name) for part in parts) for item in fields(cls)}
         return cls(**sums | {"tokens_per_block": max(part.tokens_per_block for part in parts)})
 

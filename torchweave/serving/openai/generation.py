@@ -1,4 +1,4 @@
-"""The answers to one HTTP request as they grow: outputs of the engine in, text out."""
+"""The answers to one HTTP request: converts engine outputs to text incrementally."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torchweave.serving.engine_client.request_stream import RequestStream, Strea
 from torchweave.serving.tokenization import AsyncTokenizer
 
 
-@dataclass(slots=True)  # not frozen: there is one for each token of each stream
+@dataclass(slots=True)  # not frozen, for speed: one is created per token of each stream
 class Delta:
-    """What is new of one answer. `text` may begin before its tokens', with what was held back."""
+    """New text and tokens of one answer. `text` may also contain text of earlier tokens that was held back."""
 
     index: int
     text: str
@@ -26,16 +26,16 @@ class Delta:
 
 
 class AnswerBuilder:
-    """One answer. `index` counts all answers of the request: those to the first prompt, then those to the second."""
+    """Builds one answer. `index` counts all answers of the request, those to the first prompt first."""
 
     def __init__(self, index: int, answer: CompletionBuilder) -> None:
         self.index = index
         self.answer = answer
-        self.reported = False  # to its end
+        self.reported = False  # completely
         self._logprobs: list[TokenLogprobs] = []
 
     def add(self, token_ids: Sequence[int], reason: str | None, logprobs: Sequence[TokenLogprobs]) -> bool:
-        """Take in an output; returns whether a stop string ended the answer."""
+        """Add an output; returns whether a stop string ended the answer."""
         self._logprobs += logprobs
         return self.answer.add(token_ids, reason, logprobs)  # type: ignore[arg-type]
 
@@ -50,11 +50,11 @@ class AnswerBuilder:
 
 
 class AnswerStream:
-    """All answers of one HTTP request. `close` stops those that are not done.
+    """All answers of one HTTP request. `close` cancels the unfinished ones.
 
     Args:
-        finished: called when a request of the engine has ended.
-        prompt_only: the answers are empty: what is drawn is not told.
+        finished: called when an engine request has finished.
+        prompt_only: the answers are empty; sampled tokens are discarded.
     """
 
     def __init__(
@@ -83,15 +83,13 @@ class AnswerStream:
             tokens = _as_tokens(ids)
             if params.beam_width > 1:
                 answers = [self._answer(ids, index) for index in range(params.n)]
-                self._answer_builders[self.request_stream.submit(tokens, params, stream, priority, cache_salt)] = (
-                    answers
-                )
+                request_id = self.request_stream.submit(tokens, params, stream, priority, cache_salt)
+                self._answer_builders[request_id] = answers
                 continue
             for index, seeded in enumerate(params.each()):
                 answer = self._answer(ids, index)
-                self._answer_builders[self.request_stream.submit(tokens, seeded, streamed, priority, cache_salt)] = [
-                    answer
-                ]
+                request_id = self.request_stream.submit(tokens, seeded, streamed, priority, cache_salt)
+                self._answer_builders[request_id] = [answer]
 
     def _answer(self, prompt: list[int], index: int) -> AnswerBuilder:
         text = None if self._tokenizer is None else self._tokenizer.stream(prompt, self._params.skip_special_tokens)
@@ -99,15 +97,15 @@ class AnswerStream:
         return AnswerBuilder(self._num_answers - 1, CompletionBuilder(self._params, text, index))
 
     async def next(self) -> list[Delta]:
-        """What is new, as soon as something is; nothing once all answers have ended.
+        """Wait for new deltas; empty once all answers have ended.
 
         Raises:
-            EngineUnavailable: the engine ended before them.
-            RequestFailed: one failed alone.
+            EngineUnavailable: the engine ended.
+            RequestFailed: a request failed.
         """
         while new_output := await self.request_stream.new_output():
-            if found := self._read(new_output):
-                return found
+            if deltas := self._read(new_output):
+                return deltas
         return []
 
     def _read(self, new_output: Sequence[StreamOutput]) -> list[Delta]:
@@ -136,15 +134,15 @@ class AnswerStream:
             self._finished()
 
     async def full(self) -> list[Delta]:
-        """The answers when all have ended, in their order."""
+        """Wait for the end of all answers and return them in order."""
         parts: list[list[Delta]] = [[] for _ in range(self._num_answers)]
-        while found := await self.next():
-            for delta in found:
+        while deltas := await self.next():
+            for delta in deltas:
                 parts[delta.index].append(delta)
         return [_joined(index, deltas) for index, deltas in enumerate(parts)]
 
     def prompt_logprobs(self, prompt: int) -> list[TokenLogprobs | None]:
-        """Of each token of a prompt, None for the first; known with the first response to it, if they were asked for."""
+        """Log-probabilities of a prompt's tokens, None for the first; available with the first response, if requested."""
         answers = [answer_builder for builders in self._answer_builders.values() for answer_builder in builders]
         return [None, *answers[prompt * self._params.n].answer.prompt_logprobs]
 
@@ -175,12 +173,12 @@ def _joined(index: int, deltas: Sequence[Delta]) -> Delta:
 
 
 def _as_tokens(ids: Sequence[int]) -> np.ndarray:
-    """Token ids as the engine takes them.
+    """Convert token ids to an int32 array.
 
     Raises:
-        ValueError: one that no model can have.
+        ValueError: an id is out of range.
     """
-    tokens = np.array(ids) if ids else np.empty(0, np.int32)  # else floats; that it is empty is for the engine to say
+    tokens = np.array(ids) if ids else np.empty(0, np.int32)  # np.array([]) is float; the engine refuses empty prompts
     if tokens.dtype.kind not in "iu" or (tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31):
-        raise ValueError("The prompt holds a token id outside 0..2**31 - 1, which no model knows.")
+        raise ValueError("The prompt contains a token id outside 0..2**31 - 1; send ids of the model's vocabulary.")
     return tokens.astype(np.int32)

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms, and in vLLM's for prompts."""
+"""Log-probabilities in OpenAI's two formats, and in vLLM's format for prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchweave.serving.tokenization import AsyncTokenizer
 
 
 def chat_logprobs(tokenizer: AsyncTokenizer | None, entries: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat completion."""
+    """Build `choices[].logprobs` of a chat completion."""
     content = []
     for entry in entries:
         best = list(entry.top.items())[:num_top]
@@ -24,12 +24,12 @@ def chat_logprobs(tokenizer: AsyncTokenizer | None, entries: Sequence[TokenLogpr
 
 
 class TextOffsets:
-    """Where the texts of tokens begin that come one after the other. Parts of a character all begin where it does.
+    """Character offsets of consecutive tokens. All tokens of one character have the offset of the character.
 
     Args:
         prompt: tokens before the first.
-        begin: where the text of the first token begins.
-        skip_special_tokens: they are no part of the text.
+        begin: offset of the first token.
+        skip_special_tokens: whether the text excludes special tokens.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TextOffsets:
         self._end = begin
 
     def of(self, token: int) -> int:
-        """Where the next token's text begins."""
+        """Return the offset of the next token."""
         begin = self._end
         self._end += len(token_text(None, token) if self._stream is None else self._stream.feed([token]))
         return begin
@@ -51,11 +51,11 @@ def completion_logprobs(
     text_offsets: TextOffsets,
     first_token: int | None = None,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion.
+    """Build `choices[].logprobs` of a completion.
 
     Args:
-        entries: None for the first token of a prompt, of which nothing is known.
-        first_token: the token that the entry None stands for.
+        entries: None for the first token of a prompt, which has no log-probability.
+        first_token: the token of the entry None.
     """
     tokens = [first_token if entry is None else entry.token_id for entry in entries]
     return {
@@ -69,32 +69,32 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: AsyncTokenizer | None, entries: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt a map from token id to what is known of it."""
+    """Build vLLM's `prompt_logprobs`: for each prompt token a map from token id to log-probability, rank and text."""
     return [None if entry is None else _ranked(tokenizer, entry) for entry in entries]
 
 
 def _ranked(tokenizer: AsyncTokenizer | None, entry: TokenLogprobs) -> dict[str, Any]:
-    def known(token: int, logprob: float, rank: int) -> dict[str, Any]:
+    def details(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token)}
 
-    found = {str(token): known(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top.items(), 1)}
-    return {str(entry.token_id): known(entry.token_id, entry.logprob, entry.rank)} | found
+    top = {str(token): details(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top.items(), 1)}
+    return {str(entry.token_id): details(entry.token_id, entry.logprob, entry.rank)} | top
 
 
 def _by_text(tokenizer: AsyncTokenizer | None, entry: TokenLogprobs) -> dict[str, float]:
-    """The most likely tokens and the one that was drawn; of those with the same text the most likely."""
-    found: dict[str, float] = {}
+    """Log-probabilities of the top tokens and the sampled token by text; of equal texts the most likely token counts."""
+    logprobs: dict[str, float] = {}
     for token, logprob in {**entry.top, entry.token_id: entry.logprob}.items():
         text = token_text(tokenizer, token)
-        found[text] = max(found.get(text, logprob), logprob)
-    return found
+        logprobs[text] = max(logprobs.get(text, logprob), logprob)
+    return logprobs
 
 
 def _token(tokenizer: AsyncTokenizer | None, token: int, logprob: float) -> dict[str, Any]:
     text = token_text(tokenizer, token)
-    # A token may be part of a character: it has no text of its own, and its bytes are not known here.
-    known = "\N{REPLACEMENT CHARACTER}" not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if known else None}
+    # The bytes of a token that is part of a character are unknown.
+    is_whole = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
 
 
 def token_text(tokenizer: AsyncTokenizer | None, token: int) -> str:

@@ -1,4 +1,4 @@
-"""Bodies of requests: OpenAI's fields, and vLLM's extra ones. A field that is not known is refused with the nearest one."""
+"""Request bodies: OpenAI's fields and vLLM's extra ones. Unknown fields are rejected with a suggestion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchweave.utils.suggest import did_you_mean
 
 
 class Body(BaseModel):
-    """A body whose fields are all known and of their own type: `"5"` is no number. A field that is null was not given."""
+    """A body that rejects unknown fields and does not convert types (`"5"` is not a number). Null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -24,7 +24,7 @@ class Body(BaseModel):
         value = {name: each for name, each in value.items() if each is not None}
         for name in value:
             if name not in cls.model_fields:
-                hint = did_you_mean(str(name), cls.model_fields, "leave it out; the documentation lists what is known")
+                hint = did_you_mean(str(name), cls.model_fields, "leave it out; /docs lists the known fields")
                 raise ValueError(f"unknown field {str(name)[:80]!r}; {hint}")
         return value
 
@@ -41,7 +41,7 @@ def _prompt(value: Any) -> Any:
     if isinstance(value, list) and value and all(map(_is_tokens, value)):
         return value
     raise ValueError(
-        "expected a text, a list of texts, a list of token ids, or a list of lists of token ids, not empty"
+        "expected a text, a list of texts, a list of token ids, or a list of lists of token ids; lists must not be empty"
     )
 
 
@@ -56,13 +56,13 @@ def _stop(value: Any) -> Any:
 
 
 def _bias(value: Any) -> Any:
-    """OpenAI's keys are token ids as text."""
+    """Convert OpenAI's keys, which are token ids as strings."""
     if value is None:
         return None
     if isinstance(value, dict) and all(
         str(token).isdecimal() and type(value[token]) in (int, float) for token in value
     ):
-        with suppress(ValueError, OverflowError):  # there are too many digits for a number
+        with suppress(ValueError, OverflowError):  # too many digits
             return {int(token): float(weight) for token, weight in value.items()}
     raise ValueError('expected token ids with numbers, such as {"50256": -100}')
 
@@ -77,20 +77,20 @@ def _tool_choice(value: Any) -> Any:
     raise ValueError('expected none, auto, required, or {"type": "function", "function": {"name": ...}}')
 
 
-_NAMED = "()"  # behind the name of a function, so that one called `auto` is no mode
+_NAMED = "()"  # suffix of a function's name, which distinguishes a function named `auto` from the mode
 _Prompt = str | list[str] | list[int] | list[list[int]]
 Prompt = Annotated[_Prompt, PlainValidator(_prompt, json_schema_input_type=_Prompt)]
-"""Looked through once: pydantic would try a long list of tokens as each of the kinds, token by token."""
+"""Validated in one pass: pydantic would try each type of the union on a long list of tokens."""
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
 
 class StreamOptions(Body):
-    """What a stream holds beside the answer.
+    """Additional content of a stream.
 
     Attributes:
-        include_usage: a last chunk with the number of tokens.
-        continuous_usage_stats: vLLM's: the number of tokens so far in each chunk.
-        include_obfuscation: OpenAI's padding of chunks; taken, and nothing is padded.
+        include_usage: send a final chunk with token counts.
+        continuous_usage_stats: from vLLM: include token counts in each chunk.
+        include_obfuscation: OpenAI's padding of chunks; accepted and ignored.
     """
 
     include_usage: bool = False
@@ -111,11 +111,11 @@ class StructuredBody(Body):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        return value  # the names of the fields are not those of the body; `extra="forbid"` refuses the others
+        return value  # field names differ from the body's (alias); `extra="forbid"` rejects unknown ones
 
 
 class JsonSchema(BaseModel):
-    """A schema that an answer has to follow; `strict` or not, it always does."""
+    """Schema of an answer; always enforced, regardless of `strict`."""
 
     model_config = ConfigDict(extra="ignore", strict=True, populate_by_name=True)
     name: str = "answer"
@@ -125,16 +125,16 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(Body):
-    """The form of an answer."""
+    """Format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class Generation(Body):
-    """What both kinds of requests share: where the answer goes, and how its tokens are drawn.
+    """Fields of both completions and chat completions.
 
-    Taken, and without effect: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`, `prompt_cache_key`, `request_id`.
+    Accepted and ignored: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`, `prompt_cache_key`, `request_id`.
     """
 
     model: str | None = None
@@ -183,7 +183,7 @@ class Generation(Body):
 
 
 class CompletionRequest(Generation):
-    """A body of `/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: Prompt
     logprobs: Whole | None = None
@@ -193,7 +193,7 @@ class CompletionRequest(Generation):
 
 
 class Message(BaseModel):
-    """A message of a conversation. What else it holds goes to the chat template as it is."""
+    """A message of a conversation. Further fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
@@ -204,7 +204,7 @@ class Message(BaseModel):
 
 
 class Function(Body):
-    """What a tool does. `strict` holds where the call is forced (`tool_choice` required or a function)."""
+    """Definition of a tool. `strict` takes effect if the call is forced (`tool_choice` required or a function)."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
@@ -220,7 +220,7 @@ class Tool(Body):
 
 
 class ChatTemplate(Body):
-    """What decides how a conversation becomes tokens."""
+    """Fields that the chat template uses."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[Tool] | None = None
@@ -231,7 +231,7 @@ class ChatTemplate(Body):
 
 
 class ChatRequest(ChatTemplate, Generation):
-    """A body of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
@@ -243,13 +243,13 @@ class ChatRequest(ChatTemplate, Generation):
 
     @property
     def named_function(self) -> str | None:
-        """The function that the answer has to call."""
+        """Function that `tool_choice` names."""
         choice = self.tool_choice or ""
         return choice.removesuffix(_NAMED) if choice.endswith(_NAMED) else None
 
 
 class TokenizeRequest(Body):
-    """A body of `/tokenize`: a text."""
+    """Body of `/tokenize` with a text."""
 
     model: str | None = None
     prompt: str
@@ -258,7 +258,7 @@ class TokenizeRequest(Body):
 
 
 class TokenizeChatRequest(ChatTemplate):
-    """A body of `/tokenize`: a conversation."""
+    """Body of `/tokenize` with a conversation."""
 
     model: str | None = None
     return_token_strs: bool = False
@@ -275,7 +275,7 @@ AnyTokenizeRequest = Annotated[
 
 
 class DetokenizeRequest(Body):
-    """A body of `/detokenize`."""
+    """Body of `/detokenize`."""
 
     model: str | None = None
     tokens: list[Whole]

@@ -1,4 +1,4 @@
-"""Bodies of completions and chat completions, whole and in chunks."""
+"""Response bodies of completions and chat completions, full and in chunks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torchweave.serving.tokenization import AsyncTokenizer
 
 
 def usage(answer_stream: AnswerStream) -> dict[str, int]:
-    """Tokens of prompts (each counted once) and of answers."""
+    """Build `usage`; each prompt is counted once."""
     prompt, answers = answer_stream.num_prompt_tokens, answer_stream.num_answer_tokens
     return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
 
 
 class CompletionResponseBuilder:
-    """The bodies of `/v1/completions`.
+    """Builds the bodies of `/v1/completions`.
 
     Args:
-        request_id: what the request is called, part of the answer's `id`.
-        logprobs: log-probabilities are told with each token.
-        echoes: the prompts' texts, where they go before the answers.
-        echoes_special: special tokens are part of these texts.
-        skip_special_tokens: they are no part of the answers.
-        with_prompt_logprobs: log-probabilities of the prompts are told as vLLM does.
-        num_drawn: answers to a prompt.
-        num_kept: of these, how many are told: the best.
-        continuous_usage: each chunk tells the number of tokens so far.
+        request_id: part of the response's `id`.
+        logprobs: return log-probabilities of the tokens.
+        echoes: the prompts' texts to prepend to the answers; None: no echo.
+        echoes_special: these texts contain special tokens.
+        skip_special_tokens: the answers exclude special tokens.
+        with_prompt_logprobs: return the prompts' log-probabilities in vLLM's format.
+        num_drawn: generated answers per prompt.
+        num_kept: returned answers per prompt, the best.
+        continuous_usage: include `usage` in each chunk.
     """
 
     def __init__(
@@ -52,16 +52,12 @@ class CompletionResponseBuilder:
     ) -> None:
         created = int(time.time())
         self._head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": created, "model": model}
-        self._answer_stream, self._tokenizer, self._logprobs, self._with_prompt_logprobs = (
-            answer_stream,
-            tokenizer,
-            logprobs,
-            with_prompt_logprobs,
-        )
+        self._answer_stream, self._tokenizer = answer_stream, tokenizer
+        self._logprobs, self._with_prompt_logprobs = logprobs, with_prompt_logprobs
         self._echoes, self._echoes_special, self._skip_special = echoes, echoes_special, skip_special_tokens
         self._num_drawn, self._num_kept = num_drawn, num_kept
         self._started: set[int] = set()
-        self._text_offsets: dict[int, TextOffsets] = {}  # of the tokens of each answer
+        self._text_offsets: dict[int, TextOffsets] = {}  # by answer
         self._continuous_usage = continuous_usage
         self._only_text = not logprobs and echoes is None and not with_prompt_logprobs and not continuous_usage
         self._texts = TextEventCache()
@@ -82,15 +78,14 @@ class CompletionResponseBuilder:
         return {**self._head, "choices": [], "usage": usage(self._answer_stream)}
 
     def full(self, answers: list[Delta]) -> dict[str, Any]:
-        kept = self._best(answers)
         return {
             **self._head,
-            "choices": [self._choice(answer, index) for index, answer in enumerate(kept)],
+            "choices": [self._choice(answer, index) for index, answer in enumerate(self._best(answers))],
             "usage": usage(self._answer_stream),
         }
 
     def _best(self, answers: list[Delta]) -> list[Delta]:
-        """Of the answers to each prompt those with the highest mean log-probability, the best first."""
+        """Select the answers to each prompt with the highest mean log-probability, best first."""
         if self._num_kept == self._num_drawn:
             return answers
         groups = [answers[at : at + self._num_drawn] for at in range(0, len(answers), self._num_drawn)]
@@ -125,17 +120,17 @@ def _mean_logprob(answer: Delta) -> float:
 
 
 class ChatResponseBuilder:
-    """The bodies of `/v1/chat/completions`.
+    """Builds the bodies of `/v1/chat/completions`.
 
     Args:
-        request_id: what the request is called, part of the answer's `id`.
-        num_top: most likely tokens that are told with each; None: no log-probabilities.
-        with_prompt_logprobs: log-probabilities of the prompt are told as vLLM does.
-        parser: makes a parser of calls for one answer; None: calls are not looked for.
-        first_call_only: further calls of an answer are left out.
-        calls_end: an answer with calls ends for the reason `tool_calls`.
-        new_id: of a call.
-        continuous_usage: each chunk tells the number of tokens so far.
+        request_id: part of the response's `id`.
+        num_top: top log-probabilities per token; None: no log-probabilities.
+        with_prompt_logprobs: return the prompt's log-probabilities in vLLM's format.
+        parser: creates a tool-call parser for one answer; None: answers are not parsed.
+        first_call_only: return only the first call of an answer.
+        calls_end: answers with calls have the finish reason `tool_calls`.
+        new_id: creates the id of a call.
+        continuous_usage: include `usage` in each chunk.
     """
 
     def __init__(
@@ -154,16 +149,12 @@ class ChatResponseBuilder:
         continuous_usage: bool,
     ) -> None:
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
-        self._answer_stream, self._tokenizer, self._num_top, self._with_prompt_logprobs = (
-            answer_stream,
-            tokenizer,
-            num_top,
-            with_prompt_logprobs,
-        )
+        self._answer_stream, self._tokenizer = answer_stream, tokenizer
+        self._num_top, self._with_prompt_logprobs = num_top, with_prompt_logprobs
         self._parser, self._first_call_only = parser, first_call_only
         self._calls_end, self._new_id, self._continuous_usage = calls_end, new_id, continuous_usage
         self._parsers: dict[int, ToolCallParser] = {}
-        self._called: set[int] = set()  # answers with a call
+        self._called: set[int] = set()  # answers with calls
         self._started: set[int] = set()
         self._texts = TextEventCache()
 
@@ -177,10 +168,10 @@ class ChatResponseBuilder:
         return self._chunk(index, {"content": text})
 
     def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        found = []
+        chunks = []
         if delta.index not in self._started:
             self._started.add(delta.index)
-            found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
+            chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
         pieces = self._pieces(delta)
         logprobs = self._logprobs_of(delta)
         changes = [self._delta_of(piece) for piece in pieces]
@@ -192,8 +183,8 @@ class ChatResponseBuilder:
                 chunk["choices"][0]["logprobs"] = logprobs
             if number == len(changes) - 1:
                 chunk["choices"][0]["finish_reason"] = self._finish_reason(delta)
-            found.append(chunk)
-        return found
+            chunks.append(chunk)
+        return chunks
 
     def last_chunk(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(self._answer_stream)}
@@ -233,7 +224,7 @@ class ChatResponseBuilder:
         }
 
     def _pieces(self, delta: Delta) -> list[ParserDelta]:
-        """The text and the calls that are new."""
+        """Parse the new text into text and calls."""
         if self._parser is None:
             return [TextDelta(delta.text)] if delta.text else []
         parser = self._parsers.setdefault(delta.index, self._parser())

@@ -1,4 +1,4 @@
-"""From the fields of a request to the engine's sampling parameters."""
+"""Convert request fields to the engine's sampling parameters."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ _CHECKPOINT_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_pena
 
 
 def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingParams:
-    """Parameters of a completion.
+    """Sampling parameters of a completion.
 
     Raises:
-        ValueError: a value out of range, or fields that contradict each other; the sentence names them.
+        ValueError: a value is out of range, or fields conflict; the message names them.
     """
     others: dict[str, Any] = {"logprobs": body.logprobs}
     if body.best_of is not None:
         if body.best_of < (body.n or 1):
             raise ValueError(f"best_of ({body.best_of}) must be at least n ({body.n or 1}).")
-        if body.stream and body.best_of > (body.n or 1):  # else nothing is chosen
+        if body.stream and body.best_of > (body.n or 1):
             raise ValueError(
-                "best_of above n cannot be streamed: which answers are the best is known when all have ended."
+                "best_of above n cannot be streamed, because the best answers are known only at the end; set stream=false."
             )
-        if body.use_beam_search or (body.beam_width or 1) > 1:  # of a search, the answers come best first
+        if body.use_beam_search or (body.beam_width or 1) > 1:  # beam search returns the best answers first
             others["beam_width"] = _width_for(body.best_of, body.beam_width)
         elif body.best_of > (body.n or 1):
             others |= {"n": body.best_of, "logprobs": body.logprobs or 0}
     if is_prompt_only(body):
-        others["max_tokens"] = 1  # a prompt is read for the token behind it, which is not told
+        others["max_tokens"] = 1  # the minimum of the engine; the token is discarded
     if body.echo and body.logprobs is not None:
         others["prompt_logprobs"] = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
     return _params(body, model, **others)
 
 
 def is_prompt_only(body: CompletionRequest) -> bool:
-    """Whether the answer is the prompt itself, to be scored: `echo` with `max_tokens` 0."""
+    """Whether the request only scores the prompt: `echo` with `max_tokens` 0."""
     return bool(body.echo) and body.max_tokens == 0
 
 
 def _width_for(best_of: int, given: int | None) -> int:
-    """The width of a search for the best of so many answers.
+    """Beam width for `best_of` answers.
 
     Raises:
-        ValueError: the width that was given is smaller.
+        ValueError: the given width is smaller than `best_of`.
     """
     if given is not None and given < best_of:
-        raise ValueError(f"A beam search with beam_width={given} has no best_of={best_of} answers; raise beam_width.")
+        raise ValueError(f"beam_width={given} must be at least best_of={best_of}; raise beam_width.")
     return given or best_of
 
 
 def chat_params(
     body: ChatRequest, model: ModelCard, forced: dict[str, Any] | None, keep_special: bool
 ) -> SamplingParams:
-    """Parameters of a chat completion.
+    """Sampling parameters of a chat completion.
 
     Args:
-        forced: the JSON schema of calls that the answer has to consist of, without white space: a model that does not call
-            by itself may write nothing else.
-        keep_special: special tokens are part of how the model calls tools.
+        forced: JSON schema of tool calls that constrains the answer. White space is excluded: a model that does not call tools
+            by itself may otherwise write nothing else.
+        keep_special: the model's tool calls use special tokens.
 
     Raises:
-        ValueError: as `completion_params`.
+        ValueError: see `completion_params`.
     """
     if body.top_logprobs is not None and not body.logprobs:
-        raise ValueError("top_logprobs needs logprobs=true.")
+        raise ValueError("top_logprobs requires logprobs=true.")
     others: dict[str, Any] = {
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
@@ -85,37 +85,35 @@ def chat_params(
 
 
 def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams:
-    """What `body` asks for, over what the checkpoint asks for, over OpenAI's defaults.
-
-    Args:
-        others: these take the place of what is in the body under the same name.
-    """
+    """Merge `others`, the fields of `body`, the checkpoint's defaults and OpenAI's defaults, in this order of precedence."""
     if body.prompt_logprobs is not None and body.stream:
-        raise ValueError("prompt_logprobs cannot be streamed; echo with logprobs (completions) can.")
+        raise ValueError(
+            "prompt_logprobs cannot be streamed; set stream=false, or use echo with logprobs (completions)."
+        )
     if body.use_beam_search:
-        width = others.setdefault("beam_width", body.beam_width or body.n or 1)  # vLLM's name: `n` is the width
-        if width == 1:  # the most likely token each time: nothing is drawn
+        width = others.setdefault("beam_width", body.beam_width or body.n or 1)  # in vLLM, `n` is the beam width
+        if width == 1:  # greedy
             others["temperature"] = 0.0
     defaults = {name: getattr(model, name) for name in _CHECKPOINT_FIELDS}
     given = {name: getattr(body, name) for name in _SAME_NAME_FIELDS}
-    known = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
-    beam_search = body.use_beam_search or (known.get("beam_width") or 1) > 1  # and draws nothing, nor knows penalties
+    fields = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
+    beam_search = body.use_beam_search or (fields.get("beam_width") or 1) > 1  # supports neither sampling nor penalties
     merged: dict[str, Any] = (
         {} if beam_search else {name: value for name, value in defaults.items() if value is not None}
     )
-    merged |= known
+    merged |= fields
     structured_outputs = _structured_outputs(body)
     if structured_outputs is not None:
         if "structured_outputs" in others:
             raise ValueError(
-                "A forced tool call has a form of its own; leave response_format and structured_outputs out."
+                "A forced tool call cannot be combined with response_format or structured_outputs; leave them out."
             )
         merged["structured_outputs"] = structured_outputs
     return SamplingParams(**merged)
 
 
 def _structured_outputs(body: Generation) -> StructuredOutputs | None:
-    """The form that the answer has to have, by whichever of the fields says so."""
+    """Structured-output constraint of the answer, from any of its fields."""
     found: dict[str, StructuredOutputs] = {}
     if body.structured_outputs is not None:
         found["structured_outputs"] = StructuredOutputs(**body.structured_outputs.model_dump(by_alias=True))
@@ -123,13 +121,13 @@ def _structured_outputs(body: Generation) -> StructuredOutputs | None:
         value = getattr(body, f"guided_{name}")
         if value is not None:
             found[f"guided_{name}"] = StructuredOutputs(**{name: value})
-    wanted = body.response_format
-    if wanted is not None and wanted.type == "json_object":
+    response_format = body.response_format
+    if response_format is not None and response_format.type == "json_object":
         found["response_format"] = StructuredOutputs(json_object=True)
-    elif wanted is not None and wanted.type == "json_schema":
-        if wanted.json_schema is None:
+    elif response_format is not None and response_format.type == "json_schema":
+        if response_format.json_schema is None:
             raise ValueError('response_format of type json_schema needs json_schema: {"name": ..., "schema": {...}}.')
-        found["response_format"] = StructuredOutputs(json=wanted.json_schema.schema_)
+        found["response_format"] = StructuredOutputs(json=response_format.json_schema.schema_)
     if len(found) > 1:
-        raise ValueError(f"{' and '.join(found)} each give the answer a form; give one of them.")
+        raise ValueError(f"{' and '.join(found)} conflict: each constrains the answer; send only one of them.")
     return next(iter(found.values()), None)

@@ -1,1 +1,1 @@
-"""The addresses of the server, one file for each kind; each file has a `router`."""
+"""Routes of the server; each module has a `router`."""

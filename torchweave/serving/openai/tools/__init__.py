@@ -1,4 +1,4 @@
-"""Tools: which form a model calls them in, and calls found in its answer as it comes."""
+"""Tool calls: format detection and incremental parsing."""
 
 from __future__ import annotations
 

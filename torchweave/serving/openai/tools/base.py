@@ -1,4 +1,4 @@
-"""What a parser of calls gives out, and how text that may yet turn out to be a call is held back."""
+"""Interface of tool-call parsers, and helpers to hold back text that may be part of a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Call:
-    """A call begins: the `index`-th of the answer."""
+    """Start of a call, the `index`-th of the answer."""
 
     index: int
     name: str
@@ -23,7 +23,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ArgumentsDelta:
-    """More of the JSON text of a call's arguments."""
+    """Further JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -33,44 +33,44 @@ ParserDelta = TextDelta | Call | ArgumentsDelta
 
 
 class ToolCallParser(Protocol):
-    """Finds calls in one answer. The pieces of all `feed`s and of `finish` are the answer."""
+    """Parses one answer incrementally. The results of all `feed`s and of `finish` make up the answer."""
 
     def feed(self, text: str) -> list[ParserDelta]:
-        """More of the answer; what is certain of it by now."""
+        """Add text of the answer; returns the parts that are unambiguous by now."""
         ...
 
     def finish(self) -> list[ParserDelta]:
-        """The answer has ended; what was held back."""
+        """End the answer; returns the text that was held back."""
         ...
 
 
 class WhitespaceBuffer:
-    """Holds white space back until text follows: between and around calls it is no part of the answer."""
+    """Holds back white space until text follows: around calls it is not part of the answer."""
 
     def __init__(self) -> None:
-        self._held = ""
-        self._begins = False  # nothing but white space came since the last call
+        self._whitespace = ""
+        self._after_call = False  # only white space since the last call
 
     def text(self, text: str) -> list[ParserDelta]:
-        text = self._held + text
-        if self._begins:
+        text = self._whitespace + text
+        if self._after_call:
             text = text.lstrip()
-            self._begins = not text
-        solid = text.rstrip()
-        self._held = text[len(solid) :]
-        return [TextDelta(solid)] if solid else []
+            self._after_call = not text
+        stripped = text.rstrip()
+        self._whitespace = text[len(stripped) :]
+        return [TextDelta(stripped)] if stripped else []
 
     def call(self) -> None:
-        """A call follows: what is held is dropped."""
-        self._held, self._begins = "", True
+        """Drop the white space before a call."""
+        self._whitespace, self._after_call = "", True
 
     def finish(self, had_calls: bool) -> list[ParserDelta]:
-        held, self._held = self._held, ""
-        return [TextDelta(held)] if held and not had_calls else []
+        whitespace, self._whitespace = self._whitespace, ""
+        return [TextDelta(whitespace)] if whitespace and not had_calls else []
 
 
 def partial_match_length(text: str, marker: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `marker`."""
+    """Length of the longest proper prefix of `marker` that `text` ends with."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if marker.startswith(text[-size:]):
             return size

@@ -1,4 +1,4 @@
-"""One call in JSON, `{"name": ..., "arguments": {...}}`, read character by character, so that arguments are told as they come."""
+"""Incremental scanner of a JSON call, `{"name": ..., "arguments": {...}}`, which streams the arguments."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torchweave.serving.openai.tools.base import ArgumentsDelta, Call, ParserDel
 
 _NAMES, _ARGUMENTS = ("name",), ("arguments", "parameters")
 _OPENING, _CLOSING, _SPACE = "{[", "}]", " \t\r\n"
-_BEHIND_A_VALUE = ",}" + _SPACE
+_AFTER_VALUE = ",}" + _SPACE
 
 
 class JsonValueScanner:
-    """The text of one JSON value as it comes: an object or an array until it is closed. `done` then."""
+    """Finds the end of a JSON object or array; `done` once it is closed."""
 
     def __init__(self) -> None:
         self.done = False
@@ -22,7 +22,7 @@ class JsonValueScanner:
         self._escaped = False
 
     def take(self, char: str) -> bool:
-        """Whether `char` belongs to the value."""
+        """Add a character; returns whether it belongs to the value."""
         if self.done or (self._depth == 0 and char in _SPACE):
             return False
         if self._in_string:
@@ -39,17 +39,17 @@ class JsonValueScanner:
 
 
 class JsonCallScanner:
-    """Reads one call.
+    """Scans one call.
 
     Args:
-        index: which call of the answer it is.
-        tool_names: the functions that there are; an object with another name is no call.
+        index: of the call in the answer.
+        tool_names: known functions; an object with another name is text.
 
     Attributes:
-        done: the object was closed.
-        failed: it is no call; `raw` is its text.
-        raw: all that was read before it `started`.
-        started: the call was told of, so that it can no longer turn out to be text.
+        done: the object is closed.
+        failed: the object is not a call; `raw` is its text.
+        raw: text before the call `started`.
+        started: the `Call` was emitted, so the object can no longer become text.
     """
 
     def __init__(self, index: int, tool_names: Collection[str]) -> None:
@@ -59,19 +59,18 @@ class JsonCallScanner:
         self._tool_names = tool_names
         self._depth = 0
         self._in_string = self._escaped = False
-        self._key: str | None = None  # of the value that is being read; None: a key is being read
+        self._key: str | None = None  # of the current value; None inside a key
         self._part: list[str] = []  # text of the key or value
-        self._name: str | None = None
-        self._early = ""  # arguments that came before the name
+        self._early_arguments = ""  # arguments before the name
         self._has_arguments = False
-        self._streams = False  # the value at hand is told as it comes
-        self._arguments_done = False  # all of it
+        self._streams = False  # the current value is streamed
+        self._arguments_done = False  # completely
 
     def feed(self, text: str) -> tuple[list[ParserDelta], str]:
-        """More text; returns what is new of the call, and the text behind it once it is `done` or `failed`."""
+        """Add text; returns the new parts of the call, and the text after it once it is `done` or `failed`."""
         pieces: list[ParserDelta] = []
         for at, char in enumerate(text):
-            if self._arguments_done and char not in _BEHIND_A_VALUE:  # small models forget the object's last brace
+            if self._arguments_done and char not in _AFTER_VALUE:  # small models omit the object's last brace
                 self.done = True
                 return self._merged(pieces), text[at:]
             if not self.started:
@@ -82,7 +81,7 @@ class JsonCallScanner:
         return self._merged(pieces), ""
 
     def _merged(self, pieces: list[ParserDelta]) -> list[ParserDelta]:
-        """The name, which comes first, and the arguments as one piece."""
+        """Merge all arguments into one delta after the name."""
         text = "".join(piece.text for piece in pieces if isinstance(piece, ArgumentsDelta))
         names: list[ParserDelta] = [piece for piece in pieces if isinstance(piece, Call)]
         return [*names, ArgumentsDelta(self._index, text)] if text else names
@@ -138,9 +137,9 @@ class JsonCallScanner:
         if key in _NAMES:
             self._begin(text, pieces)
         elif key in _ARGUMENTS and not self._streams:
-            self._early = _as_object(text)
+            self._early_arguments = _as_object(text)
             if self.started:
-                self._give_early(pieces)
+                self._emit_early_arguments(pieces)
 
     def _begin(self, text: str, pieces: list[ParserDelta]) -> None:
         try:
@@ -154,13 +153,13 @@ class JsonCallScanner:
             return
         self.started = True
         pieces.append(Call(self._index, name))
-        if self._early:
-            self._give_early(pieces)
+        if self._early_arguments:
+            self._emit_early_arguments(pieces)
 
-    def _give_early(self, pieces: list[ParserDelta]) -> None:
+    def _emit_early_arguments(self, pieces: list[ParserDelta]) -> None:
         self._has_arguments = True
-        pieces.append(ArgumentsDelta(self._index, self._early))
-        self._early = ""
+        pieces.append(ArgumentsDelta(self._index, self._early_arguments))
+        self._early_arguments = ""
 
     def _end(self, pieces: list[ParserDelta]) -> None:
         self.done, self.failed = self.started, not self.started
@@ -169,7 +168,7 @@ class JsonCallScanner:
 
 
 def _as_object(text: str) -> str:
-    """Arguments that came as a JSON text within JSON, or as nothing, as the object that they mean."""
+    """Convert arguments that are a JSON string, empty or null to an object."""
     if text.startswith('"'):
         try:
             return str(json.loads(text)) or "{}"

@@ -1,4 +1,4 @@
-"""The forms in which models call tools, each as a parser of an answer as it comes."""
+"""Incremental parsers for the tool-call formats of models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torchweave.serving.openai.tools.base import (
 )
 from torchweave.serving.openai.tools.json_scanner import JsonCallScanner, JsonValueScanner
 
-_BEHIND_A_CALL = " \t\r\n}"
-"""Read over: small models close an object once too often."""
+_AFTER_CALL = " \t\r\n}"
+"""Skipped after a call: small models write a surplus closing brace."""
 
 
 class HermesParser:
@@ -28,9 +28,9 @@ class HermesParser:
     def __init__(self, known: Collection[str]) -> None:
         self._tool_names = known
         self._text_buffer = WhitespaceBuffer()
-        self._buffer = ""  # text that is not certain yet
+        self._buffer = ""  # ambiguous text
         self._scanner: JsonCallScanner | None = None
-        self._closing = False  # a call was read, and its closing mark is still to come
+        self._closing = False  # after a call, before its closing marker
         self._num_calls = 0
 
     def feed(self, text: str) -> list[ParserDelta]:
@@ -41,21 +41,21 @@ class HermesParser:
         return pieces
 
     def _step(self, pieces: list[ParserDelta]) -> bool:
-        """Read on; returns whether there may be more to read in what is left."""
+        """Parse the next part of the buffer; returns whether the rest can be parsed further."""
         if self._scanner is not None:
             return self._read_call(self._scanner, pieces)
         if self._closing:
-            behind = self._buffer.lstrip(_BEHIND_A_CALL)
-            if behind.startswith(self._CLOSE):
-                self._buffer = behind[len(self._CLOSE) :]
-            elif self._CLOSE.startswith(behind):
+            after = self._buffer.lstrip(_AFTER_CALL)
+            if after.startswith(self._CLOSE):
+                self._buffer = after[len(self._CLOSE) :]
+            elif self._CLOSE.startswith(after):
                 return False
             self._closing = False
             return True
-        before, found, behind = self._buffer.partition(self._OPEN)
-        if found:
+        before, marker, after = self._buffer.partition(self._OPEN)
+        if marker:
             pieces += self._text_buffer.text(before)
-            self._buffer = behind
+            self._buffer = after
             self._scanner = JsonCallScanner(self._num_calls, self._tool_names)
             return True
         keep = partial_match_length(self._buffer, self._OPEN)
@@ -78,19 +78,19 @@ class HermesParser:
         return bool(self._buffer)
 
     def finish(self) -> list[ParserDelta]:
-        left = self._buffer
+        rest = self._buffer
         if self._scanner is not None and not self._scanner.started:
-            left = self._OPEN + self._scanner.raw + left
-        pieces = self._text_buffer.text("" if self._closing else left)
+            rest = self._OPEN + self._scanner.raw + rest
+        pieces = self._text_buffer.text("" if self._closing else rest)
         return pieces + self._text_buffer.finish(had_calls=self._num_calls > 0)
 
 
 class JsonObjectsParser:
-    """The whole answer is calls: `{"name": ..., "parameters": {...}}`, with `;` or white space between (Llama 3).
+    """An answer of calls only: `{"name": ..., "parameters": {...}}`, separated by `;` or white space (Llama 3).
 
     Args:
-        opening, between, closing: characters that are read over before the first call, between calls, and behind the last.
-        marker: text that may stand before the first call.
+        opening, between: characters to skip before the first call, and between calls.
+        marker: optional text before the first call.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class JsonObjectsParser:
         self._between = between + (opening and "]")
         self._scanner: JsonCallScanner | None = None
         self._num_calls = 0
-        self._head = ""  # what came before the first call
+        self._head = ""  # text before the first call
         self._is_text = False
 
     def feed(self, text: str) -> list[ParserDelta]:
@@ -134,7 +134,7 @@ class JsonObjectsParser:
         pieces: list[ParserDelta] = []
         while text:
             if self._scanner is None:
-                text = text.lstrip(self._between + _BEHIND_A_CALL)
+                text = text.lstrip(self._between + _AFTER_CALL)
                 if not text:
                     break
                 self._scanner = JsonCallScanner(self._num_calls, self._tool_names)
@@ -149,7 +149,7 @@ class JsonObjectsParser:
         return pieces
 
     def _before(self) -> str:
-        """What was read over before the first call, if it is the first that is being read."""
+        """Text that was skipped before the current call if it is the first."""
         return self._head[: self._head.find("{")] if self._num_calls == 0 else ""
 
     def _as_text(self, text: str) -> list[ParserDelta]:
@@ -165,8 +165,8 @@ class JsonObjectsParser:
 
 
 class MistralParser:
-    """`[TOOL_CALLS]` and then a JSON list of calls, or `name{...}`, `name[ARGS]{...}` or `name[CALL_ID]id[ARGS]{...}` once or more,
-    each behind the mark."""
+    """`[TOOL_CALLS]` followed by a JSON list of calls, or one or more of `name{...}`, `name[ARGS]{...}` and
+    `name[CALL_ID]id[ARGS]{...}`, each after the marker."""
 
     _MARK = "[TOOL_CALLS]"
 
@@ -175,7 +175,7 @@ class MistralParser:
         self._text_buffer = WhitespaceBuffer()
         self._buffer = ""
         self._list: JsonObjectsParser | None = None
-        self._value: JsonValueScanner | None = None  # arguments that are being read
+        self._value: JsonValueScanner | None = None  # of the current arguments
         self._in_name = False
         self._num_calls = 0
 
@@ -193,10 +193,10 @@ class MistralParser:
             return self._read_arguments(self._value, pieces)
         if self._in_name:
             return self._read_name(pieces)
-        before, found, behind = self._buffer.partition(self._MARK)
-        if found:
+        before, marker, after = self._buffer.partition(self._MARK)
+        if marker:
             pieces += self._text_buffer.text(before)
-            self._buffer, self._in_name = behind, True
+            self._buffer, self._in_name = after, True
             return True
         keep = partial_match_length(self._buffer, self._MARK)
         pieces += self._text_buffer.text(self._buffer[: len(self._buffer) - keep])
@@ -212,52 +212,52 @@ class MistralParser:
         name, brace, _ = self._buffer.partition("{")
         if not brace:
             return False
-        known = name.partition("[")[0].strip()
+        tool_name = name.partition("[")[0].strip()
         self._in_name = False
-        if known not in self._tool_names:
+        if tool_name not in self._tool_names:
             pieces += self._text_buffer.text(self._MARK + name)
             self._buffer = self._buffer[len(name) :]
             return True
         self._text_buffer.call()
-        pieces.append(Call(self._num_calls, known))
+        pieces.append(Call(self._num_calls, tool_name))
         self._num_calls += 1
         self._value = JsonValueScanner()
         self._buffer = self._buffer[len(name) :]
         return True
 
     def _read_arguments(self, value: JsonValueScanner, pieces: list[ParserDelta]) -> bool:
-        taken = 0
-        while taken < len(self._buffer) and not value.done:
-            value.take(self._buffer[taken])
-            taken += 1
-        pieces.append(ArgumentsDelta(self._num_calls - 1, self._buffer[:taken]))
-        self._buffer = self._buffer[taken:]
+        end = 0
+        while end < len(self._buffer) and not value.done:
+            value.take(self._buffer[end])
+            end += 1
+        pieces.append(ArgumentsDelta(self._num_calls - 1, self._buffer[:end]))
+        self._buffer = self._buffer[end:]
         if value.done:
             self._value = None
         return bool(self._buffer)
 
     def _of_list(self, pieces: list[ParserDelta]) -> list[ParserDelta]:
-        """The list's pieces, as parts of the whole answer."""
-        found: list[ParserDelta] = []
+        """Convert the deltas of the list parser to deltas of the whole answer."""
+        deltas: list[ParserDelta] = []
         for piece in pieces:
             if isinstance(piece, TextDelta):
-                found += self._text_buffer.text(piece.text)
+                deltas += self._text_buffer.text(piece.text)
                 continue
             if isinstance(piece, Call):
                 self._text_buffer.call()
                 self._num_calls += 1
-            found.append(piece)
-        return found
+            deltas.append(piece)
+        return deltas
 
     def finish(self) -> list[ParserDelta]:
         if self._list is not None:
             return [*self._of_list(self._list.finish()), *self._text_buffer.finish(had_calls=self._num_calls > 0)]
-        left = self._MARK + self._buffer if self._in_name else self._buffer
-        return [*self._text_buffer.text(left), *self._text_buffer.finish(had_calls=self._num_calls > 0)]
+        rest = self._MARK + self._buffer if self._in_name else self._buffer
+        return [*self._text_buffer.text(rest), *self._text_buffer.finish(had_calls=self._num_calls > 0)]
 
 
 class PythonicParser:
-    """`[function(name=value, ...), ...]`, the whole answer (Llama 3.2 and 4). Calls are told when the answer has ended."""
+    """An answer of the form `[function(name=value, ...), ...]` (Llama 3.2 and 4). Calls are emitted at its end."""
 
     def __init__(self, known: Collection[str]) -> None:
         self._tool_names = known
@@ -286,25 +286,25 @@ class PythonicParser:
         return pieces
 
     def _calls(self) -> list[tuple[str, dict[str, object]]] | None:
-        """The calls that the text is; None when it is anything else."""
+        """Parse the text as a list of calls; None if it is anything else."""
         try:
             tree = ast.parse(self._text.strip(), mode="eval").body
             if not isinstance(tree, ast.List) or not tree.elts:
                 return None
-            found: list[tuple[str, dict[str, object]]] = []
+            calls: list[tuple[str, dict[str, object]]] = []
             for call in tree.elts:
                 if not (isinstance(call, ast.Call) and not call.args and ast.unparse(call.func) in self._tool_names):
                     return None
                 arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords if word.arg}
                 json.dumps(arguments)
-                found.append((ast.unparse(call.func), arguments))
+                calls.append((ast.unparse(call.func), arguments))
         except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             return None
-        return found
+        return calls
 
 
 class ForcedCallsParser:
-    """A JSON list of calls that the answer was held to (`tool_choice: required`)."""
+    """A JSON list of calls, to which the answer is constrained (`tool_choice: required`)."""
 
     def __init__(self, known: Collection[str]) -> None:
         self._objects = JsonObjectsParser(known, marker="", opening="[", between=",")
@@ -313,23 +313,23 @@ class ForcedCallsParser:
         return self._objects.feed(text)
 
     def finish(self) -> list[ParserDelta]:
-        return []  # what is held back is the beginning of a call that was cut off, and no text
+        return []  # the rest is the start of a truncated call, not text
 
 
 class NamedCallParser:
-    """The arguments of one call that the answer was held to (`tool_choice` names a function)."""
+    """The arguments of one call, to which the answer is constrained (`tool_choice` names a function)."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._began = False
+        self._started = False
 
     def feed(self, text: str) -> list[ParserDelta]:
-        pieces: list[ParserDelta] = [] if self._began else [Call(0, self._name)]
-        self._began = True
+        pieces: list[ParserDelta] = [] if self._started else [Call(0, self._name)]
+        self._started = True
         return [*pieces, ArgumentsDelta(0, text)] if text else pieces
 
     def finish(self) -> list[ParserDelta]:
-        return [] if self._began else [Call(0, self._name)]
+        return [] if self._started else [Call(0, self._name)]
 
 
 ParserFactory = Callable[[Collection[str]], HermesParser | JsonObjectsParser | MistralParser | PythonicParser]

@@ -1,4 +1,4 @@
-"""Which form a model calls tools in, by its chat template; and how an answer is held to a call."""
+"""Detection of a model's tool-call format, and the JSON schema of forced calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchweave.serving.openai.protocol import Tool
 from torchweave.serving.openai.tools.base import ToolCallParser
 from torchweave.serving.openai.tools.parsers import PARSERS, ForcedCallsParser, NamedCallParser
 
-# What a template that teaches the form holds, the most certain first.
+# Text of a chat template, and the format that it implies; the most specific first.
 _TEMPLATE_MARKERS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<tool_call>", "hermes"),
@@ -20,22 +20,22 @@ _TEMPLATE_MARKERS = (
 
 
 def detect_tool_format(template: str) -> str | None:
-    """The form that a chat template teaches; None when none is known."""
-    return next((name for sign, name in _TEMPLATE_MARKERS if sign in template), None)
+    """Detect the tool-call format from a chat template; None if unknown."""
+    return next((name for marker, name in _TEMPLATE_MARKERS if marker in template), None)
 
 
 def make_tool_parser(form: str, tools: Sequence[Tool]) -> ToolCallParser:
-    """A parser for one answer of a model that calls tools in this form."""
+    """Create a parser of format `form` for one answer."""
     return PARSERS[form]([tool.function.name for tool in tools])
 
 
 def make_forced_parser(tools: Sequence[Tool], named: str | None) -> ToolCallParser:
-    """A parser for an answer that was held to `forced_schema`."""
+    """Create a parser for an answer constrained to `forced_schema`."""
     return ForcedCallsParser([tool.function.name for tool in tools]) if named is None else NamedCallParser(named)
 
 
 def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> dict[str, Any]:
-    """The JSON schema of an answer that calls: the arguments of `named`, or a list of one call or more.
+    """Build the JSON schema of forced calls: the arguments of `named`, or a list of at least one call.
 
     Raises:
         ValueError: a tool's parameters are nested too deeply.
@@ -49,7 +49,9 @@ def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> d
         try:
             definitions[str(number)] = _rebase_refs(_parameters(tool), place)
         except RecursionError:
-            raise ValueError(f"The parameters of {tool.function.name!r} are nested too deeply.") from None
+            raise ValueError(
+                f"The parameters of {tool.function.name!r} are nested too deeply; use fewer levels."
+            ) from None
         calls.append(
             {
                 "type": "object",
@@ -70,18 +72,18 @@ def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> d
 
 
 def _rebase_refs(schema: Any, place: str) -> Any:
-    """A schema whose references into itself hold where it stands at `place` of another one."""
+    """Rewrite a schema's local references for its position `place` in another schema."""
     if isinstance(schema, list):
         return [_rebase_refs(each, place) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    if isinstance(schema.get("$id"), str):  # references are into the nearest schema with an id
+    if isinstance(schema.get("$id"), str):  # local references resolve within the schema with the id
         return schema
-    found = {name: _rebase_refs(value, place) for name, value in schema.items()}
-    refers = found.get("$ref")
-    if isinstance(refers, str) and (refers == "#" or refers.startswith("#/")):
-        found["$ref"] = place + refers[1:]
-    return found
+    rebased = {name: _rebase_refs(value, place) for name, value in schema.items()}
+    ref = rebased.get("$ref")
+    if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
+        rebased["$ref"] = place + ref[1:]
+    return rebased
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
