@@ -203,7 +203,12 @@ def test_E1_null_is_not_given_and_a_weight_is_a_number(server: ServerProcess) ->
 @pytest.mark.parametrize(
     ("body", "headers", "status", "said"),
     [
-        (gzip.compress(b'{"prompt": "a"}'), {"Content-Encoding": "gzip"}, 415, "Content-Encoding 'gzip' is not supported"),
+        (
+            gzip.compress(b'{"prompt": "a"}'),
+            {"Content-Encoding": "gzip"},
+            415,
+            "Content-Encoding 'gzip' is not supported",
+        ),
         (b'{"prompt": "a", "max_tokens": 1}', {"Content-Encoding": "identity"}, 200, "text_completion"),
         ('{"prompt": "é"}'.encode("latin-1"), {}, 400, "not valid UTF-8 (at byte 12)"),
         (b'{"prompt": ' + b"[" * 100_000, {}, 400, "nested too deeply"),

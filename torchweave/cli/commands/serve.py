@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Serve a model over an OpenAI-compatible HTTP API. GET /ready reports start-up progress and returns 200 once the
 server accepts requests. Ctrl-C or SIGTERM rejects new requests, finishes running ones and exits; a second one exits at once."""
-_REQUIRED_PACKAGES = ("fastapi", "uvicorn", "msgspec", "zmq")
 
 
 def parser() -> Parser:
