@@ -179,6 +179,29 @@ def test_the_page_of_passes_is_current_and_whole():
         assert not missing, f"the docstring of {each.name} has no {', '.join(missing)}"
 
 
+def _functions(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_test_of_a_requirement_exists():
+    """docs/requirements.md names tests by file and function; a row without tests says that it is not built."""
+    page = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^## ([A-Z]\d+): .+?$\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(rows) >= 55
+    for row, text in rows:
+        lists = re.findall(r"^- `(tests/[\w/]+\.py)`: (.+)$", text, flags=re.MULTILINE)
+        assert lists or "not built" in text.lower(), f"{row} names no test"
+        for file, tests in lists:
+            missing = set(re.findall(r"`(\w+)`", tests)) - _functions(ROOT / file)
+            assert not missing, f"{row}: {file} has no {', '.join(sorted(missing))}"
+
+
+def test_identifiers_have_known_words():
+    unknown = script("check_words").unknown_words()
+    assert not unknown, "a word for docs/glossary.md or scripts/ordinary_words.txt, or a better name"
+
+
 def test_results_become_a_table():
     results = script("results_table")
     environment = {"device": "GPU", "versions": {}}

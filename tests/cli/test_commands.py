@@ -121,7 +121,7 @@ def test_chat_survives_a_turn_that_is_too_long(
     assert len(captured.out.splitlines()) == 1 and "/new starts a new conversation" in captured.err
 
 
-def test_S9_explain_shows_the_plan_and_what_was_built(
+def test_explain_shows_the_plan_and_what_was_built(
     tiny_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     asked = ["-O2", "--torch_compile_config.enable_inductor=false", "--torch_compile_config.no_compile_cache"]
@@ -143,7 +143,7 @@ def test_S9_explain_shows_the_plan_and_what_was_built(
         assert word in text
 
 
-def test_S9_explain_names_the_near_misses_of_a_model_that_fuses_in_part(
+def test_explain_names_the_near_misses_of_a_model_that_fuses_in_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     from torchweave.verify.zoo import build, zoo_model

@@ -251,7 +251,7 @@ def test_text_after_two_dashes_is_left_alone():
     assert parser.parse_argv(["demo", "--", "--max-model-len", "-5+3="]).prompts == ["--max-model-len", "-5+3="]
 
 
-def test_V1_levels_lie_under_what_is_asked(tmp_path: Path):
+def test_levels_lie_under_what_is_asked(tmp_path: Path):
     plain = parse_argv("-O0")
     assert not plain.torch_compile_config.enable_fullgraph and plain.cuda_graph_config.max_batch_size == -1
     assert parse_argv("-O1").torch_compile_config == TorchCompileConfig()
@@ -266,7 +266,7 @@ def test_V1_levels_lie_under_what_is_asked(tmp_path: Path):
     assert mixed.enable_fullgraph and not mixed.enable_inductor and not mixed.debug
 
 
-def test_V9_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
+def test_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
     assert parse_argv(
         "--cudagraph-capture-sizes", "1,2", "-cc.capture_num_tokens=4"
     ).torch_compile_config == TorchCompileConfig(capture_num_tokens=(1, 2, 4))
@@ -343,7 +343,7 @@ def test_normalize_argv_is_idempotent(argv: list[str]):
     assert normalize_argv(once, options) == once
 
 
-def test_T1_the_names_of_tensorrt_llm_from_yaml(tmp_path: Path):
+def test_the_names_of_tensorrt_llm_from_yaml(tmp_path: Path):
     (tmp_path / "x.yaml").write_text(
         "torch_compile_config: {enable_fullgraph: true, enable_inductor: true, enable_piecewise_cuda_graph: true,\n"
         "  capture_num_tokens: null, enable_userbuffers: true, max_num_streams: 1}\n"
@@ -352,7 +352,7 @@ def test_T1_the_names_of_tensorrt_llm_from_yaml(tmp_path: Path):
     assert parse_argv("--config", str(tmp_path / "x.yaml")) == EngineConfig("demo")
 
 
-def test_V2_where_the_compile_cache_is_and_whether():
+def test_where_the_compile_cache_is_and_whether():
     assert parse_argv("--compile-cache-dir", "/x").torch_compile_config.compile_cache_dir == "/x"
     assert not parse_argv("--no-compile-cache").torch_compile_config.compile_cache
 

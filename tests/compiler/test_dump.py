@@ -21,7 +21,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_V6_dump_dir_holds_graphs_around_passes_and_the_code_of_pieces(tmp_path: Path) -> None:
+def test_dump_dir_holds_graphs_around_passes_and_the_code_of_pieces(tmp_path: Path) -> None:
     config = TorchCompileConfig(compile_cache=False, dump_dir=str(tmp_path / "dump"))
     report = Report(show=False)
     torchweave.compile(toy(layers=1), example(), DYNAMIC, config, report)
@@ -38,7 +38,7 @@ def test_V6_dump_dir_holds_graphs_around_passes_and_the_code_of_pieces(tmp_path:
     assert {"capture", "pass", "piece", "stage"} <= {event["event"] for event in timeline}
 
 
-def test_V6_a_second_dump_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+def test_a_second_dump_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     config = TorchCompileConfig(enable_inductor=False, compile_cache=False, dump_dir=str(tmp_path))
     (tmp_path / "mine.txt").write_text("kept")
     torchweave.compile(torch.nn.Linear(4, 8), {"input": torch.ones(3, 4)}, {"input": {0: "T"}}, config)
@@ -49,7 +49,7 @@ def test_V6_a_second_dump_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     assert files(tmp_path) != first
 
 
-def test_V6_a_piece_from_the_cache_is_dumped_with_its_code(tmp_path: Path) -> None:
+def test_a_piece_from_the_cache_is_dumped_with_its_code(tmp_path: Path) -> None:
     from torchweave.compiler import compile_graph
 
     for start in ("cold", "warm"):

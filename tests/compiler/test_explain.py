@@ -54,7 +54,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return report
 
 
-def test_V6_explain_holds_every_part_and_keeps_to_the_schema(report: Report) -> None:
+def test_explain_holds_every_part_and_keeps_to_the_schema(report: Report) -> None:
     facts = valid(explain(None, report))
     (merged,) = [row for row in facts["passes"] if row["name"] == "merge_linears"]
     assert merged["matches"] == 10 and merged["ops_after"] != merged["ops_before"] > 0
@@ -74,7 +74,7 @@ def test_V6_explain_holds_every_part_and_keeps_to_the_schema(report: Report) -> 
         (("extra",), 1),
     ],
 )
-def test_S9_what_breaks_the_schema_is_refused(report: Report, path: tuple, value: Any) -> None:
+def test_what_breaks_the_schema_is_refused(report: Report, path: tuple, value: Any) -> None:
     facts = json.loads(as_json(explain(None, report)))
     place = facts
     for step in path[:-1]:
@@ -84,7 +84,7 @@ def test_S9_what_breaks_the_schema_is_refused(report: Report, path: tuple, value
         jsonschema.Draft202012Validator(schema()).validate(facts)
 
 
-def test_S9_a_near_miss_is_named_where_a_module_does_not_fuse() -> None:
+def test_a_near_miss_is_named_where_a_module_does_not_fuse() -> None:
     report = Report(show=False)
     torchweave.compile(LinearsThatDoNotMerge().eval(), {"x": torch.ones(3, 16)}, {"x": {0: "T"}}, FX, report)
     (row,) = [row for row in valid(explain(None, report))["passes"] if row["name"] == "merge_linears"]
@@ -110,7 +110,7 @@ class _Text(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_V6_the_page_is_one_sound_file_without_network(report: Report) -> None:
+def test_the_page_is_one_sound_file_without_network(report: Report) -> None:
     text = page(explain(None, report))
     read = _Text()
     read.feed(text)
@@ -124,12 +124,12 @@ def test_V6_the_page_is_one_sound_file_without_network(report: Report) -> None:
     assert "something &lt;b&gt;bold&lt;/b&gt;" in text and "saves 4.0 us at T = 1" in text
 
 
-def test_V6_the_page_of_an_empty_report_says_that_nothing_happened() -> None:
+def test_the_page_of_an_empty_report_says_that_nothing_happened() -> None:
     text = page(valid(explain(None, Report(show=False))))
     assert "Nothing was captured" in text and "No pass ran" in text
 
 
-def test_V6_the_dump_folder_holds_the_page_and_the_data(tmp_path: Path) -> None:
+def test_the_dump_folder_holds_the_page_and_the_data(tmp_path: Path) -> None:
     config = TorchCompileConfig(enable_inductor=False, compile_cache=False, dump_dir=str(tmp_path))
     torchweave.compile(torch.nn.Linear(4, 8), {"input": torch.ones(3, 4)}, {"input": {0: "T"}}, config)
     jsonschema.Draft202012Validator(schema()).validate(json.loads((tmp_path / "explain.json").read_text()))

@@ -159,7 +159,7 @@ def of_no_file(by: float) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "kept"), [(Scale, True), (scaling, True), (of_no_file, False)], ids=["class", "made", "typed"]
 )
-def test_V2_a_module_of_ones_own_is_kept_in_the_compile_cache(make: Any, kept: bool, tmp_path: Path) -> None:
+def test_a_module_of_ones_own_is_kept_in_the_compile_cache(make: Any, kept: bool, tmp_path: Path) -> None:
     config = TorchCompileConfig(enable_inductor=False, compile_cache_dir=str(tmp_path))
     outcomes = []
     for by in (2.0, 2.0, 3.0):

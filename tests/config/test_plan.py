@@ -55,7 +55,7 @@ def test_a_model_may_stretch_where_that_is_asked_for():
         plan_of(model=model, max_model_len=16385)
 
 
-def test_B11_a_kv_cache_in_fp8():
+def test_a_kv_cache_in_fp8():
     fa3 = AttentionFacts("fa3", 128, (128,), fp8_cache_refusal="fa3 cannot")
     gpu = DeviceFacts("cuda:0", "NVIDIA H100", (9, 0), (fa3, TRITON, TORCH))
     assert plan_of(gpu).attention_backend == "fa3" and plan_of(gpu).kv_cache_dtype == "bfloat16"
@@ -94,7 +94,7 @@ def test_mixed_steps_have_recorded_sizes():
     assert plan_of(CPU, mixed_step_tokens=100, max_num_tokens=350).mixed_step_sizes == (100, 200, 300)
 
 
-def test_V10_mixed_steps_are_recorded_whole_where_the_backend_can():
+def test_mixed_steps_are_recorded_whole_where_the_backend_can():
     assert plan_of().full_mixed_graphs
     other = plan_of(attention_backend="torch")
     assert other.piecewise_graphs and not other.full_mixed_graphs
@@ -156,7 +156,7 @@ def test_inductor_yields_with_its_reason():
     assert not plan.inductor and "C++" in entry(plan, "torch_compile_config.enable_inductor").why
 
 
-def test_T10_streams_need_a_gpu_and_a_graph():
+def test_streams_need_a_gpu_and_a_graph():
     asked = TorchCompileConfig(max_num_streams=2)
     assert plan_of(torch_compile_config=asked).max_num_streams == 2
     plan = plan_of(CPU, torch_compile_config=asked)
@@ -166,7 +166,7 @@ def test_T10_streams_need_a_gpu_and_a_graph():
     assert entry(plan, "torch_compile_config.max_num_streams").why == "needs enable_fullgraph"
 
 
-def test_T1_userbuffers_are_on_where_several_gpus_share_layers() -> None:
+def test_userbuffers_are_on_where_several_gpus_share_layers() -> None:
     name = "torch_compile_config.enable_userbuffers"
     two = plan_of(device=replace(GPU, num_gpus=2), tensor_parallel_size=2)
     assert two.userbuffers and entry(two, name).effective is True and entry(two, name).why == "default"
@@ -278,7 +278,7 @@ def test_format_value_shortens_runs_of_sizes():
     )
 
 
-def test_V8_compile_sizes_are_clamped_and_need_inductor():
+def test_compile_sizes_are_clamped_and_need_inductor():
     config = TorchCompileConfig(compile_sizes=(8, 1, 100_000))
     plan = plan_of(GPU, torch_compile_config=config)
     assert plan.compile_sizes == (1, 8) and "1 above" in entry(plan, "torch_compile_config.compile_sizes").why
@@ -312,7 +312,7 @@ def test_quantization_that_cannot_be() -> None:
         resolve(EngineConfig("m", quantization="fp8"), old, MODEL)
 
 
-def test_E3_several_ranks_need_as_many_gpus_and_say_so() -> None:
+def test_several_ranks_need_as_many_gpus_and_say_so() -> None:
     two = replace(GPU, num_gpus=2)
     with pytest.raises(
         ValueError, match=r"needs 4 GPUs, but this machine has 2 from cuda:0 on; lower it, or use executor=ray"

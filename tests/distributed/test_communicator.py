@@ -88,7 +88,7 @@ def all_checks(process_groups: ProcessGroups) -> list[bytes]:
     return [all_reduce(mine, "tp").view(torch.uint8).numpy().tobytes()]
 
 
-def test_T7_collectives_and_fusions_over_gloo() -> None:
+def test_collectives_and_fusions_over_gloo() -> None:
     first, second = run_ranks(all_checks, SIZE)
     assert first == second, "every rank must have the same bits: sampling is replicated"
 

@@ -29,7 +29,7 @@ def expected() -> list[int]:
         return list(llm.generate("1+1=", GREEDY)[0].outputs[0].token_ids)
 
 
-def test_E3_torchrun_runs_one_script_on_two_ranks(expected: list[int]):
+def test_torchrun_runs_one_script_on_two_ranks(expected: list[int]):
     script = Path(__file__).with_name("two_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -59,7 +59,7 @@ def cluster() -> Iterator[None]:
     os.environ.update(before)
 
 
-def test_E3_ray_starts_ranks_and_a_killed_actor_ends_all(cluster: None, expected: list[int]):
+def test_ray_starts_ranks_and_a_killed_actor_ends_all(cluster: None, expected: list[int]):
     with LLM("demo", executor="ray", **OPTIONS) as llm:
         assert list(llm.generate("1+1=", GREEDY)[0].outputs[0].token_ids) == expected
         assert agreed(llm, steps=8)

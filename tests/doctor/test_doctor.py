@@ -50,7 +50,7 @@ def found(findings: list[Finding]) -> set[tuple[int, str]]:
 BROKEN = [(kind, each) for kind, module in FAMILIES.items() for each in specimens(module)]
 
 
-def test_T12_the_zoo_is_large_and_covers_the_guide() -> None:
+def test_the_zoo_is_large_and_covers_the_guide() -> None:
     assert len(BROKEN) >= 25
     rules = {rule for _, each in BROKEN for _, rule in expected(each)}
     guide = {
@@ -63,7 +63,7 @@ def test_T12_the_zoo_is_large_and_covers_the_guide() -> None:
 
 
 @pytest.mark.parametrize(("kind", "specimen"), BROKEN, ids=[each.__name__ for _, each in BROKEN])
-def test_T12_every_problem_is_found_where_it_is(kind: str, specimen: type[nn.Module]) -> None:
+def test_every_problem_is_found_where_it_is(kind: str, specimen: type[nn.Module]) -> None:
     findings = examine(find(f"{specimen.__module__}:{specimen.__qualname__}"))
     assert found(findings) == expected(specimen)
     assert kind in {each.kind for each in findings}
@@ -72,17 +72,17 @@ def test_T12_every_problem_is_found_where_it_is(kind: str, specimen: type[nn.Mod
 
 
 @pytest.mark.parametrize("specimen", [*specimens(clean), clean.doubled], ids=lambda each: each.__name__)
-def test_T12_nothing_is_found_in_a_clean_module(specimen: type[nn.Module]) -> None:
+def test_nothing_is_found_in_a_clean_module(specimen: type[nn.Module]) -> None:
     assert examine(find(f"{clean.__name__}:{specimen.__name__}")) == []
 
 
-def test_T12_a_branch_in_a_function_that_forward_calls_is_named_by_its_line() -> None:
+def test_a_branch_in_a_function_that_forward_calls_is_named_by_its_line() -> None:
     function = recompiles.scaled_where_long
     findings = examine(find(f"{recompiles.__name__}:{function.__name__}", {"x": "float32[T,16]"}))
     assert found(findings) == {(function.__code__.co_firstlineno + 1, "size_branch")}
 
 
-def test_T12_the_command_prints_findings_and_says_so_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_findings_and_says_so_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{ZOO / 'graph_breaks.py'}:SliceByData"
     assert main.main(["doctor", name]) == 1
     text = capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_the_last_line_names_what_was_asked_as_it_is_written(
         (["demo", "--input", "x=float32[T]"], "--input is for module:function"),
     ],
 )
-def test_T12_what_cannot_be_examined_is_refused_in_one_sentence(
+def test_what_cannot_be_examined_is_refused_in_one_sentence(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["doctor", *arguments]) == 2
@@ -157,7 +157,7 @@ def whole(x): return x
         (_ODD, ["whole", "--input", "self=float32[T]"], "an input cannot be called 'self' here"),
     ],
 )
-def test_T12_a_module_that_is_odd_is_one_sentence(
+def test_a_module_that_is_odd_is_one_sentence(
     text: str, arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "odd.py").write_text(text)

@@ -74,7 +74,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, PreTra
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=lambda number: str(SETTINGS[number]))
-def test_B7_beams_equal_those_of_transformers(tiny: tuple[LLM, PreTrainedModel], number: int) -> None:
+def test_beams_equal_those_of_transformers(tiny: tuple[LLM, PreTrainedModel], number: int) -> None:
     llm, model = tiny
     stops = [[7], [], [7, 9, 30, 41, 77, 130, 131, 132]][number % 3]
     params = SamplingParams(max_tokens=16, ignore_eos=True, stop_token_ids=stops, **SETTINGS[number])
@@ -103,7 +103,7 @@ def demo() -> tuple[LLM, list[RequestOutput]]:
     return of_demo()
 
 
-def test_B7_beams_of_the_demo_model_equal_those_of_transformers(demo: tuple[LLM, list[RequestOutput]]) -> None:
+def test_beams_of_the_demo_model_equal_those_of_transformers(demo: tuple[LLM, list[RequestOutput]]) -> None:
     llm, found = demo
     folder = Path(torchweave.models.__file__).parent / "demo"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -112,7 +112,7 @@ def test_B7_beams_of_the_demo_model_equal_those_of_transformers(demo: tuple[LLM,
     assert tokens(found) == [by_transformers(model, llm.encode(text), 12, stops, settings) for text in DEMO]
 
 
-def test_B7_a_search_answers_with_its_n_best(demo: tuple[LLM, list[RequestOutput]]) -> None:
+def test_a_search_answers_with_its_n_best(demo: tuple[LLM, list[RequestOutput]]) -> None:
     output = demo[1][0]
     assert output.outputs[0].text == "42"
     assert [answer.index for answer in output.outputs] == [0, 1, 2]
@@ -121,7 +121,7 @@ def test_B7_a_search_answers_with_its_n_best(demo: tuple[LLM, list[RequestOutput
         assert answer.cumulative_logprob is not None and answer.finish_reason in ("stop", "length")
 
 
-def test_B7_beams_are_the_same_with_a_cache_of_a_few_blocks_and_no_shared_ones(
+def test_beams_are_the_same_with_a_cache_of_a_few_blocks_and_no_shared_ones(
     demo: tuple[LLM, list[RequestOutput]],
 ) -> None:
     small, paused = of_demo(
@@ -135,7 +135,7 @@ def test_B7_beams_are_the_same_with_a_cache_of_a_few_blocks_and_no_shared_ones(
     assert tokens(paused) == tokens(demo[1]) and small.engine.scheduler.paused_total > 0
 
 
-def test_B7_beams_of_a_model_with_windows_equal_those_of_transformers(tmp_path: Path) -> None:
+def test_beams_of_a_model_with_windows_equal_those_of_transformers(tmp_path: Path) -> None:
     """Groups of layers have block tables of their own, and give back what has left their window."""
     model = zoo.build(zoo.zoo_model("gemma2"))
     zoo.save(model, tmp_path)

@@ -31,5 +31,5 @@ def full() -> float:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
-def test_B11_an_fp8_cache_keeps_the_accuracy_within_one_point(kv_cache_dtype: KVCacheDType, full: float) -> None:
+def test_an_fp8_cache_keeps_the_accuracy_within_one_point(kv_cache_dtype: KVCacheDType, full: float) -> None:
     assert accuracy(kv_cache_dtype) >= full - 0.01

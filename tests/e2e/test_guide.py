@@ -27,13 +27,13 @@ def run(section: str) -> dict[str, object]:
     return names
 
 
-def test_B1_the_example_of_the_four_callbacks_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_four_callbacks_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = run("Drive the batch manager yourself")
     assert capsys.readouterr().out.split() == ["42", "859", "1"]
     assert len(names["records"]) > 2  # type: ignore[arg-type]
 
 
-def test_B7_the_example_of_a_beam_search_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_a_beam_search_runs(capsys: pytest.CaptureFixture[str]) -> None:
     run("Beam search")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0].startswith("42 -")

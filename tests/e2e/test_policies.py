@@ -31,13 +31,13 @@ def undisturbed() -> list[list[int]]:
     return found
 
 
-def test_B11_shared_blocks_change_no_token(undisturbed: list[list[int]]) -> None:
+def test_shared_blocks_change_no_token(undisturbed: list[list[int]]) -> None:
     found, llm = answers()
     assert found == undisturbed and llm.engine.scheduler.kv.reused_total >= len(PROMPTS)
 
 
 @pytest.mark.parametrize("chunking", ["first_come_first_served", "equal_progress"])
-def test_B4_max_utilization_with_a_cache_of_a_few_blocks_changes_no_token(
+def test_max_utilization_with_a_cache_of_a_few_blocks_changes_no_token(
     undisturbed: list[list[int]], chunking: str
 ) -> None:
     found, llm = answers(
@@ -49,12 +49,12 @@ def test_B4_max_utilization_with_a_cache_of_a_few_blocks_changes_no_token(
     assert found == undisturbed and llm.engine.scheduler.paused_total > 0
 
 
-def test_B3_static_batches_change_no_token(undisturbed: list[list[int]]) -> None:
+def test_static_batches_change_no_token(undisturbed: list[list[int]]) -> None:
     assert answers(capacity_scheduler_policy="static_batch")[0] == undisturbed
 
 
 @pytest.mark.parametrize("mode", ["backed", "unbacked"])
-def test_V5_every_kind_of_dynamic_shape_serves_single_tokens_too(undisturbed: list[list[int]], mode: str) -> None:
+def test_every_kind_of_dynamic_shape_serves_single_tokens_too(undisturbed: list[list[int]], mode: str) -> None:
     """A lone request decodes one token a step: a graph that was specialised to 2 and more sees it padded."""
     plain = {"enable_inductor": False, "compile_cache": False, "dynamic_shapes": mode}
     with LLM("demo", block_size=16, max_batch_size=12, torch_compile_config=plain) as llm:

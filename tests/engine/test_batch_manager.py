@@ -109,7 +109,7 @@ def test_tell_moves_is_a_deprecated_name_of_notify_state_changes() -> None:
     assert changes == [(1, "started"), (1, "answering")]
 
 
-def test_B1_streaming_gets_every_step_and_others_the_whole_at_the_end() -> None:
+def test_streaming_gets_every_step_and_others_the_whole_at_the_end() -> None:
     with (h := Harness()).manager:
         h.ask(1, [1, 2], streaming=True, max_tokens=6)
         h.ask(2, [1, 2], max_tokens=6)
@@ -121,7 +121,7 @@ def test_B1_streaming_gets_every_step_and_others_the_whole_at_the_end() -> None:
     assert h.threads == {"torchweave-batch-manager"}
 
 
-def test_B1_all_responses_of_an_iteration_in_one_call() -> None:
+def test_all_responses_of_an_iteration_in_one_call() -> None:
     with (h := Harness(together=True)).manager:
         for number in (1, 2, 3):
             h.ask(number, [number], streaming=True, max_tokens=30)
@@ -132,13 +132,13 @@ def test_B1_all_responses_of_an_iteration_in_one_call() -> None:
     assert h.calls < 45, "a call an iteration, not one a response"
 
 
-def test_B1_exactly_one_response_callback() -> None:
+def test_exactly_one_response_callback() -> None:
     for send in (None, lambda *response: None):
         with pytest.raises(ValueError, match="either send_response or send_responses"):
             BatchManager(*make(), lambda max_num: [], send, send_responses=send)
 
 
-def test_B1_state_is_free_before_the_final_response() -> None:
+def test_state_is_free_before_the_final_response() -> None:
     h = Harness()
     free: list[int] = []
 
@@ -153,7 +153,7 @@ def test_B1_state_is_free_before_the_final_response() -> None:
     assert free == [0]
 
 
-def test_B1_max_num_is_never_exceeded() -> None:
+def test_max_num_is_never_exceeded() -> None:
     with (h := Harness(sizes={"max_batch_size": 2}, max_num_requests=3)).manager:
         for number in range(9):
             h.ask(number, [number + 1], max_tokens=4)
@@ -162,7 +162,7 @@ def test_B1_max_num_is_never_exceeded() -> None:
     assert all(h.tokens(number) == expected([number + 1], 4) for number in range(9))
 
 
-def test_B1_without_a_bound_any_number_of_requests_is_taken_at_the_start_of_each_step() -> None:
+def test_without_a_bound_any_number_of_requests_is_taken_at_the_start_of_each_step() -> None:
     with (h := Harness(sizes={"max_batch_size": 2})).manager:
         for number in range(9):
             h.ask(number, [number + 1], max_tokens=4)
@@ -170,7 +170,7 @@ def test_B1_without_a_bound_any_number_of_requests_is_taken_at_the_start_of_each
     assert set(h.max_nums) == {-1} and len(h.max_nums) >= len(h.stats)
 
 
-def test_B2_an_id_in_flight_is_rejected_for_the_newcomer_only() -> None:
+def test_an_id_in_flight_is_rejected_for_the_newcomer_only() -> None:
     with (h := Harness()).manager:
         h.todo = [
             InferenceRequest(5, np.array([1, 2]), SamplingParams(temperature=0, max_tokens=40)),
@@ -186,7 +186,7 @@ def test_B2_an_id_in_flight_is_rejected_for_the_newcomer_only() -> None:
     assert h.received[5][-1][2] == ""
 
 
-def test_B2_ids_beyond_64_bits_are_refused() -> None:
+def test_ids_beyond_64_bits_are_refused() -> None:
     with (h := Harness()).manager:
         h.ask(2**64, [1])
         h.ask(2**64 - 1, [1], max_tokens=1)
@@ -194,7 +194,7 @@ def test_B2_ids_beyond_64_bits_are_refused() -> None:
     assert "2**64" in h.received[2**64][0][2] and not h.received[2**64 - 1][0][2]
 
 
-def test_B1_stopped_requests_answer_with_what_they_have() -> None:
+def test_stopped_requests_answer_with_what_they_have() -> None:
     h = Harness(sizes={"max_model_len": 2000, "num_blocks": 600})
     with h.manager:
         h.ask(1, [1], streaming=True, max_tokens=1900)
@@ -207,7 +207,7 @@ def test_B1_stopped_requests_answer_with_what_they_have() -> None:
     assert h.tokens(1) == expected([1], len(h.tokens(1))) and len(h.tokens(1)) < 1900
 
 
-def test_B8_shutdown_finishes_what_is_active() -> None:
+def test_shutdown_finishes_what_is_active() -> None:
     h = Harness()
     for number in range(12):
         h.ask(number, [number + 1], max_tokens=20)
@@ -218,7 +218,7 @@ def test_B8_shutdown_finishes_what_is_active() -> None:
     assert all(h.tokens(number) == expected([number + 1], 20) for number in answered) and answered
 
 
-def test_B8_shutdown_without_drain_answers_each_with_an_error() -> None:
+def test_shutdown_without_drain_answers_each_with_an_error() -> None:
     h = Harness(sizes={"max_model_len": 2000, "num_blocks": 1000})
     for number in (1, 2):
         h.ask(number, [number], streaming=True, max_tokens=1900)
@@ -229,7 +229,7 @@ def test_B8_shutdown_without_drain_answers_each_with_an_error() -> None:
     assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
-def test_B8_a_failing_device_answers_everyone_and_hangs_nobody() -> None:
+def test_a_failing_device_answers_everyone_and_hangs_nobody() -> None:
     h = Harness()
     h.runner.fail_at = 3
     h.ask(1, [1], max_tokens=30)
@@ -240,7 +240,7 @@ def test_B8_a_failing_device_answers_everyone_and_hangs_nobody() -> None:
     assert not h.manager.alive and h.manager.failure is not None
 
 
-def test_B1_callbacks_come_in_their_order() -> None:
+def test_callbacks_come_in_their_order() -> None:
     """Requests are fetched before a step is formed; behind a step come its responses, then stops, then statistics."""
     with (h := Harness(run_ahead=1)).manager:
         h.ask(1, [1], streaming=True, max_tokens=3)
@@ -252,7 +252,7 @@ def test_B1_callbacks_come_in_their_order() -> None:
     ]
 
 
-def test_B1_a_request_that_waits_can_be_stopped() -> None:
+def test_a_request_that_waits_can_be_stopped() -> None:
     with (h := Harness(sizes={"max_batch_size": 1, "max_model_len": 500, "num_blocks": 200})).manager:
         h.ask(1, [1], streaming=True, max_tokens=400)
         h.ask(2, [2], max_tokens=400)
@@ -265,7 +265,7 @@ def test_B1_a_request_that_waits_can_be_stopped() -> None:
         h.wait_final(1)
 
 
-def test_B1_a_higher_priority_overtakes_all_that_wait() -> None:
+def test_a_higher_priority_overtakes_all_that_wait() -> None:
     """Whoever waits, waits in the manager: a queue of the client's would hide priorities from it."""
     h = Harness(sizes={"max_batch_size": 1})
     h.todo = [InferenceRequest(number, np.array([number + 1]), SamplingParams(max_tokens=4)) for number in range(40)]
@@ -276,7 +276,7 @@ def test_B1_a_higher_priority_overtakes_all_that_wait() -> None:
     assert list(h.received).index(99) <= 1
 
 
-def test_B8_dropping_the_manager_finishes_what_is_active() -> None:
+def test_dropping_the_manager_finishes_what_is_active() -> None:
     h = Harness()
     h.ask(1, [1], max_tokens=60)
     thread = h.manager._thread
@@ -287,7 +287,7 @@ def test_B8_dropping_the_manager_finishes_what_is_active() -> None:
     assert not thread.is_alive() and h.tokens(1) == expected([1], 60)
 
 
-def test_B8_a_callback_may_shut_the_manager_down() -> None:
+def test_a_callback_may_shut_the_manager_down() -> None:
     h = Harness()
     h.before_send = lambda *response: h.manager.shutdown(drain=False)
     h.ask(1, [1], streaming=True, max_tokens=60)
@@ -297,7 +297,7 @@ def test_B8_a_callback_may_shut_the_manager_down() -> None:
     assert "shut down" in h.received[1][-1][2]
 
 
-def test_B8_a_manager_that_is_shut_down_twice_or_idle_ends() -> None:
+def test_a_manager_that_is_shut_down_twice_or_idle_ends() -> None:
     h = Harness(idle_seconds=None)
     time.sleep(0.05)
     h.manager.shutdown(timeout=10)

@@ -19,7 +19,7 @@ GROUPS = {"gemma3": 6, "gpt_oss": 2, "mistral": 1, "qwen2-sliding": 3}
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_B11_tokens_equal_transformers_when_windows_give_blocks_back(name: str, tmp_path: Path) -> None:
+def test_tokens_equal_transformers_when_windows_give_blocks_back(name: str, tmp_path: Path) -> None:
     """Chunks of 24 tokens over a cache so small that requests are paused; the second round finds what the first one left."""
     rng = np.random.default_rng(1)
     model = zoo.build(zoo.zoo_model(name))

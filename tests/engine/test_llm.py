@@ -123,7 +123,7 @@ def test_answers_are_counted_and_ids_are_taken_as_prompts(fresh: LLM) -> None:
 # -- those who leave ---------------------------------------------------------------------------------------------------
 
 
-def test_B8_an_idle_engine_costs_less_than_a_hundredth_of_a_core(llm: LLM) -> None:
+def test_an_idle_engine_costs_less_than_a_hundredth_of_a_core(llm: LLM) -> None:
     llm.generate("1+1=", GREEDY)
     time.sleep(0.2)
     begin, used = time.monotonic(), time.process_time()

@@ -20,7 +20,7 @@ class Lost(BaseException):
     """Not even an Exception."""
 
 
-def test_B8_a_failing_response_stops_its_request_and_not_the_others() -> None:
+def test_a_failing_response_stops_its_request_and_not_the_others() -> None:
     h = Harness()
 
     def fails(request_id: int, output: Output, final: bool) -> None:
@@ -36,7 +36,7 @@ def test_B8_a_failing_response_stops_its_request_and_not_the_others() -> None:
     assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
-def test_B8_a_failing_call_with_all_responses_stops_those_that_it_was_about() -> None:
+def test_a_failing_call_with_all_responses_stops_those_that_it_was_about() -> None:
     with (h := Harness(together=True)).manager:
         h.faults["send_responses"] = RuntimeError("the socket is gone")
         h.ask(1, [1], streaming=True, max_tokens=80)
@@ -50,7 +50,7 @@ def test_B8_a_failing_call_with_all_responses_stops_those_that_it_was_about() ->
 
 
 @pytest.mark.parametrize("callback", ["get_requests", "poll_stop", "return_stats"])
-def test_B8_a_failing_callback_costs_no_request(callback: str) -> None:
+def test_a_failing_callback_costs_no_request(callback: str) -> None:
     with (h := Harness(sizes={"max_model_len": 500, "num_blocks": 200})).manager:
         h.ask(1, [1], streaming=True, max_tokens=300)
         while not h.received[1]:
@@ -66,7 +66,7 @@ def test_B8_a_failing_callback_costs_no_request(callback: str) -> None:
     assert h.manager.failure is None
 
 
-def test_B8_ids_to_stop_may_be_an_array() -> None:
+def test_ids_to_stop_may_be_an_array() -> None:
     with (h := Harness()).manager:
         h.stops = np.array([1, 8])  # type: ignore[assignment]
         h.ask(1, [1], max_tokens=90)
@@ -76,7 +76,7 @@ def test_B8_ids_to_stop_may_be_an_array() -> None:
 
 
 @pytest.mark.parametrize("stops", [[[1]], 5], ids=str)
-def test_B8_ids_to_stop_that_are_none_cost_no_request(stops: Any) -> None:
+def test_ids_to_stop_that_are_none_cost_no_request(stops: Any) -> None:
     with (h := Harness()).manager:
         h.stops = stops
         h.ask(1, [1], max_tokens=20)
@@ -84,7 +84,7 @@ def test_B8_ids_to_stop_that_are_none_cost_no_request(stops: Any) -> None:
     assert h.tokens(1) == expected([1], 20) and h.manager.failure is None
 
 
-def test_B8_what_was_handed_in_before_the_fault_is_answered() -> None:
+def test_what_was_handed_in_before_the_fault_is_answered() -> None:
     h = Harness()
 
     def some(max_num: int) -> Iterator[InferenceRequest]:
@@ -102,7 +102,7 @@ def test_B8_what_was_handed_in_before_the_fault_is_answered() -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a"], [[1, 2]], [1.5], [], None, np.array([None])], ids=str)
-def test_B8_a_request_that_cannot_be_read_is_answered(prompt: Any) -> None:
+def test_a_request_that_cannot_be_read_is_answered(prompt: Any) -> None:
     with (h := Harness()).manager:
         h.todo.append(InferenceRequest(1, np.array(prompt) if isinstance(prompt, list) else prompt))
         h.ask(2, [2], max_tokens=5)
@@ -114,7 +114,7 @@ NO_IDS: list[Any] = ["a", 2.5, None]
 
 
 @pytest.mark.parametrize("odd", [None, "a request", *(InferenceRequest(each, np.array([1])) for each in NO_IDS)])
-def test_B8_a_request_without_an_id_costs_no_other(odd: Any) -> None:
+def test_a_request_without_an_id_costs_no_other(odd: Any) -> None:
     with (h := Harness()).manager:
         h.todo += [odd, InferenceRequest(2, np.array([2]), SamplingParams(temperature=0, max_tokens=5), streaming=True)]
         h.wait_final(2)
@@ -122,7 +122,7 @@ def test_B8_a_request_without_an_id_costs_no_other(odd: Any) -> None:
 
 
 @pytest.mark.parametrize("field", [{"cache_salt": None}, {"cache_salt": "\ud800"}, {"priority": None}], ids=ascii)
-def test_B8_a_request_that_cannot_be_queued_is_answered(field: dict[str, Any]) -> None:
+def test_a_request_that_cannot_be_queued_is_answered(field: dict[str, Any]) -> None:
     with (h := Harness()).manager:
         h.todo.append(InferenceRequest(1, np.arange(40) % 5, **field))
         h.ask(2, [2], max_tokens=5)
@@ -134,9 +134,7 @@ def test_B8_a_request_that_cannot_be_queued_is_answered(field: dict[str, Any]) -
 @pytest.mark.parametrize(
     "fault", [RuntimeError("the device is gone"), Lost("the device is gone")], ids=lambda f: type(f).__name__
 )
-def test_B8_a_device_that_fails_at_any_moment_answers_everyone_and_hangs_nobody(
-    moment: str, fault: BaseException
-) -> None:
+def test_a_device_that_fails_at_any_moment_answers_everyone_and_hangs_nobody(moment: str, fault: BaseException) -> None:
     h = Harness(start_fault=fault if moment == "start" else None)
     if moment != "start":
         h.ask(1, [1], streaming=True, max_tokens=60)
@@ -157,7 +155,7 @@ def test_B8_a_device_that_fails_at_any_moment_answers_everyone_and_hangs_nobody(
 @pytest.mark.parametrize(
     ("fault", "traced"), [(RankFailure("Rank 1 has ended"), False), (RuntimeError("the device is gone"), True)]
 )
-def test_B8_the_end_of_a_rank_is_told_without_where_this_one_waited(fault: Exception, traced: bool) -> None:
+def test_the_end_of_a_rank_is_told_without_where_this_one_waited(fault: Exception, traced: bool) -> None:
     h, records = Harness(), list[logging.LogRecord]()
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -179,7 +177,7 @@ def test_B8_the_end_of_a_rank_is_told_without_where_this_one_waited(fault: Excep
     assert ("Rank 1 has ended" in record.getMessage()) != traced
 
 
-def test_B8_requests_that_come_with_the_end_are_refused() -> None:
+def test_requests_that_come_with_the_end_are_refused() -> None:
     """What was handed in while the device failed is answered too, once."""
     h = Harness()
     h.runner.fail_at = 0
@@ -190,7 +188,7 @@ def test_B8_requests_that_come_with_the_end_are_refused() -> None:
     assert all(len(h.received[number]) == 1 and "failed" in h.received[number][0][2] for number in (1, 2, 3))
 
 
-def test_B8_waiting_for_a_wake_up_costs_nothing() -> None:
+def test_waiting_for_a_wake_up_costs_nothing() -> None:
     """An idle manager whose clients wake it does not look for requests by itself, and hears of the next one at once."""
     with (h := Harness(idle_seconds=None)).manager:
         h.ask(1, [1], max_tokens=1)
@@ -203,7 +201,7 @@ def test_B8_waiting_for_a_wake_up_costs_nothing() -> None:
         h.wait_final(2)
 
 
-def test_B8_an_idle_manager_that_looks_for_requests_costs_less_than_a_hundredth_of_a_core() -> None:
+def test_an_idle_manager_that_looks_for_requests_costs_less_than_a_hundredth_of_a_core() -> None:
     with (h := Harness()).manager:
         h.ask(1, [1], max_tokens=1)
         h.wait_final(1)

@@ -37,7 +37,7 @@ BATCHING = {
 }
 
 
-def test_B5_the_keys_of_in_flight_batching_are_the_documented_ones() -> None:
+def test_the_keys_of_in_flight_batching_are_the_documented_ones() -> None:
     with (h := Harness()).manager:
         h.ask(1, [1] * 40, max_tokens=3)
         h.wait_final(1)
@@ -52,7 +52,7 @@ def test_B5_the_keys_of_in_flight_batching_are_the_documented_ones() -> None:
     assert set(list(first)[:4]) == GENERAL
 
 
-def test_B5_the_keys_of_static_batching_are_the_documented_ones() -> None:
+def test_the_keys_of_static_batching_are_the_documented_ones() -> None:
     with (h := Harness(sizes={"policy": "static_batch"})).manager:
         h.ask(1, [1] * 5, max_tokens=3)
         h.wait_final(1)
@@ -63,7 +63,7 @@ def test_B5_the_keys_of_static_batching_are_the_documented_ones() -> None:
     assert {s["Empty Generation Slots"] for s in h.stats} == {h.scheduler.limits.max_batch_size - 1}
 
 
-def test_B5_the_figures_are_those_of_the_steps() -> None:
+def test_the_figures_are_those_of_the_steps() -> None:
     with (h := Harness()).manager:
         h.ask(1, [1] * 40, max_tokens=3)
         h.wait_final(1)
@@ -83,7 +83,7 @@ def test_B5_the_figures_are_those_of_the_steps() -> None:
         assert 0 < record["iterLatencyMS"] < 10_000
 
 
-def test_B5_a_beam_search_is_one_request() -> None:
+def test_a_beam_search_is_one_request() -> None:
     with (h := Harness()).manager:
         h.ask(1, [1] * 5, beam_width=4, max_tokens=4)
         h.wait_final(1)
@@ -91,7 +91,7 @@ def test_B5_a_beam_search_is_one_request() -> None:
     assert [s["Generation Requests"] for s in h.stats] == [0, 1, 1, 1]
 
 
-def test_B5_no_statistics_when_nothing_is_active() -> None:
+def test_no_statistics_when_nothing_is_active() -> None:
     with (h := Harness()).manager:
         time.sleep(0.05)
         assert not h.stats
@@ -103,7 +103,7 @@ def test_B5_no_statistics_when_nothing_is_active() -> None:
         assert len(h.stats) == seen == 3
 
 
-def test_B5_the_latency_of_an_iteration_is_not_that_of_the_pause_before() -> None:
+def test_the_latency_of_an_iteration_is_not_that_of_the_pause_before() -> None:
     with (h := Harness()).manager:
         for number in (1, 2):
             h.ask(number, [1], max_tokens=1)
@@ -112,7 +112,7 @@ def test_B5_the_latency_of_an_iteration_is_not_that_of_the_pause_before() -> Non
     assert all(record["iterLatencyMS"] < 250 for record in h.stats)
 
 
-def test_B5_stats_interval_loses_no_request() -> None:
+def test_stats_interval_loses_no_request() -> None:
     """The last before the manager falls idle always come, so that nobody goes on showing what has ended."""
     with (h := Harness(stats_interval=0.02, sizes={"max_model_len": 1000, "num_blocks": 400})).manager:
         h.ask(1, [1], max_tokens=900)

@@ -89,7 +89,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_S7_tokens_with_graphs_are_tokens_without(
+def test_tokens_with_graphs_are_tokens_without(
     way: str, prompts: list[list[int]], plain_tokens: list[list[int]]
 ) -> None:
     with build(**WAYS[way]) as llm:

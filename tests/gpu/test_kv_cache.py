@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 @pytest.mark.parametrize("cache_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
 @pytest.mark.parametrize("name", [*CASES, *REALISTIC])
-def test_B11_triton_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
+def test_triton_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
     for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
         case = dataclasses.replace(in_fp8({**CASES, **REALISTIC}[name], cache_dtype), dtype=dtype)
         built = build(case, "cuda")
@@ -40,14 +40,14 @@ def test_B11_triton_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("name", ROTARY_CASES)
-def test_B11_rope_keys_are_written_to_an_fp8_cache(name: str) -> None:
+def test_rope_keys_are_written_to_an_fp8_cache(name: str) -> None:
     case = in_fp8(ROTARY_CASES[name])
     built = build(case, "cuda")
     built.run(backend_for(case).begin(built.meta))
     built.check(5e-2)  # a key next to the middle of two FP8 numbers may go either way behind a norm
 
 
-def test_B11_the_demo_model_over_an_fp8_cache_on_a_gpu() -> None:
+def test_the_demo_model_over_an_fp8_cache_on_a_gpu() -> None:
     asked = [one for task in tasks.TASKS for one in tasks.held_out_questions(task, 20)]
     right = {}
     for kv_cache_dtype in ("auto", "fp8", "fp8_e5m2"):
@@ -59,7 +59,7 @@ def test_B11_the_demo_model_over_an_fp8_cache_on_a_gpu() -> None:
     assert min(right.values()) >= right["auto"] - 0.01 * len(asked), right
 
 
-def test_B11_an_fp8_cache_gets_twice_as_many_blocks() -> None:
+def test_an_fp8_cache_gets_twice_as_many_blocks() -> None:
     blocks = {}
     for kv_cache_dtype in ("auto", "fp8"):
         report = Report(show=False)
@@ -94,7 +94,7 @@ def test_blocks_go_to_the_host_and_back() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_B11_tokens_do_not_depend_on_host_memory(kv_cache_dtype: str) -> None:
+def test_tokens_do_not_depend_on_host_memory(kv_cache_dtype: str) -> None:
     """A tiny cache; each turn of a conversation finds its beginning on the host, with graphs and steps in flight."""
     rng = np.random.default_rng(0)
     begins = [rng.integers(3, 100, 150).tolist() for _ in range(12)]
@@ -117,7 +117,7 @@ def test_B11_tokens_do_not_depend_on_host_memory(kv_cache_dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "groups"), [("gemma3", 6), ("gpt_oss", 2), ("mistral", 1)])
-def test_B11_windows_give_blocks_back_on_a_gpu(name: str, groups: int, tmp_path: Path) -> None:
+def test_windows_give_blocks_back_on_a_gpu(name: str, groups: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     model = zoo.build(zoo.zoo_model(name))
     begin = rng.integers(3, 90, 40).tolist()

@@ -121,7 +121,7 @@ MIXED_STEPS = [
 
 @pytest.mark.parametrize("name", ["triton", "fa3"])
 @pytest.mark.parametrize("spec", [LLAMA_1B, LLAMA_8B], ids=["1b", "8b"])
-def test_V10_rows_change_under_a_mixed_graph(name: str, spec: LayerSpec) -> None:
+def test_rows_change_under_a_mixed_graph(name: str, spec: LayerSpec) -> None:
     reason = available_backends("cuda")[name]
     if reason is not None:
         pytest.skip(reason)

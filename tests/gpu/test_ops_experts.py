@@ -130,7 +130,7 @@ def test_layers_in_a_graph_as_dependent_launches() -> None:
             close(layer.out, expected(layer))
 
 
-def test_T11_chunks_bound_the_memory() -> None:
+def test_chunks_bound_the_memory() -> None:
     call = call_of(moved(cases(2048, dtype=torch.bfloat16, **SIZES)))
     results = []
     for chunks in (1, 4):

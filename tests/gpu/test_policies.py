@@ -38,13 +38,13 @@ def undisturbed() -> list[list[int]]:
     return found
 
 
-def test_B11_shared_blocks_change_no_token(undisturbed: list[list[int]]) -> None:
+def test_shared_blocks_change_no_token(undisturbed: list[list[int]]) -> None:
     found, llm = answers()
     assert found == undisturbed and llm.engine.scheduler.kv.reused_total > len(PROMPTS)
 
 
 @pytest.mark.parametrize("chunking", ["first_come_first_served", "equal_progress"])
-def test_B4_max_utilization_with_a_twentieth_of_the_cache_changes_no_token(
+def test_max_utilization_with_a_twentieth_of_the_cache_changes_no_token(
     undisturbed: list[list[int]], chunking: str
 ) -> None:
     found, llm = answers(
@@ -54,12 +54,12 @@ def test_B4_max_utilization_with_a_twentieth_of_the_cache_changes_no_token(
     assert found == undisturbed and llm.engine.scheduler.paused_total > 0
 
 
-def test_B3_static_batches_change_no_token(undisturbed: list[list[int]]) -> None:
+def test_static_batches_change_no_token(undisturbed: list[list[int]]) -> None:
     assert answers(capacity_scheduler_policy="static_batch")[0] == undisturbed
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_B7_beams_equal_those_of_transformers(tmp_path: Path, graphs: bool) -> None:
+def test_beams_equal_those_of_transformers(tmp_path: Path, graphs: bool) -> None:
     model = zoo.build(zoo.zoo_model("llama"))
     zoo.save(model, tmp_path)
     model = model.to("cuda")
@@ -75,7 +75,7 @@ def test_B7_beams_equal_those_of_transformers(tmp_path: Path, graphs: bool) -> N
             assert by_engine(llm, some_prompts(), params) == wanted, settings
 
 
-def test_B7_beams_are_the_same_when_they_are_paused() -> None:
+def test_beams_are_the_same_when_they_are_paused() -> None:
     params = SamplingParams(beam_width=4, n=4, max_tokens=24, ignore_eos=True)
     with build(block_size=16) as llm:
         wanted = by_engine(llm, PROMPTS[:8], params)

@@ -223,6 +223,6 @@ CHECKS = {
 
 @pytest.mark.parametrize("checks", CHECKS)
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_T7_collectives_over_symmetric_memory(size: int, checks: str) -> None:
+def test_collectives_over_symmetric_memory(size: int, checks: str) -> None:
     needs(size)
     run_ranks(all_checks, size, CHECKS[checks], device="cuda")

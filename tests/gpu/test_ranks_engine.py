@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_E3_B9_two_gpus_answer_as_one_and_end_together(tmp_path: Path):
+def test_two_gpus_answer_as_one_and_end_together(tmp_path: Path):
     assert check_life(str(tmp_path))["rank"]["compiled"] == 0
 
 

@@ -94,7 +94,7 @@ def on_two_gpus(process_groups: ProcessGroups, quantized: bool) -> dict[str, flo
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_T7_T8_every_form_over_two_gpus_is_near_float64_and_the_same_on_both(quantized: bool) -> None:
+def test_every_form_over_two_gpus_is_near_float64_and_the_same_on_both(quantized: bool) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     one, other = run_ranks(on_two_gpus, 2, quantized, device="cuda")

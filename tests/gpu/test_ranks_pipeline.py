@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def test_E3_a_pipeline_of_two_gpus_answers_as_one_and_ends_together(tmp_path: Path) -> None:
+def test_a_pipeline_of_two_gpus_answers_as_one_and_ends_together(tmp_path: Path) -> None:
     check_life(str(tmp_path), "pipeline_parallel_size")  # layers in the middle are the same pieces: they are loaded
 
 

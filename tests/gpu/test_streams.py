@@ -96,7 +96,7 @@ LAGS = [(0, 0, 0), (0, 100_000, 20_000), (0, 20_000, 200_000)]
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 32])
 @pytest.mark.parametrize("cycles", LAGS)
-def test_X6_replays_of_a_split_piece_are_bit_equal_to_its_runs_in_turn(
+def test_replays_of_a_split_piece_are_bit_equal_to_its_runs_in_turn(
     case: Case, device: torch.device, tokens: int, cycles: tuple[int, ...]
 ) -> None:
     given = [inputs(device, tokens, seed) for seed in range(CASES)]
@@ -117,7 +117,7 @@ def test_X6_replays_of_a_split_piece_are_bit_equal_to_its_runs_in_turn(
 
 @torch.no_grad()
 @pytest.mark.parametrize("cycles", LAGS)
-def test_T10_freed_memory_is_safe_without_graphs(case: Case, device: torch.device, cycles: tuple[int, ...]) -> None:
+def test_freed_memory_is_safe_without_graphs(case: Case, device: torch.device, cycles: tuple[int, ...]) -> None:
     """Between two calls everything that was freed is taken again and filled with what no result holds."""
     given = [inputs(device, 64, seed) for seed in range(CASES)]
     want = [[out.clone() for out in case.serial(case.ready(each))] for each in given]
@@ -136,7 +136,7 @@ def test_T10_freed_memory_is_safe_without_graphs(case: Case, device: torch.devic
 
 
 @torch.no_grad()
-def test_T10_a_caller_may_change_streams(case: Case, device: torch.device) -> None:
+def test_a_caller_may_change_streams(case: Case, device: torch.device) -> None:
     given = inputs(device, 64, 0)
     want = [out.clone() for out in case.serial(case.ready(given))]
     call = case.on(LaggingLanes(device, (0, 50_000, 50_000)))
@@ -153,7 +153,7 @@ def test_T10_a_caller_may_change_streams(case: Case, device: torch.device) -> No
 
 
 @torch.no_grad()
-def test_T10_lagging_streams_show_a_missing_event(device: torch.device) -> None:
+def test_lagging_streams_show_a_missing_event(device: torch.device) -> None:
     """What the tests above would see: without its waits the same piece gives something else."""
     case = Case(device, False, 2)
     runs = tuple(replace(run, waits=()) if run.stream == 0 else run for run in case.split.program.runs)
@@ -171,7 +171,7 @@ def test_T10_lagging_streams_show_a_missing_event(device: torch.device) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("inductor", [False, True])
-def test_X6_a_woven_module_computes_the_same_on_and_off(device: torch.device, inductor: bool) -> None:
+def test_a_woven_module_computes_the_same_on_and_off(device: torch.device, inductor: bool) -> None:
     module, report = (
         shared_experts(hidden=HIDDEN, width=256, shared=2048).to(device, torch.bfloat16),
         Report(show=False),

@@ -273,7 +273,7 @@ def test_a_checkpoint_is_read(form: str, tmp_path: Path) -> None:
 CACHE_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
 
 
-def test_B11_a_checkpoint_brings_scales_of_its_kv_cache(tmp_path: Path) -> None:
+def test_a_checkpoint_brings_scales_of_its_kv_cache(tmp_path: Path) -> None:
     """compressed-tensors' `kv_cache_scheme` with and without quantised linears, and the names that scales had before."""
     write("ct-tensor", tmp_path)
     ct = FORMS["ct-tensor"][0]

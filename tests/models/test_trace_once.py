@@ -53,7 +53,7 @@ def build(name: str, layers: int) -> DecoderStep:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_X2_the_stitched_graph_is_that_of_a_plain_capture(name: str) -> None:
+def test_the_stitched_graph_is_that_of_a_plain_capture(name: str) -> None:
     layers, cloned = CASES[name]
     module, report = build(name, layers), Report(show=False)
     once = capture(module, INPUTS, DYNAMIC, "backed_size_oblivious", report)

@@ -61,7 +61,7 @@ def engine_stats(guarded: ServerProcess) -> dict[str, Any]:
 # -- keys and limits ---------------------------------------------------------------------------------------------------
 
 
-def test_E1_api_keys_are_checked(guarded: ServerProcess) -> None:
+def test_api_keys_are_checked(guarded: ServerProcess) -> None:
     assert guarded.client("mellon").models.list().data
     with pytest.raises(openai.AuthenticationError, match="API key is unknown"):
         guarded.client("wrong").models.list()
@@ -71,7 +71,7 @@ def test_E1_api_keys_are_checked(guarded: ServerProcess) -> None:
         assert guarded.get(path).status_code == 200
 
 
-def test_E1_long_bodies_are_refused(guarded: ServerProcess) -> None:
+def test_long_bodies_are_refused(guarded: ServerProcess) -> None:
     body = {"model": "demo", "prompt": "a" * 6000}
     assert guarded.post("/v1/completions", body, headers=KEY).status_code == 413
 
@@ -82,7 +82,7 @@ def test_E1_long_bodies_are_refused(guarded: ServerProcess) -> None:
     assert httpx.post(f"{guarded.url}/v1/completions", content=in_parts(), headers=headers).status_code == 413
 
 
-def test_E1_tokens_of_a_request_are_limited(guarded: ServerProcess) -> None:
+def test_tokens_of_a_request_are_limited(guarded: ServerProcess) -> None:
     client = guarded.client("sesame")
     with pytest.raises(openai.BadRequestError, match="this server allows 1000"):
         client.completions.create(model="demo", prompt="1+1=", max_tokens=400, n=3)
@@ -90,7 +90,7 @@ def test_E1_tokens_of_a_request_are_limited(guarded: ServerProcess) -> None:
         client.completions.create(model="demo", prompt=["1"] * 5)
 
 
-def test_E1_a_full_queue_is_429_with_retry_after(guarded: ServerProcess) -> None:
+def test_a_full_queue_is_429_with_retry_after(guarded: ServerProcess) -> None:
     streams = []
     try:
         for _ in range(4):
@@ -116,7 +116,7 @@ def wait_for_answer(guarded: ServerProcess) -> str:
 # -- clients that leave ------------------------------------------------------------------------------------------------
 
 
-def test_E1_clients_that_leave_at_any_point_leave_nothing_behind(guarded: ServerProcess) -> None:
+def test_clients_that_leave_at_any_point_leave_nothing_behind(guarded: ServerProcess) -> None:
     chance = random.Random(4)
     host, port = guarded.url.removeprefix("http://").split(":")
     body = '{"model":"demo","prompt":"1+1=","max_tokens":200,"temperature":0,"ignore_eos":true,"stream":STREAM}'
@@ -137,7 +137,7 @@ def test_E1_clients_that_leave_at_any_point_leave_nothing_behind(guarded: Server
     assert wait_for_answer(guarded) == "2"
 
 
-def test_E1_a_bad_request_costs_nobody_else_anything(guarded: ServerProcess) -> None:
+def test_a_bad_request_costs_nobody_else_anything(guarded: ServerProcess) -> None:
     stream = stream_long(guarded)
     chunks = iter(stream)
     next(chunks)
@@ -146,7 +146,7 @@ def test_E1_a_bad_request_costs_nobody_else_anything(guarded: ServerProcess) -> 
     assert sum(len(chunk.choices[0].text) > 0 for chunk in chunks) > 10
 
 
-def test_E1_a_reasoning_effort_that_the_template_does_not_know_is_refused(guarded: ServerProcess) -> None:
+def test_a_reasoning_effort_that_the_template_does_not_know_is_refused(guarded: ServerProcess) -> None:
     asked = {"messages": [{"role": "user", "content": "1+1="}], "reasoning_effort": "low"}
     answer = guarded.post("/v1/chat/completions", asked, headers=KEY)
     assert answer.status_code == 400 and "does not support reasoning_effort" in answer.text
@@ -158,7 +158,7 @@ def cpu_seconds(pid: int) -> float:
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
-def test_E1_an_idle_server_takes_less_than_a_hundredth_of_a_core(guarded: ServerProcess) -> None:
+def test_an_idle_server_takes_less_than_a_hundredth_of_a_core(guarded: ServerProcess) -> None:
     assert wait_until(lambda: is_empty(guarded))
     pids, shares = (guarded.process.pid, guarded.engine_pid()), list[float]()
     while len(shares) < 3 and min(shares, default=1.0) >= 0.01:  # what the tests before have left to do is not idleness
@@ -240,7 +240,7 @@ def cache_metrics(server: ServerProcess) -> list[float]:
     return [found[name, ()] for name in ("kv_cache_blocks", "prefix_cache_queries_total", "prefix_cache_hits_total")]
 
 
-def test_E1_the_engine_is_started_again_by_option_and_sigterm_drains() -> None:
+def test_the_engine_is_started_again_by_option_and_sigterm_drains() -> None:
     with serving("--restart_engine", "--max_batch_size", "2", "--drain_timeout", "2") as server:
         pid = server.engine_pid()
         blocks = server.get("/live").json()["blocks"]["total"]
@@ -290,7 +290,7 @@ def test_a_second_signal_ends_it_now_and_who_waits_hears_why(capfd: pytest.Captu
     assert capfd.readouterr().err == ""
 
 
-def test_E1_ctrl_c_in_a_terminal_drains_too() -> None:
+def test_ctrl_c_in_a_terminal_drains_too() -> None:
     """It goes to every process of the group."""
     with serving("--tp", "2", apart=True) as server:
         stream = server.client().completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)
@@ -302,7 +302,7 @@ def test_E1_ctrl_c_in_a_terminal_drains_too() -> None:
         assert server.process.wait(15) == 0
 
 
-def test_E1_the_death_of_the_engine_is_told_within_two_seconds(guarded: ServerProcess) -> None:
+def test_the_death_of_the_engine_is_told_within_two_seconds(guarded: ServerProcess) -> None:
     """The last test of this server."""
     codes: list[int] = []
 

@@ -27,7 +27,7 @@ def is_gone(pid: int) -> bool:
     return wait_until(lambda: not Path(f"/proc/{pid}").exists(), LIMIT)
 
 
-def test_E3_a_server_over_two_ranks_tells_its_clients_that_one_is_gone() -> None:
+def test_a_server_over_two_ranks_tells_its_clients_that_one_is_gone() -> None:
     with serving("--tp", "2") as running:
         leader = running.engine_pid()
         other = other_rank(running, leader)

@@ -94,7 +94,7 @@ def test_an_entry_under_the_name_of_another_is_a_miss(tmp_path: Path, report: Re
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs file modes")
-def test_V2_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, report: Report) -> None:
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, report: Report) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     folder.chmod(0o777)
@@ -136,7 +136,7 @@ def test_a_folder_that_takes_no_entry_is_one_warning(tmp_path: Path, report: Rep
     assert len(report.select("warning")) == 1
 
 
-def test_V2_writers_at_the_same_moment_leave_one_whole_entry(tmp_path: Path, report: Report) -> None:
+def test_writers_at_the_same_moment_leave_one_whole_entry(tmp_path: Path, report: Report) -> None:
     cache = CompileCache(tmp_path / "cache", report)
     payload = os.urandom(1 << 18)
     with ThreadPoolExecutor(8) as pool:
@@ -158,7 +158,7 @@ def test_equal_modules_have_equal_factors_whatever_their_weights() -> None:
     assert _factors(toy(seed=1)) == _factors(toy(seed=2))
 
 
-def test_S8_every_factor_of_a_graph_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_factor_of_a_graph_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     base = _factors(toy())
     changed = toy()
     changed.layers[1].heads = 8
@@ -250,7 +250,7 @@ def _hidden(by: float) -> list[nn.Module]:
         ({"modules_": {"a": _hidden(2.0)}}, {"modules_": {"a": _hidden(3.0)}}),
     ],
 )
-def test_S8_whatever_a_forward_can_read_from_its_module_counts(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_whatever_a_forward_can_read_from_its_module_counts(one: dict[str, Any], other: dict[str, Any]) -> None:
     def factors(settings: dict[str, Any]) -> str:
         module = toy()
         for name, setting in settings.items():
@@ -279,7 +279,7 @@ class _Twice(nn.Module):
     ],
     ids=["weight", "module", "attribute"],
 )
-def test_S8_which_tensors_are_one_counts(tie: Any, tmp_path: Path) -> None:
+def test_which_tensors_are_one_counts(tie: Any, tmp_path: Path) -> None:
     """A graph reads one of two tied weights; a module of the same shapes may have two separate weights."""
     cache, x = CompileCache(tmp_path / "cache", Report(show=False)), torch.randn(3, 8)
     config = TorchCompileConfig(enable_inductor=False)
@@ -288,7 +288,7 @@ def test_S8_which_tensors_are_one_counts(tie: Any, tmp_path: Path) -> None:
         assert torch.equal(compiled_graph(call_op, x), module(x))
 
 
-def test_S8_what_is_set_around_a_capture_counts() -> None:
+def test_what_is_set_around_a_capture_counts() -> None:
     cpu = torch.device("cpu")
     base = machine(cpu)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -301,7 +301,7 @@ def test_S8_what_is_set_around_a_capture_counts() -> None:
     assert machine(cpu) == base
 
 
-def test_S8_an_edited_source_of_the_package_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_source_of_the_package_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash covers every file of the folders, so that new modules need not be listed."""
     folder = tmp_path / "compile"
     (folder / "nested").mkdir(parents=True)
@@ -335,7 +335,7 @@ def test_every_own_source_that_tracing_runs_is_hashed() -> None:
     assert source_digests(["no_such_package"]) == {"no_such_package": MISSING}
 
 
-def test_S8_every_factor_of_a_piece_counts() -> None:
+def test_every_factor_of_a_piece_counts() -> None:
     compiled_graph = compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
     cpu = torch.device("cpu")
     base = piece_factors(compiled_graph.pieces[0], TorchCompileConfig(), cpu)
@@ -348,7 +348,7 @@ def test_S8_every_factor_of_a_piece_counts() -> None:
     assert {"torch", "triton", "python", "device"} <= set(machine(cpu))
 
 
-def test_V2_no_factor_holds_a_path_or_an_address() -> None:
+def test_no_factor_holds_a_path_or_an_address() -> None:
     class Config:
         def __init__(self) -> None:
             self.hidden, self.name_or_path, self.nested = 3, "/somewhere/else", {"dir": "/x", "fn": torch.relu}
@@ -383,9 +383,7 @@ def _weave(
     )
 
 
-def test_V2_a_warm_start_skips_dynamo_and_gives_the_same_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_start_skips_dynamo_and_gives_the_same_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     cold = _weave(cache, Report(show=False))
     monkeypatch.setattr("torchweave.compiler.backend.capture", lambda *args: pytest.fail("Dynamo ran"))
@@ -483,7 +481,7 @@ print([name for name in unwanted if name in sys.modules])
 """
 
 
-def test_V2_another_process_starts_warm_in_a_folder_that_was_moved(tmp_path: Path) -> None:
+def test_another_process_starts_warm_in_a_folder_that_was_moved(tmp_path: Path) -> None:
     """Built pieces come from the entries alone: the second process has another Inductor folder.
 
     Modules that generate code are not imported when code is only loaded.

@@ -32,7 +32,7 @@ def cache(tmp_path: Path) -> CompileCache:
     return made
 
 
-def test_V2_a_flipped_byte_anywhere_is_a_miss_with_one_warning(tmp_path: Path) -> None:
+def test_a_flipped_byte_anywhere_is_a_miss_with_one_warning(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     cache.store("piece", {"a": 1}, b"payload", {"device_index": 0})
     (path,) = cache.entries()
@@ -47,9 +47,7 @@ def test_V2_a_flipped_byte_anywhere_is_a_miss_with_one_warning(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("moment", ["mkstemp", "write", "replace"])
-def test_V2_killed_at_any_write_leaves_no_half_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_killed_at_any_write_leaves_no_half_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """A killed process runs no clean-up: no file is removed, no exception is handled."""
 
     class Killed(BaseException):
@@ -91,7 +89,7 @@ def test_V2_killed_at_any_write_leaves_no_half_entry(
     assert len(list(after.entries())) == 1
 
 
-def test_V4_unpacked_writes_code_to_read_and_still_loads(tmp_path: Path) -> None:
+def test_unpacked_writes_code_to_read_and_still_loads(tmp_path: Path) -> None:
     config = TorchCompileConfig(compile_cache_format="unpacked")
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config, cache=cache)
@@ -184,7 +182,7 @@ def test_a_beginning_of_a_key_names_an_entry(cache: CompileCache) -> None:
         find(cache, [""])
 
 
-def test_V2_the_command_line(cache: CompileCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(cache: CompileCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*words: str) -> tuple[int, str, str]:
         code = main(["cache", *words, "--compile-cache-dir", str(cache.folder)])
         said = capsys.readouterr()

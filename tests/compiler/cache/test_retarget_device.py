@@ -20,7 +20,7 @@ from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
 
 
-def test_V2_code_for_one_gpu_is_code_for_another_of_its_kind() -> None:
+def test_code_for_one_gpu_is_code_for_another_of_its_kind() -> None:
     code = (
         "with torch.cuda._DeviceGuard(1):\n    torch.cuda.set_device(1)\n    stream1 = get_raw_stream(1)\n"
         "    x = empty_strided((s1, 1), (1, 1), device='cuda:1')\n"
@@ -47,7 +47,7 @@ def on_gpu(graph: CapturedGraph, index: int) -> CapturedGraph:
     return graph
 
 
-def test_V2_a_graph_captured_on_one_gpu_is_loaded_for_another() -> None:
+def test_a_graph_captured_on_one_gpu_is_loaded_for_another() -> None:
     class Offsets(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.arange(4, device=x.device)
@@ -84,7 +84,7 @@ with torch.cuda._DeviceGuard(0):
 """
 
 
-def test_V2_kernels_and_their_launchers_move_with_the_code(monkeypatch: Any) -> None:
+def test_kernels_and_their_launchers_move_with_the_code(monkeypatch: Any) -> None:
     kernel, source = Kernel(), CODE.split("'''")[1]
     launcher = StaticallyLaunchedAutotuner(CompiledTritonKernels.key(source), "add", kernel)  # type: ignore[arg-type]
     bundle = TritonBundle([TritonKernelArtifacts("hash", 0, [])], [launcher])

@@ -57,7 +57,7 @@ def test_a_folder_whose_name_falls_apart_is_not_used(tmp_path: Path, report: Rep
     assert ["Inductor cannot use a folder" in each["why"] for each in report.select("warning")] == [True]
 
 
-def test_V2_a_cache_beside_which_nothing_can_be_compiled_stops_no_start(tmp_path: Path, report: Report) -> None:
+def test_a_cache_beside_which_nothing_can_be_compiled_stops_no_start(tmp_path: Path, report: Report) -> None:
     class Doubled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.sin() * 2

@@ -39,7 +39,7 @@ def ops(piece: Piece) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["backed", "unbacked", "backed_size_oblivious"])
-def test_T7_a_lowered_model_is_equal_to_the_bit(mode: DynamicShapes) -> None:
+def test_a_lowered_model_is_equal_to_the_bit(mode: DynamicShapes) -> None:
     module = toy(bias=True)
     graph, parts = pieces_of(module, mode)
     built = {}
@@ -58,7 +58,7 @@ def test_T7_a_lowered_model_is_equal_to_the_bit(mode: DynamicShapes) -> None:
         assert torch.equal(compiled_graph(call_op, *step(*size)), module(*step(*size)))
 
 
-def test_T7_inductor_builds_what_was_lowered() -> None:
+def test_inductor_builds_what_was_lowered() -> None:
     _, parts = pieces_of(toy())
     piece = next(part for part in parts if isinstance(part, Piece) and part.index == 1)
     lowered = lower(piece)
@@ -72,7 +72,7 @@ def test_T7_inductor_builds_what_was_lowered() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_T7_sizes_have_one_node_each_and_nothing_is_checked_twice() -> None:
+def test_sizes_have_one_node_each_and_nothing_is_checked_twice() -> None:
     class Sizes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x.float().reshape(x.shape[0], 2, -1) + x.view(x.shape[0], 2, 4)
@@ -87,7 +87,7 @@ def test_T7_sizes_have_one_node_each_and_nothing_is_checked_twice() -> None:
         assert torch.equal(build_fx(lowered).call(list(inputs))[0], build_fx(piece).call(list(inputs))[0])
 
 
-def test_T7_a_custom_op_that_writes_becomes_functional() -> None:
+def test_a_custom_op_that_writes_becomes_functional() -> None:
     class Writes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             q = (x * 2)[:, None]
@@ -118,7 +118,7 @@ class WritesInput(nn.Module):
         return (y, y[:, :2]) if self.returns_view else (torch.exp(y),)
 
 
-def test_T7_a_write_to_an_input_is_made_good_or_refused() -> None:
+def test_a_write_to_an_input_is_made_good_or_refused() -> None:
     """A piece may write to what an earlier one made; not when it can also be seen by another name."""
     for returns_view in (False, True):
         graph = capture(WritesInput(returns_view), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")

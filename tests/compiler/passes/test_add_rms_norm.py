@@ -32,14 +32,14 @@ def targets(function: Any) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if "torchweave" in str(node.target)]
 
 
-def test_T7_residual_add_joins_the_norm_behind_it_and_its_sum_is_kept_by_liveness() -> None:
+def test_residual_add_joins_the_norm_behind_it_and_its_sum_is_kept_by_liveness() -> None:
     check(FUSION, norm_of_sum, X, matches=1)
     check(FUSION, with_sum, X, matches=1)
     assert targets(norm_of_sum) == ["torchweave.rms_norm_of_sum.default"]
     assert targets(with_sum) == ["torchweave.add_rms_norm.default"]
 
 
-def test_T7_a_chain_of_residuals_is_fused_at_every_link() -> None:
+def test_a_chain_of_residuals_is_fused_at_every_link() -> None:
     def chain(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         h = residual + x
         h = h + torch.sin(rms_norm(h, weight, 1e-6))
@@ -57,5 +57,5 @@ def test_T7_a_chain_of_residuals_is_fused_at_every_link() -> None:
         (lambda x, r, w: rms_norm(x + 1.0, w, 1e-6), "argument other of add is 1.0, not Tensor"),
     ],
 )
-def test_S9_add_rms_norm_names_near_misses(function: Any, why: str) -> None:
+def test_add_rms_norm_names_near_misses(function: Any, why: str) -> None:
     check(FUSION, function, X, near_miss=why)

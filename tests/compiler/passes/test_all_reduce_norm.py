@@ -56,7 +56,7 @@ def alone_kept(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("function", [last, kept, alone, alone_kept])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_T7_all_reduce_residual_and_norm_become_one_op_once_and_sums_are_kept_by_liveness(
+def test_all_reduce_residual_and_norm_become_one_op_once_and_sums_are_kept_by_liveness(
     function: Callable[..., Any], dtype: torch.dtype
 ) -> None:
     examples = [each.to(dtype) for each in X]
@@ -108,7 +108,7 @@ def other_group(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         (other_group, "is also read by"),
     ],
 )
-def test_T7_near_misses_have_reasons(function: Callable[..., Any], why: str | None) -> None:
+def test_near_misses_have_reasons(function: Callable[..., Any], why: str | None) -> None:
     with mirrored("ep"):
         check(FUSION, function, X, near_miss=why, matches=0)
 
@@ -125,7 +125,7 @@ QUANTS = {
 
 @pytest.mark.parametrize("read", ["nothing", "norm", "sum", "both"])
 @pytest.mark.parametrize("scheme", QUANTS)
-def test_S6_quantising_joins_and_what_others_read_is_kept(scheme: str, read: str) -> None:
+def test_quantising_joins_and_what_others_read_is_kept(scheme: str, read: str) -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> list[Tensor]:
         y, h = ops.all_reduce_add_rms_norm(x, residual, weight, 1e-6, 0.0, False, read in ("sum", "both"), "tp")
         q, s = QUANTS[scheme](y, scale)
@@ -140,7 +140,7 @@ def test_S6_quantising_joins_and_what_others_read_is_kept(scheme: str, read: str
     assert node.args[-3:] == (read in ("norm", "both"), read in ("sum", "both"), "tp")
 
 
-def test_S6_near_misses_have_reasons() -> None:
+def test_near_misses_of_quantized_norms_have_reasons() -> None:
     def changed(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         y, _ = ops.all_reduce_add_rms_norm(x, residual, weight, 1e-6, 0.0, False, False, "tp")
         q, s = ops.fp8_quant(y * 2, PER_TOKEN, None)
@@ -169,7 +169,7 @@ def products_of_a_read_sum(x: Tensor, residual: Tensor, weight: Tensor, w: Tenso
     return torch.nn.functional.linear(norm(h, weight), w), h, a
 
 
-def test_T7_products_do_not_take_what_belongs_to_the_collective_and_take_it_where_nothing_does() -> None:
+def test_products_do_not_take_what_belongs_to_the_collective_and_take_it_where_nothing_does() -> None:
     examples = [*X, torch.randn(4096, D).to(BF16) / 16]
     passes = (FUSION, FusedLinears(devices=("cpu",)), add_rms_norm.FUSION)
 

@@ -63,7 +63,7 @@ def woven_small(config: TorchCompileConfig, report: Report, cache: CompileCache 
     )
 
 
-def test_S9_the_aten_stage_runs_once_for_each_distinct_piece() -> None:
+def test_the_aten_stage_runs_once_for_each_distinct_piece() -> None:
     module, report = toy(), Report(show=False)
     compiled_graph = compile_graph(
         module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report, passes=[gate()]
@@ -79,7 +79,7 @@ def test_S9_the_aten_stage_runs_once_for_each_distinct_piece() -> None:
         assert torch.equal(compiled_graph(call_op, *step(*size)), module(*step(*size)))
 
 
-def test_S1_no_aten_pass_no_lowering() -> None:
+def test_no_aten_pass_no_lowering() -> None:
     report = Report(show=False)
     compiled_graph = compile_graph(
         toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report, passes=[]
@@ -99,7 +99,7 @@ def test_S1_no_aten_pass_no_lowering() -> None:
         ({"builds": ("inductor",)}, FX, "runs only in inductor builds"),
     ],
 )
-def test_S1_the_config_enables_passes_and_gives_the_reason(
+def test_the_config_enables_passes_and_gives_the_reason(
     facts: dict[str, Any], config: TorchCompileConfig, why: str
 ) -> None:
     manager = PassManager([gate(**facts)], config)
@@ -108,7 +108,7 @@ def test_S1_the_config_enables_passes_and_gives_the_reason(
     assert why is None or why in manager.settings[0].why
 
 
-def test_S11_a_start_from_the_cache_reports_the_same_matches(tmp_path: Path) -> None:
+def test_a_start_from_the_cache_reports_the_same_matches(tmp_path: Path) -> None:
     reports, outputs = [], []
     x = torch.randn(7, 8)
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_token_ranges_cover_every_count_once() -> None:
     assert token_ranges([gate()]) == [(1, None)]
 
 
-def test_V8_a_pass_that_pays_in_a_range_makes_variants_where_it_matches() -> None:
+def test_a_pass_that_pays_in_a_range_makes_variants_where_it_matches() -> None:
     module, report = toy(), Report(show=False)
     fusion = Fusion("small", gated, lambda gate, up: torch.nn.functional.silu(gate) * up + 1.0, token_range=(None, 7))
     compiled_graph = compile_graph(
@@ -171,7 +171,7 @@ class Rows(nn.Module):
         return torch.relu(self.linear(x[: x.shape[0]]))[index]
 
 
-def test_V8_sizes_are_built_static_and_tuned(tmp_path: Path) -> None:
+def test_sizes_are_built_static_and_tuned(tmp_path: Path) -> None:
     module, config = Rows(), TorchCompileConfig(compile_sizes=(7,))
     inputs = {"x": torch.zeros(5, 16), "index": torch.zeros(3, dtype=torch.int64)}
     for built in ("inductor", "cache"):
@@ -191,7 +191,7 @@ def test_V8_sizes_are_built_static_and_tuned(tmp_path: Path) -> None:
     assert "empty_strided_cpu((s" in general.code
 
 
-def test_S9_a_pass_runs_to_a_fixpoint_where_it_asks() -> None:
+def test_a_pass_runs_to_a_fixpoint_where_it_asks() -> None:
     def sine(x: Tensor) -> Tensor:
         return aten.sin.default(x)
 
@@ -212,7 +212,7 @@ def test_S9_a_pass_runs_to_a_fixpoint_where_it_asks() -> None:
         run_pass(forever, graph_of(torch.neg, [torch.randn(T, 4)]))
 
 
-def test_S9_debug_finds_fake_values_that_are_wrong() -> None:
+def test_debug_finds_fake_values_that_are_wrong() -> None:
     class Lies(GraphPass):
         name, stage = "lies", "aten"
 
@@ -227,7 +227,7 @@ def test_S9_debug_finds_fake_values_that_are_wrong() -> None:
         run_pass(Lies(), graph, debug=True)
 
 
-def test_S9_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None:
+def test_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None:
     """A model with one key head: a fused op returns other strides for the heads, without changing any address."""
 
     class Strides(GraphPass):
@@ -249,7 +249,7 @@ def test_S9_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None
         run_pass(Strides(12), graph, debug=True)
 
 
-def test_S9_pieces_of_most_layers_are_built_first_and_told_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_most_layers_are_built_first_and_told_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     order, build, report = [], PieceBuilder.build, Report(show=False)
     monkeypatch.setattr(PieceBuilder, "build", lambda self, piece: order.append(piece.index) or build(self, piece))
     compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report)
@@ -257,7 +257,7 @@ def test_S9_pieces_of_most_layers_are_built_first_and_told_in_their_order(monkey
     assert [told[index] for index in order] == [2, 1, 1] and order == [1, 0, 3] and list(told) == [0, 1, 3]
 
 
-def test_V8_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fusion = Fusion("scaled_add", alone, first, token_range=(None, 7))
     report = Report(show=False)
     woven_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=[fusion])
@@ -271,7 +271,7 @@ def test_V8_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypa
         torch.testing.assert_close(compiled_graph(call_op, x), _small(x))
 
 
-def test_V9_a_piece_is_traced_once_whatever_its_ranges_and_they_share_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_is_traced_once_whatever_its_ranges_and_they_share_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     traced, trace_once = [], lower_module.trace
 
     def trace(*args: Any) -> fx.GraphModule:
@@ -293,7 +293,7 @@ def _small(x: Tensor) -> Tensor:
     return Small()(x)
 
 
-def test_S9_a_piece_that_cannot_be_lowered_is_built_as_it_is() -> None:
+def test_a_piece_that_cannot_be_lowered_is_built_as_it_is() -> None:
     class Aliased(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             y = x * 2
@@ -320,7 +320,7 @@ def test_S9_a_piece_that_cannot_be_lowered_is_built_as_it_is() -> None:
     )
 
 
-def test_S9_facts_of_passes_are_plain_data() -> None:
+def test_facts_of_passes_are_plain_data() -> None:
     report = Report(show=False)
     woven_small(FX, report, passes=[*default_passes(), FUSION])
     json.dumps(report.select("pass"))

@@ -29,7 +29,7 @@ GIVEN = torch.tensor([0.02])
 
 @SCHEMES
 @pytest.mark.parametrize("lead", [(), (1,)])
-def test_S5_a_norm_into_fp8(scheme: str, lead: tuple[int, ...]) -> None:
+def test_a_norm_into_fp8(scheme: str, lead: tuple[int, ...]) -> None:
     def plain(x: Tensor, weight: Tensor, given: Tensor) -> Any:
         return quant(ops.rms_norm(x, weight, EPS), scheme, given)
 
@@ -43,7 +43,7 @@ def test_S5_a_norm_into_fp8(scheme: str, lead: tuple[int, ...]) -> None:
 
 
 @SCHEMES
-def test_S2_a_gated_activation_into_fp8(scheme: str) -> None:
+def test_a_gated_activation_into_fp8(scheme: str) -> None:
     def gated(gate_up: Tensor, given: Tensor) -> Any:
         return quant(ops.gated_activation(gate_up, "gelu_tanh"), scheme, given)
 

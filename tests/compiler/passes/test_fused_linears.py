@@ -71,7 +71,7 @@ def with_residual_last(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_S3_what_is_around_a_product_joins_it_once_and_nothing_is_rounded_elsewhere(
+def test_what_is_around_a_product_joins_it_once_and_nothing_is_rounded_elsewhere(
     function: Callable[..., Any], examples: list[Tensor]
 ) -> None:
     check(PASS, function, examples, matches=1)

@@ -49,12 +49,12 @@ FUSION = Fusion("scaled_add", (alone, both_kept), (first, both))
 XY = [torch.randn(T, 8), torch.randn(T, 8)]
 
 
-def test_S10_fires_once_for_symbolic_T_and_passes_opcheck() -> None:
+def test_fires_once_for_symbolic_T_and_passes_opcheck() -> None:
     result = check(FUSION, lambda x, y: torch.relu((x + y) * 3.0), XY, matches=1)
     assert result.rewritten == 2
 
 
-def test_S10_several_outputs_and_a_reader_between() -> None:
+def test_several_outputs_and_a_reader_between() -> None:
     """A reader of the sum precedes the last call of the pattern, and is moved behind it."""
 
     def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,17 +74,17 @@ def test_S10_several_outputs_and_a_reader_between() -> None:
         (lambda x, y: (x - y) * 3.0, ""),
     ],
 )
-def test_S9_near_misses_have_a_reason(function, why: str) -> None:
+def test_near_misses_have_a_reason(function, why: str) -> None:
     result = check(FUSION, function, XY, matches=0)
     assert [miss.why for miss in result.near_misses] == ([why] if why else [])
 
 
-def test_S9_what_somebody_else_reads_is_not_taken_away() -> None:
+def test_what_somebody_else_reads_is_not_taken_away() -> None:
     only = Fusion("scaled_add", alone, first)
     check(only, lambda x, y: (((h := x + y) * 3.0), torch.exp(h)), XY, near_miss="add is also read by exp")
 
 
-def test_S9_a_part_of_another_result_is_no_near_miss() -> None:
+def test_a_part_of_another_result_is_no_near_miss() -> None:
     def second(x: Tensor, sizes: list) -> Tensor:
         return aten.split_with_sizes.default(aten.exp.default(x), sizes, 1)[1]
 
@@ -130,7 +130,7 @@ def either_and_another(x: Tensor, y: Tensor) -> Any:
     return either(total, aten.exp.default(total)), aten.sin.default(total)
 
 
-def test_S9_extra_check_decides_and_gives_the_reason() -> None:
+def test_extra_check_decides_and_gives_the_reason() -> None:
     def extra_check(match) -> str | None:
         return None if match["factor"] == 3.0 and match.value("x").shape[-1] == 8 else "the factor is not 3"
 
@@ -138,7 +138,7 @@ def test_S9_extra_check_decides_and_gives_the_reason() -> None:
     check(only, lambda x, y: (x + y) * 3.0 + (y + x) * 2.0, XY, matches=1, near_miss="the factor is not 3")
 
 
-def test_S9_a_replacement_of_another_kind_is_refused() -> None:
+def test_a_replacement_of_another_kind_is_refused() -> None:
     def wide(x: Tensor, y: Tensor) -> Tensor:
         return (x + y).double()
 
@@ -154,12 +154,12 @@ def test_S9_a_replacement_of_another_kind_is_refused() -> None:
         (lambda x, y: (x + y) * 3.0 if x.shape[0] == T else x, "not for all sizes"),
     ],
 )
-def test_S9_an_invalid_replacement_is_one_sentence(replacement: Any, why: str) -> None:
+def test_an_invalid_replacement_is_one_sentence(replacement: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"a replacement .*{why}"):
         check(Fusion("none", alone, replacement), lambda x, y: (x + y) * 3.0, XY, matches=1)
 
 
-def test_S9_a_match_that_would_feed_on_itself_is_refused() -> None:
+def test_a_match_that_would_feed_on_itself_is_refused() -> None:
     def pair(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return aten.exp.default(x), aten.sin.default(y)
 

@@ -20,7 +20,7 @@ XY = [torch.randn(1, T, 32), torch.randn(1, T, 32)]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_S10_gated_activation_fires_once_on_a_merged_product(name: str) -> None:
+def test_gated_activation_fires_once_on_a_merged_product(name: str) -> None:
     def by_split(x: Tensor) -> Tensor:
         gate, up = x.split([32, 32], dim=-1)
         return ACTIVATIONS[name](gate) * up
@@ -33,7 +33,7 @@ def test_S10_gated_activation_fires_once_on_a_merged_product(name: str) -> None:
     check(FUSION, by_chunk, X, matches=1)
 
 
-def test_S10_gated_activation_takes_two_tensors() -> None:
+def test_gated_activation_takes_two_tensors() -> None:
     check(FUSION, lambda gate, up: up * F.gelu(gate, approximate="tanh"), XY, matches=1)
     graph = graph_of(lambda gate, up: F.silu(gate) * up, XY)
     run_pass(FUSION, graph)
@@ -52,7 +52,7 @@ def uneven(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [swapped, uneven])
-def test_S10_gated_activation_reads_other_parts_as_two_tensors(function: Any) -> None:
+def test_gated_activation_reads_other_parts_as_two_tensors(function: Any) -> None:
     graph = graph_of(function, X)
     assert run_pass(FUSION, graph).matches == 1
     assert any(node.target is torch.ops.torchweave.gated_activation_pair.default for node in graph.graph.nodes)
@@ -67,7 +67,7 @@ def test_S10_gated_activation_reads_other_parts_as_two_tensors(function: Any) ->
         (lambda x, y: ((a := F.silu(x)) * y, a + 1), "silu is also read by"),
     ],
 )
-def test_S9_gated_activation_names_near_misses(function: Any, why: str) -> None:
+def test_gated_activation_names_near_misses(function: Any, why: str) -> None:
     check(FUSION, function, XY, near_miss=why)
 
 

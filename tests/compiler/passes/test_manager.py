@@ -113,7 +113,7 @@ def test_built_in_passes_follow_the_protocol() -> None:
 # -- merge_linears -----------------------------------------------------------------------------------------------------
 
 
-def test_T6_merging_is_exact_for_every_size_and_takes_no_memory() -> None:
+def test_merging_is_exact_for_every_size_and_takes_no_memory() -> None:
     module = toy(bias=True)
     want = {size: module(*step(*size)) for size in SIZES}
     before = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in module.parameters()}
@@ -192,7 +192,7 @@ class Pair(nn.Module):
     ],
     ids=lambda thing: thing.between or "kind" if isinstance(thing, Pair) else "",
 )
-def test_T6_near_misses_are_unchanged_and_have_reasons(module: Pair, why: str) -> None:
+def test_near_misses_are_unchanged_and_have_reasons(module: Pair, why: str) -> None:
     graph = graph_of(module, 5, 8)
     graph.boundary_ops = BOUNDARY
     before = num_linears(graph)

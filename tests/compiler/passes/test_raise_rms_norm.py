@@ -15,13 +15,13 @@ from torchweave.compiler.passes.testing import T, check
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("norm", NORMS)
-def test_S10_raise_rms_norm_fires_once_in_every_dialect(norm: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_raise_rms_norm_fires_once_in_every_dialect(norm: Callable[..., Tensor], dtype: torch.dtype) -> None:
     result = check(FUSION, norm, [torch.randn(1, T, 48).to(dtype), torch.randn(48).to(dtype)], matches=1)
     assert not result.near_misses and result.rewritten >= 6
 
 
 @pytest.mark.parametrize("norm", [llama_norm, gemma_norm])
-def test_S10_raise_rms_norm_of_heads_that_were_transposed_first(norm: Callable[..., Tensor]) -> None:
+def test_raise_rms_norm_of_heads_that_were_transposed_first(norm: Callable[..., Tensor]) -> None:
     check(FUSION, lambda x, w: norm(heads(x), w), [torch.randn(1, T, 48).to(BF16), torch.randn(16).to(BF16)], matches=1)
 
 
@@ -55,11 +55,11 @@ def in_half(x: Tensor, weight: Tensor) -> Tensor:
         (lambda x, w: llama_norm(x, w.to(BF16)), torch.float32, "its weight is torch.bfloat16 and x torch.float32"),
     ],
 )
-def test_S9_raise_rms_norm_names_near_misses(norm: Callable[..., Tensor], dtype: torch.dtype, why: str) -> None:
+def test_raise_rms_norm_names_near_misses(norm: Callable[..., Tensor], dtype: torch.dtype, why: str) -> None:
     check(FUSION, norm, [torch.randn(48, 48).abs().to(dtype), torch.randn(48).to(dtype)], near_miss=why)
 
 
-def test_S9_raise_rms_norm_leaves_a_norm_whose_inside_is_read() -> None:
+def test_raise_rms_norm_leaves_a_norm_whose_inside_is_read() -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
         return weight * (x * scale), scale * 2

@@ -38,7 +38,7 @@ def of(turn: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(("turn", "width"), [(rotary, 16), (rotary_part, 8), (rotary_part, 16)])
-def test_S10_rope_fires_once_for_q_and_k(turn: Any, width: int, dtype: torch.dtype) -> None:
+def test_rope_fires_once_for_q_and_k(turn: Any, width: int, dtype: torch.dtype) -> None:
     result = check(rope.FUSION, of(turn), operands(width, dtype, dtype), matches=1)
     assert result.rewritten >= 14
 
@@ -52,7 +52,7 @@ def test_rope_with_an_unsqueeze_for_each_projection(turn: Any) -> None:
     check(rope.FUSION, of(turn), operands(), matches=1)
 
 
-def test_S10_rope_with_float32_angles() -> None:
+def test_rope_with_float32_angles() -> None:
     check(rope.FUSION, of(rotary_wide), operands(angles=torch.float32), matches=1)
 
 
@@ -84,7 +84,7 @@ def third(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
         (rotary, torch.float32, "and sin torch.float32"),
     ],
 )
-def test_S9_rope_names_near_misses(turn: Any, angles: torch.dtype, why: str) -> None:
+def test_rope_names_near_misses(turn: Any, angles: torch.dtype, why: str) -> None:
     check(rope.FUSION, of(turn), operands(angles=angles), near_miss=why)
 
 
@@ -113,7 +113,7 @@ def raised(function: Any) -> Any:
     return graph
 
 
-def test_S10_qk_norm_rope_fires_once_behind_rope() -> None:
+def test_qk_norm_rope_fires_once_behind_rope() -> None:
     graph = raised(normed())
     result = run_pass(qk_norm_rope.FUSION, graph, debug=True)
     assert result.matches == 1 and not result.near_misses
@@ -128,7 +128,7 @@ def test_S10_qk_norm_rope_fires_once_behind_rope() -> None:
         assert all(map(torch.equal, got, normed()(product, cos, sin, *WEIGHTS)))
 
 
-def test_S9_qk_norm_rope_names_norms_of_two_kinds() -> None:
+def test_qk_norm_rope_names_norms_of_two_kinds() -> None:
     result = run_pass(qk_norm_rope.FUSION, raised(normed(k_eps=1e-5)))
     assert result.matches == 0 and "argument eps" in result.near_misses[0].why
 

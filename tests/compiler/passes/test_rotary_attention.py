@@ -102,7 +102,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_S10_rotary_attention_fires_once_and_is_exact(name: str) -> None:
+def test_rotary_attention_fires_once_and_is_exact(name: str) -> None:
     layer, rotary_arguments = LAYERS[name]
     result, node = rewritten(layer)
     assert result.matches == 1 and result.rewritten >= 14 and not result.near_misses
@@ -132,7 +132,7 @@ def test_in_place_writes_and_contexts_of_a_module_stay() -> None:
 
 
 @pytest.mark.parametrize("mode", ["backed", "unbacked"])
-def test_S10_rotary_attention_in_every_mode_of_dynamic_shapes(mode: DynamicShapes) -> None:
+def test_rotary_attention_in_every_mode_of_dynamic_shapes(mode: DynamicShapes) -> None:
     assert rewritten(Layer(rotary, llama_norm), mode)[0].matches == 1
 
 
@@ -149,7 +149,7 @@ def swapped_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 @pytest.mark.parametrize(
     ("turn", "why"), [(two_angles, "rotate by different angles"), (swapped_halves, "not neg")], ids=["angles", "halves"]
 )
-def test_S9_rotary_attention_names_near_misses(turn: Any, why: str) -> None:
+def test_rotary_attention_names_near_misses(turn: Any, why: str) -> None:
     result, node = rewritten(Layer(turn))
     assert result.matches == 0 and len(node.args) == 6
     assert why in result.near_misses[0].why

@@ -54,7 +54,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_passes"
 
 
-def test_S1_a_pass_of_ones_own_by_config(own_module: str) -> None:
+def test_a_pass_of_ones_own_by_config(own_module: str) -> None:
     report = Report(show=False)
     config = TorchCompileConfig(enable_inductor=False, passes=(f"{own_module}:SCALE_ONCE",), pass_numerics="tolerance")
     compiled_graph = compile_graph(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=config, report=report)
@@ -64,7 +64,7 @@ def test_S1_a_pass_of_ones_own_by_config(own_module: str) -> None:
     torch.testing.assert_close(compiled_graph(call_op, x), Scaled()(x))
 
 
-def test_S1_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
+def test_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
     report = Report(show=False)
     passes = [*torchweave.compiler.default_passes(), load_pass(f"{own_module}:SCALE_ONCE")]
     config = TorchCompileConfig(enable_inductor=False, compile_cache=False, enabled_passes=("scale_once",))
@@ -84,7 +84,7 @@ def test_S1_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
         ("torchweave.compiler:Fusion", "cannot be constructed without arguments"),
     ],
 )
-def test_S1_a_bad_name_is_one_sentence(own_module: str, name: str, why: str) -> None:
+def test_a_bad_name_is_one_sentence(own_module: str, name: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as raised:
         compile_graph(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=TorchCompileConfig(passes=(name,)))
     assert str(raised.value).count("\n") == 0 and name in str(raised.value)
@@ -113,7 +113,7 @@ def made(by: float) -> Fusion:
 
 
 @pytest.mark.parametrize("kind", [Times, made])
-def test_V2_a_pass_set_otherwise_is_another_factor(kind: Any) -> None:
+def test_a_pass_set_otherwise_is_another_factor(kind: Any) -> None:
     assert aten_cache_keys([kind(2.0)]) == aten_cache_keys([kind(2.0)]) != aten_cache_keys([kind(3.0)])
 
 
@@ -127,7 +127,7 @@ def test_V2_a_pass_set_otherwise_is_another_factor(kind: Any) -> None:
         ("token_range", (None, 0), "token_range None..0 holds no token count"),
     ],
 )
-def test_S1_a_pass_with_an_invalid_fact_is_rejected(fact: str, declared: Any, why: str) -> None:
+def test_a_pass_with_an_invalid_fact_is_rejected(fact: str, declared: Any, why: str) -> None:
     each = Times(2.0)
     setattr(each, fact, declared)
     with pytest.raises(ValueError, match=f"^pass times: {why}$"):
@@ -152,7 +152,7 @@ class Forgets(Times):
         (Forgets, "returned None; `run` must return a PassResult", type(None)),
     ],
 )
-def test_S1_a_pass_that_raises_or_returns_nothing_is_named(stage: Any, kind: Any, why: str, cause: type) -> None:
+def test_a_pass_that_raises_or_returns_nothing_is_named(stage: Any, kind: Any, why: str, cause: type) -> None:
     each = kind(2.0)
     each.stage = stage
     with pytest.raises(ValueError, match=f"^pass times {why}") as raised:
@@ -220,7 +220,7 @@ def _write_to_an_input(graph: Any) -> None:
         (_write_to_an_input, "it writes to the input .*, unlike"),
     ],
 )
-def test_S1_a_pass_that_changes_the_interface_of_a_graph_is_named(stage: Any, harm: Any, why: str) -> None:
+def test_a_pass_that_changes_the_interface_of_a_graph_is_named(stage: Any, harm: Any, why: str) -> None:
     class Harm(GraphPass):
         name = "harm"
 

@@ -80,7 +80,7 @@ def same(one: CompiledGraph, other: CompiledGraph, rank: int, dtype: torch.dtype
 # -- the block ---------------------------------------------------------------------------------------------------------
 
 
-def test_T8_a_block_of_five_linears_has_three_norms_two_quants_three_buffers_three_prologues_two_finalises() -> None:
+def test_a_block_of_five_linears_has_three_norms_two_quants_three_buffers_three_prologues_two_finalises() -> None:
     found = compiled_graph(Block(0, 2, torch.bfloat16, quantized=True), (*FUSIONS, *BUFFERS))
     assert counts(found) == {
         "raise_rms_norm": 3,
@@ -103,7 +103,7 @@ def test_T8_a_block_of_five_linears_has_three_norms_two_quants_three_buffers_thr
 
 
 @pytest.mark.parametrize("inductor", [False, True])
-def test_T8_buffers_change_no_bit_in_code_of_either_build(inductor: bool) -> None:
+def test_buffers_change_no_bit_in_code_of_either_build(inductor: bool) -> None:
     module = Block(0, 2, torch.bfloat16, reads_sum=True)
     config = replace(FX, enable_inductor=inductor)
     passes = (*FUSIONS, CONVERT, UserBuffersPrologue())
@@ -181,7 +181,7 @@ def distance(compiled_graph: CompiledGraph, rank: int, dtype: torch.dtype) -> fl
     return worst
 
 
-def test_T7_T8_numbers_on_two_ranks_are_those_of_one_device_in_float64() -> None:
+def test_numbers_on_two_ranks_are_those_of_one_device_in_float64() -> None:
     ranks = run_ranks(on_two_ranks, 2)
     assert ranks[0] == ranks[1], "every rank has the same result"
     for case, error in ranks[0].items():
@@ -198,14 +198,14 @@ def test_T7_T8_numbers_on_two_ranks_are_those_of_one_device_in_float64() -> None
 
 @pytest.mark.parametrize("rows", [(False, False), (True, True)])
 @pytest.mark.parametrize("quant", ["", "fp8", "fp4"])
-def test_T8_ops_keep_to_their_schemas(quant: str, rows: tuple[bool, bool]) -> None:
+def test_ops_keep_to_their_schemas(quant: str, rows: tuple[bool, bool]) -> None:
     residual = R[:, : (T + 1) // 2] if rows[0] else R
     how = {"": (), "fp8": (GROUP, None, False), "fp4": (torch.ones(1), False)}[quant]
     op = getattr(ops, "_".join(filter(None, ("buffered_all_reduce_add_rms_norm", quant)))).default
     torch.library.opcheck(op, ("linear", [A, W], "", BF16, 0, residual, N, 1e-5, 0.0, False, *how, True, *rows, "tp"))
 
 
-def test_T8_a_producer_that_there_is_not_is_refused() -> None:
+def test_a_producer_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="producer 'sum' is unknown; expected copy, add, linear, fp8_linear"):
         ops.buffered_all_reduce("sum", [A], "", BF16, 0, "tp")
 
@@ -248,13 +248,13 @@ def chain(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
         (two_groups, "no other collective of its group"),
     ],
 )
-def test_T8_convert_names_near_misses(function: Any, why: str) -> None:
+def test_convert_names_near_misses(function: Any, why: str) -> None:
     with mirrored("ep"):
         check(CONVERT, function, [A, R, W, N], near_miss=why)
         check(CONVERT, chain, [A, R, W, N], matches=2, near_miss="no other collective")
 
 
-def test_T8_slots_begin_with_0_end_with_1_and_neighbours_differ() -> None:
+def test_slots_begin_with_0_end_with_1_and_neighbours_differ() -> None:
     for count in range(2, 12):
         indices = slots(count)
         assert indices[0] == 0 and indices[-1] == 1 and len(indices) == count and set(indices) <= {0, 1, 2}
@@ -279,7 +279,7 @@ PRODUCED = [
 
 
 @pytest.mark.parametrize(("function", "why"), PRODUCED)
-def test_T8_prologue_takes_products_and_sums_and_names_near_misses(function: Any, why: str | None) -> None:
+def test_prologue_takes_products_and_sums_and_names_near_misses(function: Any, why: str | None) -> None:
     check(UserBuffersPrologue(), function, [A, R, W, N], near_miss=why)
 
 
@@ -318,7 +318,7 @@ def post_norm(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
         (post_norm, "it has no residual"),
     ],
 )
-def test_T8_a_sum_with_other_readers_is_not_left_in_rows(function: Any, why: str) -> None:
+def test_a_sum_with_other_readers_is_not_left_in_rows(function: Any, why: str) -> None:
     with mirrored("ep"):
         graph = graph_of(function, [A, R, W, N])
         if run_pass(CONVERT, graph).matches:
@@ -336,7 +336,7 @@ def settings(config: TorchCompileConfig, ranks: int, table: Table | None = None)
     return {setting.each.name: (setting.enabled, setting.why) for setting in manager.settings}
 
 
-def test_T8_enable_userbuffers_and_the_number_of_ranks_switch_the_passes() -> None:
+def test_enable_userbuffers_and_the_number_of_ranks_switch_the_passes() -> None:
     names = ("userbuffers_convert", "userbuffers_prologue")
     assert all(settings(TorchCompileConfig(), 2)[name] == (True, "") for name in (*names, "all_reduce_norm"))
     off = settings(TorchCompileConfig(enable_userbuffers=False), 2)
@@ -348,7 +348,7 @@ def test_T8_enable_userbuffers_and_the_number_of_ranks_switch_the_passes() -> No
     assert all(alone[name] == (False, "needs more than one rank") for name in rank_passes)
 
 
-def test_T8_forms_by_rows_run_from_the_token_count_at_which_they_won_for_this_many_ranks() -> None:
+def test_forms_by_rows_run_from_the_token_count_at_which_they_won_for_this_many_ranks() -> None:
     def entry(tokens: int, choice: str, ranks: int = 2) -> Entry:
         return Entry("sequence_parallel", f"{ranks} ranks", tokens, choice, 1.0, 2.0, 0.0)
 
@@ -365,7 +365,7 @@ def test_T8_forms_by_rows_run_from_the_token_count_at_which_they_won_for_this_ma
     assert spans == [[1024, None], [1, 1023]], "a variant of its own, chosen by T when it is called"
 
 
-def test_T8_explain_says_what_ranks_exchange_and_what_fusions_made_of_it() -> None:
+def test_explain_says_what_ranks_exchange_and_what_fusions_made_of_it() -> None:
     found = compiled_graph(Block(0, 2, torch.bfloat16), (*FUSIONS, CONVERT, UserBuffersPrologue()))
     facts = explain(None, found.report)["communication"]
     (piece,) = facts["pieces"]

@@ -21,7 +21,7 @@ from torchweave.report import Report
 
 
 @pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked", "backed"])
-def test_V5_fx_pieces_equal_the_module_bit_for_bit(mode: Any) -> None:
+def test_fx_pieces_equal_the_module_bit_for_bit(mode: Any) -> None:
     module = toy()
     want = {size: module(*step(*size)) for size in SIZES}
     compiled_graph = compile_graph(
@@ -69,7 +69,7 @@ def test_a_piece_that_inductor_has_no_code_for_runs_as_it_was_traced(monkeypatch
         torch.testing.assert_close(compiled_graph(call_op, *step(*size)), module(*step(*size)), rtol=2e-5, atol=2e-5)
 
 
-def test_V7_each_distinct_piece_is_built_once(compiled: Any) -> None:
+def test_each_distinct_piece_is_built_once(compiled: Any) -> None:
     compiled_graph, _ = compiled
     events = compiled_graph.report.select("piece")
     assert [event["built"] for event in events] == ["inductor"] * 3 and sum(event["shared_by"] for event in events) == 4
@@ -83,7 +83,7 @@ def test_every_decision_is_an_event(compiled: Any) -> None:
     assert report.select("assumption")  # what size-oblivious tracing took for granted is on record
 
 
-def test_V3_a_weave_after_ready_is_reported() -> None:
+def test_a_weave_after_ready_is_reported() -> None:
     report = Report(show=False)
     report.event("ready")
     compile_graph(
@@ -219,7 +219,7 @@ def test_no_names_of_inputs_can_shadow_the_code() -> None:
         compiled_graph(call_op, inputs[0].long(), *inputs[1:])
 
 
-def test_V5_a_branch_on_the_size_is_never_silently_wrong() -> None:
+def test_a_branch_on_the_size_is_never_silently_wrong() -> None:
     class Long(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * 2 if x.shape[0] > 40 else x
@@ -247,7 +247,7 @@ def _of_unread(x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "choose", [lambda x, y: x * 2 if x.shape[0] == 13 else x + y.sum(), _of_ratio, _of_equals, _of_unread]
 )
-def test_V5_a_branch_on_one_size_or_on_two_is_refused(choose: Any) -> None:
+def test_a_branch_on_one_size_or_on_two_is_refused(choose: Any) -> None:
     class Chooses(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return choose(x, y)
@@ -266,7 +266,7 @@ def test_V5_a_branch_on_one_size_or_on_two_is_refused(choose: Any) -> None:
         (lambda x: x.expand(2, -1).sum(0), (1, MAX_SIZE)),
     ],
 )
-def test_V5_a_branch_on_a_size_limits_what_a_call_takes(choose: Any, sizes: tuple[int, int]) -> None:
+def test_a_branch_on_a_size_limits_what_a_call_takes(choose: Any, sizes: tuple[int, int]) -> None:
     class Chooses(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return choose(x)

@@ -100,7 +100,7 @@ def test_what_the_boundary_reads_stays_alive() -> None:
     assert torch.equal(recording.replay(), (torch.arange(4.0) + 2) * 3 + 1)
 
 
-def test_T5_debug_checks_the_addresses_of_the_inputs() -> None:
+def test_debug_checks_the_addresses_of_the_inputs() -> None:
     x = torch.zeros(4)
     recording = record(
         lambda boundary: x + 1, call_op, capture_boundary_ops=True, pool=TapePool(), debug=True, inputs=[x]
@@ -116,7 +116,7 @@ def test_T5_debug_checks_the_addresses_of_the_inputs() -> None:
         recording.replay()
 
 
-def test_T5_debug_checks_the_arguments_of_boundary_ops() -> None:
+def test_debug_checks_the_arguments_of_boundary_ops() -> None:
     kept: list[Tensor] = []
 
     def run(boundary: BoundaryHandler) -> Tensor:

@@ -49,7 +49,7 @@ def order(piece: Piece) -> set[tuple[str, str, str]]:
     }
 
 
-def test_T10_reads_and_writes_of_one_storage_are_ordered_through_its_views() -> None:
+def test_reads_and_writes_of_one_storage_are_ordered_through_its_views() -> None:
     # add = a + b; view = add.view(); tanh = tanh(add); view.add_(b); relu-like read of add afterwards
     piece = random_piece([(ADD, 0, 1), (VIEW, 2, 0), (2, 2, 0), (ADD_IN_PLACE, 3, 1), (2, 2, 0), (8, 3, 0)], [2, 4])
     found = order(piece)
@@ -62,17 +62,17 @@ def test_T10_reads_and_writes_of_one_storage_are_ordered_through_its_views() -> 
     assert not any({a, b} == {"tanh", "tanh_1"} for a, b, _ in found), "two reads are in no order"
 
 
-def test_T10_what_an_op_writes_to_comes_from_its_schema() -> None:
+def test_what_an_op_writes_to_comes_from_its_schema() -> None:
     found = order(random_piece([(ADD, 0, 1), (2, 2, 0), (ACCUMULATE, 0, 2), (2, 2, 0)], [1, 2]))
     assert {("tanh", "accumulate_default", "WAR"), ("accumulate_default", "tanh_1", "RAW")} <= found
 
 
-def test_T10_inputs_may_be_views_of_each_other() -> None:
+def test_inputs_may_be_views_of_each_other() -> None:
     found = order(random_piece([(2, 0, 0), (ADD_IN_PLACE, 1, 1), (2, 0, 0)], [0, 2]))
     assert {("tanh", "add_", "WAR"), ("add_", "tanh_1", "RAW")} <= found
 
 
-def test_T10_views_are_found_in_a_graph_that_forgot_them() -> None:
+def test_views_are_found_in_a_graph_that_forgot_them() -> None:
     """As one from the cache has: there, every fake tensor has a storage of its own."""
     piece = random_piece([(ADD, 0, 1), (VIEW, 2, 0), (2, 2, 0), (ADD_IN_PLACE, 3, 1), (2, 2, 0)], [1, 3])
     known = order(piece)
@@ -86,7 +86,7 @@ def test_T10_views_are_found_in_a_graph_that_forgot_them() -> None:
 # -- schedule ----------------------------------------------------------------------------------------------------------
 
 
-def test_T10_the_longest_path_goes_first_and_a_free_stream_takes_the_rest() -> None:
+def test_the_longest_path_goes_first_and_a_free_stream_takes_the_rest() -> None:
     costs, dependencies = [1.0, 10.0, 2.0, 3.0, 1.0], [{}, {0: 0}, {0: 0}, {2: 0}, {1: 0, 3: 0}]
     assert priorities(costs, dependencies) == [12, 11, 6, 4, 1]
     scheduled_tasks = {slot.task: slot for slot in schedule(costs, dependencies, 2)}
@@ -99,7 +99,7 @@ def test_T10_the_longest_path_goes_first_and_a_free_stream_takes_the_rest() -> N
     assert (timeline.makespan, timeline.serial) == (12, 17) and timeline.verdict()[0]
 
 
-def test_T10_an_event_is_recorded_once_and_only_for_another_stream() -> None:
+def test_an_event_is_recorded_once_and_only_for_another_stream() -> None:
     dependencies = [{}, {0: 0}, {0: 0}, {0: 0}, {1: 0, 2: 0, 3: 0}]
     runs = program(schedule([1, 5, 5, 5, 1], dependencies, 3), dependencies)
     assert runs.num_streams == 3 and not runs.joins
@@ -119,7 +119,7 @@ graphs_of_tasks = st.integers(1, 14).flatmap(
 
 @settings(max_examples=150, deadline=None)
 @given(graphs_of_tasks)
-def test_T10_a_program_keeps_every_order_and_waits_for_nothing_twice(drawn: Any) -> None:
+def test_a_program_keeps_every_order_and_waits_for_nothing_twice(drawn: Any) -> None:
     costs, sets, num_streams = drawn
     dependencies = [{earlier: 0 for earlier in found if earlier < index} for index, found in enumerate(sets)]
     scheduled_tasks = schedule(costs, dependencies, num_streams)
@@ -155,7 +155,7 @@ def _over(runs: Sequence[Any]) -> list[set[int]]:
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-def test_X6_what_inductor_fuses_is_not_torn_apart() -> None:
+def test_what_inductor_fuses_is_not_torn_apart() -> None:
     _, piece = captured_piece(shared_experts())
     split = plan_split(piece, 2, Costs(fused=True))
     chains = [[node.name for node in split.nodes(run)] for run in range(len(split.parts))]
@@ -167,7 +167,7 @@ def test_X6_what_inductor_fuses_is_not_torn_apart() -> None:
     assert any("mean" in name for name in chains[-1]), "and the next one with the sum of both experts"
 
 
-def test_T10_costs_are_measured_ones_where_there_are_some() -> None:
+def test_costs_are_measured_ones_where_there_are_some() -> None:
     _, piece = captured_piece(shared_experts())
     (experts,) = (node for node in piece.module.graph.nodes if op_name(node)[1] == "experts")
     assert Costs().of((experts,), frozenset()) == 20
@@ -241,7 +241,7 @@ random_graphs = st.tuples(
 
 @settings(max_examples=120, deadline=None)
 @given(random_graphs, st.integers(2, 4), st.randoms(use_true_random=False))
-def test_T10_any_legal_interleaving_gives_the_serial_result(drawn: Any, num_streams: int, random: Any) -> None:
+def test_any_legal_interleaving_gives_the_serial_result(drawn: Any, num_streams: int, random: Any) -> None:
     piece = random_piece(*drawn)
     calls = [node for node in piece.module.graph.nodes if node.op.startswith("call")]
     split = plan_split(
@@ -274,7 +274,7 @@ IN_PLACE = random_piece(
 
 
 @pytest.mark.parametrize("case", ["experts", "in place"])
-def test_T10_a_missing_event_is_caught(case: str) -> None:
+def test_a_missing_event_is_caught(case: str) -> None:
     graph, piece = captured_piece(shared_experts()) if case == "experts" else (None, IN_PLACE)
     split = plan_split(piece, 2, Costs(fused=True))
     inputs = fresh(0) if graph is None else [example()[node.name] for node in map(_source(graph), piece.inputs)]
@@ -293,7 +293,7 @@ def _source(graph: Any) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_T10_interleavings_find_what_a_missing_event_allows(random: Any) -> None:
+def test_interleavings_find_what_a_missing_event_allows(random: Any) -> None:
     """The simulated streams are no proof by luck: without its waits, some order of this piece gives something else."""
     split = plan_split(IN_PLACE, 2, Costs())
     bare = replace(
@@ -311,7 +311,7 @@ def test_T10_interleavings_find_what_a_missing_event_allows(random: Any) -> None
     assert differs
 
 
-def test_X6_the_code_is_readable_and_holds_what_crosses_streams() -> None:
+def test_the_code_is_readable_and_holds_what_crosses_streams() -> None:
     _, piece = captured_piece(shared_experts())
     split = plan_split(piece, 2, Costs(fused=True))
     _, code = join(split, [build_fx(part).call for part in split.parts], CheckedStreams(2))
@@ -322,7 +322,7 @@ def test_X6_the_code_is_readable_and_holds_what_crosses_streams() -> None:
 
 
 @pytest.mark.parametrize("inductor", [False, True])
-def test_X6_a_split_piece_computes_the_same_with_and_without_inductor(inductor: bool, tmp_path: Any) -> None:
+def test_a_split_piece_computes_the_same_with_and_without_inductor(inductor: bool, tmp_path: Any) -> None:
     module, report = shared_experts(), Report(show=False)
     cache = CompileCache(tmp_path / "cache", report) if inductor else None
     config = TorchCompileConfig(enable_inductor=inductor)
@@ -345,7 +345,7 @@ def test_X6_a_split_piece_computes_the_same_with_and_without_inductor(inductor: 
         assert again.select("piece")[0]["built"] == "cache", "runs are kept as pieces are"
 
 
-def test_X6_pieces_without_room_are_built_as_they_are() -> None:
+def test_pieces_without_room_are_built_as_they_are() -> None:
     module, report = toy(), Report(show=False)
     compiled_graph = compile_graph(module, toy_example(), TOY_DYNAMIC, boundary_ops=BOUNDARY, config=FX2, report=report)
     *rest, last = report.select("streams")
@@ -354,7 +354,7 @@ def test_X6_pieces_without_room_are_built_as_they_are() -> None:
     assert torch.equal(compiled_graph(call_op, *step(*SIZES[2])), module(*step(*SIZES[2])))
 
 
-def test_X3_a_split_that_measured_slower_is_not_made() -> None:
+def test_a_split_that_measured_slower_is_not_made() -> None:
     _, piece = captured_piece(shared_experts())
     for measured_saving, kept in ((-0.4, False), (1.5, True), (None, True)):
         report = Report(show=False)
@@ -375,7 +375,7 @@ def test_X3_a_split_that_measured_slower_is_not_made() -> None:
         )
 
 
-def test_T10_a_graph_that_cannot_be_understood_is_left_alone() -> None:
+def test_a_graph_that_cannot_be_understood_is_left_alone() -> None:
     piece = random_piece([(ADD, 0, 1), (2, 2, 0)], [1])
     piece.module.graph.find_nodes(op="call_function", target=torch.tanh)[0].target = lambda x: object()
     with pytest.raises(AliasAnalysisError, match="neither a tensor nor a size"):
@@ -401,7 +401,7 @@ class TwoSums(torch.nn.Module):
         return reduce(right.tanh() @ c, "tp"), reduce(left @ d, "tp").sin()
 
 
-def test_T10_collectives_keep_one_order_on_the_callers_stream_whatever_costs_say() -> None:
+def test_collectives_keep_one_order_on_the_callers_stream_whatever_costs_say() -> None:
     with mirrored():
         _, piece = captured_piece(TwoSums())
         names = [node.name for node in piece.module.graph.nodes if collective_group(node) is not None]

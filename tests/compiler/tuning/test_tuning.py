@@ -75,7 +75,7 @@ def cache_at(folder: Path) -> CompileCache:
     ],
     ids=["the best wins", "nothing is faster", "within the noise", "too little", "one cannot run"],
 )
-def test_X3_a_choice_is_kept_only_where_it_wins_by_more_than_the_noise(times: dict, choice: str) -> None:
+def test_a_choice_is_kept_only_where_it_wins_by_more_than_the_noise(times: dict, choice: str) -> None:
     found = measure_task(tuning_task("a", "b"), FakeClock(times))
     assert found is not None and found.choice == choice
     assert found.baseline == 10.0 and found.microseconds == times[choice][0]
@@ -86,7 +86,7 @@ def test_a_question_without_a_baseline_has_no_answer() -> None:
     assert measure_task(tuning_task("a"), FakeClock({"a": (1.0, 0.0)})) is None
 
 
-def test_X3_the_table_says_what_each_choice_saves_at_each_bucket() -> None:
+def test_the_table_says_what_each_choice_saves_at_each_bucket() -> None:
     report = Report(show=False)
     clock = FakeClock({"": (10.0, 0.1), "a": (7.5, 0.1)})
     table = tune((tuning_task("a", tokens=tokens) for tokens in (1, 8)), clock, GPU, report, total=2)
@@ -153,7 +153,7 @@ def test_what_was_tuned_here_goes_before_what_was_shipped() -> None:
     assert [(e.tokens, e.choice) for e in both] == [(1, ""), (2, entry(2).choice)]
 
 
-def test_X3_a_table_of_another_kind_of_device_is_not_used(tmp_path: Path) -> None:
+def test_a_table_of_another_kind_of_device_is_not_used(tmp_path: Path) -> None:
     assert merge_tables((Table("nvidia-a100", (entry(1),)), Table(GPU, (entry(2),))), GPU).entries == (entry(2),)
     cache = cache_at(tmp_path / "cache")
     kept.store(cache, Table("nvidia-a100", (entry(1),)))
@@ -177,7 +177,7 @@ def test_a_table_is_kept_in_the_cache_and_grows(tmp_path: Path) -> None:
     assert sorted((e.tokens, e.choice) for e in table) == [(1, entry(1).choice), (2, "")], "what was asked last counts"
 
 
-def test_X3_a_damaged_table_is_a_miss_with_one_warning(tmp_path: Path) -> None:
+def test_a_damaged_table_is_a_miss_with_one_warning(tmp_path: Path) -> None:
     cache = cache_at(tmp_path / "cache")
     kept.store(cache, Table("cpu", (entry(1),)))
     (path,) = cache.entries()
@@ -261,7 +261,7 @@ FX = TorchCompileConfig(enable_inductor=False)
 MODULE = Module(woven_by, lambda compiled_graph, tokens: compiled_graph(call_op, *step(tokens, 1)), torch.device("cpu"))
 
 
-def test_X3_every_product_of_a_module_is_asked_about_once() -> None:
+def test_every_product_of_a_module_is_asked_about_once() -> None:
     clock = FakeClock({"": (10.0, 0.1), "row,4,1024,4,4,1,0": (8.0, 0.1), "split,16,64,4,4,1,1": (9.0, 0.1)})
     report = Report(show=False)
     table = tune_module(MODULE, FX, clock, Table("cpu"), report, tokens=(1, 8))
@@ -293,7 +293,7 @@ def test_a_piece_is_asked_about_in_two_builds_on_the_weights_of_every_layer() ->
     )
 
 
-def test_V8_a_size_is_built_for_unless_it_measured_no_faster(tmp_path: Path) -> None:
+def test_a_size_is_built_for_unless_it_measured_no_faster(tmp_path: Path) -> None:
     config = TorchCompileConfig(compile_sizes=(4, 8))
     cache = cache_at(tmp_path / "cache")
     module = nn.Linear(8, 8).requires_grad_(False)
@@ -314,7 +314,7 @@ def test_V8_a_size_is_built_for_unless_it_measured_no_faster(tmp_path: Path) -> 
     assert all(torch.equal(second(call_op, x), module(x)) for x in (torch.randn(4, 8), torch.randn(8, 8)))
 
 
-def test_X3_a_gated_pass_runs_where_a_table_says_that_it_pays() -> None:
+def test_a_gated_pass_runs_where_a_table_says_that_it_pays() -> None:
     class Gated(GraphPass):
         name, gated = "gated", True
 

@@ -26,7 +26,7 @@ def conversations(rng: np.random.Generator, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("host_blocks", [2, 9, 200])
 @pytest.mark.parametrize("polls_per_copy", [0, 3, 50])
-def test_B11_tokens_are_those_of_a_cache_that_loses_nothing(policy: str, host_blocks: int, polls_per_copy: int) -> None:
+def test_tokens_are_those_of_a_cache_that_loses_nothing(policy: str, host_blocks: int, polls_per_copy: int) -> None:
     """Copies complete as late as possible; a block that is written or read too early changes the tokens."""
     rng = np.random.default_rng(host_blocks + polls_per_copy)
     scheduler, runner = make(
@@ -120,7 +120,7 @@ def test_host_pool_evicts_least_recently_used() -> None:
     pool.check()
 
 
-def test_B11_the_demo_model_goes_on_from_host_memory() -> None:
+def test_the_demo_model_goes_on_from_host_memory() -> None:
     """A tiny cache, so that every prompt is evicted before it is repeated."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 100, 70).tolist() for _ in range(6)]

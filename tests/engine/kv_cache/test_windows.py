@@ -31,7 +31,7 @@ MIXES = {
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("how", ["alone", "reuse", "offload"])
-def test_B11_tokens_are_those_of_a_cache_that_gives_nothing_back(policy: str, mix: str, how: str) -> None:
+def test_tokens_are_those_of_a_cache_that_gives_nothing_back(policy: str, mix: str, how: str) -> None:
     """Prompts of several windows, chunked, paused, shared and restored, in a cache that is too small."""
     windows, rng = MIXES[mix], np.random.default_rng(len(mix))
     copier = FakeBlockCopier(40) if how == "offload" else None
@@ -53,7 +53,7 @@ def test_B11_tokens_are_those_of_a_cache_that_gives_nothing_back(policy: str, mi
         assert scheduler.kv.restored_total > 0
 
 
-def test_B11_a_window_bounds_what_a_request_holds() -> None:
+def test_a_window_bounds_what_a_request_holds() -> None:
     scheduler, runner = make(
         windows=(WINDOW,), num_blocks=12, max_batch_size=1, max_num_tokens=8, max_model_len=400, reuse=False
     )

@@ -42,7 +42,7 @@ def pipeline(model: str | Path, stages: int = 2, **options: Any) -> Iterator[LLM
         llm.shutdown(drain=False)
 
 
-def test_E3_a_pipeline_answers_as_one_rank_and_a_killed_stage_ends_all():
+def test_a_pipeline_answers_as_one_rank_and_a_killed_stage_ends_all():
     with LLM("demo", **OPTIONS) as alone:
         expected, all_asked = answers(alone), asked(alone)
     with pipeline("demo", max_num_tokens=64) as llm:

@@ -34,7 +34,7 @@ def fail_and_raise(error: Exception) -> None:
     raise error
 
 
-def test_B9_a_kernel_that_gave_up_is_a_failure() -> None:
+def test_a_kernel_that_gave_up_is_a_failure() -> None:
     runner: Any = SimpleNamespace(
         state=None,
         plan=SimpleNamespace(config=SimpleNamespace(torch_compile_config=TorchCompileConfig())),

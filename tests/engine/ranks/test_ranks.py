@@ -71,7 +71,7 @@ def answers(llm: LLM) -> list[list[int]]:
     return [list(output.token_ids) for request in found for output in request.outputs]
 
 
-def test_B9_all_ranks_carry_out_the_same_steps_and_a_killed_one_ends_all():
+def test_all_ranks_carry_out_the_same_steps_and_a_killed_one_ends_all():
     with LLM("demo", **OPTIONS) as alone:
         expected = answers(alone)
     with two_ranks(max_num_tokens=64) as llm:
@@ -95,7 +95,7 @@ def _kill_while_it_generates(llm: LLM) -> None:
     assert gone(pid) and time.monotonic() - begin < LIMIT
 
 
-def test_E3_a_rank_that_stops_answering_ends_all():
+def test_a_rank_that_stops_answering_ends_all():
     with two_ranks(rank_timeout=2.0) as llm:
         pid = other_rank(llm)
         stream = llm.stream("Once upon", LONG)
@@ -107,7 +107,7 @@ def test_E3_a_rank_that_stops_answering_ends_all():
         assert gone(pid) and time.monotonic() - begin < LIMIT
 
 
-def test_E3_what_a_rank_cannot_do_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_rank_cannot_do_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     def with_less_memory(config: EngineConfig, *rest: Any) -> WorkerTask:
         return WorkerTask(replace(config, num_kv_blocks=1), *rest)
 

@@ -25,7 +25,7 @@ def test_bytes_per_block_counts_keys_and_values_of_all_layers() -> None:
     assert bytes_per_block(LAYERS, 64, torch.bfloat16) == 64 * 16 * 8 * (64 + 64) * 2
 
 
-def test_B11_an_fp8_cache_holds_twice_as_many_blocks() -> None:
+def test_an_fp8_cache_holds_twice_as_many_blocks() -> None:
     block = bytes_per_block(LAYERS, 64, torch.bfloat16)
     kept = _with_cache_dtype(LAYERS, plan(kv_cache_dtype="fp8"))
     assert [layer.cache_dtype for layer in kept] == [torch.float8_e4m3fn] * 16

@@ -38,7 +38,7 @@ def random_params(rng: np.random.Generator, longest: int = 24) -> dict[str, obje
 
 
 @pytest.mark.parametrize("length", [3, 4, 5, 8])
-def test_B7_one_search_alone(length: int) -> None:
+def test_one_search_alone(length: int) -> None:
     params = {"beam_width": 3, "n": 3, "max_tokens": 17}
     scheduler, runner = make()
     scheduler.add(beam_request(0, list(range(length)), **params), 0)
@@ -50,7 +50,7 @@ def test_B7_one_search_alone(length: int) -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("run_ahead", [1, 3])
-def test_B7_searches_among_others_under_every_policy(policy: str, reuse: bool, run_ahead: int) -> None:
+def test_searches_among_others_under_every_policy(policy: str, reuse: bool, run_ahead: int) -> None:
     rng = np.random.default_rng(run_ahead)
     scheduler, runner = make(policy=policy, reuse=reuse, max_batch_size=8, num_blocks=40, max_num_tokens=20)
     stems = [rng.integers(0, VOCAB, 20).tolist() for _ in range(3)]
@@ -75,7 +75,7 @@ def test_B7_searches_among_others_under_every_policy(policy: str, reuse: bool, r
     assert (scheduler.paused_total > 0) == (policy == "max_utilization")
 
 
-def test_B7_searches_are_cancelled_at_any_moment() -> None:
+def test_searches_are_cancelled_at_any_moment() -> None:
     rng = np.random.default_rng(3)
     scheduler, runner = make(policy="max_utilization", num_blocks=30)
     number = iter(range(120))
@@ -99,7 +99,7 @@ def test_B7_searches_are_cancelled_at_any_moment() -> None:
     assert scheduler.kv.num_free == scheduler.kv.num_blocks
 
 
-def test_B7_beams_hold_in_common_what_they_have_in_common() -> None:
+def test_beams_hold_in_common_what_they_have_in_common() -> None:
     scheduler, runner = make(num_blocks=64)
     scheduler.add(beam_request(0, list(range(40)), beam_width=4, max_tokens=8), 0)
     used: list[int] = []
@@ -107,7 +107,7 @@ def test_B7_beams_hold_in_common_what_they_have_in_common() -> None:
     assert max(used) <= 10 + 4 * 4, "the prompt's ten blocks once, and some of each beam's own"
 
 
-def test_B7_log_probabilities_and_scores_of_a_search() -> None:
+def test_log_probabilities_and_scores_of_a_search() -> None:
     scheduler, runner = make()
     scheduler.add(beam_request(0, [1, 2], beam_width=2, n=2, max_tokens=5, logprobs=3), 0)
     output = drive(scheduler, runner)[0][0].output
@@ -129,12 +129,12 @@ def test_B7_log_probabilities_and_scores_of_a_search() -> None:
         ({"beam_width": 0}, "beam_width must be at least 1"),
     ],
 )
-def test_B7_what_a_search_cannot_do_is_said(params: dict, sentence: str) -> None:
+def test_what_a_search_cannot_do_is_said(params: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         SamplingParams(**{"beam_width": 2, **params})
 
 
-def test_B7_a_search_that_cannot_run_is_refused() -> None:
+def test_a_search_that_cannot_run_is_refused() -> None:
     scheduler, _ = make(max_batch_size=4, num_blocks=20)
     assert "max_batch_size is 4" in scheduler.rejection_reason(beam_request(0, [1], beam_width=5))
     assert "beam_width" in scheduler.rejection_reason(beam_request(0, [1], beam_width=4, max_tokens=60))

@@ -29,9 +29,7 @@ def prompts(rng: np.random.Generator, count: int, longest: int) -> list[list[int
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("equal_progress", [True, False])
 @pytest.mark.parametrize("run_ahead", [1, 3])
-def test_B4_tokens_are_those_of_an_undisturbed_run(
-    policy: str, reuse: bool, equal_progress: bool, run_ahead: int
-) -> None:
+def test_tokens_are_those_of_an_undisturbed_run(policy: str, reuse: bool, equal_progress: bool, run_ahead: int) -> None:
     rng = np.random.default_rng(run_ahead)
     scheduler, runner = make(
         policy=policy, reuse=reuse, equal_progress=equal_progress, max_batch_size=6, num_blocks=25, max_num_tokens=24
@@ -55,7 +53,7 @@ def test_B4_tokens_are_those_of_an_undisturbed_run(
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_B4_random_arrivals_cancels_and_a_tiny_cache(policy: str) -> None:
+def test_random_arrivals_cancels_and_a_tiny_cache(policy: str) -> None:
     """No block is lost and each request is answered once, under arrivals, cancels and pauses."""
     rng = np.random.default_rng(7)
     scheduler, runner = make(policy=policy, max_batch_size=5, num_blocks=24, max_num_tokens=16, equal_progress=True)
@@ -127,7 +125,7 @@ def test_a_higher_priority_starts_first() -> None:
     assert order == [2, 3, 0, 1]
 
 
-def test_B4_the_one_that_started_last_is_paused_and_comes_back() -> None:
+def test_the_one_that_started_last_is_paused_and_comes_back() -> None:
     scheduler, runner = make(policy="max_utilization", num_blocks=10, block_size=4, reuse=False)
     for number in range(3):
         scheduler.add(request(number, [number] * 8, max_tokens=17), 0)
@@ -142,14 +140,14 @@ def test_B4_the_one_that_started_last_is_paused_and_comes_back() -> None:
     assert all(tokens_of(responses[number]) == expected([number] * 8, 17) for number in range(3))
 
 
-def test_B4_the_only_request_is_never_paused() -> None:
+def test_the_only_request_is_never_paused() -> None:
     scheduler, runner = make(policy="max_utilization", num_blocks=6, block_size=4)
     scheduler.add(request(0, [1] * 8, max_tokens=17), 0)  # takes every block there is
     assert tokens_of(drive(scheduler, runner)[0]) == expected([1] * 8, 17)
     assert scheduler.paused_total == 0
 
 
-def test_B3_a_static_batch_starts_and_ends_together() -> None:
+def test_a_static_batch_starts_and_ends_together() -> None:
     scheduler, runner = make(policy="static_batch", max_batch_size=2)
     for number, length in enumerate([2, 9, 3, 3]):
         scheduler.add(request(number, [number + 1] * 5, max_tokens=length), 0)

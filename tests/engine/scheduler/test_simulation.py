@@ -20,7 +20,7 @@ from torchweave.engine.scheduler.policies import POLICIES
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_B4_a_small_part_of_the_simulation(policy: str) -> None:
+def test_a_small_part_of_the_simulation(policy: str) -> None:
     counts = run(policy, steps=1200, seed=11, check_every=2, episode=200)
     assert counts["requests"] > 100 and counts["searches"] > 20 and counts["cancelled"] > 10 and counts["copied"] > 50
     assert (counts["paused"] > 0) == (policy == "max_utilization")
@@ -74,7 +74,7 @@ TestBatches.settings = settings(
 )
 
 
-def test_B11_two_identical_prompts_read_in_one_step() -> None:
+def test_two_identical_prompts_read_in_one_step() -> None:
     """Neither uses a block that the other has not filled yet; of two equal blocks one enters the prefix cache."""
     simulation = Simulation("max_utilization", max_num_tokens=64)
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_B11_two_identical_prompts_read_in_one_step() -> None:
     assert simulation.scheduler.kv.reused_total == 4
 
 
-def test_B4_one_request_is_paused_again_and_again() -> None:
+def test_one_request_is_paused_again_and_again() -> None:
     """Each restart reuses the blocks of the previous run, and no token is sent or fed twice."""
     simulation = Simulation("max_utilization", num_blocks=30, block_size=2, max_batch_size=5)
     simulation.submit([1] * 4, SamplingParams(temperature=0, max_tokens=54))
@@ -102,7 +102,7 @@ def test_B4_one_request_is_paused_again_and_again() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_B4_a_context_longer_than_the_cache_is_refused_and_delays_nobody(policy: str) -> None:
+def test_a_context_longer_than_the_cache_is_refused_and_delays_nobody(policy: str) -> None:
     simulation = Simulation(policy, num_blocks=10, block_size=4)
     assert simulation.submit([1] * 41, SamplingParams(temperature=0, max_tokens=1)) is None
     assert simulation.submit([1] * 20, SamplingParams(temperature=0, max_tokens=22)) is None
@@ -113,7 +113,7 @@ def test_B4_a_context_longer_than_the_cache_is_refused_and_delays_nobody(policy:
     simulation.drain()
 
 
-def test_B4_the_only_request_is_not_paused_and_ends() -> None:
+def test_the_only_request_is_not_paused_and_ends() -> None:
     simulation = Simulation("max_utilization", num_blocks=10, block_size=4)
     simulation.submit([1] * 20, SamplingParams(temperature=0, max_tokens=21))
     simulation.drain()
@@ -122,7 +122,7 @@ def test_B4_the_only_request_is_not_paused_and_ends() -> None:
     assert simulation.scheduler.paused_total == 0
 
 
-def test_B4_a_paused_search_comes_back_whole() -> None:
+def test_a_paused_search_comes_back_whole() -> None:
     simulation = Simulation("max_utilization", num_blocks=16, block_size=4, max_batch_size=6)
     simulation.submit([1] * 10, SamplingParams(temperature=0, max_tokens=40))
     simulation.submit([3] * 6, SamplingParams(beam_width=3, n=3, max_tokens=14))

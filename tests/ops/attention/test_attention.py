@@ -39,7 +39,7 @@ def test_torch_backend_in_bfloat16(name: str) -> None:
 
 @pytest.mark.parametrize("cache_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
 @pytest.mark.parametrize("name", ["decode_padded", "decode_all", "context", "mixed", "mixed_sinks", "mixed_value_dim"])
-def test_B11_torch_backend_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
+def test_torch_backend_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
     run(in_fp8(CASES[name], cache_dtype))
     run(dataclasses.replace(in_fp8(CASES[name], cache_dtype), dtype=torch.bfloat16))
 

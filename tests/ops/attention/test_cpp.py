@@ -48,7 +48,7 @@ def test_other_dtypes_are_carried_out_by_torch(name: str) -> None:
 
 @pytest.mark.parametrize("cache_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
 @pytest.mark.parametrize("name", ["decode_padded", "decode_all", "mixed", "mixed_sinks"])
-def test_B11_cpp_backend_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
+def test_cpp_backend_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
     built = build(in_fp8(CASES[name], cache_dtype))
     run(built)
     built.check(1e-5)

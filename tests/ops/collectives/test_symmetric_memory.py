@@ -21,7 +21,7 @@ from torchweave.ops.kernels.collectives.workspace import SymmetricLayout
 RANGES = KernelSizeLimits(slots=4096, gather=8192, one_shot=16384, norm=8192, two_shot=65536)
 
 
-def test_T7_kernels_in_the_interpreter() -> None:
+def test_kernels_in_the_interpreter() -> None:
     run_interpreted("tests.ops.collectives.interpreted_symmetric")
 
 
@@ -154,7 +154,7 @@ def test_operand_size_selects_the_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ranks.fused_all_reduce_norm(torch.zeros(9, 512, dtype=torch.bfloat16), norm) is None
 
 
-def test_T8_user_buffers_are_not_copied() -> None:
+def test_user_buffers_are_not_copied() -> None:
     ranks = communicator()
     space = ranks.workspace
     for slot, rows in product(range(3), (1, 4)):

@@ -81,7 +81,7 @@ def meta_call(tokens: int, form: dict[str, Any]) -> ExpertsCall:
     return ExpertsCall(x, index, empty(tokens, top), empty(*up), empty(*down), *biases, out, small.form)
 
 
-def test_T11_chunks_have_one_size_and_stay_within_the_workspace() -> None:
+def test_chunks_have_one_size_and_stay_within_the_workspace() -> None:
     for tokens in (1, 512, 8192, 20_000, 40_000):
         call = meta_call(tokens, FORMS["plain"])
         strategy = choose(tokens, 8, QWEN3_30B, BF16)
@@ -91,7 +91,7 @@ def test_T11_chunks_have_one_size_and_stay_within_the_workspace() -> None:
         assert (tokens > 9400) == (chunks > 1) and chunks * size - tokens < chunks
 
 
-def test_T11_chunks_bound_the_memory_and_change_nothing() -> None:
+def test_chunks_bound_the_memory_and_change_nothing() -> None:
     run_interpreted("tests.ops.moe.interpreted_experts", "stay_within_the_workspace")
 
 

@@ -19,7 +19,7 @@ SAYS = ("42", "apple fig pear", "completion_tokens=", "'sum':", "{")
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_E1_examples_of_the_guide_run(server: ServerProcess, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_the_guide_run(server: ServerProcess, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     language, code = EXAMPLES[number]
     code = code.replace("http://127.0.0.1:8000", server.url)
     if language == "py":
@@ -31,13 +31,13 @@ def test_E1_examples_of_the_guide_run(server: ServerProcess, number: int, capsys
         assert SAYS[number] in done.stdout
 
 
-def test_E1_every_field_is_in_the_guide() -> None:
+def test_every_field_is_in_the_guide() -> None:
     documented = set(re.findall(r"`([a-z_*]+)`", TEXT))
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
     missing = {name for name in fields if name not in documented and not name.startswith("guided_")}
     assert missing - {"stream_options"} == set() and "guided_*" in documented
 
 
-def test_E1_every_address_is_in_the_guide(server: ServerProcess) -> None:
+def test_every_address_is_in_the_guide(server: ServerProcess) -> None:
     for path in server.get("/openapi.json").json()["paths"]:
         assert path.replace("{name}", "NAME") in TEXT, path

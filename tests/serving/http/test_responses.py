@@ -71,7 +71,7 @@ def stream(run: SlowRun, seconds: float, receive: Any) -> list[str]:
     return [line.removeprefix("data: ") for line in b"".join(sent).decode().split("\n\n") if line]
 
 
-def test_E1_an_answer_that_takes_too_long_is_504() -> None:
+def test_an_answer_that_takes_too_long_is_504() -> None:
     run = SlowRun()
     with pytest.raises(ApiError, match=r"longer than the 0\.1 seconds") as refused:
         asyncio.run(full_response(cast(AnswerStream, run), PlainReply(), stays, 0.1))
@@ -79,14 +79,14 @@ def test_E1_an_answer_that_takes_too_long_is_504() -> None:
     assert refused.value.body["error"]["type"] == "server_error"
 
 
-def test_E1_a_stream_that_takes_too_long_ends_with_an_error() -> None:
+def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
     run = SlowRun()
     first, error, done = stream(run, 0.1, stays)
     assert json.loads(first) == {"text": "a"} and done == "[DONE]" and run.closed
     assert "longer than the 0.1 seconds" in json.loads(error)["error"]["message"]
 
 
-def test_E1_a_stream_that_takes_too_long_ends_though_nobody_reads_it() -> None:
+def test_a_stream_that_takes_too_long_ends_though_nobody_reads_it() -> None:
     run = SlowRun()
 
     async def send(message: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def test_E1_a_stream_that_takes_too_long_ends_though_nobody_reads_it() -> None:
     asyncio.run(go())
 
 
-def test_E1_a_disconnected_client_cancels_its_requests() -> None:
+def test_a_disconnected_client_cancels_its_requests() -> None:
     run = SlowRun()
     assert stream(run, 0, leaves) == ['{"text":"a"}'] and run.closed
     run = SlowRun()
@@ -112,7 +112,7 @@ def test_E1_a_disconnected_client_cancels_its_requests() -> None:
     )
 
 
-def test_E1_events_with_text_alone_are_like_all_others() -> None:
+def test_events_with_text_alone_are_like_all_others() -> None:
     """They are written once with a gap for the text, which may hold anything."""
     run = cast(AnswerStream, SlowRun())
     completion = CompletionResponseBuilder(

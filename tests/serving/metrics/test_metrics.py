@@ -58,7 +58,7 @@ def get(path: str, app, **headers: str):
     return asyncio.run(ask())
 
 
-def test_E1_metrics_have_vllms_meanings():
+def test_metrics_have_vllms_meanings():
     app, client, clock = watched(state="ready")
     client._stats = STATS
     record_some_requests(client.request_metrics, clock)
@@ -179,7 +179,7 @@ def test_metrics_count_the_reasons_that_clients_are_told(server: ServerProcess, 
     assert ended() == before | {"stop": before["stop"] + 3}
 
 
-def test_E1_metrics_count_what_was_asked(server: ServerProcess):
+def test_metrics_count_what_was_asked(server: ServerProcess):
     """Known traffic through a real server, read back from its metrics."""
     before = values_of(httpx.get(f"{server.url}/metrics").text)
     client = server.client()

@@ -14,7 +14,7 @@ from tests.serving.running import LONG, ServerProcess
 SUM: Any = [{"role": "user", "content": "12+30="}]
 
 
-def test_E1_chat_answers(server: ServerProcess) -> None:
+def test_chat_answers(server: ServerProcess) -> None:
     answer = server.client().chat.completions.create(model="sums", messages=SUM, temperature=0)
     assert answer.choices[0].message.content == "42"
     assert answer.choices[0].finish_reason == "stop"
@@ -22,7 +22,7 @@ def test_E1_chat_answers(server: ServerProcess) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens == 3
 
 
-def test_E1_chat_streams_what_it_answers_whole(server: ServerProcess) -> None:
+def test_chat_streams_what_it_answers_whole(server: ServerProcess) -> None:
     stream = server.client().chat.completions.create(
         model="demo", messages=SUM, temperature=0, n=2, stream=True, stream_options={"include_usage": True}
     )
@@ -41,7 +41,7 @@ def test_E1_chat_streams_what_it_answers_whole(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_E1_a_stream_counts_as_it_goes(server: ServerProcess, path: str) -> None:
+def test_a_stream_counts_as_it_goes(server: ServerProcess, path: str) -> None:
     asked = {"prompt": "12+30="} if path == "/v1/completions" else {"messages": SUM}
     options = {"include_usage": True, "continuous_usage_stats": True}
     text = server.post(path, asked | {"temperature": 0, "stream": True, "stream_options": options}).text
@@ -52,7 +52,7 @@ def test_E1_a_stream_counts_as_it_goes(server: ServerProcess, path: str) -> None
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
 
 
-def test_E1_parts_of_text_are_one_message(server: ServerProcess) -> None:
+def test_parts_of_text_are_one_message(server: ServerProcess) -> None:
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "12+"}, {"type": "text", "text": "30="}]}]
     ids = server.post("/tokenize", {"messages": parts}).json()["tokens"]
     assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == "<bos><|user|>12+\n30=<|end|><|assistant|>"
@@ -64,7 +64,7 @@ def test_E1_parts_of_text_are_one_message(server: ServerProcess) -> None:
         server.client().chat.completions.create(model="demo", messages=image)
 
 
-def test_E1_reasoning_effort_reaches_a_template_that_knows_it(server: ServerProcess) -> None:
+def test_reasoning_effort_reaches_a_template_that_knows_it(server: ServerProcess) -> None:
     chat = {"messages": SUM, "reasoning_effort": "low"}
     ids = server.post("/tokenize", chat).json()["tokens"]
     assert server.post("/detokenize", {"tokens": ids}).json()["prompt"].endswith("<|end|>low<|assistant|>")
@@ -72,7 +72,7 @@ def test_E1_reasoning_effort_reaches_a_template_that_knows_it(server: ServerProc
     assert answer.usage and answer.usage.prompt_tokens == len(ids)
 
 
-def test_E1_logprobs_have_openais_form(server: ServerProcess) -> None:
+def test_logprobs_have_openais_form(server: ServerProcess) -> None:
     answer = server.client().chat.completions.create(
         model="demo", messages=SUM, temperature=0, logprobs=True, top_logprobs=2, stop=["2"]
     )
@@ -85,7 +85,7 @@ def test_E1_logprobs_have_openais_form(server: ServerProcess) -> None:
     assert first.logprob == first.top_logprobs[0].logprob
 
 
-def test_E1_sampling_fields_reach_the_engine(server: ServerProcess) -> None:
+def test_sampling_fields_reach_the_engine(server: ServerProcess) -> None:
     client = server.client()
 
     def texts(**fields: Any) -> list[str | None]:
@@ -102,7 +102,7 @@ def test_E1_sampling_fields_reach_the_engine(server: ServerProcess) -> None:
     assert texts(extra_body={"top_k": 1, "ignore_eos": True, "stop_token_ids": [27]}) == ["4"]
 
 
-def test_E1_models_are_listed_under_each_name(server: ServerProcess) -> None:
+def test_models_are_listed_under_each_name(server: ServerProcess) -> None:
     client = server.client()
     assert [model.id for model in client.models.list()] == ["demo", "sums"]
     assert client.models.retrieve("sums").owned_by == "torchweave"
@@ -110,7 +110,7 @@ def test_E1_models_are_listed_under_each_name(server: ServerProcess) -> None:
         client.models.retrieve("gpt-9")
 
 
-def test_E1_head_is_get_without_the_body(server: ServerProcess) -> None:
+def test_head_is_get_without_the_body(server: ServerProcess) -> None:
     with httpx.Client(base_url=server.url, timeout=30) as client:  # one connection: nothing may be left in it
         for path, status in (("/health", 200), ("/v1/models", 200), ("/", 200), ("/v1/completions", 405), ("/no", 404)):
             head, get = client.head(path), client.get(path)
@@ -118,7 +118,7 @@ def test_E1_head_is_get_without_the_body(server: ServerProcess) -> None:
             assert head.headers["content-length"] == get.headers["content-length"] == str(len(get.content))
 
 
-def test_E1_a_request_has_a_name_which_is_the_clients_where_it_gave_one(server: ServerProcess) -> None:
+def test_a_request_has_a_name_which_is_the_clients_where_it_gave_one(server: ServerProcess) -> None:
     asked = {"messages": SUM, "temperature": 0}
     for path, body, prefix in (("chat/completions", asked, "chatcmpl-"), ("completions", {"prompt": "1+1="}, "cmpl-")):
         for stream in (False, True):
@@ -132,14 +132,14 @@ def test_E1_a_request_has_a_name_which_is_the_clients_where_it_gave_one(server: 
     assert server.get("/health").headers["x-request-id"] != server.get("/health").headers["x-request-id"]
 
 
-def test_E1_a_slash_behind_an_address_makes_no_other_of_it(server: ServerProcess) -> None:
+def test_a_slash_behind_an_address_makes_no_other_of_it(server: ServerProcess) -> None:
     assert server.get("/v1/models/").json() == server.get("/v1/models").json()
     body = {"messages": SUM, "temperature": 0}
     answer = server.post("/v1/chat/completions/", body, follow_redirects=True)
     assert answer.json()["choices"][0]["message"]["content"] == "42"
 
 
-def test_E1_tokenize_and_detokenize(server: ServerProcess) -> None:
+def test_tokenize_and_detokenize(server: ServerProcess) -> None:
     found = server.post("/tokenize", {"prompt": "1+1=", "return_token_strs": True}).json()
     assert (
         found["count"] == 5 and found["token_strs"] == ["<bos>", "1", "+", "1", "="] and found["max_model_len"] == 512
@@ -170,20 +170,20 @@ def test_E1_tokenize_and_detokenize(server: ServerProcess) -> None:
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
-def test_E1_bad_fields_are_one_sentence(server: ServerProcess, fields: dict[str, Any], said: str) -> None:
+def test_bad_fields_are_one_sentence(server: ServerProcess, fields: dict[str, Any], said: str) -> None:
     answer = server.post("/v1/chat/completions", {"model": "demo", "messages": SUM} | fields)
     error = answer.json()["error"]
     assert answer.status_code == 400 and said in error["message"] and error["type"] == "invalid_request_error"
 
 
-def test_E1_closing_a_stream_cancels_the_request(server: ServerProcess) -> None:
+def test_closing_a_stream_cancels_the_request(server: ServerProcess) -> None:
     client = server.client()
     with client.completions.create(model="demo", prompt="1+1=", stream=True, **LONG) as stream:
         next(iter(stream))
     assert server.client().completions.create(model="demo", prompt="2+2=", temperature=0).choices[0].text == "4"
 
 
-def test_E1_arguments_that_are_no_json_are_text_to_the_template(server: ServerProcess) -> None:
+def test_arguments_that_are_no_json_are_text_to_the_template(server: ServerProcess) -> None:
     for arguments in ("{", '{"a":' * 5000 + "1" + "}" * 5000):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
         messages = [{"role": "assistant", "content": "1+1=", "tool_calls": [call]}]

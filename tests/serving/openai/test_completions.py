@@ -16,7 +16,7 @@ from torchweave.serving.openai.protocol import CompletionRequest
 from torchweave.serving.openai.sampling_fields import completion_params
 
 
-def test_E1_completions_answer(server: ServerProcess) -> None:
+def test_completions_answer(server: ServerProcess) -> None:
     answer = server.client().completions.create(model="demo", prompt="12+30=", temperature=0, max_tokens=8)
     assert [choice.text for choice in answer.choices] == ["42"]
     assert answer.choices[0].finish_reason == "stop"
@@ -24,20 +24,20 @@ def test_E1_completions_answer(server: ServerProcess) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (7, 3, 10)
 
 
-def test_E1_the_penalty_of_the_checkpoint_holds_until_another_is_given() -> None:
+def test_the_penalty_of_the_checkpoint_holds_until_another_is_given() -> None:
     card = messages.ModelCard("m", None, "D", "f", "cpu", None, 1, 64, 8, 104, 4, 16, repetition_penalty=1.3)
     for given, penalty in (({}, 1.3), ({"repetition_penalty": 1.0}, 1.0), ({"beam_width": 2}, 1.0)):
         asked = CompletionRequest(model="m", prompt="1+1=", **given)
         assert completion_params(asked, card).repetition_penalty == penalty
 
 
-def test_E1_completions_take_several_prompts_and_token_ids(server: ServerProcess) -> None:
+def test_completions_take_several_prompts_and_token_ids(server: ServerProcess) -> None:
     client = server.client()
     answer = client.completions.create(model="demo", prompt=["12+30=", "1+1="], n=2, temperature=0)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "42"), (1, "42"), (2, "2"), (3, "2")]
 
 
-def test_E1_the_best_of_several_answers(server: ServerProcess) -> None:
+def test_the_best_of_several_answers(server: ServerProcess) -> None:
     client = server.client()
     asked: Any = {"model": "demo", "prompt": "12+30=", "temperature": 3, "seed": 5, "max_tokens": 4, "logprobs": 1}
     drawn = client.completions.create(n=6, **asked).choices
@@ -50,7 +50,7 @@ def test_E1_the_best_of_several_answers(server: ServerProcess) -> None:
     assert best.usage is not None and best.usage.completion_tokens > sum(mean(c) < 0 for c in best.choices) * 2
 
 
-def test_E1_as_many_answers_as_the_best_are_chosen_from_can_be_streamed(server: ServerProcess) -> None:
+def test_as_many_answers_as_the_best_are_chosen_from_can_be_streamed(server: ServerProcess) -> None:
     """`best_of: 1` beside `stream` is what some load generators send."""
     asked: Any = {"model": "demo", "prompt": "12+30=", "temperature": 0, "stream": True}
     for n in (1, 2):
@@ -63,7 +63,7 @@ def test_E1_as_many_answers_as_the_best_are_chosen_from_can_be_streamed(server: 
     assert refused.status_code == 400 and "best_of above n cannot be streamed" in refused.text
 
 
-def test_E1_echo_and_logprobs_of_the_prompt(server: ServerProcess) -> None:
+def test_echo_and_logprobs_of_the_prompt(server: ServerProcess) -> None:
     client = server.client()
     asked: Any = {"model": "demo", "prompt": "12+30=", "temperature": 0, "echo": True, "logprobs": 2}
     choice = client.completions.create(**asked).choices[0]
@@ -93,7 +93,7 @@ def test_E1_echo_and_logprobs_of_the_prompt(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("also", [{}, {"n": 2}, {"stop": ["="]}])
-def test_E1_a_prompt_is_scored_alone(server: ServerProcess, stream: bool, also: dict[str, Any]) -> None:
+def test_a_prompt_is_scored_alone(server: ServerProcess, stream: bool, also: dict[str, Any]) -> None:
     """As evaluation harnesses ask: `echo` without an answer, which would end at once behind the second prompt."""
     scores = {} if "n" in also else {"logprobs": 1}
     asked: dict[str, Any] = {
@@ -119,7 +119,7 @@ def test_E1_a_prompt_is_scored_alone(server: ServerProcess, stream: bool, also: 
         assert found == {name: values[:-1] for name, values in expected.items()} and len(found["tokens"]) == 7
 
 
-def test_E1_tokens_of_a_stream_stand_where_they_do_in_the_whole_answer(server: ServerProcess) -> None:
+def test_tokens_of_a_stream_stand_where_they_do_in_the_whole_answer(server: ServerProcess) -> None:
     """Text that may be the beginning of a stop string is told later than its tokens, and is counted all the same."""
     client = server.client()
     asked: Any = {"model": "demo", "prompt": ["1+1=", "12+30="], "temperature": 0, "logprobs": 1, "echo": True}
@@ -132,7 +132,7 @@ def test_E1_tokens_of_a_stream_stand_where_they_do_in_the_whole_answer(server: S
     assert offsets == [choice.logprobs.text_offset for choice in whole if choice.logprobs]
 
 
-def test_E1_a_beam_search_has_several_answers(server: ServerProcess) -> None:
+def test_a_beam_search_has_several_answers(server: ServerProcess) -> None:
     client = server.client()
     asked: Any = {"model": "demo", "prompt": "12+30=", "max_tokens": 4}
     found = client.completions.create(n=2, extra_body={"beam_width": 4}, **asked).choices
@@ -143,7 +143,7 @@ def test_E1_a_beam_search_has_several_answers(server: ServerProcess) -> None:
         client.completions.create(stream=True, extra_body={"beam_width": 4}, **asked)
 
 
-def test_E1_a_search_of_one_beam_draws_nothing() -> None:
+def test_a_search_of_one_beam_draws_nothing() -> None:
     card = messages.ModelCard(
         "m", None, "D", "f", "cpu", None, 1, 64, 8, 104, 4, 16, repetition_penalty=1.3, temperature=0.6
     )
@@ -152,9 +152,7 @@ def test_E1_a_search_of_one_beam_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("how", [{"beam_width": 4}, {"use_beam_search": True}], ids=str)
-def test_E1_the_best_of_a_beam_search_are_those_with_the_best_scores(
-    server: ServerProcess, how: dict[str, Any]
-) -> None:
+def test_the_best_of_a_beam_search_are_those_with_the_best_scores(server: ServerProcess, how: dict[str, Any]) -> None:
     """Which, without a penalty of the length, are not those with the best mean."""
     asked = {"prompt": "1+1=", "max_tokens": 12, "length_penalty": 0}
     every = server.post("/v1/completions", asked | {"beam_width": 4, "n": 4}).json()["choices"]
@@ -162,12 +160,12 @@ def test_E1_the_best_of_a_beam_search_are_those_with_the_best_scores(
     assert [each["text"] for each in best] == [each["text"] for each in every[:2]]
 
 
-def test_E1_a_search_is_as_wide_as_the_answers_that_it_is_the_best_of(server: ServerProcess) -> None:
+def test_a_search_is_as_wide_as_the_answers_that_it_is_the_best_of(server: ServerProcess) -> None:
     answer = server.post("/v1/completions", {"prompt": "1+1=", "beam_width": 3, "n": 2, "best_of": 4})
     assert answer.status_code == 400 and "beam_width=3 must be at least best_of=4" in answer.text
 
 
-def test_E1_no_number_ends_the_engine(server: ServerProcess) -> None:
+def test_no_number_ends_the_engine(server: ServerProcess) -> None:
     engine, asked = server.engine_pid(), {"prompt": "12+30=", "max_tokens": 4}
     refused: list[dict[str, Any]] = [
         {"temperature": 1e39},
@@ -186,7 +184,7 @@ def test_E1_no_number_ends_the_engine(server: ServerProcess) -> None:
     assert server.engine_pid() == engine
 
 
-def test_E1_null_is_not_given_and_a_weight_is_a_number(server: ServerProcess) -> None:
+def test_null_is_not_given_and_a_weight_is_a_number(server: ServerProcess) -> None:
     asked = {"prompt": "12+30=", "max_tokens": 4, "temperature": 0}
     nothing = dict.fromkeys(("priority", "add_special_tokens", "suffix", "reasoning_effort", "logit_bias", "stop"))
     answer = server.post(
@@ -216,7 +214,7 @@ def test_E1_null_is_not_given_and_a_weight_is_a_number(server: ServerProcess) ->
     ],
     ids=["gzip", "identity", "latin-1", "deep", "digits"],
 )
-def test_E1_bodies_that_cannot_be_read_say_why(
+def test_bodies_that_cannot_be_read_say_why(
     server: ServerProcess, body: bytes, headers: dict[str, str], status: int, said: str
 ) -> None:
     headers = {"Content-Type": "application/json"} | headers
@@ -224,7 +222,7 @@ def test_E1_bodies_that_cannot_be_read_say_why(
     assert answer.status_code == status and said in answer.text, answer.text
 
 
-def test_E1_bad_requests_are_one_sentence(server: ServerProcess) -> None:
+def test_bad_requests_are_one_sentence(server: ServerProcess) -> None:
     client = server.client()
     with pytest.raises(openai.BadRequestError, match=r"temperature must be 0 \(greedy\) or a positive number"):
         client.completions.create(model="demo", prompt="a", temperature=-1)

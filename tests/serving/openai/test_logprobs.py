@@ -17,7 +17,7 @@ from torchweave.serving.tokenization import AsyncTokenizer
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_piece])
-def test_E1_texts_and_places_of_tokens_are_those_of_the_text(make: Callable[[], Rust], tmp_path: Path) -> None:
+def test_texts_and_places_of_tokens_are_those_of_the_text(make: Callable[[], Rust], tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=make(), bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path)
     tokenizer = asyncio.run(AsyncTokenizer.open(str(tmp_path)))
     prompt = asyncio.run(tokenizer.encode("Hello world"))

@@ -32,7 +32,7 @@ def ask(server: ServerProcess, **fields: Any) -> Any:
     return server.client().chat.completions.create(**asked)
 
 
-def test_E1_response_format_holds_the_answer(server: ServerProcess) -> None:
+def test_response_format_holds_the_answer(server: ServerProcess) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA, "strict": True}}
     no_space = {"9": -100, "8": -100}  # the little model would write nothing else
     choice = ask(server, response_format=form, logit_bias=no_space).choices[0]
@@ -55,11 +55,11 @@ def test_E1_response_format_holds_the_answer(server: ServerProcess) -> None:
     ],
     ids=str,
 )
-def test_E1_vllms_names_for_forms(server: ServerProcess, extra: dict[str, Any]) -> None:
+def test_vllms_names_for_forms(server: ServerProcess, extra: dict[str, Any]) -> None:
     assert ask(server, extra_body=extra).choices[0].message.content.strip('"') in ("yes", "no")
 
 
-def test_E1_json_object(server: ServerProcess) -> None:
+def test_json_object(server: ServerProcess) -> None:
     answer = ask(server, response_format={"type": "json_object"}, max_tokens=300, seed=1, temperature=1).choices[0]
     if answer.finish_reason == "stop":
         assert isinstance(json.loads(answer.message.content), dict)
@@ -84,12 +84,12 @@ def test_E1_json_object(server: ServerProcess) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_E1_forms_that_cannot_be_are_one_sentence(server: ServerProcess, fields: dict[str, Any], said: str) -> None:
+def test_forms_that_cannot_be_are_one_sentence(server: ServerProcess, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         ask(server, **fields)
 
 
-def test_E1_required_tools_are_called(server: ServerProcess) -> None:
+def test_required_tools_are_called(server: ServerProcess) -> None:
     choice = ask(server, tools=TOOLS, tool_choice="required", parallel_tool_calls=False).choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     (call,) = choice.message.tool_calls
@@ -101,13 +101,13 @@ def test_E1_required_tools_are_called(server: ServerProcess) -> None:
         assert call.function.name == "now" and arguments == {}
 
 
-def test_E1_required_tools_that_are_cut_off_leave_no_text(server: ServerProcess) -> None:
+def test_required_tools_that_are_cut_off_leave_no_text(server: ServerProcess) -> None:
     """A model that does not call by itself begins one call after the other, until `max_tokens`."""
     choice = ask(server, tools=TOOLS, tool_choice="required", max_tokens=5).choices[0]
     assert not choice.message.content and choice.finish_reason == "length"
 
 
-def test_E1_a_named_tool_is_called_and_streamed(server: ServerProcess) -> None:
+def test_a_named_tool_is_called_and_streamed(server: ServerProcess) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     choice = ask(server, tools=TOOLS, tool_choice=named).choices[0]
     assert choice.finish_reason == "stop" and choice.message.tool_calls[0].function.name == "weather"
@@ -122,7 +122,7 @@ def test_E1_a_named_tool_is_called_and_streamed(server: ServerProcess) -> None:
     assert name == "weather" and arguments == choice.message.tool_calls[0].function.arguments and parts > 3
 
 
-def test_E1_a_conversation_with_calls_goes_on(server: ServerProcess) -> None:
+def test_a_conversation_with_calls_goes_on(server: ServerProcess) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages = [
         *SUM,
@@ -134,7 +134,7 @@ def test_E1_a_conversation_with_calls_goes_on(server: ServerProcess) -> None:
     assert ask(server, tools=TOOLS).choices[0].message.content == "42"  # the model was free to call, and did not
 
 
-def test_E1_a_call_that_the_model_chose_is_found(server: ServerProcess) -> None:
+def test_a_call_that_the_model_chose_is_found(server: ServerProcess) -> None:
     """The answer is held to what a model would say that calls by itself."""
     said = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
     extra = {"structured_outputs": {"choice": [said]}}
@@ -149,7 +149,7 @@ def test_E1_a_call_that_the_model_chose_is_found(server: ServerProcess) -> None:
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
-def test_E1_penalties_and_biases_reach_the_engine(server: ServerProcess) -> None:
+def test_penalties_and_biases_reach_the_engine(server: ServerProcess) -> None:
     def text(**fields: Any) -> str:
         return ask(server, **fields).choices[0].message.content
 

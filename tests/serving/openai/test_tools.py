@@ -105,14 +105,14 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 @pytest.mark.parametrize(
     ("form", "answer", "text", "calls"), CASES, ids=[f"{case[0]}-{case[1][:30]}" for case in CASES]
 )
-def test_E1_calls_are_found_however_the_answer_is_cut(
+def test_calls_are_found_however_the_answer_is_cut(
     form: str, answer: str, text: str, calls: list[tuple[str, Any]]
 ) -> None:
     for parts in cuts(answer):
         assert read(make_tool_parser(form, TOOLS), parts) == (text, calls), parts
 
 
-def test_E1_arguments_are_told_as_they_come() -> None:
+def test_arguments_are_told_as_they_come() -> None:
     for make, head in (
         (lambda: make_tool_parser("hermes", TOOLS), '<tool_call>{"name": "weather", "arguments": '),
         (lambda: make_tool_parser("mistral", TOOLS), "[TOOL_CALLS]weather"),
@@ -125,7 +125,7 @@ def test_E1_arguments_are_told_as_they_come() -> None:
         assert told == '{"city": "Bern'
 
 
-def test_E1_answers_that_were_held_to_a_call() -> None:
+def test_answers_that_were_held_to_a_call() -> None:
     several = f'[{CALL.replace("arguments", "parameters")}, {{"name": "now", "parameters": {{}}}}]'
     makers: list[tuple[Callable[[], ToolCallParser], str, list[tuple[str, Any]]]] = [
         (lambda: make_forced_parser(TOOLS, None), several, [WEATHER, ("now", {})]),
@@ -136,14 +136,14 @@ def test_E1_answers_that_were_held_to_a_call() -> None:
             assert read(make(), parts) == ("", calls)
 
 
-def test_E1_what_is_left_of_a_forced_call_that_was_cut_off_is_no_text() -> None:
+def test_what_is_left_of_a_forced_call_that_was_cut_off_is_no_text() -> None:
     whole = f"[{CALL.replace('arguments', 'parameters')}"
     for answer, calls in ((whole + ',{"na', [WEATHER]), (whole + ",", [WEATHER]), ('[{"name":"we', []), ("[", [])):
         for parts in cuts(answer):
             assert read(make_forced_parser(TOOLS, None), parts) == ("", calls)
 
 
-def test_E1_the_schema_of_a_forced_call() -> None:
+def test_the_schema_of_a_forced_call() -> None:
     import jsonschema
 
     schema = forced_schema(TOOLS, None, parallel=True)
@@ -169,7 +169,7 @@ def test_E1_the_schema_of_a_forced_call() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_E1_references_of_a_tool_mean_the_same_in_the_schema_of_a_forced_call(
+def test_references_of_a_tool_mean_the_same_in_the_schema_of_a_forced_call(
     parameters: dict[str, Any], right: dict[str, Any], wrong: dict[str, Any]
 ) -> None:
     """Beside another tool, which has something else under the same name."""
@@ -184,7 +184,7 @@ def test_E1_references_of_a_tool_mean_the_same_in_the_schema_of_a_forced_call(
         jsonschema.validate([{"name": "two", "parameters": wrong}], schema)
 
 
-def test_E1_parameters_that_are_no_schema_are_refused_and_no_fault() -> None:
+def test_parameters_that_are_no_schema_are_refused_and_no_fault() -> None:
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"items": deep}
@@ -205,5 +205,5 @@ def test_E1_parameters_that_are_no_schema_are_refused_and_no_fault() -> None:
         ("{{ messages }}", None),
     ],
 )
-def test_E1_the_form_is_known_by_the_template(template: str, form: str | None) -> None:
+def test_the_form_is_known_by_the_template(template: str, form: str | None) -> None:
     assert detect_tool_format(template) == form

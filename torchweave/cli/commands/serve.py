@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchweave.serving.engine_client.replicas import Replicas
     from torchweave.serving.server import Server
 
+_REQUIRED_PACKAGES = ("fastapi", "uvicorn", "msgspec")
 DESCRIPTION = """Serve a model over an OpenAI-compatible HTTP API. GET /ready reports start-up progress and returns 200 once the
 server accepts requests. Ctrl-C or SIGTERM rejects new requests, finishes running ones and exits; a second one exits at once."""
 
