@@ -91,7 +91,7 @@ def test_the_command_prints_findings_and_says_so_by_its_exit_code(capsys: pytest
     read = json.loads(capsys.readouterr().out)
     assert {each["rule"] for each in read["findings"]} == {"item", "data_dependent_size"}
     assert main.main(["doctor", f"{clean.__name__}:FeedForward"]) == 0
-    assert "nothing was found" in capsys.readouterr().out
+    assert "no findings" in capsys.readouterr().out
     assert main.main(["doctor", f"{performance.__name__}:LinearsThatDoNotMerge"]) == 0, (
         "notes are no findings to act on"
     )
@@ -118,7 +118,7 @@ def test_the_last_line_names_what_was_asked_as_it_is_written(
         (["torch.nn:Identity", "--input", "input=floaty[T]"], "describes no input"),
         (["torch.nn:Identity", "--input", "input"], "must be NAME=SPEC"),
         (["torch.nn:Flatten", "--input", "input=float32[T]"], "raises on its inputs"),
-        (["demo", "--input", "x=float32[T]"], "--input is for module:function"),
+        (["demo", "--input", "x=float32[T]"], "--input applies to module:function"),
     ],
 )
 def test_what_cannot_be_examined_is_refused_in_one_sentence(

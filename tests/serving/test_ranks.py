@@ -18,7 +18,9 @@ LIMIT = 10.0
 def other_rank(running: ServerProcess, leader: int) -> int:
     """The rank that the engine process has started."""
     (found,) = [
-        pid for pid in children(leader) if b"torchweave.distributed" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid
+        for pid in children(leader)
+        if b"torchweave.utils.child_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     return found
 

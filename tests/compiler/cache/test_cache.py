@@ -122,7 +122,7 @@ def test_who_has_no_home_folder_starts_without_a_cache(report: Report, monkeypat
     monkeypatch.setattr(os.path, "expanduser", homeless)
     assert open_cache(TorchCompileConfig(), report) is None
     assert ["no home folder" in each["why"] for each in report.select("warning")] == [True]
-    with pytest.raises(ValueError, match="there is no home folder ~nobody; write the whole path"):
+    with pytest.raises(ValueError, match="there is no home folder ~nobody; write the absolute path"):
         open_cache(TorchCompileConfig(compile_cache_dir="~nobody/cache"), report)
 
 

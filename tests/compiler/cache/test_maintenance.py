@@ -197,7 +197,7 @@ def test_the_command_line(cache: CompileCache, tmp_path: Path, capsys: pytest.Ca
     path = next(iter(cache.entries()))
     path.write_bytes(b"damaged")
     code, out, _ = run("verify")
-    assert code == 1 and "2 of 3 entries are whole" in out
+    assert code == 1 and "2 of 3 entries are valid" in out
     (path.parent / f"{UNFINISHED}x").write_bytes(b"")
     os.utime(path.parent / f"{UNFINISHED}x", (0, 0))
     assert "1 entries" in run("prune", "--dry-run")[1] and path.exists()
@@ -207,7 +207,7 @@ def test_the_command_line(cache: CompileCache, tmp_path: Path, capsys: pytest.Ca
     (cache.folder / CODE_FOLDER).mkdir()
     assert "3 entries" in run("prune", "--all")[1] and not (cache.folder / CODE_FOLDER).exists()
     for words, sentence in (
-        (("prune", "--max-size", "many"), "--max_size='many' is not understood"),
+        (("prune", "--max-size", "many"), "--max_size='many' is not valid"),
         (("inspect",), "name an entry"),
         (("import", "nowhere.tar"), "there is no file nowhere.tar"),
         (("inspect", "00ff00ff"), "no entry begins"),
@@ -215,10 +215,10 @@ def test_the_command_line(cache: CompileCache, tmp_path: Path, capsys: pytest.Ca
         code, _, err = run(*words)
         assert code == 2 and sentence in err and err.count("\n") == 1
     for action, folder, sentence in (
-        ("list", tmp_path / "a.tar", "is no folder; name that of the compile cache"),
-        ("list", tmp_path / ("a" * 300), "File name too long; mend that, or name another folder"),
+        ("list", tmp_path / "a.tar", "is not a folder; name the compile cache"),
+        ("list", tmp_path / ("a" * 300), "File name too long; fix that, or choose another folder"),
         ("list", Path("~nobody-of-this-name/cache"), "there is no home folder ~nobody-of-this-name"),
-        ("import", tmp_path / "a.tar" / "below", "Not a directory; mend that, or name another folder"),
+        ("import", tmp_path / "a.tar" / "below", "Not a directory; fix that, or choose another folder"),
     ):
         file = [str(tmp_path / "a.tar")] if action == "import" else []
         assert main(["cache", action, *file, "--compile-cache-dir", str(folder)]) == 2

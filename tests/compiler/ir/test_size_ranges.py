@@ -53,7 +53,7 @@ def test_a_size_that_building_fixes_is_refused_and_nothing_of_it_is_kept(tmp_pat
         {f"{__file__}:{line - 1}", f"{__file__}:{line}"},
         {""},
     ):  # a graph that is loaded has forgotten its lines
-        with pytest.raises(TraceError, match="holds for a size of 5 alone") as caught:
+        with pytest.raises(TraceError, match="is valid only for a size of 5") as caught:
             compile_graph(Unbound(), {"x": torch.randn(5, 8)}, DYNAMIC, cache=cache, passes=passes)
         assert caught.value.where in where
     assert {path.parent.name for path in cache.entries()} <= {"graph"}

@@ -102,7 +102,7 @@ def test_a_pipeline_of_more_ranks_than_gpus_is_one_sentence():
     config = EngineConfig("tiny", tensor_parallel_size=2, pipeline_parallel_size=2)
     device = DeviceFacts("cuda:0", "a GPU", (9, 0), (), num_gpus=2)
     sentence = (
-        "tensor_parallel_size=2 with pipeline_parallel_size=2 needs 4 GPUs, but from cuda:0 on this machine has 2"
+        "tensor_parallel_size=2 with pipeline_parallel_size=2 needs 4 GPUs, but this machine has 2 from cuda:0 on"
     )
     with pytest.raises(ValueError, match=sentence):
         resolve(config, device, MODEL)

@@ -79,7 +79,7 @@ def test_json_object(server: ServerProcess) -> None:
         ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}},
-            "the tools are weather, now",
+            "choose from weather, now",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

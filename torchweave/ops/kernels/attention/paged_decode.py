@@ -213,10 +213,9 @@ def paged_decode(
     table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    DECODE_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr,
-    HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr,
-    KV_FP8_MAX: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr, DECODE_ONLY: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr, KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """One row, one key head, one split.
 
