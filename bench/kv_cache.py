@@ -43,7 +43,7 @@ def attention_results(quick: bool) -> Iterator[dict[str, Any]]:
             baseline = None
             for name, dtype in FORMATS.items():
                 kept = replace(spec, cache_dtype=dtype)
-                bench = make(kept, rows, new, length, BLOCK_SIZE, layers)
+                bench = make(kept, [(new, length)] * rows, BLOCK_SIZE, layers)
                 us = time_us(backend, bench)
                 baseline = baseline or us
                 facts = {"kind": kind, "model": model, "rows": rows, "length": length, "cache": name}
@@ -60,7 +60,7 @@ def copy_results() -> Iterator[dict[str, Any]]:
     tensors = [tensor for layer in layers for tensor in layer.tensors]
     block_bytes = sum(tensor[0].nbytes for tensor in tensors)
     copier = CudaBlockCopier(tensors, num_blocks * block_bytes)
-    bench = make(spec, 8, 1, 8192, BLOCK_SIZE, 8)
+    bench = make(spec, [(1, 8192)] * 8, BLOCK_SIZE, 8)
     alone = time_us(backend, bench)
     for count in (1, 16, 128):
         numbers = np.arange(count)
