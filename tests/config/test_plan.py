@@ -173,7 +173,7 @@ def test_userbuffers_are_on_where_several_gpus_share_layers() -> None:
     off = TorchCompileConfig(enable_userbuffers=False)
     assert not plan_of(device=replace(GPU, num_gpus=2), tensor_parallel_size=2, torch_compile_config=off).userbuffers
     for options, why in (
-        ({}, "a single GPU has no collectives"),
+        ({}, "a single rank has no collectives"),
         ({"device": CPU, "tensor_parallel_size": 2}, "CPUs have no symmetric memory"),
     ):
         plan = plan_of(**options)

@@ -387,7 +387,7 @@ def _check_stages(config: EngineConfig, model: ModelFacts) -> None:
 def _userbuffers(config: EngineConfig, device: DeviceFacts, fullgraph: bool) -> tuple[bool, str]:
     """Whether operands of collectives are written into symmetric memory, and why not."""
     if config.tensor_parallel_size == 1:
-        return False, "a single GPU has no collectives"
+        return False, "a single rank has no collectives"
     if not device.is_gpu:
         return False, "CPUs have no symmetric memory"
     if not fullgraph:
