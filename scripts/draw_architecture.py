@@ -125,7 +125,7 @@ def draw() -> str:
         _crossing(top),
         *_rooms(rooms_top),
     ]
-    height = rooms_top + 150
+    height = rooms_top + 170
     marker = (
         '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         f'<path d="M0 0L8 4L0 8z" fill="{GREY}"/></marker>'
@@ -152,7 +152,7 @@ def _lane(stations: tuple[Station, ...], left: int, top: int, colour: str) -> It
         )
         yield _text(left + 14, y + 22, station.symbol, 14, colour, "bold", mono=True)
         yield _text(left + LANE - 14, y + 22, f"torchweave/{station.file}", 11, GREY, anchor="end", mono=True)
-        lines = textwrap.wrap(paragraph(station), 82, max_lines=2, placeholder=" ...")
+        lines = textwrap.wrap(paragraph(station), 76, max_lines=2, placeholder=" ...")
         for line, text in enumerate(lines):
             yield _text(left + 14, y + 44 + 18 * line, text, 12.5)
         if index:
@@ -176,10 +176,10 @@ def _rooms(top: int) -> Iterator[str]:
     width = (WIDTH - MARGIN * (len(ROOMS) + 1)) // len(ROOMS)
     for index, room in enumerate(ROOMS):
         left = MARGIN + index * (width + MARGIN)
-        yield f'<rect x="{left}" y="{top + 18}" width="{width}" height="88" rx="8" fill="{PALE}" stroke="{GREY}"/>'
-        yield _text(left + 10, top + 38, room, 14, INK, "bold", mono=True)
+        yield f'<rect x="{left}" y="{top + 18}" width="{width}" height="126" rx="8" fill="{PALE}" stroke="{GREY}"/>'
+        yield _text(left + 10, top + 38, room, 13, INK, "bold", mono=True)
         known = [f"{other} {counts[room, other]}" for other in ROOMS if counts[room, other]]
-        for line, text in enumerate(textwrap.wrap(", ".join(known) or "imports no room", 17)):
+        for line, text in enumerate(textwrap.wrap(", ".join(known) or "imports no room", 15)):
             yield _text(left + 10, top + 56 + 14 * line, text, 10.5, GREY)
 
 

@@ -1,1 +1,1 @@
-"""`bench serve`: load on an OpenAI server over HTTP, measured as the one who asks sees it."""
+"""`bench serve`: load an OpenAI server over HTTP and measure latency and throughput at the client."""
