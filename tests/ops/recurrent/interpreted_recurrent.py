@@ -1,0 +1,44 @@
+"""The Triton kernels of the recurrent ops on CPU tensors, run by Triton's interpreter, against float64.
+
+TRITON_INTERPRET=1 PYTHONPATH=. python -m tests.ops.recurrent.interpreted_recurrent [prefix of a case...]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from tests.ops.recurrent.recurrent_cases import SIZES, STATE, STEPS, Case, build, case
+from torchweave.ops.recurrent.op import _CALLS
+from torchweave.ops.recurrent.triton import run_on_triton
+
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2}
+
+
+def run(name: str, chosen: Case) -> None:
+    built = build(chosen)
+    run_on_triton(_CALLS[built.op](**built.args), built.states[STATE], built.meta)
+    built.check(TOLERANCE[chosen.dtype])
+    print("ok", name, flush=True)
+
+
+def cases() -> dict[str, Case]:
+    """Every step of each op, the mixed step of its other `SIZES`, and steps with strides, with more rows than one search of a
+    chunk's row reads, and in float16 (the interpreter has no products of bfloat16)."""
+    found = {f"{name}:mixed": case(name, "mixed") for name in SIZES}
+    for name in ("conv", "delta", "delta_by_channel", "ssd", "scan", "lru"):
+        found |= {f"{name}:{step}": case(name, step) for step in STEPS}
+        found[f"{name}:strided"] = case(name, "mixed", strided=True)
+        found[f"{name}:strided_decode"] = case(name, "decode", strided=True)
+        found[f"{name}:float16"] = case(name, "mixed", dtype=torch.float16)
+    found["conv:many_rows"] = case("conv", "mixed", rows=tuple((1 + i % 3, i % 5) for i in range(140)), padded_tokens=9)
+    found["delta_alike:continued"] = case("delta_alike", "continued")
+    return found
+
+
+if __name__ == "__main__":
+    chosen = {name: each for name, each in cases().items() if name.startswith(tuple(sys.argv[1:] or [""]))}
+    assert chosen, f"no case begins with {sys.argv[1:]}"
+    for name, each in chosen.items():
+        run(name, each)

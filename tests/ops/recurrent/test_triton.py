@@ -1,0 +1,102 @@
+"""The Triton kernels of the recurrent ops without a GPU: interpreted against float64, and built for sm_90."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from tests.ops.interpreted import run_interpreted
+from tests.ops.recurrent.recurrent_cases import SIZES, STATE, Case, build, case
+
+pytest.importorskip("triton")
+
+from tests.ops.cross_compile import Launch, compile_for_hopper, recorded
+from torchweave.ops.recurrent import triton as recurrent_triton
+from torchweave.ops.recurrent.op import _CALLS
+
+KERNELS = (
+    "conv_decode", "conv_mixed", "delta_scan", "lru_scan", "selective_scan", "ssd_decode", "ssd_prefill",
+)  # fmt: skip
+HOPPER_SMEM = 232448
+DECODE = {"rows": ((1, 5), (1, 70))}
+MIXED = {"rows": ((1, 5), (7, 70))}
+
+
+def launches(chosen: Case) -> list[Launch]:
+    """What the op launches for one step."""
+    built = build(chosen)
+    with ExitStack() as stack:
+        found = stack.enter_context(recorded(recurrent_triton, *KERNELS))
+        recurrent_triton.run_on_triton(_CALLS[built.op](**built.args), built.states[STATE], built.meta)
+    return found
+
+
+def names(found: list[Launch]) -> list[str]:
+    return [launch.kernel.fn.__name__ for launch in found]
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "ssd", "scan", "lru"])
+def test_interpreted_kernels_are_right(name: str) -> None:
+    """All of `interpreted_recurrent.cases()` of one op."""
+    run_interpreted("tests.ops.recurrent.interpreted_recurrent", name)
+
+
+LAUNCHED = {
+    "conv": (["conv_decode"], ["conv_mixed"]),
+    "delta": (["delta_scan"], ["delta_scan"]),
+    "ssd": (["ssd_decode"], ["ssd_prefill", "ssd_decode"]),
+    "scan": (["selective_scan"], ["selective_scan"]),
+    "lru": (["lru_scan"], ["lru_scan"]),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_decode_step_is_one_launch(name: str) -> None:
+    decode, mixed = LAUNCHED[name]
+    assert names(launches(case(name, "decode", **DECODE))) == decode
+    assert names(launches(case(name, "mixed", **MIXED))) == mixed
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_grids_depend_on_rows_and_tokens_only(name: str) -> None:
+    """Other lengths of the same number of rows and tokens launch the same programs, as a recorded CUDA graph needs."""
+    first, second = (
+        [
+            (each.kernel, each.grid, sorted(each.kwargs.items(), key=str))
+            for each in launches(case(name, "mixed", rows=rows))
+        ]
+        for rows in (((1, 5), (1, 0), (40, 0)), ((20, 3), (20, 0), (2, 900)))
+    )
+    assert first == second
+
+
+PUBLISHED = {
+    "lfm2": ("conv", (2048, 3)),
+    "qwen3_next_conv": ("conv", (8192, 4)),
+    "qwen3_next": ("delta", (16, 32, 128, 128)),
+    "kimi_linear": ("delta_by_channel", (32, 32, 128, 128)),
+    "falcon_h1": ("ssd", (128, 64, 1, 128)),
+    "minimax": ("ssd_lightning", (64, 128, 64, 128)),
+    "mamba": ("scan", (8192, 16)),
+    "recurrent_gemma": ("lru", (2560,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_kernels_build_for_hopper(model: str, dtype: torch.dtype) -> None:
+    name, sizes = PUBLISHED[model]
+    for step, rows in (("decode", DECODE), ("mixed", MIXED)):
+        chosen = dataclasses.replace(case(name, step, dtype=dtype, **rows), sizes=sizes)
+        for launch in launches(chosen):
+            kernel = compile_for_hopper(launch)
+            assert kernel.metadata.shared <= HOPPER_SMEM, f"{launch.kernel.fn.__name__} takes too much shared memory"
+            if launch.kernel.fn.__name__ == "ssd_prefill" and dtype != torch.float32:
+                assert "mma" in kernel.asm["ptx"], "the chunked form does not use the tensor cores"
+
+
+def test_every_size_is_a_case() -> None:
+    assert {name.split("_")[0] for name in SIZES} == set(LAUNCHED)

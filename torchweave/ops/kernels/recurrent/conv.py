@@ -1,0 +1,102 @@
+"""Triton: depthwise causal convolution over the rows of a step, with the last inputs of each row as its state."""
+
+# Triton's decorators and loops are untyped.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchweave.ops.kernels.dependent_launch import pdl_wait
+from torchweave.ops.kernels.recurrent.chunks import find_chunk, silu
+
+
+@triton.jit
+def conv_decode(
+    x, weight, bias, out, state, slots, seq_lens, channels, x_stride, out_stride, weight_stride, width_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Token `program_id(1)` of a step with one token a row; BLOCK channels."""
+    pdl_wait(DEPENDENT)
+    row = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = channel < channels
+    slot = tl.load(slots + row).to(tl.int64)
+    target = out + row * out_stride + channel
+    if slot < 0:
+        tl.store(target, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid)
+        return
+    continued = valid & (tl.load(seq_lens + row) > 1)
+    new = tl.load(x + row * x_stride + channel, mask=valid, other=0.0)
+    weights = weight + channel * weight_stride
+    result = new.to(tl.float32) * tl.load(weights + (WIDTH - 1) * width_stride, mask=valid, other=0.0).to(tl.float32)
+    inputs = state + (slot * channels + channel) * (WIDTH - 1)
+    for j in tl.static_range(WIDTH - 1):
+        # Element j is read and element j - 1 is written by the thread of the channel.
+        value = tl.load(inputs + j, mask=continued, other=0.0)
+        result += value.to(tl.float32) * tl.load(weights + j * width_stride, mask=valid, other=0.0).to(tl.float32)
+        if j > 0:
+            tl.store(inputs + j - 1, value, mask=valid)
+    if WIDTH > 1:
+        tl.store(inputs + WIDTH - 2, new, mask=valid)
+    if BIAS:
+        result += tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)
+    if SILU:
+        result = silu(result)
+    tl.store(target, result.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _write_inputs(x, inputs, first, end, continued, valid, x_stride, WIDTH: tl.constexpr):
+    """Write the last WIDTH - 1 inputs of a row into its state, the older ones of which were there before."""
+    for j in tl.static_range(WIDTH - 1):
+        token = (end - (WIDTH - 1) + j).to(tl.int64)
+        new = tl.load(x + token * x_stride, mask=valid & (token >= first), other=0.0)
+        old = tl.load(inputs + (token - first + WIDTH - 1), mask=valid & (token < first) & continued, other=0.0)
+        tl.store(inputs + j, tl.where(token < first, old, new), mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
+def conv_mixed(
+    x, weight, bias, out, state, slots, query_start, seq_lens, num_rows, num_tokens, channels,
+    x_stride, out_stride, weight_stride, width_stride,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """CHUNK tokens of a row, BLOCK channels. The program of a row's first chunk alone reads and writes the row's state."""
+    pdl_wait(DEPENDENT)
+    row, first, end, begin = find_chunk(query_start, tl.program_id(0), num_rows, num_tokens, CHUNK)
+    if begin >= end:
+        return
+    token = (begin + tl.arange(0, CHUNK)).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid_channel = channel < channels
+    valid = (token < end)[:, None] & valid_channel[None, :]
+    target = out + token[:, None] * out_stride + channel[None, :]
+    if row == num_rows:
+        tl.store(target, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    continued = tl.load(seq_lens + row) > end - first
+    inputs = state + (slot * channels + channel) * (WIDTH - 1)
+    weights = weight + channel * weight_stride
+    result = tl.zeros([CHUNK, BLOCK], tl.float32)
+    if BIAS:
+        result += tl.load(bias + channel, mask=valid_channel, other=0.0).to(tl.float32)[None, :]
+    for j in tl.static_range(WIDTH):
+        source = token - (WIDTH - 1) + j
+        before = (source < first)[:, None]
+        value = tl.load(x + source[:, None] * x_stride + channel[None, :], mask=valid & ~before, other=0.0)
+        if WIDTH > 1:
+            column = (source - first + (WIDTH - 1))[:, None]
+            old = tl.load(inputs[None, :] + column, mask=valid & before & continued, other=0.0)
+            value = tl.where(before, old, value)
+        factor = tl.load(weights + j * width_stride, mask=valid_channel, other=0.0).to(tl.float32)
+        result += value.to(tl.float32) * factor[None, :]
+    if SILU:
+        result = silu(result)
+    tl.store(target, result.to(out.dtype.element_ty), mask=valid)
+    if begin == first:
+        tl.debug_barrier()  # every thread has read the state before it changes
+        _write_inputs(x + channel, inputs, first, end, continued, valid_channel, x_stride, WIDTH)

@@ -1,0 +1,127 @@
+"""Triton: scan of Mamba2 (state space duality) over the rows of a step.
+
+Rows with one token: one step of the recurrence, the state read and written once. Rows with several tokens: a program for each head
+walks the chunks of its row with the state in registers; inside a chunk the scan is attention with decays on the tensor cores.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchweave.ops.kernels.dependent_launch import pdl_wait
+from torchweave.ops.kernels.recurrent.chunks import softplus
+
+
+@triton.jit
+def _time_step(dt, bias, head, limit_min, limit_max, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr):
+    dt = dt.to(tl.float32)
+    if BIAS:
+        dt += tl.load(bias + head).to(tl.float32)
+    if SOFTPLUS:
+        dt = softplus(dt)
+    return tl.minimum(tl.maximum(dt, limit_min), limit_max)
+
+
+@triton.jit(do_not_specialize_on_alignment=["query_start"])
+def ssd_decode(
+    x, dt, A, B, C, D, dt_bias, out, state, slots, query_start, seq_lens, dt_min, dt_max,
+    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+    out_stride, out_head_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, STATE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, DECODE_ONLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK channels of head `program_id(1)` of row `program_id(2)`. DECODE_ONLY: row i is token i, and padding rows are zeroed;
+    otherwise rows without exactly one token are skipped."""
+    pdl_wait(DEPENDENT)
+    head, row = tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots + row).to(tl.int64)
+    token = row.to(tl.int64)
+    if not DECODE_ONLY:
+        start = tl.load(query_start + row)
+        if tl.load(query_start + row + 1) - start != 1:
+            return
+        token = start.to(tl.int64)
+    dim, column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, STATE_PAD)
+    valid_dim, valid_column = dim < HEAD_DIM, column < STATE
+    target = out + token * out_stride + head * out_head_stride + dim
+    if slot < 0:
+        tl.store(target, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid_dim)
+        return
+    place = state + ((slot * HEADS + head) * HEAD_DIM + dim[:, None]) * STATE + column[None, :]
+    valid = valid_dim[:, None] & valid_column[None, :]
+    matrix = tl.load(place, mask=valid & (tl.load(seq_lens + row) > 1), other=0.0)
+    values = tl.load(x + token * x_stride + head * x_head_stride + dim, mask=valid_dim, other=0.0).to(tl.float32)
+    group = head // GROUP
+    keys = tl.load(B + token * b_stride + group * b_group_stride + column, mask=valid_column, other=0.0).to(tl.float32)
+    query = tl.load(C + token * c_stride + group * c_group_stride + column, mask=valid_column, other=0.0).to(tl.float32)
+    step = tl.load(dt + token * dt_stride + head * dt_head_stride)
+    step = _time_step(step, dt_bias, head, dt_min, dt_max, BIAS, SOFTPLUS)
+    matrix = matrix * tl.exp(step * tl.load(A + head).to(tl.float32)) + (step * values)[:, None] * keys[None, :]
+    tl.store(place, matrix, mask=valid)
+    result = tl.sum(matrix * query[None, :], 1)
+    if SKIP:
+        result += tl.load(D + head).to(tl.float32) * values
+    tl.store(target, result.to(out.dtype.element_ty), mask=valid_dim)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
+def ssd_prefill(
+    x, dt, A, B, C, D, dt_bias, out, state, slots, query_start, seq_lens, num_rows, num_tokens, dt_min, dt_max,
+    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+    out_stride, out_head_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, STATE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK channels of head `program_id(1)` of row `program_id(2)`, if it has several tokens: its chunks in order. Row
+    `num_rows` zeroes the results of padded tokens."""
+    pdl_wait(DEPENDENT)
+    head, row = tl.program_id(1), tl.program_id(2)
+    at = tl.arange(0, CHUNK)
+    dim, column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, STATE_PAD)
+    valid_dim, valid_column = dim < HEAD_DIM, column < STATE
+    first = tl.load(query_start + row)
+    target = out + head * out_head_stride + dim[None, :]
+    if row == num_rows:
+        for begin in range(first, num_tokens, CHUNK):
+            token = (begin + at).to(tl.int64)[:, None]
+            valid = (token < num_tokens) & valid_dim[None, :]
+            tl.store(target + token * out_stride, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
+        return
+    end = tl.load(query_start + row + 1)
+    if end - first < 2:
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    dtype = x.dtype.element_ty
+    place = state + ((slot * HEADS + head) * HEAD_DIM + dim[:, None]) * STATE + column[None, :]
+    valid_state = valid_dim[:, None] & valid_column[None, :]
+    matrix = tl.load(place, mask=valid_state & (tl.load(seq_lens + row) > end - first), other=0.0)
+    rate = tl.load(A + head).to(tl.float32)
+    group = head // GROUP
+    for begin in tl.range(first, end, CHUNK):
+        token = (begin + at).to(tl.int64)
+        valid_token = token < end
+        valid = valid_token[:, None] & valid_dim[None, :]
+        by_column = valid_token[:, None] & valid_column[None, :]
+        values = tl.load(x + token[:, None] * x_stride + head * x_head_stride + dim[None, :], mask=valid, other=0.0)
+        keys = tl.load(
+            B + token[:, None] * b_stride + group * b_group_stride + column[None, :], mask=by_column, other=0.0
+        )
+        query = tl.load(
+            C + token[:, None] * c_stride + group * c_group_stride + column[None, :], mask=by_column, other=0.0
+        )
+        step = tl.load(dt + token * dt_stride + head * dt_head_stride, mask=valid_token, other=0.0)
+        step = tl.where(valid_token, _time_step(step, dt_bias, head, dt_min, dt_max, BIAS, SOFTPLUS), 0.0)
+        total, whole = tl.cumsum(step * rate, 0), tl.sum(step * rate, 0)
+        between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
+        scores = tl.dot(query.to(dtype), tl.trans(keys.to(dtype)), input_precision=PRECISION) * between * step[None, :]
+        result = tl.dot(query.to(dtype), tl.trans(matrix.to(dtype)), input_precision=PRECISION) * tl.exp(total)[:, None]
+        result = tl.dot(scores.to(dtype), values, result, input_precision=PRECISION)
+        if SKIP:
+            result += tl.load(D + head).to(tl.float32) * values.to(tl.float32)
+        tl.store(target + token[:, None] * out_stride, result.to(out.dtype.element_ty), mask=valid)
+        added = (values.to(tl.float32) * (step * tl.exp(whole - total))[:, None]).to(dtype)
+        matrix = tl.dot(tl.trans(added), keys.to(dtype), matrix * tl.exp(whole), input_precision=PRECISION)
+    tl.store(place, matrix, mask=valid_state)

@@ -1,0 +1,113 @@
+"""Calls of the recurrent ops as values, in the order of their schemas, and the shapes of their states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CONV_ACTIVATIONS = ("", "silu", "swish")
+
+
+@dataclass(frozen=True, slots=True)
+class ConvCall:
+    """Arguments of `torchweave::causal_conv`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    out: Tensor
+    state: int
+    activation: str
+
+    def __post_init__(self) -> None:
+        if self.activation not in CONV_ACTIVATIONS:
+            raise ValueError(f"causal_conv has no activation {self.activation!r}; use '', 'silu' or 'swish'")
+
+    @property
+    def state_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """`[C, K - 1]`: the inputs of the last K - 1 tokens, the oldest first."""
+        channels, width = self.weight.shape
+        return (channels, width - 1), self.x.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaCall:
+    """Arguments of `torchweave::gated_delta`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    out: Tensor
+    state: int
+    normalize: bool
+
+    @property
+    def state_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """`[HV, K, V]`."""
+        return (self.v.shape[1], self.k.shape[2], self.v.shape[2]), torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class SsdCall:
+    """Arguments of `torchweave::ssd`."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    dt_bias: Tensor | None
+    out: Tensor
+    state: int
+    softplus: bool
+    dt_min: float
+    dt_max: float
+
+    @property
+    def state_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """`[H, P, N]`."""
+        return (self.x.shape[1], self.x.shape[2], self.B.shape[2]), torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class ScanCall:
+    """Arguments of `torchweave::selective_scan`."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    z: Tensor | None
+    dt_bias: Tensor | None
+    out: Tensor
+    state: int
+
+    @property
+    def state_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """`[I, N]`."""
+        return (self.A.shape[0], self.A.shape[1]), torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class LruCall:
+    """Arguments of `torchweave::rg_lru`."""
+
+    a: Tensor
+    x: Tensor
+    out: Tensor
+    state: int
+
+    @property
+    def state_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """`[I]`."""
+        return (self.x.shape[1],), torch.float32
+
+
+RecurrentCall = ConvCall | DeltaCall | SsdCall | ScanCall | LruCall

@@ -1,0 +1,172 @@
+"""Launches of the Triton kernels of the recurrent ops.
+
+Grids depend on the number of rows and tokens only, so that a CUDA graph may hold them for any rows. A decode step is one launch a
+call. A mixed step of SSD is two: its chunked kernel skips rows with one token, which a step of the recurrence serves; the other ops
+serve all rows in one launch.
+"""
+
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from torchweave.ops.attention.op import AttentionMetadata
+from torchweave.ops.kernels.dependent_launch import pdl_options, supports_pdl
+from torchweave.ops.kernels.recurrent.conv import conv_decode, conv_mixed
+from torchweave.ops.kernels.recurrent.gated_delta import delta_scan
+from torchweave.ops.kernels.recurrent.scan import lru_scan, selective_scan
+from torchweave.ops.kernels.recurrent.ssd import ssd_decode, ssd_prefill
+from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall
+
+CHUNK = 64
+CONV_CHUNK = 16
+SCAN_TILE, LRU_TILE = 16, 32
+FEW_PROGRAMS = 512
+"""Below this number of programs blocks are smaller: some waves over the multiprocessors hide the latency of one read."""
+
+
+def run_on_triton(call: RecurrentCall, state: Tensor, meta: AttentionMetadata) -> None:
+    """Run a call over the rows of `meta` and advance their slots of `state` `[S, ...]`; nothing is read by the host."""
+    if meta.num_tokens == 0:
+        return
+    assert state.is_contiguous()
+    launch = _LAUNCHES[type(call)]
+    if call.out.stride(-1) == 1:
+        launch(call, call.out, state, meta)
+    else:
+        out = torch.empty(call.out.shape, dtype=call.out.dtype, device=call.out.device)
+        launch(call, out, state, meta)
+        call.out.copy_(out)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x`, or a copy of it, whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _options(device: torch.device, num_warps: int, num_stages: int = 1) -> dict[str, Any]:
+    """Launch options, and the argument DEPENDENT."""
+    dependent = supports_pdl(device)
+    return {"num_warps": num_warps, "num_stages": num_stages, "DEPENDENT": int(dependent), **pdl_options(dependent)}
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Precision of products of float32 numbers for inputs of `dtype`: float32's own takes minutes to build."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def _block(size: int, programs: int, large: int, small: int) -> int:
+    """Channels of a program: `large`, or down to `small` where `programs` times the blocks of `size` are few."""
+    block = min(large, 1 << (size - 1).bit_length())
+    while block > small and programs * triton.cdiv(size, block) < FEW_PROGRAMS:
+        block //= 2
+    return block
+
+
+def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
+    x, weight = _dense(call.x), call.weight
+    channels, width = weight.shape
+    shared = {"WIDTH": width, "BIAS": call.bias is not None, "SILU": bool(call.activation)}
+    bias = weight if call.bias is None else call.bias
+    strides = (x.stride(0), out.stride(0), *weight.stride())
+    if meta.decode_only:
+        block = _block(channels, meta.num_rows, 512, 128)
+        conv_decode[triton.cdiv(channels, block), meta.num_rows](
+            x, weight, bias, out, state, meta.slots, meta.seq_lens, channels, *strides,
+            **shared, BLOCK=block, **_options(x.device, max(1, block // 128)),
+        )  # fmt: skip
+        return
+    assert width <= CONV_CHUNK
+    block = min(128, triton.next_power_of_2(channels))
+    chunks = meta.num_tokens // CONV_CHUNK + meta.num_rows + 1
+    conv_mixed[chunks, triton.cdiv(channels, block)](
+        x, weight, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens, channels,
+        *strides, **shared, CHUNK=CONV_CHUNK, BLOCK=block, **_options(x.device, 4),
+    )  # fmt: skip
+
+
+def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
+    q, k, v, beta = _dense(call.q), _dense(call.k), _dense(call.v), call.beta
+    by_channel = call.g.ndim == 3
+    g = _dense(call.g) if by_channel else call.g
+    heads, key_dim = k.shape[1:]
+    value_heads, value_dim = v.shape[1:]
+    block = _block(value_dim, value_heads * meta.num_rows, 32, 16)
+    delta_scan[triton.cdiv(value_dim, block), value_heads, meta.num_rows + (not meta.decode_only)](
+        q, k, v, g, beta, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens,
+        key_dim**-0.5, *(stride for each in (q, k, v, g, beta, out) for stride in each.stride()[:2]),
+        VALUE_HEADS=value_heads, GROUP=value_heads // heads, KEY_DIM=key_dim,
+        KEY_PAD=max(16, triton.next_power_of_2(key_dim)), VALUE_DIM=value_dim, BLOCK=block, BY_CHANNEL=by_channel,
+        NORMALIZE=call.normalize, DECODE_ONLY=meta.decode_only, **_options(q.device, 2 if block > 16 else 1),
+    )  # fmt: skip
+
+
+def _launch_ssd(call: SsdCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
+    x, B, C, dt = _dense(call.x), _dense(call.B), _dense(call.C), call.dt
+    _, heads, head_dim = x.shape
+    groups, width = B.shape[1:]
+    shared = {
+        "HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": width,
+        "STATE_PAD": max(16, triton.next_power_of_2(width)), "SKIP": call.D is not None, "BIAS": call.dt_bias is not None,
+        "SOFTPLUS": call.softplus,
+    }  # fmt: skip
+    rate = call.A.contiguous()
+    skip, bias = (rate if each is None else each.contiguous() for each in (call.D, call.dt_bias))
+    inputs = (x, dt, rate, B, C, skip, bias, out, state, meta.slots, meta.query_start, meta.seq_lens)
+    strides = [stride for each in (x, dt, B, C, out) for stride in each.stride()[:2]]
+    if not meta.decode_only:
+        wide = x.dtype == torch.float32
+        block = max(16, min(32, triton.next_power_of_2(head_dim)))
+        ssd_prefill[triton.cdiv(head_dim, block), heads, meta.num_rows + 1](
+            *inputs, meta.num_rows, meta.num_tokens, call.dt_min, call.dt_max, *strides,
+            **shared, BLOCK=block, CHUNK=32 if wide else CHUNK, PRECISION=_precision(x.dtype),
+            **_options(x.device, 8 if wide else 4, 1 if wide else 2),
+        )  # fmt: skip
+    block = _block(head_dim, heads * meta.num_rows, 32, 8)
+    ssd_decode[triton.cdiv(head_dim, block), heads, meta.num_rows](
+        *inputs, call.dt_min, call.dt_max, *strides,
+        **shared, BLOCK=block, DECODE_ONLY=meta.decode_only, **_options(x.device, 2 if block > 8 else 1),
+    )  # fmt: skip
+
+
+def _launch_scan(call: ScanCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
+    x, dt, B, C = (_dense(each) for each in (call.x, call.dt, call.B, call.C))
+    z = x if call.z is None else _dense(call.z)
+    channels, width = call.A.shape
+    rate = call.A.contiguous()
+    skip, bias = (rate if each is None else each.contiguous() for each in (call.D, call.dt_bias))
+    tile = 1 if meta.decode_only else SCAN_TILE
+    block = min(64 if meta.decode_only else 16, triton.next_power_of_2(channels))
+    selective_scan[triton.cdiv(channels, block), meta.num_rows + (not meta.decode_only)](
+        x, dt, rate, B, C, skip, z, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
+        meta.num_tokens, channels, *(each.stride(0) for each in (x, dt, B, C, z, out)),
+        STATE=width, STATE_PAD=triton.next_power_of_2(width), BLOCK=block, TILE=tile, SKIP=call.D is not None,
+        GATE=call.z is not None, BIAS=call.dt_bias is not None, DECODE_ONLY=meta.decode_only, **_options(x.device, 4),
+    )  # fmt: skip
+
+
+def _launch_lru(call: LruCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
+    a, x = _dense(call.a), _dense(call.x)
+    channels = x.shape[1]
+    block = min(256 if meta.decode_only else 64, triton.next_power_of_2(channels))
+    lru_scan[triton.cdiv(channels, block), meta.num_rows + (not meta.decode_only)](
+        a, x, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens, channels,
+        a.stride(0), x.stride(0), out.stride(0),
+        BLOCK=block, TILE=1 if meta.decode_only else LRU_TILE, DECODE_ONLY=meta.decode_only, **_options(x.device, 4),
+    )  # fmt: skip
+
+
+_LAUNCHES: dict[type, Callable[[Any, Tensor, Tensor, AttentionMetadata], None]] = {
+    ConvCall: _launch_conv,
+    DeltaCall: _launch_delta,
+    SsdCall: _launch_ssd,
+    ScanCall: _launch_scan,
+    LruCall: _launch_lru,
+}
