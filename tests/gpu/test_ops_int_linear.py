@@ -1,0 +1,137 @@
+"""Products with integer weights on a GPU against float64: every kernel, every kind of weight, CUDA graphs, and the whole engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import demo_tasks as tasks
+import pytest
+import torch
+
+from tests.ops.int_cases import IntCase, Operands, operands, weight_values
+from torchweave import LLM, SamplingParams, TorchCompileConfig
+from torchweave.ops.kernels.quant.int_linear import launch_dequantize
+from torchweave.ops.quant.int_linear import IntConfig, int_linear, launch_samples
+from torchweave.report import Report
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(4096, 4096), (1000, 2880), (6144, 14336), (512, 4104)]
+CASES = [
+    IntCase(4, 128),
+    IntCase(4, 128, zero=True, bias=True),
+    IntCase(4, 64),
+    IntCase(4, 32, zero=True),
+    IntCase(4, 0, zero=True),
+    IntCase(4, 256, order=True),
+    IntCase(4, 48),
+    IntCase(8, 128, bias=True),
+    IntCase(8, 32, zero=True),
+    IntCase(8, 0),
+]
+
+
+def check(got: torch.Tensor, made: Operands, unit: float) -> None:
+    torch.testing.assert_close(got.double(), made.expected(), rtol=unit, atol=unit * 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_op_at_every_kind_of_token_count(shape: tuple[int, int], case: IntCase, dtype: torch.dtype) -> None:
+    unit = 2 * torch.finfo(dtype).eps
+    for tokens in (0, 1, 2, 3, 9, 17, 40, 64, 65, 300):
+        made = operands(case, tokens, *shape, dtype, "cuda", seed=tokens)
+        got = int_linear(made.x, *made.weight, made.bias, made.group)
+        assert got.shape == (tokens, shape[0]) and got.dtype == dtype
+        check(got, made, unit)
+    assert int_linear(made.x[None], *made.weight, made.bias, made.group).shape == (1, tokens, shape[0])
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+def test_configs(case: IntCase, hopper: bool) -> None:
+    rows = [
+        IntConfig("row", n, warps, depth, hopper=hopper) for n, warps, depth in ((4, 4, 512), (8, 2, 256), (2, 8, 1024))
+    ]
+    splits = [
+        IntConfig("split", n, warps, stages, block_t=t, hopper=hopper)
+        for n, warps, stages, t in ((16, 4, 4, 8), (16, 8, 3, 16), (32, 4, 4, 32), (64, 4, 3, 64))
+    ]
+    for shape in SHAPES:
+        for config in (*rows, *splits):
+            for tokens in (1, 3) if config.kernel == "row" else (1, 5, 40):
+                made = operands(case, tokens, *shape, torch.bfloat16, "cuda")
+                out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=torch.bfloat16)
+                config.run(made.x, *made.weight[:3], made.bias, made.group, out)
+                check(out, made, 2**-7)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dequantization_rounds_once(case: IntCase) -> None:
+    for shape in SHAPES:
+        made = operands(case, 1, *shape, torch.bfloat16, "cuda")
+        out = torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16)
+        launch_dequantize(*made.weight[:3], made.group, out)
+        torch.testing.assert_close(out, weight_values(made).float().bfloat16(), rtol=2**-8, atol=0)
+
+
+def test_chain_in_a_graph() -> None:
+    """Dependent launches one behind the other: one that did not wait would read stale numbers."""
+    layers = [
+        operands(IntCase(4, 128, zero=bool(at % 2)), 1, 4096, 4096, torch.bfloat16, "cuda", seed=at) for at in range(8)
+    ]
+    for tokens in (1, 2, 8, 100):
+        x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+
+        def chain(x: torch.Tensor) -> torch.Tensor:
+            for made in layers:
+                x = int_linear(x, *made.weight, None, made.group)
+                x = x / x.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3).bfloat16()
+            return x
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            chain(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain(x)
+        for _ in range(10):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, chain(x))
+
+
+def test_samples_launch_what_merged_linears_need() -> None:
+    """After them no shape of this width builds a kernel."""
+    from torchweave.ops.kernels.quant import int_linear as kernels
+
+    made = operands(IntCase(4, 128), 8, 512, 2048, torch.bfloat16, "cuda")
+    for tokens in (1, 8, 64, 256):
+        launch_samples(made.x[:1].expand(tokens, -1).contiguous(), *made.weight, None, 128)
+    names = ("row_kernel", "split_kernel", "dequantize_kernel")
+    built = [sum(len(caches[0]) for caches in getattr(kernels, name).device_caches.values()) for name in names]
+    for rows in (1024, 12288):
+        wide = operands(IntCase(4, 128), 1, rows, 2048, torch.bfloat16, "cuda")
+        for tokens in (1, 7, 60, 200):
+            int_linear(wide.x.expand(tokens, -1).contiguous(), *wide.weight, None, 128)
+    assert built == [sum(len(caches[0]) for caches in getattr(kernels, name).device_caches.values()) for name in names]
+
+
+@pytest.mark.parametrize("enable_inductor", [True, False])
+def test_the_demo_model_in_int4(enable_inductor: bool, tmp_path: Path) -> None:
+    config = TorchCompileConfig(enable_inductor=enable_inductor, compile_cache_dir=str(tmp_path))
+    report = Report(show=False)
+    asked = [one for task in tasks.TASKS for one in tasks.held_out_questions(task, 20)]
+    with LLM("demo", device="cuda", quantization="int4", torch_compile_config=config, report=report) as llm:
+        assert not report.select("fallback")
+        outputs = llm.generate(
+            [tasks.plain_prompt(one) for one in asked], SamplingParams(temperature=0, max_tokens=120)
+        )
+    right = [output.outputs[0].text.strip() == one.answer.strip() for output, one in zip(outputs, asked, strict=True)]
+    assert sum(right) / len(right) >= 0.95
+    merged = next(event for event in report.select("pass") if event["name"] == "merge_int_linears")
+    assert merged["matches"] == 10, "q/k/v and gate/up in each of 5 layers"

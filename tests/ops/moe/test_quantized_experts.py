@@ -1,0 +1,150 @@
+"""Experts in MXFP4 and FP8: rounding, the op against float64 on the values of its weights, and its kernels without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.interpreted import run_interpreted
+from tests.ops.moe.experts_cases import call_of, cases, expected
+from torchweave.ops.moe.experts import ExpertsCall
+from torchweave.ops.moe.fused_experts import Tiles, choose, run
+from torchweave.ops.moe.quantized_experts import quantized_experts
+from torchweave.ops.quant.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+
+GPT_OSS: dict[str, Any] = {"biased": True, "interleaved": True, "alpha": 1.702, "limit": 1.0, "width": 96, "inner": 64}
+SHAPES = {
+    "gpt_oss": GPT_OSS,
+    "halves": {"width": 64, "inner": 32},
+    "ungated": {"gated": False, "width": 32, "inner": 96},
+}
+
+
+FORMATS = ("mxfp4", "fp8", "fp8_per_block")
+
+
+def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight `[E, rows, width]` in a format, its scales, and its values in its dtype."""
+    if kind == "mxfp4":
+        q, scale = quantize_mxfp4(weight)
+        return q, scale, dequantize_mxfp4(q, scale, weight.dtype)
+    experts, rows, width = weight.shape
+    blocks = (rows // 128, -(-width // 128)) if kind == "fp8_per_block" else (rows, 1)
+    scale = torch.rand(experts, *blocks, generator=torch.Generator().manual_seed(rows)) + 0.5
+    wide = scale
+    if kind == "fp8_per_block":
+        wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :width]
+    q = (weight.float() / wide).to(torch.float8_e4m3fn)
+    return q, scale, (q.float() * wide).to(weight.dtype)
+
+
+def packed(case: dict[str, Any], kind: str = "mxfp4") -> tuple[ExpertsCall, ExpertsCall]:
+    """The call with weights in a format, and the same with their values in x's dtype."""
+    call = call_of(case)
+    (up, up_scale, up_values), (down, down_scale, down_values) = quantized(call.up, kind), quantized(call.down, kind)
+    plain = replace(call, up=up_values, down=down_values)
+    return replace(call, up=up, down=down, up_scale=up_scale, down_scale=down_scale), plain
+
+
+def shapes(kind: str) -> list[dict[str, Any]]:
+    """Kinds of experts that a format can have: blocks of FP8 are whole."""
+    wide = {"width": 256, "inner": 128}
+    return [shape | wide for shape in SHAPES.values()] if kind == "fp8_per_block" else list(SHAPES.values())
+
+
+def arguments(call: ExpertsCall) -> tuple[Any, ...]:
+    form = call.form
+    return (
+        call.x, call.index, call.weight, call.up, call.up_scale, call.down, call.down_scale, call.up_bias, call.down_bias,
+        form.activation, form.gated, form.interleaved, form.alpha, form.limit,
+    )  # fmt: skip
+
+
+def test_every_number_is_rounded_to_the_nearest_code() -> None:
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    x = torch.randn(5, 128) * torch.logspace(-6, 6, 5)[:, None]
+    q, s = quantize_mxfp4(x)
+    assert q.shape == (5, 64) and s.shape == (5, 4) and q.dtype == s.dtype == torch.uint8
+    blocks, scale = x.unflatten(1, (4, 32)), torch.ldexp(torch.ones(5, 4), s.int() - 127)[..., None]
+    nearest = ((blocks.abs() / scale)[..., None] - codes).abs().amin(-1) * scale
+    values = dequantize_mxfp4(q, s, torch.float32).unflatten(1, (4, 32))
+    torch.testing.assert_close((values - blocks).abs(), nearest, rtol=1e-5, atol=0)
+    assert bool((blocks.abs().amax(-1, keepdim=True) / scale < 8).all()) and bool((values.sign() * blocks >= 0).all())
+    zeros, s = quantize_mxfp4(torch.zeros(1, 32))
+    assert not dequantize_mxfp4(zeros, s, torch.float32).any()
+    exact = torch.tensor([0.5, -6, 3, 1.5] * 8)[None] * 2.0**-9
+    assert torch.equal(dequantize_mxfp4(*quantize_mxfp4(exact), torch.bfloat16).float(), exact)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_on_a_cpu(kind: str, tokens: int) -> None:
+    for shape in shapes(kind):
+        call, plain = packed(cases(max(tokens, 1), **shape), kind)
+        if tokens == 0:
+            assert quantized_experts(*arguments(call.tokens(0, 0))).shape == (0, shape["width"])
+            continue
+        torch.testing.assert_close(quantized_experts(*arguments(call)).double(), expected(plain), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 64, 8192])
+def test_tiles_run_at_every_token_count(tokens: int) -> None:
+    assert isinstance(choose(tokens, 4, (32, 2880, 2880), torch.bfloat16, quantized=True), Tiles)
+
+
+def test_opcheck() -> None:
+    for kind in FORMATS:
+        checks = (
+            "test_faketensor",
+            "test_aot_dispatch_dynamic",
+        )  # others compare FP8 tensors by operations that it lacks
+        torch.library.opcheck(
+            quantized_experts, arguments(packed(cases(3, **shapes(kind)[0]), kind)[0]), test_utils=checks
+        )
+
+
+def check_kernels() -> None:
+    """In Triton's interpreter: tiles of two sizes, a width that is no multiple of a tile's, and experts of another rank."""
+    from tests.ops.moe.interpreted_experts import TILES
+
+    wide = tuple(replace(each, up=replace(each.up, block_k=64), down=replace(each.down, block_k=64)) for each in TILES)
+    for kind in FORMATS:
+        for shape in shapes(kind):
+            for tokens in (1, 19):
+                case = cases(tokens, **shape)
+                case["index"][0, 0] = 77
+                call, plain = packed(case, kind)
+                for strategy in wide[: 1 if kind == "fp8_per_block" else 2]:
+                    out = torch.full_like(call.out, torch.nan)
+                    run(replace(call, out=out), strategy)
+                    torch.testing.assert_close(out.double(), expected(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted("tests.ops.moe.test_quantized_experts")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_kernels_build_for_hopper(kind: str) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
+
+    call, _ = packed(cases(8, **(GPT_OSS | {"width": 1408, "inner": 640, "dtype": torch.bfloat16})), kind)
+    strategy = choose(64, 4, (32, 2880, 2880), torch.bfloat16)
+    assert isinstance(strategy, Tiles)
+    names = ("sort_pairs_kernel", "tiles_up_kernel", "tiles_down_kernel", "combine_kernel")
+    with recorded(kernels, *names) as launches:
+        run(call, strategy)
+    for launch in launches[1:3]:
+        compiled = compile_for_hopper(launch)
+        assert "mma" in compiled.asm["ptx"] and compiled.metadata.shared <= 227 << 10
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    check_kernels()

@@ -1,0 +1,187 @@
+"""Integer weights: the layout, the product against float64, and the kernels without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.int_cases import IntCase, operands, weight_values
+from tests.ops.interpreted import run_interpreted
+from torchweave.ops.quant.int_linear import (
+    MAX_TOKENS,
+    choose,
+    configs,
+    dequantize_int,
+    int_linear,
+    kernels_support,
+    launch_samples,
+    pack_int4,
+    unpack_int4,
+)
+
+CASES = [
+    IntCase(4, group=128),
+    IntCase(4, group=32, zero=True),
+    IntCase(4, group=64, order=True, bias=True),
+    IntCase(4, group=0, zero=True, bias=True),
+    IntCase(4, group=48),
+    IntCase(8, group=128, zero=True),
+    IntCase(8, group=32),
+    IntCase(8, group=0, order=True, bias=True),
+]
+
+
+@pytest.mark.parametrize("width", [8, 96, 128, 200, 512])
+def test_packing_keeps_every_integer(width: int) -> None:
+    q = torch.randint(0, 16, (5, width), dtype=torch.uint8)
+    packed = pack_int4(q)
+    assert packed.dtype == torch.int32 and packed.shape == (5, -(-width // 128) * 16)
+    assert torch.equal(unpack_int4(packed, width), q)
+
+
+def test_words_hold_the_inputs_that_the_kernels_expect() -> None:
+    """Nibble i of word c is input 16 j + m: j = i % 4, + 4 in odd words; m the even (i < 4) or odd column of a pair of words."""
+    for k in range(128):
+        q = torch.zeros(1, 128, dtype=torch.uint8)
+        q[0, k] = 15
+        (word,) = pack_int4(q).nonzero()[:, 1].tolist()
+        nibble = next(i for i in range(8) if int(pack_int4(q)[0, word]) >> (4 * i) & 15)
+        j, m = nibble % 4 + 4 * (word % 2), word - word % 2 + nibble // 4
+        assert 16 * j + m == k
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_the_product_is_that_of_the_values(case: IntCase, tokens: int) -> None:
+    made = operands(case, tokens, 48, 208)
+    got = int_linear(made.x[None], *made.weight, made.bias, made.group)
+    assert got.shape == (1, tokens, 48) and got.dtype == torch.float32
+    torch.testing.assert_close(got[0].double(), made.expected(), rtol=1e-5, atol=1e-4)
+    half = int_linear(made.x.bfloat16(), *made.weight, made.bias, made.group)
+    exact = made.x.bfloat16().double() @ made.values().t() + (0 if made.bias is None else made.bias.double())
+    torch.testing.assert_close(half.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+def test_values_are_rounded_once() -> None:
+    made = operands(IntCase(4, group=32, zero=True), 1, 16, 64)
+    w, scale, zero, _ = made.weight
+    got = dequantize_int(w, scale, zero, 64, 32, torch.bfloat16)
+    assert torch.equal(got, weight_values(made).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_opcheck(case: IntCase) -> None:
+    made = operands(case, 5, 48, 208)
+    torch.library.opcheck(int_linear, (made.x[None], *made.weight, made.bias, made.group))
+
+
+def test_rows_of_weights_can_be_stacked() -> None:
+    """What `merge_int_linears` does: every tensor of a weight has N in front."""
+    parts = [operands(IntCase(4, group=64, zero=True), 3, rows, 192, seed=rows) for rows in (16, 40)]
+    x = parts[0].x
+    stacked: list[Tensor | None] = [torch.cat([part.weight[at] for part in parts]) for at in range(3)]  # type: ignore[misc]
+    got = int_linear(x, *stacked, None, None, 64)  # type: ignore[arg-type]
+    alone = [int_linear(x, *part.weight, None, 64) for part in parts]
+    torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-6, atol=1e-6)
+
+
+def test_choice() -> None:
+    assert choose(1, 6144, 4096, 4).kernel == "row" and choose(1, 6144, 4096, 8).kernel == "split"  # type: ignore[union-attr]
+    for tokens in (3, 8, 9, 33, MAX_TOKENS):
+        config = choose(tokens, 28672, 4096, 4)
+        assert config is not None and config.kernel == "split" and config.block_t >= tokens
+        assert {choose(tokens, rows, 4096, 4) for rows in (512, 6144, 28672)} == set(configs(tokens, 4096, 4))
+    assert choose(MAX_TOKENS + 1, 6144, 4096, 4) is None and choose(0, 6144, 4096, 4) is None
+    assert not choose(1, 6144, 4096, 4, hopper=False).hopper  # type: ignore[union-attr]
+    supported = [group for group in (16, 32, 64, 96, 128, 256, 4096) if kernels_support(4096, group, torch.bfloat16)]
+    assert supported == [32, 64, 128, 256, 4096] and not kernels_support(4096, 128, torch.float32)
+
+
+def test_samples_run_without_a_gpu() -> None:
+    made = operands(CASES[0], 2, 16, 128)
+    launch_samples(made.x, *made.weight, None, 128)
+
+
+@pytest.mark.parametrize("part", ["row", "split", "byte", "dequantize"])
+def test_kernels_in_the_interpreter(part: str) -> None:
+    run_interpreted("tests.ops.quant.interpreted_int_linear", part)
+
+
+def assembled(lines: str, words: tuple[int, int], outputs: int) -> list[int]:
+    """What PTX of shifts, LOP3 and pairwise subtraction computes of two words: the registers, without GPU."""
+    registers: dict[str, int] = {f"${outputs + at}": word for at, word in enumerate(words)}
+
+    def number(text: str) -> int:
+        return registers[text] if text in registers else int(text, 0)
+
+    for line in filter(None, (each.strip() for each in lines.strip("{}").replace("\n", "").split(";"))):
+        if line.startswith(".reg"):
+            continue
+        op, _, rest = line.partition(" ")
+        to, *sources = (each.strip() for each in rest.split(","))
+        values = [number(each) for each in sources]
+        if op.startswith("lop3"):
+            assert values[3] == 0xEA, "(a & b) | c"
+            registers[to] = (values[0] & values[1]) | values[2]
+        elif op.startswith("sh"):
+            registers[to] = (values[0] << values[1] if op.startswith("shl") else values[0] >> values[1]) & 0xFFFFFFFF
+        elif op.startswith("mov"):
+            registers[to] = values[0]
+        else:
+            kind = torch.bfloat16 if "bf16" in op else torch.float16
+            a, b = (torch.tensor([each]).to(torch.int32).view(kind) for each in values)
+            registers[to] = int((a - b).view(torch.int32)) & 0xFFFFFFFF
+    return [registers[f"${at}"] for at in range(outputs)]
+
+
+def test_assembly_unpacks_two_words() -> None:
+    """The instructions that the interpreter cannot run, by hand: every nibble to its input, exactly."""
+    pytest.importorskip("triton")
+    from torchweave.ops.kernels.quant import int_linear as kernels
+
+    q = torch.randint(0, 16, (1, 128), dtype=torch.uint8)
+    packed = [int(word) & 0xFFFFFFFF for word in pack_int4(q)[0]]
+    for pair in range(8):
+        words = packed[2 * pair], packed[2 * pair + 1]
+        floats = torch.tensor(assembled(kernels.float_code(), words, 16)).to(torch.int32).view(torch.float32)
+        for at, value in enumerate(floats.tolist()):
+            j, odd = at // 2, at % 2
+            scales = (kernels.ODD_SCALES if odd else kernels.EVEN_SCALES).value
+            assert (value - 1) * scales[j % 4] == int(q[0, 16 * j + 2 * pair + odd])
+        for text, kind in ((kernels.HALVES_BFLOAT, torch.bfloat16), (kernels.HALVES, torch.float16)):
+            halves = torch.tensor(assembled(text.value, words, 8)).to(torch.int32).view(kind).view(8, 2)
+            for j, two in enumerate(halves.tolist()):
+                assert two == [int(q[0, 16 * j + 2 * pair + odd]) - 8 for odd in range(2)]
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), CASES[5]], ids=str)
+@pytest.mark.parametrize("tokens", [1, 8, 32, 64])
+def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels.quant import int_linear as kernels
+
+    made = operands(case, tokens, 256, 4096, torch.bfloat16)
+    config = choose(tokens, 28672 if case.group == 128 else 256, 4096, case.bits)
+    assert config is not None
+    with recorded(kernels, "row_kernel", "split_kernel", "byte_kernel") as launches:
+        config.run(made.x, *made.weight[:3], made.bias, made.group, torch.empty(tokens, 256, dtype=torch.bfloat16))
+    compiled = compile_for_hopper(launches[0])
+    ptx = compiled.asm["ptx"]
+    assert "griddepcontrol.wait" in ptx and compiled.metadata.shared <= 227 << 10
+    if case.bits == 4:
+        assert "lop3.b32" in ptx and (config.kernel == "row" or "sub.rn.bf16x2" in ptx)
+    assert config.kernel == "row" or "mma.sync" in ptx
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[5]], ids=str)
+def test_dequantization_builds_for_hopper(case: IntCase) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels.quant import int_linear as kernels
+
+    made = operands(case, 1, 64, 1024, torch.bfloat16)
+    with recorded(kernels, "dequantize_kernel") as launches:
+        kernels.launch_dequantize(*made.weight[:3], made.group, torch.empty(64, 1024, dtype=torch.bfloat16))
+    assert "st.global.v4" in compile_for_hopper(launches[0]).asm["ptx"]

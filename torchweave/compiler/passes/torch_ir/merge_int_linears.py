@@ -1,0 +1,87 @@
+"""Merge linears with integer weights that read the same tensor, such as q/k/v or gate/up, into one.
+
+Before                                        After
+    q = int_linear(x, Wq, Sq, Zq, order)          y = int_linear(x, W, S, Z, order)     W = [Wq; Wk], S = [Sq; Sk]
+    k = int_linear(x, Wk, Sk, Zk, order)          q, k = split(y, [...], -1)
+
+When      weights have one number of bits and group size, one order of inputs (the same values) or none, and are parameters; all
+          calls have zero points or none has, and a bias or none has; no write to x and no boundary op lies between the calls;
+          every reader of q, k takes a strided view.
+Numerics  exact: each output element is the same dot product (a BLAS may sum in another order).
+Memory    none: the module's parameters become views of the stacked weight.
+Pays      at every token count: one product uses the device better than three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import torchweave.ops.quant.int_linear  # noqa: F401  (defines torchweave::int_linear)
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
+from torchweave.compiler.passes.torch_ir.merge_fp8_linears import calls_of
+from torchweave.compiler.passes.torch_ir.stacking import StackableCall, merge_groups, mergeable_groups
+
+_LINEAR = torch.ops.torchweave.int_linear.default
+
+
+class MergeIntLinears(GraphPass):
+    """See the module's text."""
+
+    name = "merge_int_linears"
+
+    def run(self, graph: CapturedGraph) -> PassResult:
+        near_misses: list[NearMiss] = []
+        matches, rewritten = merge_groups(graph, _groups(graph, near_misses), near_misses)
+        return PassResult(matches, rewritten, tuple(near_misses))
+
+
+def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[StackableCall]]:
+    """Groups of two or more products that read one tensor and agree in kind, in graph order."""
+    by_kind: dict[tuple[Any, ...], list[StackableCall]] = {}
+    calls = list(calls_of(graph, _LINEAR))
+    orders: dict[fx.Node, list[fx.Node]] = {}  # by input: layers must not share constants, or their pieces would differ
+    for node, (x, w, scale, zero, order, bias, group) in calls:
+        if sum(other[0] is x for _, other in calls) < 2:
+            continue
+        stacked = tuple(each for each in (w, scale, zero, bias) if each is not None)
+        if any(graph.constant(each) is None for each in (*stacked, *(() if order is None else (order,)))):
+            near_misses.append(NearMiss(node.name, "its weight, scale or bias is computed, not a parameter"))
+            continue
+        same_order = None if order is None else _equal_constant(graph, order, orders.setdefault(x, []))
+        kind = (x, value(w).dtype, value(scale).dtype, zero is None, same_order, bias is None, group)
+        arguments = _arguments(x, zero is not None, same_order, bias is not None, group)
+        by_kind.setdefault(kind, []).append(StackableCall(node, x, stacked, arguments))
+    kinds = list(by_kind)
+    for kind in kinds:
+        if len(by_kind[kind]) == 1 and any(other[0] is kind[0] for other in kinds if other is not kind):
+            why = f"reads {kind[0].name} like others, but differs in bits, groups, zero points, order of inputs or bias"
+            near_misses.append(NearMiss(by_kind[kind][0].node.name, why))
+        yield from mergeable_groups(graph, by_kind[kind], near_misses)
+
+
+def _equal_constant(graph: CapturedGraph, node: fx.Node, known: list[fx.Node]) -> fx.Node:
+    """The first of the known constants that equals this one; else this one, which is then known."""
+    tensor = graph.constant(node)
+    assert tensor is not None, "only constants are compared"
+    for other in known:
+        if other is node or torch.equal(tensor, graph.constant(other)):  # type: ignore[arg-type]
+            return other
+    known.append(node)
+    return node
+
+
+def _arguments(
+    x: fx.Node, has_zero: bool, order: fx.Node | None, has_bias: bool, group: int
+) -> Callable[..., tuple[Any, ...]]:
+    def arguments(constants: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
+        w, scale, *rest = constants
+        zero = rest[0] if has_zero else None
+        return (read(x), w, scale, zero, None if order is None else read(order), rest[-1] if has_bias else None, group)
+
+    return arguments

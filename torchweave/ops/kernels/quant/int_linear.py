@@ -1,0 +1,417 @@
+"""Triton kernels for products with weights in 4 or 8 bits: the layout is that of `torchweave.ops.quant.int_linear`.
+
+`row_kernel` (4 bits, few tokens) turns nibbles into floats by one LOP3 each: `1 + q * 2 ** (p - 23)` with the nibble at bit p
+of the mantissa; the input is scaled by `2 ** (23 - p)` instead, and what the ones add is subtracted. `split_kernel` (4 bits) makes
+16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a program share its rows and divide K. `byte_kernel`
+is the same for 8 bits. `dequantize_kernel` writes a whole weight for the BLAS.
+
+Each starts under programmatic dependent launch while the previous kernel drains; the row kernel loads its first weights before it
+waits. Without sm_90's instructions (and in Triton's interpreter) shifts and conversions replace the assembly (ASSEMBLY).
+"""
+
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportReturnType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
+
+BLOCK: tl.constexpr = tl.constexpr(128)
+WORDS: tl.constexpr = tl.constexpr(16)
+
+_EVEN_BITS, _ODD_BITS = (11, 15, 19, 12), (16, 11, 15, 19)
+"""Bit of a float's mantissa at which nibble j % 4 of the even and of the odd input of a pair is placed."""
+EVEN_SCALES: tl.constexpr = tl.constexpr(tuple(2.0 ** (23 - bit) for bit in _EVEN_BITS))
+ODD_SCALES: tl.constexpr = tl.constexpr(tuple(2.0 ** (23 - bit) for bit in _ODD_BITS))
+
+
+def _float_nibble(out: int, word: int, j: int, odd: int) -> str:
+    bit = (_ODD_BITS if odd else _EVEN_BITS)[j]
+    shift = bit - (4 * j + 16 * odd)
+    source = {11: "u", -9: "d", 0: f"${word}"}[shift]
+    return f"lop3.b32 ${out}, {source}, {0xF << bit}, 0x3F800000, 0xEA;\n"
+
+
+def float_code() -> str:
+    """Of two words, an even and an odd one, the 8 nibbles of each as floats, tensor j first."""
+    lines = ["{ .reg .b32 u, d;\n"]
+    for half in range(2):
+        lines.append(f"shl.b32 u, ${16 + half}, 11; shr.u32 d, ${16 + half}, 9;\n")
+        lines += [_float_nibble(2 * (4 * half + j) + odd, 16 + half, j, odd) for j in range(4) for odd in range(2)]
+    return "".join(lines) + "}"
+
+
+def half_code(magic: int, offset: int, kind: str) -> str:
+    """Of two words, an even and an odd one, 8 pairs of 16-bit numbers q - 8: nibbles below a magic exponent, less an offset."""
+    lines = [f"{{ .reg .b32 t, m, o; mov.b32 m, 0x000F000F; mov.b32 o, {offset:#x};\n"]
+    for j in range(8):
+        lines.append(
+            f"shr.u32 t, ${8 + j // 4}, {j % 4 * 4}; lop3.b32 t, t, m, {magic:#x}, 0xEA; sub.rn.{kind} ${j}, t, o;\n"
+        )
+    return "".join(lines) + "}"
+
+
+FLOATS: tl.constexpr = tl.constexpr(float_code())
+HALVES_BFLOAT: tl.constexpr = tl.constexpr(half_code(0x43004300, 0x43084308, "bf16x2"))
+HALVES: tl.constexpr = tl.constexpr(half_code(0x64006400, 0x64086408, "f16x2"))
+_8_OUTPUTS: tl.constexpr = tl.constexpr(",".join(["=r"] * 8) + ",r,r")
+_16_OUTPUTS: tl.constexpr = tl.constexpr(",".join(["=r"] * 16) + ",r,r")
+
+
+@triton.jit
+def _shifted_pair(word, J: tl.constexpr):
+    """Nibbles of input J of an even and the odd column, as int32."""
+    return tl.join((word >> (4 * (J % 4))) & 15, (word >> (4 * (J % 4) + 16)) & 15)
+
+
+@triton.jit
+def _parameter_group(block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
+    """Group of part `part` of PARTS of a block of 128 inputs."""
+    if PARTS > 1:
+        return block * PARTS + part
+    elif GROUPS == 1:  # noqa: RET505
+        return block * 0
+    else:
+        return block * BLOCK // GROUP
+
+
+@triton.jit
+def _input(x, k, odd, J: tl.constexpr, WIDTH: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Input J of every word as float32, the same scaled for its nibble, and what the ones of floats and q - 8 add to it."""
+    value = tl.load(x + k + J * 16, mask=k + J * 16 < WIDTH, other=0.0).to(tl.float32)
+    if ASSEMBLY:
+        scaled = value * tl.where(odd, ODD_SCALES[J % 4], EVEN_SCALES[J % 4])
+        return value, scaled, scaled
+    else:  # noqa: RET505
+        return value, value, value * 0.0
+
+
+@triton.jit
+def _row_words(words, first, c, COUNT: tl.constexpr):
+    return tl.load(words + first, mask=(first + c < COUNT)[None, :], other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _row_nibbles(tile, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Eight float32 tiles: of word c of a block, input `16 * j + c`."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(FLOATS, _16_OUTPUTS, [tile], dtype=(tl.float32,) * 8, is_pure=True, pack=2)
+    else:  # noqa: RET505
+        even, odd = tl.split(tl.reshape(tile, [BLOCK_N, BLOCK_W // 2, 2]))
+        shape: tl.constexpr = [BLOCK_N, BLOCK_W]
+        return (
+            tl.reshape(_shifted_pair(even, 0), shape).to(tl.float32),
+            tl.reshape(_shifted_pair(even, 1), shape).to(tl.float32),
+            tl.reshape(_shifted_pair(even, 2), shape).to(tl.float32),
+            tl.reshape(_shifted_pair(even, 3), shape).to(tl.float32),
+            tl.reshape(_shifted_pair(odd, 0), shape).to(tl.float32),
+            tl.reshape(_shifted_pair(odd, 1), shape).to(tl.float32),
+            tl.reshape(_shifted_pair(odd, 2), shape).to(tl.float32),
+            tl.reshape(_shifted_pair(odd, 3), shape).to(tl.float32),
+        )
+
+
+@triton.jit
+def _row_parameter(
+    pointer, rows, first, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """Scales or zero points `[BLOCK_N, BLOCK_W / 4]` of each run of four words, float32."""
+    block = (first + tl.arange(0, BLOCK_W // 4) * 4) // WORDS
+    group = _parameter_group(block, part, GROUP, GROUPS, PARTS)
+    loaded = tl.load(pointer + rows[:, None] * GROUPS + group[None, :], mask=(group < GROUPS)[None, :], other=0)
+    return loaded.to(tl.float32)
+
+
+@triton.jit
+def _row_add(
+    total, part, sums, by, zero, rows, first, index, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """total plus products `part [BLOCK_N, BLOCK_W]` of inputs `sums` of one group, with its scale `by` and zero point."""
+    runs = tl.sum(tl.reshape(part, [BLOCK_N, BLOCK_W // 4, 4]), 2)
+    if ZERO:
+        inputs = tl.sum(tl.reshape(sums, [BLOCK_W // 4, 4]), 1)
+        runs -= _row_parameter(zero, rows, first, index, GROUP, GROUPS, PARTS, BLOCK_W) * inputs[None, :]
+    return total + runs * by
+
+
+@triton.jit(do_not_specialize=["num_outputs", "out_stride"])
+def row_kernel(
+    x, w, scale, zero, bias, out, num_outputs, out_stride,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, N tiles): one token times BLOCK_N whole rows of w; programs of one tile share its rows in the L2 cache."""
+    COUNT: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK * WORDS
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, c = tl.minimum(row, num_outputs - 1), tl.arange(0, BLOCK_W)
+    x += tl.program_id(0).to(tl.int64) * WIDTH
+    words = w + rows.to(tl.int64)[:, None] * COUNT + c[None, :]
+    odd = c % 2 == 1
+    tile = _row_words(words, 0, c, COUNT)
+    by = _row_parameter(scale, rows, 0, 0, GROUP, GROUPS, PARTS, BLOCK_W)
+    pdl_wait(DEPENDENT)
+    total = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
+    for first in tl.static_range(0, COUNT, BLOCK_W):
+        if first + BLOCK_W < COUNT:
+            ahead = _row_words(words, first + BLOCK_W, c, COUNT)
+            by_ahead = _row_parameter(scale, rows, first + BLOCK_W, 0, GROUP, GROUPS, PARTS, BLOCK_W)
+        k = (first + c) // WORDS * BLOCK + c % WORDS
+        x0, s0, o0 = _input(x, k, odd, 0, WIDTH, ASSEMBLY)
+        x1, s1, o1 = _input(x, k, odd, 1, WIDTH, ASSEMBLY)
+        x2, s2, o2 = _input(x, k, odd, 2, WIDTH, ASSEMBLY)
+        x3, s3, o3 = _input(x, k, odd, 3, WIDTH, ASSEMBLY)
+        x4, s4, o4 = _input(x, k, odd, 4, WIDTH, ASSEMBLY)
+        x5, s5, o5 = _input(x, k, odd, 5, WIDTH, ASSEMBLY)
+        x6, s6, o6 = _input(x, k, odd, 6, WIDTH, ASSEMBLY)
+        x7, s7, o7 = _input(x, k, odd, 7, WIDTH, ASSEMBLY)
+        a, b, d, e = x0 + x1, x2 + x3, x4 + x5, x6 + x7
+        p, q, r, u = o0 + o1, o2 + o3, o4 + o5, o6 + o7
+        if not ZERO:
+            p, q, r, u = p + 8.0 * a, q + 8.0 * b, r + 8.0 * d, u + 8.0 * e
+        if PARTS == 1:
+            a, p = (a + b) + (d + e), (p + q) + (r + u)
+        if PARTS == 2:
+            a, p, d, r = a + b, p + q, d + e, r + u
+        v0, v1, v2, v3, v4, v5, v6, v7 = _row_nibbles(tile, BLOCK_N, BLOCK_W, ASSEMBLY)
+        part = v0 * s0[None, :] - p[None, :]
+        part += v1 * s1[None, :]
+        if PARTS == 4:
+            total = _row_add(total, part, a, by, zero, rows, first, 0, GROUP, GROUPS, PARTS, BLOCK_N, BLOCK_W, ZERO)
+            by = _row_parameter(scale, rows, first, 1, GROUP, GROUPS, PARTS, BLOCK_W)
+            part = v2 * s2[None, :] - q[None, :]
+        else:
+            part += v2 * s2[None, :]
+        part += v3 * s3[None, :]
+        if PARTS > 1:
+            total = _row_add(
+                total, part, b if PARTS == 4 else a, by, zero, rows, first, PARTS // 2 - 1, GROUP, GROUPS, PARTS,
+                BLOCK_N, BLOCK_W, ZERO,
+            )  # fmt: skip
+            by = _row_parameter(scale, rows, first, PARTS // 2, GROUP, GROUPS, PARTS, BLOCK_W)
+            part = v4 * s4[None, :] - r[None, :]
+        else:
+            part += v4 * s4[None, :]
+        part += v5 * s5[None, :]
+        if PARTS == 4:
+            total = _row_add(total, part, d, by, zero, rows, first, 2, GROUP, GROUPS, PARTS, BLOCK_N, BLOCK_W, ZERO)
+            by = _row_parameter(scale, rows, first, 3, GROUP, GROUPS, PARTS, BLOCK_W)
+            part = v6 * s6[None, :] - u[None, :]
+        else:
+            part += v6 * s6[None, :]
+        part += v7 * s7[None, :]
+        total = _row_add(
+            total, part, a if PARTS == 1 else d if PARTS == 2 else e, by, zero, rows, first, PARTS - 1, GROUP, GROUPS,
+            PARTS, BLOCK_N, BLOCK_W, ZERO,
+        )  # fmt: skip
+        if first + BLOCK_W < COUNT:
+            tile, by = ahead, by_ahead
+    result = tl.sum(total, 1)
+    if HAS_BIAS:
+        result += tl.load(bias + rows).to(tl.float32)
+    at = out + tl.program_id(0).to(tl.int64) * out_stride + row
+    tl.store(at, result.to(out.dtype.element_ty), mask=row < num_outputs)
+
+
+@triton.jit
+def _split_nibbles(tile, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Eight tiles `[SPLIT, BLOCK_N, 16]` of q - 8: of word c of a block, input `16 * j + c`."""
+    if ASSEMBLY and DTYPE == tl.bfloat16:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            HALVES_BFLOAT, _8_OUTPUTS, [tile], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
+        )
+    elif ASSEMBLY:  # noqa: RET505
+        return tl.inline_asm_elementwise(HALVES, _8_OUTPUTS, [tile], dtype=(tl.float16,) * 8, is_pure=True, pack=2)
+    else:
+        even, odd = tl.split(tl.reshape(tile, [SPLIT, BLOCK_N, WORDS // 2, 2]))
+        shape: tl.constexpr = [SPLIT, BLOCK_N, WORDS]
+        return (
+            (tl.reshape(_shifted_pair(even, 0), shape) - 8).to(DTYPE),
+            (tl.reshape(_shifted_pair(even, 1), shape) - 8).to(DTYPE),
+            (tl.reshape(_shifted_pair(even, 2), shape) - 8).to(DTYPE),
+            (tl.reshape(_shifted_pair(even, 3), shape) - 8).to(DTYPE),
+            (tl.reshape(_shifted_pair(odd, 0), shape) - 8).to(DTYPE),
+            (tl.reshape(_shifted_pair(odd, 1), shape) - 8).to(DTYPE),
+            (tl.reshape(_shifted_pair(odd, 2), shape) - 8).to(DTYPE),
+            (tl.reshape(_shifted_pair(odd, 3), shape) - 8).to(DTYPE),
+        )
+
+
+@triton.jit
+def _split_parameter(pointer, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
+    """Scales or zero points `[SPLIT, BLOCK_N, 1]` of a part of each warp's block."""
+    group = _parameter_group(block, part, GROUP, GROUPS, PARTS)
+    return tl.load(pointer + rows[None, :, None] * GROUPS + group, mask=group < GROUPS, other=0)
+
+
+@triton.jit
+def _split_dots(
+    a0, a1, b0, b1, zero, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr
+):  # fmt: skip
+    """Products of 32 inputs of each warp's block, which lie in one group, without its scale."""
+    if ZERO:
+        point = (_split_parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a0.dtype)
+        a0, a1 = a0 - point, a1 - point
+    return tl.dot(a1, b1, tl.dot(a0, b0, input_precision="ieee"), input_precision="ieee")
+
+
+@triton.jit
+def _store_products(total, bias, out, row, token, num_outputs, num_tokens, out_stride, HAS_BIAS: tl.constexpr):
+    """Store `total [BLOCK_N, TOKENS]` of all warps."""
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=row < num_outputs, other=0.0).to(tl.float32)[:, None]
+    at = out + token.to(tl.int64)[None, :] * out_stride + row[:, None]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(row < num_outputs)[:, None] & (token < num_tokens)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_outputs", "out_stride"])
+def split_kernel(
+    x, w, scale, zero, bias, out, num_tokens, num_outputs, out_stride,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid (N tiles, T tiles): eight products of depth 16 for each block of 128 inputs, which warp i of SPLIT takes in turn."""
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, c = tl.minimum(row, num_outputs - 1).to(tl.int64), tl.arange(0, WORDS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    warp = tl.arange(0, SPLIT)[:, None, None]
+    words = w + rows[None, :, None] * (BLOCKS * WORDS) + warp * WORDS + c[None, None, :]
+    k = warp * BLOCK + c[None, :, None]
+    inputs = x + token.to(tl.int64)[None, None, :] * WIDTH + k
+    real = (token < num_tokens)[None, None, :]
+    pdl_wait(DEPENDENT)
+    total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
+    for first in range(0, BLOCKS, SPLIT):
+        block = first + warp
+        tile = tl.load(words + first * WORDS, mask=block < BLOCKS, other=0, eviction_policy="evict_first")
+        here, left = inputs + first * BLOCK, WIDTH - first * BLOCK
+        b0 = tl.load(here, mask=real & (k < left), other=0.0)
+        b1 = tl.load(here + 16, mask=real & (k + 16 < left), other=0.0)
+        b2 = tl.load(here + 32, mask=real & (k + 32 < left), other=0.0)
+        b3 = tl.load(here + 48, mask=real & (k + 48 < left), other=0.0)
+        b4 = tl.load(here + 64, mask=real & (k + 64 < left), other=0.0)
+        b5 = tl.load(here + 80, mask=real & (k + 80 < left), other=0.0)
+        b6 = tl.load(here + 96, mask=real & (k + 96 < left), other=0.0)
+        b7 = tl.load(here + 112, mask=real & (k + 112 < left), other=0.0)
+        a0, a1, a2, a3, a4, a5, a6, a7 = _split_nibbles(tile, SPLIT, BLOCK_N, x.dtype.element_ty, ASSEMBLY)
+        quarter: tl.constexpr = PARTS // 4  # parts of a block before its second quarter
+        half: tl.constexpr = PARTS // 2
+        part = _split_dots(a0, a1, b0, b1, zero, rows, block, 0, GROUP, GROUPS, PARTS, ZERO)
+        if PARTS == 4:
+            total += part * _split_parameter(scale, rows, block, 0, GROUP, GROUPS, PARTS).to(tl.float32)
+            part = _split_dots(a2, a3, b2, b3, zero, rows, block, quarter, GROUP, GROUPS, PARTS, ZERO)
+        else:
+            part += _split_dots(a2, a3, b2, b3, zero, rows, block, quarter, GROUP, GROUPS, PARTS, ZERO)
+        if PARTS > 1:
+            total += part * _split_parameter(scale, rows, block, quarter, GROUP, GROUPS, PARTS).to(tl.float32)
+            part = _split_dots(a4, a5, b4, b5, zero, rows, block, half, GROUP, GROUPS, PARTS, ZERO)
+        else:
+            part += _split_dots(a4, a5, b4, b5, zero, rows, block, half, GROUP, GROUPS, PARTS, ZERO)
+        if PARTS == 4:
+            total += part * _split_parameter(scale, rows, block, half, GROUP, GROUPS, PARTS).to(tl.float32)
+            part = _split_dots(a6, a7, b6, b7, zero, rows, block, PARTS - 1, GROUP, GROUPS, PARTS, ZERO)
+        else:
+            part += _split_dots(a6, a7, b6, b7, zero, rows, block, PARTS - 1, GROUP, GROUPS, PARTS, ZERO)
+        total += part * _split_parameter(scale, rows, block, PARTS - 1, GROUP, GROUPS, PARTS).to(tl.float32)
+    _store_products(tl.sum(total, 0), bias, out, row, token, num_outputs, num_tokens, out_stride, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_outputs", "out_stride"])
+def byte_kernel(
+    x, w, scale, zero, bias, out, num_tokens, num_outputs, out_stride,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """`split_kernel` for weights in 8 bits; BLOCK_K divides GROUP, or there is one group."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(row, num_outputs - 1).to(tl.int64)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    begin = tl.arange(0, SPLIT)[:, None, None] * BLOCK_K
+    along, down = begin + tl.arange(0, BLOCK_K)[None, None, :], begin + tl.arange(0, BLOCK_K)[None, :, None]
+    weights = w + rows[None, :, None] * WIDTH + along
+    inputs = x + token.to(tl.int64)[None, None, :] * WIDTH + down
+    real = (token < num_tokens)[None, None, :]
+    pdl_wait(DEPENDENT)
+    total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
+    for first in range(0, WIDTH, SPLIT * BLOCK_K):
+        left = WIDTH - first
+        a = tl.load(weights + first, mask=along < left, other=0, eviction_policy="evict_first").to(x.dtype.element_ty)
+        b = tl.load(inputs + first, mask=(down < left) & real, other=0.0)
+        group = (first + begin) // GROUP
+        at, inside = rows[None, :, None] * GROUPS + group, group < GROUPS
+        if ZERO:
+            a -= (tl.load(zero + at, mask=inside, other=128).to(tl.float32) - 128.0).to(a.dtype)
+        total += tl.dot(a, b, input_precision="ieee") * tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+    _store_products(tl.sum(total, 0), bias, out, row, token, num_outputs, num_tokens, out_stride, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["num_outputs"])
+def dequantize_kernel(
+    w, scale, zero, out, num_outputs, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
+    ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Grid (N tiles, K tiles): out [N, K] = (q - z) * s, rounded once."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (row < num_outputs)[:, None] & (k < WIDTH)[None, :]
+    rows = row.to(tl.int64)[:, None]
+    if BITS == 4:
+        j, m = k % BLOCK // 16, k % 16  # see pack_int4
+        word = k // BLOCK * WORDS + m - m % 2 + j // 4
+        packed = tl.load(w + rows * ((WIDTH + BLOCK - 1) // BLOCK * WORDS) + word[None, :], mask=mask, other=0)
+        q = ((packed >> (j % 4 * 4 + m % 2 * 16)[None, :]) & 15).to(tl.float32) - 8.0
+        middle: tl.constexpr = 8.0
+    else:
+        q = tl.load(w + rows * WIDTH + k[None, :], mask=mask, other=0).to(tl.float32)
+        middle: tl.constexpr = 128.0
+    at = rows * GROUPS + (k // GROUP)[None, :]
+    if ZERO:
+        q -= tl.load(zero + at, mask=mask, other=0).to(tl.float32) - middle
+    value = q * tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + rows * WIDTH + k[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+def launch(
+    config: Any, x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, out: Tensor
+) -> None:  # fmt: skip
+    """out [T, N] of x [T, K] and a weight as `torchweave::int_linear`, rows contiguous."""
+    (tokens, width), (outputs, groups) = x.shape, scale.shape
+    hopper = config.hopper and (not x.is_cuda or supports_pdl(x.device))
+    constants: dict[str, Any] = {
+        "WIDTH": width, "GROUP": group, "GROUPS": groups, "ZERO": zero is not None, "HAS_BIAS": bias is not None,
+        "BLOCK_N": config.block_n, "DEPENDENT": hopper, "num_warps": config.num_warps, **pdl_options(hopper),
+    }  # fmt: skip
+    operands = (x, w, scale, scale if zero is None else zero, scale if bias is None else bias, out)
+    parts = 128 // group if group < 128 and groups > 1 else 1
+    tiles = triton.cdiv(outputs, config.block_n)
+    if config.kernel == "row":
+        words = min(config.depth, triton.next_power_of_2(triton.cdiv(width, 128) * 16))
+        row_kernel[(tokens, tiles)](
+            *operands, outputs, out.stride(0), PARTS=parts, BLOCK_W=words, ASSEMBLY=hopper, **constants
+        )
+        return
+    grid, sizes = (tiles, triton.cdiv(tokens, config.block_t)), (tokens, outputs, out.stride(0))
+    constants |= {"TOKENS": config.block_t, "SPLIT": config.num_warps, "num_stages": config.depth}
+    if w.dtype == torch.int32:
+        split_kernel[grid](*operands, *sizes, PARTS=parts, ASSEMBLY=hopper, **constants)
+    else:
+        byte_kernel[grid](*operands, *sizes, BLOCK_K=min(group, 128) if groups > 1 else 128, **constants)
+
+
+def launch_dequantize(w: Tensor, scale: Tensor, zero: Tensor | None, group: int, out: Tensor) -> None:
+    """out [N, K], contiguous, of a weight as `torchweave::int_linear`, columns in the order of w."""
+    outputs, width = out.shape
+    dequantize_kernel[(triton.cdiv(outputs, 16), triton.cdiv(width, 512))](
+        w, scale, scale if zero is None else zero, out, outputs, WIDTH=width, GROUP=group, GROUPS=scale.shape[1],
+        BITS=4 if w.dtype == torch.int32 else 8, ZERO=zero is not None, BLOCK_N=16, BLOCK_K=512, num_warps=8,
+    )  # fmt: skip

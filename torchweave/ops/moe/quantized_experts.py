@@ -1,0 +1,58 @@
+"""`torchweave::quantized_experts`: `torchweave::experts` with weights in MXFP4, as gpt-oss stores them, or in FP8.
+
+Activations keep their 16 bits. On a CPU the chosen experts are dequantized one by one. On a GPU tokens are grouped by expert at
+every token count ("tiles" of `fused_experts`), and the kernels turn a tile of a weight into 16 bits, which is exact, before they
+multiply it; scales of FP8 are applied to sums of at most 128 products in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchweave.ops.moe.experts import ExpertForm, ExpertsCall, dense_experts, loop_over_experts
+from torchweave.ops.quant.fp8 import FP8
+from torchweave.ops.registry import define
+
+
+def _fake(x: Tensor, *_: object, **__: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@define("torchweave::quantized_experts", fake=_fake)
+def quantized_experts(
+    x: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+) -> Tensor:
+    """`sum_j weight[t, j] * expert[index[t, j]](x[t])`: `[T, K]` of x's dtype; the rest is as in `torchweave::experts`.
+
+    Args:
+        up, up_scale: MXFP4: uint8 `[E, 2 I, K / 2]` and `[E, 2 I, K / 32]`, see `torchweave.ops.quant.mxfp4`. FP8: e4m3
+            `[E, 2 I, K]` and float32 `[E, 2 I, 1]`, or `[E, 2 I / 128, ceil(K / 128)]` by blocks of 128 x 128, whole ones in each
+            half. I rows when not gated.
+        down, down_scale: the same of `[E, K, I]`; K / 128 is rounded up.
+    """
+    form = ExpertForm(activation, gated, interleaved, False, alpha, limit)
+    out = x.new_empty(x.shape)
+    call = ExpertsCall(x, index, weight, up, down, up_bias, down_bias, out, form, up_scale, down_scale)
+    if not x.is_cuda:
+        loop_over_experts(call)
+    elif x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and up.dtype == FP8):
+        from torchweave.ops.moe.fused_experts import run
+
+        run(call)
+    else:
+        dense_experts(call)
+    return out

@@ -1,0 +1,212 @@
+"""`torchweave::int_linear`: product of a 16-bit activation and a weight in 4 or 8 bits, by a kernel chosen by the number of tokens.
+
+A weight `[N, K]` is unsigned integers q of 4 or 8 bits with a scale s, and optionally a zero point z, for each row and each group
+of `group` inputs. It has the value `(q - z) * s`; without zero points z is the middle, 8 or 128.
+
+    w      4 bits: int32 `[N, ceil(K / 128) * 16]`, see `pack_int4`; 8 bits: int8 `[N, K]`, q - 128
+    scale  a floating-point dtype, `[N, ceil(K / group)]`
+    zero   uint8, of the same shape, or none
+    order  int32 `[K]`: column k of w multiplies input order[k] (checkpoints with activation order), or none
+
+All leading dimensions are N: weights that read one input can be stacked. On a GPU, up to `MAX_TOKENS` tokens run in kernels that
+read the weight once; above, the weight is dequantized to x's dtype and multiplied by the BLAS. Products are exact and summed in
+float32; only the BLAS path rounds dequantized weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchweave.ops.registry import define
+
+BLOCK = 128
+"""Inputs of a block of 16 words of w."""
+WORDS = 16
+MAX_TOKENS = 64
+"""Above this many tokens the BLAS runs."""
+ROW_KERNEL_MAX_TOKENS = 4
+_CHUNK = 1 << 22  # weights that are dequantized at once on a CPU
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def num_groups(width: int, group: int) -> int:
+    """Scales of a row."""
+    return -(-width // group)
+
+
+def bits_of(w: Tensor) -> int:
+    """4 or 8: bits of an integer of a weight."""
+    return 4 if w.dtype == torch.int32 else 8
+
+
+def pack_int4(q: Tensor) -> Tensor:
+    """q uint8 `[N, K]` of values 0 to 15 -> int32 `[N, ceil(K / 128) * 16]`, in the order that the kernels unpack.
+
+    Nibble i of word c of a block of 128 inputs is input `16 * j + m` with `j = i % 4 + 4 * (c % 2)` and
+    `m = c - c % 2 + i // 4`: so `w & 0x000F000F` is a pair of neighbouring inputs, and two neighbouring words give all j.
+    """
+    rows, width = q.shape
+    blocks = F.pad(q, (0, -width % BLOCK)).view(rows, -1, 2, 4, WORDS // 2, 2)  # j = (half, quarter), m = (pair, odd)
+    nibbles = blocks.permute(0, 1, 4, 2, 5, 3).reshape(rows, -1, 8)
+    packed = torch.zeros(nibbles.shape[:2], dtype=torch.int32, device=q.device)
+    for index in range(8):
+        packed |= nibbles[..., index].to(torch.int32) << (4 * index)
+    return packed
+
+
+def unpack_int4(w: Tensor, width: int) -> Tensor:
+    """The uint8 `[N, width]` that `pack_int4` packed."""
+    rows = w.shape[0]
+    nibbles = torch.stack([((w >> (4 * index)) & 15).to(torch.uint8) for index in range(8)], -1)
+    blocks = nibbles.view(rows, -1, WORDS // 2, 2, 2, 4).permute(0, 1, 3, 5, 2, 4)
+    return blocks.reshape(rows, -1)[:, :width]
+
+
+def dequantize_int(w: Tensor, scale: Tensor, zero: Tensor | None, width: int, group: int, dtype: torch.dtype) -> Tensor:
+    """The values `[N, width]` of a weight, computed in float32 and rounded to `dtype`; columns in the order of w."""
+    q = unpack_int4(w, width).float() - 8 if bits_of(w) == 4 else w.float()
+    groups = F.pad(q, (0, -width % group)).unflatten(1, (-1, group))
+    if zero is not None:
+        groups = groups - (zero.float() - (8 if bits_of(w) == 4 else 128))[..., None]
+    return (groups * scale.float()[..., None]).flatten(1)[:, :width].to(dtype)
+
+
+@dataclass(frozen=True)
+class IntConfig:
+    """Launch configuration of the product.
+
+    Attributes:
+        kernel: "row" multiplies element by element in float32, a program per token; "split" uses tensor cores, and the warps of a
+            program share its rows and divide K.
+        block_n: rows of the weight per program.
+        num_warps: warps of a program.
+        depth: words of a row per iteration for "row", pipeline stages for "split".
+        block_t: tokens of a program of "split".
+        hopper: use what sm_90 has: programmatic dependent launch, which starts a kernel while the previous one drains, and
+            arithmetic on pairs of 16-bit numbers.
+    """
+
+    kernel: Literal["row", "split"]
+    block_n: int
+    num_warps: int
+    depth: int
+    block_t: int = 16
+    hopper: bool = True
+
+    def run(
+        self, x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, out: Tensor
+    ) -> None:
+        """out [T, N] from x [T, K] and the rest as `int_linear`, all on one GPU, rows contiguous."""
+        from torchweave.ops.kernels.quant.int_linear import launch
+
+        launch(self, x, w, scale, zero, bias, group, out)
+
+
+_ROW = IntConfig("row", 4, num_warps=4, depth=512)
+_ROW_NARROW = IntConfig("row", 8, num_warps=2, depth=256)
+_SPLIT_FEW_ROWS = IntConfig("split", 16, num_warps=4, depth=4)
+_SPLIT = IntConfig("split", 32, num_warps=4, depth=4)
+_MANY_ROWS = 8192
+_WIDE = 4096
+
+
+def configs(num_tokens: int, width: int, bits: int, *, hopper: bool = True) -> tuple[IntConfig, ...]:
+    """Configurations for x [num_tokens, width], for weights of few and of many rows; none: the BLAS."""
+    if num_tokens < 1 or num_tokens > MAX_TOKENS:
+        return ()
+    if bits == 4 and num_tokens <= 2:
+        return (replace(_ROW if width >= _WIDE else _ROW_NARROW, hopper=hopper),)
+    block_t = next(size for size in (8, 16, 32, 64) if num_tokens <= size)
+    depth = 2 if block_t == 64 else 4  # stages hold the inputs of all warps in shared memory
+    return tuple(replace(each, block_t=block_t, depth=depth, hopper=hopper) for each in (_SPLIT_FEW_ROWS, _SPLIT))
+
+
+def choose(num_tokens: int, num_outputs: int, width: int, bits: int, *, hopper: bool = True) -> IntConfig | None:
+    """Configuration for x [num_tokens, width] times w [num_outputs, width].T on a GPU; None for the BLAS."""
+    options = configs(num_tokens, width, bits, hopper=hopper)
+    return options[-1 if num_outputs >= _MANY_ROWS else 0] if options else None
+
+
+def kernels_support(width: int, group: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels multiply by weights of such groups: 32, 64, a multiple of 128, or whole rows."""
+    return dtype in _HALVES and width % 8 == 0 and (group in (32, 64) or group % BLOCK == 0 or group >= width)
+
+
+def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
+    """x `[..., K]` as contiguous rows in the order of w's columns."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows.contiguous() if order is None else rows.index_select(1, order)
+
+
+def _fake(
+    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+def _launch(
+    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int
+) -> Tensor:
+    rows, width = _ordered(x, order), x.shape[-1]
+    supported = kernels_support(width, group, x.dtype)
+    hopper = torch.cuda.get_device_capability(x.device)[0] == 9
+    config = choose(len(rows), w.shape[0], width, bits_of(w), hopper=hopper) if supported else None
+    shape = (*x.shape[:-1], w.shape[0])
+    if config is None:
+        return F.linear(rows, _dequantize_on_gpu(w, scale, zero, width, group, x.dtype), bias).view(shape)
+    out = x.new_empty(shape)
+    config.run(rows, w, scale, zero, bias, group, out.view(-1, w.shape[0]))
+    return out
+
+
+def _dequantize_on_gpu(
+    w: Tensor, scale: Tensor, zero: Tensor | None, width: int, group: int, dtype: torch.dtype
+) -> Tensor:
+    if not kernels_support(width, group, dtype):
+        return dequantize_int(w, scale, zero, width, group, dtype)
+    from torchweave.ops.kernels.quant.int_linear import launch_dequantize
+
+    out = torch.empty(w.shape[0], width, dtype=dtype, device=w.device)
+    launch_dequantize(w, scale, zero, group, out)
+    return out
+
+
+def launch_samples(
+    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int
+) -> None:
+    """Launch every kernel that `int_linear` may launch for this x and weights of this width, whatever their rows."""
+    torch.ops.torchweave.int_linear(x, w, scale, zero, order, bias, group)
+    if x.is_cuda and kernels_support(x.shape[-1], group, x.dtype):
+        hopper = torch.cuda.get_device_capability(x.device)[0] == 9
+        rows = _ordered(x, order)
+        for config in configs(len(rows), x.shape[-1], bits_of(w), hopper=hopper):
+            config.run(rows, w, scale, zero, bias, group, x.new_empty(len(rows), w.shape[0]))
+
+
+@define("torchweave::int_linear", fake=_fake, cuda=_launch)
+def int_linear(
+    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int
+) -> Tensor:
+    """x[..., order] @ ((q - z) * s).T + bias, in float32 throughout and rounded once.
+
+    Args:
+        x: `[..., K]`.
+        w, scale, zero, order: the weight `[N, K]`; see the module's text.
+        bias: `[N]` or none.
+        group: inputs that share a scale; at least K: one scale a row.
+    """
+    rows, width = _ordered(x, order).float(), x.shape[-1]
+    step = max(1, _CHUNK // max(width, 1))
+    parts = [
+        rows @ dequantize_int(w[at], scale[at], None if zero is None else zero[at], width, group, torch.float32).t()
+        for at in (slice(first, first + step) for first in range(0, w.shape[0], step))
+    ]
+    out = torch.cat(parts, 1)
+    if bias is not None:
+        out += bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], w.shape[0])
