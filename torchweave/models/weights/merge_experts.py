@@ -8,18 +8,22 @@ defines the mapping; conversions beyond stacking and concatenation are left to t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from torchweave.models.attention import UnsupportedModel
 from torchweave.models.weights.read import CheckpointTensor, conversions, loadable_tensors, map_tensor_names
 from torchweave.models.weights.shards import TensorShard
 
 _EXPERT = re.compile(r"\.(\d+)\.")
+_EXPERT_NAME = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,86 @@ class ExpertMerger:
         else:
             ((first, end),) = shard.ranges
             yield (0, height), (first, end), (piece.expert, begin)
+
+
+def pop_expert_scales(stored: dict[str, CheckpointTensor], endings: Sequence[str]) -> dict[str, CheckpointTensor]:
+    """Remove the scales of single experts' matrices from `stored`; returns them by the matrix's name."""
+    scales = {}
+    for name in list(stored):
+        ending = next((end for end in endings if name.endswith(end)), None)
+        if ending is not None and _EXPERT_NAME.search(name):
+            matrix = f"{name.removesuffix(ending)}.weight"
+            if matrix in stored:
+                scales[matrix] = stored.pop(name)
+    return scales
+
+
+def merge_expert_scales(
+    model: PreTrainedModel,
+    merge_plan: ExpertMergePlan,
+    scales: Mapping[str, CheckpointTensor],
+    shards: Mapping[str, TensorShard],
+    block: int,
+) -> dict[str, Tensor]:
+    """float32 scales of this rank's part of each merged parameter `[E, rows, width]` in FP8.
+
+    They are `[E, rows, 1]`, or `[E, rows / block, ceil(width / block)]` where the checkpoint has one per block x block.
+
+    Raises:
+        ValueError: a matrix has no scale, or one of another shape.
+        UnsupportedModel: a block lies in two matrices, or in the parts of two ranks.
+    """
+    merged: dict[str, Tensor] = {}
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for target, merge in merge_plan.merged.items():
+        first = next((scales[name] for name in merge.pieces if name in scales), None)
+        if first is None:
+            continue
+        experts, rows, width = shards[target].full if target in shards else tuple(model.get_parameter(target).shape)
+        height = rows // merge.parts
+        by_block = first.shape == (-(-height // block), -(-width // block)) != (1, 1)
+        if by_block and merge.parts > 1 and height % block:
+            raise UnsupportedModel(
+                f"{target} has one scale per {block} x {block} weights, and {height} rows of a matrix are not whole blocks."
+            )
+        shape = (experts, -(-rows // block), -(-width // block)) if by_block else (experts, rows, 1)
+        merged[target] = torch.full(shape, torch.nan)
+        for name in merge.pieces:
+            if name not in scales:
+                raise ValueError(f"This checkpoint has no scale of {name}, unlike of other experts; download it again.")
+            by_file.setdefault(scales[name].file, []).append((target, name))
+    for file, pieces in by_file.items():
+        with safe_open(file, framework="pt") as tensors:
+            for target, name in pieces:
+                piece, whole = merge_plan.merged[target].pieces[name], merged[target]
+                scale = tensors.get_tensor(scales[name].name).float()
+                height = whole.shape[1] // merge_plan.merged[target].parts
+                if scale.numel() not in (1, height * whole.shape[2]):
+                    raise ValueError(
+                        f"{file} has {scales[name].name} of shape {list(scale.shape)}, expected one scale, or "
+                        f"{[height, whole.shape[2]]}; check that config.json belongs to these weights."
+                    )
+                if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+                    raise ValueError(
+                        f"This checkpoint has scales of {name} that are not all finite and at least 0; download it again."
+                    )
+                rows = slice(piece.part * height, (piece.part + 1) * height)
+                whole[piece.expert, rows] = scale.reshape(-1, whole.shape[2]) if scale.numel() > 1 else scale.reshape(1)
+    return {target: _own_scales(target, scale, shards.get(target), block) for target, scale in merged.items()}
+
+
+def _own_scales(target: str, scale: Tensor, shard: TensorShard | None, block: int) -> Tensor:
+    """This rank's part of scales of a merged parameter."""
+    if shard is None or (shard.dim == 2 and scale.shape[2] == 1):
+        return scale
+    unit = 1 if shard.dim == 0 or scale.shape[shard.dim] == shard.full[shard.dim] else block
+    own = shard.for_block_scales(unit, scale.shape)
+    if own is None:
+        raise UnsupportedModel(
+            f"{target} has one scale per {block} x {block} weights, and the parts of ranks would split such a block; use fewer "
+            "ranks, or enable_expert_parallel."
+        )
+    return own.extract(scale)
 
 
 def _whole(parameter: Tensor) -> TensorShard:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
+from torchweave.models.experts import runs_as_op
 from torchweave.models.weights.read import set_tensor
 from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, scale_from_amax, to_fp8
 from torchweave.ops.quant.fp8_linear import block_scales, supports_weight_shape
@@ -60,7 +61,7 @@ def scheme(name: str) -> QuantScheme:
         "fp8_per_block": "block",
     }
     if name not in kinds:
-        raise ValueError(f"quantization is {name!r}: expected {', '.join(kinds)}.")
+        raise ValueError(f"quantization is {name!r}: expected {', '.join(kinds)}, int4, mxfp4.")
     return QuantScheme(kinds[name])
 
 
@@ -164,6 +165,7 @@ class Quantizer:
     Args:
         weight_scales, input_scales: scales of a quantized checkpoint by linear, on the CPU; its weights are e4m3. None:
             quantize weights here.
+        expert_scales: scales of its experts in e4m3 by parameter, as `torchweave::quantized_experts` takes them.
     """
 
     def __init__(
@@ -172,21 +174,29 @@ class Quantizer:
         quant_scheme: QuantScheme,
         weight_scales: Mapping[str, Tensor] | None = None,
         input_scales: Mapping[str, Tensor] | None = None,
+        expert_scales: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.scheme = quant_scheme
         self.stored = weight_scales is not None
+        self.expert_scales = expert_scales or {}
         self.linears, self.excluded = select_linears(model, quant_scheme)
+        quantized = {name.rpartition(".")[0] for name in self.expert_scales}
+        self.excluded = {
+            why: others
+            for why, names in self.excluded.items()
+            if (others := [name for name in names if name not in quantized])
+        }
         self.weight_scales, self.input_scales = weight_scales or {}, input_scales or {}
         if self.stored:
             self._check(model)
         self._chosen = frozenset(self.linears)
 
     def _check(self, model: PreTrainedModel) -> None:
-        """Restrict the linears to those in FP8 in the checkpoint, all of which must be supported."""
-        if strange := sorted(set(self.weight_scales) - set(self.linears)):
+        """Restrict the linears to those quantized in the checkpoint, all of which must be supported."""
+        if unsupported := sorted(set(self.weight_scales) - set(self.linears)):
             raise ValueError(
-                f"This checkpoint has {strange[0]} in FP8, which is not a supported FP8 linear layer "
-                f"({next((why for why, names in self.excluded.items() if strange[0] in names), type(model).__name__)})."
+                f"This checkpoint has {unsupported[0]} in {self.scheme.name}, which is not a supported linear layer "
+                f"({next((why for why, names in self.excluded.items() if unsupported[0] in names), type(model).__name__)})."
             )
         left = [name for name in self.linears if name not in self.weight_scales]
         if left:
@@ -198,7 +208,8 @@ class Quantizer:
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Dtypes that differ from the model's, by tensor name."""
-        return {f"{name}.weight": FP8 for name in self.linears} if self.stored else {}
+        experts = dict.fromkeys(self.expert_scales, FP8)
+        return {f"{name}.weight": FP8 for name in self.linears} | experts if self.stored else {}
 
     def set_tensor(self, model: nn.Module, name: str, tensor: Tensor) -> None:
         """Set the parameter or buffer `name` to a tensor on its final device."""
@@ -207,9 +218,22 @@ class Quantizer:
             self._replace(model, owner, tensor)
         else:
             set_tensor(model, name, tensor)
+        if name in self.expert_scales:
+            module = model.get_submodule(owner)
+            if module.is_transposed or not runs_as_op(module):
+                raise ValueError(
+                    f"This checkpoint has {name} in FP8, which is not supported for {type(module).__name__}."
+                )
+            module.register_buffer(f"{leaf}_scale", self.expert_scales[name].to(tensor.device))
 
     def _replace(self, model: nn.Module, name: str, weight: Tensor) -> None:
         linear: Any = model.get_submodule(name)
+        replacement = self.make_linear(name, linear, weight).eval()
+        replacement._forward_hooks.update(linear._forward_hooks)  # e.g. the all-reduce
+        model.set_submodule(name, replacement)
+
+    def make_linear(self, name: str, linear: Any, weight: Tensor) -> nn.Module:
+        """The module that replaces a linear, from its weight on the final device."""
         device = weight.device
         if self.stored:
             scale = layout_scales(self.weight_scales[name].to(device), weight.shape, self.scheme, name)
@@ -219,9 +243,7 @@ class Quantizer:
         if self.scheme.static:
             stored = self.input_scales.get(name, torch.tensor(DUMMY_INPUT_SCALE))
             input_scale = stored.to(device, torch.float32).reshape(1)
-        replacement = Fp8Linear(weight, scale, linear.bias, input_scale, self.scheme.group).eval()
-        replacement._forward_hooks.update(linear._forward_hooks)  # e.g. the all-reduce
-        model.set_submodule(name, replacement)
+        return Fp8Linear(weight, scale, linear.bias, input_scale, self.scheme.group)
 
     def apply(self, model: nn.Module, device: torch.device) -> None:
         """Quantize a loaded model, moving one weight at a time to the device."""
@@ -236,7 +258,7 @@ class Quantizer:
             scheme=self.scheme.name,
             source="checkpoint" if self.stored else "weights as they were loaded",
             linears=len(self.linears),
-            parameters=sum(module.weight.numel() for module in modules),  # type: ignore[union-attr]
+            parameters=sum(module.in_features * module.out_features for module in modules),  # type: ignore[operator]
             excluded={why: sorted({_LAYER.sub(".*.", name) for name in names}) for why, names in self.excluded.items()},
         )
 

@@ -1,6 +1,7 @@
-"""FP8 checkpoints: the `quantization_config` of config.json, and the scales of weights, activations and KV cache.
+"""Quantized checkpoints: the `quantization_config` of config.json, and the scales of FP8 weights, activations and KV cache.
 
-Two formats are supported; others are rejected by name. compressed-tensors (llm-compressor, `format: float-quantized`): `X.weight`
+Formats with packed integers are those of `torchweave.models.weights.packed_checkpoint`. Two FP8 formats are supported; others are
+rejected by name. compressed-tensors (llm-compressor, `format: float-quantized`): `X.weight`
 in e4m3 with `X.weight_scale` per tensor, row or block; activations per token, per group of 128, or static with `X.input_scale`.
 Hugging Face's `fp8` (fine-grained: DeepSeek, Qwen): `X.weight_scale_inv` per block of 128 x 128, or (Ministral) per tensor, with
 `X.activation_scale` for static activations; AutoFP8 calls these `X.weight_scale` and `X.input_scale`.
@@ -21,11 +22,21 @@ from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.resolve import Source, read_json
+from torchweave.models.weights.int_linear import PER_CHANNEL, IntScheme
+from torchweave.models.weights.mxfp4_experts import Mxfp4Scheme
+from torchweave.models.weights.packed_checkpoint import (
+    PackedFormat,
+    awq_format,
+    compressed_tensors_format,
+    gptq_format,
+    int8_format,
+)
 from torchweave.models.weights.quantize import QuantScheme, scheme
 from torchweave.models.weights.read import CheckpointTensor, loadable_tensors
 from torchweave.models.weights.shards import TensorShard
 from torchweave.ops.quant.fp8 import GROUP
 
+Scheme = QuantScheme | IntScheme | Mxfp4Scheme
 WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")
 INPUT_SCALES = (".input_scale", ".activation_scale")
 _CACHE_SCALES = {
@@ -47,21 +58,32 @@ def quantization_config(source: Source) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def checkpoint_scheme(source: Source) -> QuantScheme | None:
+def checkpoint_scheme(source: Source) -> Scheme | None:
     """Quantization scheme of a checkpoint; None: unquantized.
 
     Raises:
         UnsupportedModel: the format is not supported.
     """
+    result = checkpoint_format(source)
+    return result.scheme if isinstance(result, PackedFormat) else result
+
+
+def checkpoint_format(source: Source) -> QuantScheme | Mxfp4Scheme | PackedFormat | None:
+    """Scheme of FP8 weights or MXFP4 experts, or the format of packed integers; raises as `checkpoint_scheme`."""
     config = quantization_config(source)
     if config is None:
         return None
     method = config.get("quant_method", "unknown")
-    if method == "compressed-tensors":
-        return _compressed_tensors(config)
-    if method == "fp8":
-        return _fine_grained(config)
-    raise _unsupported(f"by {method}")
+    readers = {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fine_grained,
+        "awq": _awq,
+        "gptq": _gptq,
+        "mxfp4": _mxfp4,
+    }
+    if method not in readers:
+        raise _unsupported(f"by {method}")
+    return readers[method](config)
 
 
 def checkpoint_kv_cache_dtype(source: Source) -> str | None:
@@ -96,7 +118,7 @@ def pop_kv_cache_scales(stored: dict[str, CheckpointTensor]) -> dict[int, tuple[
     return {layer: (scales.get("k", 1.0), scales.get("v", 1.0)) for layer, scales in scales_by_layer.items()}
 
 
-def resolve_scheme(source: Source, requested: str | None) -> QuantScheme | None:
+def resolve_scheme(source: Source, requested: str | None) -> Scheme | None:
     """Quantization scheme to load with: the checkpoint's, else the requested one.
 
     Raises:
@@ -104,19 +126,63 @@ def resolve_scheme(source: Source, requested: str | None) -> QuantScheme | None:
     """
     stored = checkpoint_scheme(source)
     if stored is None or requested is None:
-        return stored if requested is None else scheme(requested)
-    if requested != stored.name and scheme(requested) != stored:
+        return stored if requested is None else _parse_scheme(requested)
+    if requested != stored.name and _parse_scheme(requested) != stored:
         raise ValueError(
             f"quantization={requested} contradicts {source.name!r}, which is {stored.name} already; remove the option."
         )
     return stored
 
 
+def _parse_scheme(name: str) -> Scheme:
+    if name == Mxfp4Scheme().name:
+        return Mxfp4Scheme()
+    return IntScheme() if name in ("int4", IntScheme().name) else scheme(name)
+
+
+def _mxfp4(config: Mapping[str, Any]) -> Mxfp4Scheme:
+    return Mxfp4Scheme()
+
+
 def _unsupported(what: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"This checkpoint is quantized {what}, which is not supported; use an unquantized one (quantization=fp8 quantizes it at "
-        "load time), or one in FP8 (compressed-tensors, or Hugging Face's fp8)."
+        f"This checkpoint is quantized {what}, which is not supported; use an unquantized one (quantization=fp8 or int4 quantizes "
+        "it at load time), or a format of docs/quantization.md."
     )
+
+
+def _awq(config: Mapping[str, Any]) -> PackedFormat:
+    version, bits = str(config.get("version", "gemm")).lower(), config.get("bits")
+    if (version, bits) != ("gemm", 4) or not config.get("zero_point", True):
+        raise _unsupported(
+            f"by awq in the version {version} to {bits} bits, zero_point={config.get('zero_point', True)}"
+        )
+    return awq_format(_group_size(config.get("group_size"), "by awq"))
+
+
+def _gptq(config: Mapping[str, Any]) -> PackedFormat:
+    bits = config.get("bits")
+    form = (
+        "marlin"
+        if config.get("is_marlin_format")
+        else config.get("checkpoint_format") or config.get("format") or "gptq"
+    )
+    if form not in ("gptq", "gptq_v2") or bits not in (4, 8) or config.get("pack_dtype", "int32") != "int32":
+        raise _unsupported(f"by gptq in the format {form} to {bits} bits in {config.get('pack_dtype', 'int32')}")
+    rules = _json_object(config.get("dynamic"), "dynamic")
+    if unsupported := [rule for rule in rules if not rule.startswith("-:")]:
+        raise _unsupported(f"by gptq with other settings for {unsupported[0]!r}")
+    group = _group_size(config.get("group_size"), "by gptq")
+    return gptq_format(bits, group, bool(config.get("sym", True)), 0 if form == "gptq_v2" else 1)
+
+
+def _group_size(size: Any, description: str) -> int:
+    """Inputs that share a scale; -1 in a config: all of a row."""
+    if size == -1:
+        return PER_CHANNEL
+    if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size % 8:
+        raise _unsupported(f"{description} in groups of {size}")
+    return size
 
 
 def _fine_grained(config: Mapping[str, Any]) -> QuantScheme:
@@ -131,11 +197,12 @@ def _fine_grained(config: Mapping[str, Any]) -> QuantScheme:
     return QuantScheme("block")
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> QuantScheme | None:
+def _compressed_tensors(config: Mapping[str, Any]) -> QuantScheme | PackedFormat | None:
     if places := sorted(_online_transforms(config)):
         raise _unsupported(f"by compressed-tensors with online transforms of {', '.join(places)}")
     schemes = {
-        _parse_config_group(*each) for each in _json_object(config.get("config_groups"), "config_groups").items()
+        _parse_config_group(*each, config.get("format"))
+        for each in _json_object(config.get("config_groups"), "config_groups").items()
     }
     if not schemes and config.get("kv_cache_scheme"):
         return None
@@ -170,14 +237,16 @@ def _online_transforms(config: Mapping[str, Any]) -> set[str]:
     return places - {"weight_input", "weight_output"}
 
 
-def _parse_config_group(name: str, group: Any) -> QuantScheme:
-    """Scheme of one config group."""
+def _parse_config_group(name: str, group: Any, stored_format: Any) -> QuantScheme | PackedFormat:
+    """Scheme or packing of one config group; `stored_format`: of groups that name none."""
     group = _json_object(group, name)
     weights, inputs = _json_object(group.get("weights"), "weights"), group.get("input_activations")
     strategy = weights.get("strategy")
     description = f"by compressed-tensors to {weights.get('type')}{weights.get('num_bits')} by {strategy}"
-    if inputs is None:
-        raise _unsupported(f"{description} with unquantized activations")
+    stored_format = group.get("format") or stored_format
+    if inputs is None or stored_format == "int-quantized":
+        activations = _json_object(inputs, "input_activations")
+        return _parse_integer_group(weights, activations, stored_format, description)
     inputs = _json_object(inputs, "input_activations")
     if any((part.get("type"), part.get("num_bits")) != ("float", 8) for part in (weights, inputs)):
         raise _unsupported(f"{description} with activations in {inputs.get('type')}{inputs.get('num_bits')}")
@@ -194,6 +263,21 @@ def _parse_config_group(name: str, group: Any) -> QuantScheme:
             strategy
         )  # with a scale over all tokens of a step, one request would change another's results
     raise _unsupported(activations)
+
+
+def _parse_integer_group(
+    weights: Mapping[str, Any], activations: Mapping[str, Any], stored_format: Any, description: str
+) -> PackedFormat:
+    """Packing of a config group whose activations are unquantized, or in int8, of which the scales are dropped."""
+    strategy, bits, symmetric = weights.get("strategy"), weights.get("num_bits"), bool(weights.get("symmetric", True))
+    in_int8 = stored_format == "int-quantized" and bits == 8 and symmetric
+    if activations and (not in_int8 or (activations.get("type"), activations.get("num_bits")) != ("int", 8)):
+        raise _unsupported(f"{description} with activations in {activations.get('type')}{activations.get('num_bits')}")
+    in_int32 = stored_format == "pack-quantized" and bits in (4, 8)
+    if weights.get("type") != "int" or not (in_int8 or in_int32) or strategy not in ("group", "channel"):
+        raise _unsupported(f"{description} with unquantized activations in the format {stored_format}")
+    size = PER_CHANNEL if strategy == "channel" else _group_size(weights.get("group_size"), description)
+    return int8_format(size) if in_int8 else compressed_tensors_format(weights["num_bits"], size, symmetric)
 
 
 def pop_scales(
@@ -280,7 +364,7 @@ def check_dtypes(
     wanted = loadable_tensors(model)
     for name, target in filled.items():
         dtype = stored[name].dtype
-        if target.removesuffix(".weight") in scaled and target.endswith(".weight"):
+        if target.removesuffix(".weight") in scaled:
             fault = "" if dtype == "F8_E4M3" else f"{dtype} with a scale"
         elif dtype in _FLOATS or (target in wanted and not wanted[target].is_floating_point()):
             fault = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,6 +71,20 @@ class TensorAssembler(Protocol):
     def add(self, name: str, part: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """Add a piece (a safetensors slice); returns the tensor once complete."""
         ...
+
+
+class AssemblerGroup:
+    """A `TensorAssembler` of several, each with its own pieces."""
+
+    def __init__(self, assemblers: Sequence[TensorAssembler]) -> None:
+        self._owners = {name: assembler for assembler in assemblers for name in assembler.pieces}
+        self.pieces = {name: target for assembler in assemblers for name, target in assembler.pieces.items()}
+
+    def num_bytes(self, name: str, stored: CheckpointTensor) -> int:
+        return self._owners[name].num_bytes(name, stored)
+
+    def add(self, name: str, part: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        return self._owners[name].add(name, part, dtype, device)
 
 
 def read_headers(folder: Path) -> dict[str, CheckpointTensor]:
@@ -211,7 +225,7 @@ def check_tensor_names(
     )
     if unused:
         raise ValueError(
-            f"{folder} has {_some(unused)}, which {type(model).__name__} does not use under this config.json; "
+            f"{folder} has {_first_names(unused)}, which {type(model).__name__} does not use under this config.json; "
             "check that config.json belongs to these weights."
         )
 
@@ -220,20 +234,20 @@ def missing_tensors_message(model: PreTrainedModel, folder: Path, missing: list[
     """Error message for tensors missing from a checkpoint."""
     prefix, kind = f"{model.base_model_prefix}.", type(model).__name__
     for name in missing:
-        alike = f".{name.removeprefix(prefix)}"
-        elsewhere = [each for each in stored if each.endswith(alike)] if "embed" in name else []
+        ending = f".{name.removeprefix(prefix)}"
+        elsewhere = [each for each in stored if each.endswith(ending)] if "embed" in name else []
         if elsewhere:  # layers may be an encoder's, but the token embedding is unique
             return (
                 f"{folder} has {elsewhere[0]} where {kind} has {name}: the names of this checkpoint's text part are "
                 "unknown, so it cannot be served."
             )
     return (
-        f"{folder} lacks {_some(missing)} of {kind}: expected every tensor that config.json implies; "
+        f"{folder} lacks {_first_names(missing)} of {kind}: expected every tensor that config.json implies; "
         "check that config.json belongs to these weights."
     )
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
@@ -376,15 +390,24 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
         if rebuilt:
             with torch.no_grad():
                 owner._init_weights(module)
+    # Some models compute a buffer of their layers at once (Falcon-H1's multipliers).
+    for owner in {id(owner): owner for owner, module, name in owners if _is_missing(module._buffers[name])}.values():
+        with torch.no_grad():
+            owner._init_weights(owner)
     for _, module, name in owners:
-        buffer: Any = module._buffers[name]
-        if buffer.is_floating_point() and bool(torch.isnan(buffer).all()) and buffer.numel():
+        if _is_missing(module._buffers[name]):
             raise ValueError(
                 f"{type(module).__name__} cannot rebuild its buffer {name!r} after construction on the meta device; "
                 "update transformers."
             )
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert not left, f"tensors still on meta after loading: {left[:5]}"
+
+
+def _is_missing(buffer: Tensor | None) -> bool:
+    return (
+        buffer is not None and buffer.is_floating_point() and bool(buffer.numel()) and bool(torch.isnan(buffer).all())
+    )
 
 
 def _with_pretrained(owner: PreTrainedModel, module: nn.Module) -> Iterable[tuple[PreTrainedModel, nn.Module]]:

@@ -66,8 +66,8 @@ def even_shard(full: Sequence[int], dim: int, rank: int, size: int, parts: int =
     length = full[dim]
     if length % (parts * size):
         return None
-    stretch, own = length // parts, length // parts // size
-    ranges = tuple((p * stretch + rank * own, p * stretch + (rank + 1) * own) for p in range(parts))
+    part_length, own = length // parts, length // parts // size
+    ranges = tuple((p * part_length + rank * own, p * part_length + (rank + 1) * own) for p in range(parts))
     return TensorShard(tuple(full), dim, ranges)
 
 

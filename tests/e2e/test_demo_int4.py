@@ -1,0 +1,38 @@
+"""The built-in model with integer weights: its accuracy in 4 bits, and engines over checkpoints as tools publish them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.test_demo_fp8 import accuracy
+from tests.models.packings import FORMS, write
+from torchweave import LLM, SamplingParams, TorchCompileConfig
+from torchweave.models.resolve import resolve
+from torchweave.report import Report
+from torchweave.verify import zoo
+
+PROMPTS = [[5, 17, 40, 22], [9, 31, 8, 60, 44, 71, 12]]
+
+
+def test_int4_keeps_the_accuracy_within_two_points() -> None:
+    assert accuracy("int4") >= accuracy(None) - 0.02
+
+
+@pytest.mark.parametrize("form", ["ct-int4-group-asymmetric", "awq", "gptq-int4-desc-act", "gptq-int8"])
+def test_tokens_of_an_engine_are_those_of_the_dequantised_model(form: str, tmp_path: Path) -> None:
+    """The whole engine with compiled pieces and merged linears, against transformers in float32."""
+    source = resolve("demo").folder
+    assert source is not None
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    write(model, FORMS[form], tmp_path, zoo.save)
+    expected = zoo.reference_tokens(model, PROMPTS, 12)
+    report, config = Report(show=False), TorchCompileConfig(enable_inductor=False, compile_cache=False)
+    with LLM(str(tmp_path), device="cpu", torch_compile_config=config, report=report) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    merged = next(event for event in report.select("pass") if event["name"] == "merge_int_linears")
+    assert merged["matches"] == 10, "q/k/v and gate/up in each of 5 layers"

@@ -1,0 +1,196 @@
+"""Checkpoints with packed integers, written as the published formats define them, and the numbers that they stand for.
+
+Written element by element and apart from the package: nothing here imports its layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A published form: how it packs, and its settings.
+
+    Attributes:
+        method: `ct` (compressed-tensors; pack-quantized, or the version int-quantized), `awq` or `gptq`.
+        group: inputs that share a scale; -1: all.
+        ordered: inputs belong to groups by an index.
+        version: of the format.
+    """
+
+    method: str
+    bits: int = 4
+    group: int = 32
+    symmetric: bool = True
+    ordered: bool = False
+    version: str = "gptq"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The `quantization_config`."""
+        if self.method == "awq":
+            return {
+                "quant_method": "awq", "bits": 4, "group_size": self.group, "version": "gemm", "zero_point": True,
+                "modules_to_not_convert": ["lm_head"],
+            }  # fmt: skip
+        if self.method == "gptq":
+            return {
+                "quant_method": "gptq", "bits": self.bits, "group_size": self.group, "desc_act": self.ordered,
+                "sym": self.symmetric, "checkpoint_format": self.version, "lm_head": False, "dynamic": {"-:.*visual.*": {}},
+            }  # fmt: skip
+        weights: dict[str, Any] = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False}
+        weights |= {"strategy": "channel"} if self.group == -1 else {"strategy": "group", "group_size": self.group}
+        weights["actorder"] = "group" if self.ordered else None
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        if self.version == "int-quantized":
+            group["input_activations"] = {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.version if self.version == "int-quantized" else "pack-quantized", "config_groups": {"group_0": group},
+            "ignore": ["lm_head"], "quantization_status": "compressed",
+        }  # fmt: skip
+
+
+FORMS = {
+    "ct-int4-group": Form("ct"),
+    "ct-int4-group-asymmetric": Form("ct", symmetric=False),
+    "ct-int4-channel": Form("ct", group=-1),
+    "ct-int4-channel-asymmetric": Form("ct", group=-1, symmetric=False),
+    "ct-int4-actorder": Form("ct", ordered=True),
+    "ct-int8-channel": Form("ct", bits=8, group=-1),
+    "ct-int8-group-asymmetric": Form("ct", bits=8, symmetric=False),
+    "ct-int8-w8a8": Form("ct", bits=8, group=-1, version="int-quantized"),
+    "awq": Form("awq", symmetric=False),
+    "awq-channel": Form("awq", group=-1, symmetric=False),
+    "gptq-int4": Form("gptq"),
+    "gptq-int4-asymmetric": Form("gptq", symmetric=False),
+    "gptq-int4-desc-act": Form("gptq", symmetric=False, ordered=True),
+    "gptq-int4-channel": Form("gptq", group=-1),
+    "gptq-int8": Form("gptq", bits=8),
+    "gptq-int8-desc-act": Form("gptq", bits=8, ordered=True),
+    "gptq-v2-int4": Form("gptq", symmetric=False, version="gptq_v2"),
+}
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A quantized weight: q `[N, K]`, scale and zero `[N, G]`, the group of each input `[K]`."""
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor
+    index: Tensor
+
+    def values(self) -> Tensor:
+        index = self.index.long()
+        return (self.q - self.zero[:, index]).float() * self.scale[:, index].float()
+
+
+def quantize(weight: Tensor, form: Form, seed: int) -> Integers:
+    """Round to the nearest, with zero points from 1 (a zero point of 0 cannot be stored as v1 of GPTQ stores them)."""
+    rows, width = weight.shape
+    size = width if form.group == -1 else form.group
+    groups, top = -(-width // size), 2**form.bits - 1
+    index = torch.arange(width) // size
+    if form.ordered:
+        index = index[torch.randperm(width, generator=torch.Generator().manual_seed(seed))]
+    scale, zero = torch.empty(rows, groups), torch.full((rows, groups), 2 ** (form.bits - 1))
+    for group in range(groups):
+        part = weight[:, index == group]
+        if form.symmetric:
+            scale[:, group] = part.abs().amax(1) / (2 ** (form.bits - 1) - 0.5)
+        else:
+            low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+            scale[:, group] = (high - low) / top
+            zero[:, group] = (-low / scale[:, group]).round().clamp(1, top).int()
+    scale = scale.to(torch.float16)
+    q = (weight / scale.float()[:, index]).round() + zero[:, index]
+    return Integers(q.clamp(0, top).int(), scale, zero.int(), index.int())
+
+
+def pack(values: Tensor, bits: int, dim: int, order: list[int] | None = None) -> Tensor:
+    """int32 of 32 / bits neighbours of `values` along a dimension, padded with zeros; the first (or order[0]) lowest."""
+    per = 32 // bits
+    columns = values.movedim(dim, -1).to(torch.int64)
+    columns = torch.nn.functional.pad(columns, (0, -columns.shape[-1] % per)).unflatten(-1, (-1, per))
+    packed = torch.zeros(columns.shape[:-1], dtype=torch.int64)
+    for place, which in enumerate(order or range(per)):
+        packed += columns[..., which] << (bits * place)
+    signed = torch.where(packed >= 2**31, packed - 2**32, packed)
+    return signed.to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def tensors_of(name: str, made: Integers, form: Form) -> dict[str, Tensor]:
+    """What a checkpoint stores for the linear `name`."""
+    if form.version == "int-quantized":
+        found = {"weight": (made.q - 128).to(torch.int8), "weight_scale": made.scale.bfloat16()}
+    elif form.method == "ct":
+        found = {"weight_packed": pack(made.q, form.bits, 1), "weight_scale": made.scale.bfloat16()}
+        found["weight_shape"] = torch.tensor(made.q.shape)
+        if not form.symmetric:
+            found["weight_zero_point"] = pack(made.zero, form.bits, 0)
+        if form.ordered:
+            found["weight_g_idx"] = made.index
+    elif form.method == "awq":
+        found = {
+            "qweight": pack(made.q.t(), 4, 1, AWQ_ORDER),
+            "qzeros": pack(made.zero.t(), 4, 1, AWQ_ORDER),
+            "scales": made.scale.t().contiguous(),
+        }
+    else:
+        stored = made.zero if form.version == "gptq_v2" else made.zero - 1
+        found = {
+            "qweight": pack(made.q.t(), form.bits, 0),
+            "qzeros": pack(stored.t(), form.bits, 1),
+            "scales": made.scale.t().contiguous(),
+            "g_idx": made.index,
+        }
+    return {f"{name}.{leaf}": tensor for leaf, tensor in found.items()}
+
+
+def order_seed(name: str) -> int:
+    """Linears that read one input have one order of inputs, as it is the order of that input's activations."""
+    reads = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "qkv_proj": 0, "o_proj": 1, "down_proj": 2}
+    layer = re.search(r"\.(\d+)\.", name)
+    assert layer is not None
+    return 4 * int(layer[1]) + reads.get(name.split(".")[-2], 3)
+
+
+def write(model: Any, form: Form, folder: Path, save: Callable[[Any, Path], None]) -> dict[str, Tensor]:
+    """Save a model with packed linears; its own linears get the numbers that those stand for, which are returned by name."""
+    save(model, folder)
+    file, values = folder / "model.safetensors", {}
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        made = quantize(tensors.pop(name).float(), form, order_seed(name))
+        if form.method == "ct":
+            made = Integers(made.q, made.scale.bfloat16(), made.zero, made.index)
+        tensors |= tensors_of(name.removesuffix(".weight"), made, form)
+        values[name] = made.values()
+        model.get_parameter(name).data.copy_(values[name])
+    save_file(tensors, file)
+    change_config(folder, form.config)
+    return values
+
+
+def change_config(folder: Path, quantization: dict[str, Any]) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))

@@ -1,0 +1,293 @@
+"""Checkpoints with packed integers: every form against the dequantised model in transformers, parts of ranks, and damage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.models.packings import FORMS, Form, change_config, write
+from tests.models.paged import paged_tokens
+from tests.models.test_parallel import part_of, prompts
+from torchweave.models import load
+from torchweave.models.load import model_facts
+from torchweave.models.weights.int_linear import IntLinear, IntScheme, quantize_int_weight
+from torchweave.ops.quant.int_linear import dequantize_int
+from torchweave.report import Report
+from torchweave.verify import zoo
+
+
+def values_of(module: Any) -> Tensor:
+    """The numbers `[N, K]` of a linear's weight, columns as its inputs."""
+    columns = dequantize_int(
+        module.weight, module.weight_scale, module.weight_zero, module.in_features, module.group, torch.float32
+    )
+    if module.input_order is None:
+        return columns
+    return torch.empty_like(columns).index_copy_(1, module.input_order.long(), columns)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_checkpoint_is_read(name: str, tmp_path: Path) -> None:
+    form, model = FORMS[name], zoo.build(zoo.zoo_model("llama"))
+    values = write(model, form, tmp_path, zoo.save)
+    report = Report(show=False)
+    scheme = IntScheme(form.bits, max(form.group, 0))
+    assert model_facts(tmp_path).quantization == scheme.name
+    loaded = load(tmp_path, torch.float32, report=report)
+    assert loaded.quantization == scheme.name
+    for weight, value in values.items():
+        module = loaded.module.model.get_submodule(weight.removesuffix(".weight"))
+        assert isinstance(module, IntLinear) and (module.weight_zero is None) == form.symmetric
+        assert (module.input_order is not None) == form.ordered
+        assert torch.equal(values_of(module), value), weight
+    (event,) = report.select("quantized")
+    assert event["source"] == "checkpoint" and event["linears"] == len(values) == 21
+    progress = [event for event in report.select("progress") if event["title"] == "weights"][-1]
+    assert progress["done"] == progress["total"] < 0.6 * sum(p.numel() * 4 for p in model.parameters())
+    assert paged_tokens(loaded.module, prompts(), 6) == zoo.reference_tokens(model, prompts(), 6)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama-tied", "phi3", "gemma2"])
+@pytest.mark.parametrize("form", ["ct-int4-group-asymmetric", "awq", "gptq-int4-desc-act"])
+def test_other_models(form: str, name: str, tmp_path: Path) -> None:
+    """Biases, a tied head, projections that are one linear, other norms."""
+    model = zoo.build(zoo.zoo_model(name))
+    write(model, FORMS[form], tmp_path, zoo.save)
+    loaded = load(tmp_path, torch.float32)
+    assert sum(isinstance(module, IntLinear) for module in loaded.module.modules()) >= 12
+    assert paged_tokens(loaded.module, prompts(), 6) == zoo.reference_tokens(model, prompts(), 6)
+
+
+def test_parts_of_a_weight_in_several_files(tmp_path: Path) -> None:
+    model = zoo.build(zoo.zoo_model("llama"))
+    values = write(model, FORMS["gptq-int4"], tmp_path, zoo.save)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    for number in range(3):
+        part = {name: tensors[name] for name in sorted(tensors)[number::3]}
+        save_file(part, tmp_path / f"model-{number + 1:05}-of-00003.safetensors")
+    loaded = load(tmp_path, torch.float32)
+    weight, value = next(iter(values.items()))
+    assert torch.equal(values_of(loaded.module.model.get_submodule(weight.removesuffix(".weight"))), value)
+
+
+# -- parts of ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if not FORMS[name].ordered])
+def test_ranks_cut_packed_weights(name: str, tmp_path: Path) -> None:
+    entry = replace(zoo.zoo_model("llama"), options={"intermediate_size": 128})
+    values = write(zoo.build(entry), FORMS[name], tmp_path, zoo.save)
+    reports = [Report(show=False) for _ in range(2)]
+    parts = [part_of(tmp_path, rank, report=reports[rank]).module.model for rank in range(2)]
+    for leaf, dim in (("self_attn.q_proj", 0), ("self_attn.v_proj", 0), ("self_attn.o_proj", 1), ("mlp.down_proj", 1)):
+        owner = f"model.layers.1.{leaf}"
+        got = torch.cat([values_of(part.get_submodule(owner)) for part in parts], dim)
+        assert torch.equal(got, values[f"{owner}.weight"]), owner
+    bytes_read = [[e for e in report.select("progress") if e["title"] == "weights"][-1]["total"] for report in reports]
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    assert bytes_read[0] == bytes_read[1] < 0.7 * stored
+
+
+def test_ranks_that_would_split_a_group_are_refused(tmp_path: Path) -> None:
+    write(zoo.build(zoo.zoo_model("llama")), FORMS["awq"], tmp_path, zoo.save)
+    with pytest.raises(
+        ValueError, match=r"down_proj.weight has one scale per 32 inputs, and the parts of ranks would split"
+    ):
+        part_of(tmp_path, 0)
+
+
+def test_ranks_that_would_split_ordered_groups_are_refused(tmp_path: Path) -> None:
+    entry = replace(zoo.zoo_model("llama"), options={"intermediate_size": 128})
+    write(zoo.build(entry), FORMS["gptq-int4-desc-act"], tmp_path, zoo.save)
+    with pytest.raises(ValueError, match="order of their activations"):
+        part_of(tmp_path, 0)
+
+
+# -- damage, and what is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "said"),
+    [
+        ("awq", {"qzeros": None}, "lacks model.layers.1.mlp.up_proj.qzeros"),
+        ("ct-int4-group", {"weight_packed": None}, "lacks model.layers.1.mlp.up_proj.weight_packed"),
+        ("gptq-int4", {"scales": torch.ones(1, 96).half()}, r"scales of shape \[1, 96\], expected \[2, 96\] for int4_g32"),
+        ("gptq-int4", {"qweight": torch.ones(8, 95, dtype=torch.int32)}, "up_proj.scales of shape"),
+        ("gptq-int4", {"qweight": torch.ones(8, 96)}, "up_proj.qweight as F32, expected I32"),
+        ("awq", {"scales": torch.full((2, 96), torch.nan).half()}, "up_proj.weight that are not all finite"),
+        ("ct-int4-group", {"weight_shape": torch.tensor([96, 99])}, r"=\[96, 99\] beside packed weights for \[96, 64\]"),
+        ("ct-int4-group", {"weight_zero_point": torch.zeros(12, 2, dtype=torch.int32)}, "declares symmetric weights"),
+        ("ct-int4-group", {"weight": torch.ones(96, 64)}, r"up_proj.weight as F32 beside model.layers.1.mlp.up_proj.weight_"),
+        ("gptq-int4-desc-act", {"g_idx": torch.zeros(64, dtype=torch.int32)}, "groups of model.layers.1.mlp.up_proj.weight"),
+        ("ct-int8-w8a8", {"weight": torch.ones(96, 64)}, "up_proj.weight as F32 beside model.layers.1.mlp.up_proj.weight_scale"),
+        ("gptq-int4", {"bias": torch.ones(96)}, "up_proj.bias, which LlamaForCausalLM does not use"),
+    ],
+)  # fmt: skip
+def test_damage_is_one_sentence(form: str, change: dict[str, Tensor | None], said: str, tmp_path: Path) -> None:
+    write(zoo.build(zoo.zoo_model("llama")), FORMS[form], tmp_path, zoo.save)
+    file, owner = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj"
+    tensors = load_file(file) | {f"{owner}.{leaf}": tensor for leaf, tensor in change.items() if tensor is not None}
+    save_file(
+        {name: each for name, each in tensors.items() if change.get(name.removeprefix(f"{owner}."), 0) is not None},
+        file,
+    )
+    with pytest.raises(ValueError, match=said) as caught:
+        load(tmp_path)
+    assert str(caught.value).count(". ") <= 1 and "\n" not in str(caught.value)
+
+
+def test_a_cut_file_is_one_sentence(tmp_path: Path) -> None:
+    write(zoo.build(zoo.zoo_model("llama")), FORMS["awq"], tmp_path, zoo.save)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        load(tmp_path)
+
+
+def test_another_config_than_the_weights(tmp_path: Path) -> None:
+    model = zoo.build(zoo.zoo_model("llama"))
+    write(model, FORMS["gptq-int4"], tmp_path, zoo.save)
+    change_config(tmp_path, FORMS["gptq-int8"].config)
+    with pytest.raises(ValueError, match="expected"):
+        load(tmp_path)
+    change_config(tmp_path, FORMS["ct-int4-group"].config)
+    with pytest.raises(ValueError, match=r"has no packed weights, though its config\.json declares compressed-tensors"):
+        load(tmp_path)
+    change_config(tmp_path, {})
+    with pytest.raises(ValueError, match=r"by unknown|lacks"):
+        load(tmp_path)
+    change_config(tmp_path, FORMS["gptq-int4"].config)
+    with pytest.raises(ValueError, match="quantization=int4 contradicts"):
+        load(tmp_path, quantization="int4")
+
+
+def test_biases_of_zeros_beside_linears_without_one(tmp_path: Path) -> None:
+    """AutoGPTQ stores them for every linear."""
+    model = zoo.build(zoo.zoo_model("llama"))
+    write(model, FORMS["gptq-int4"], tmp_path, zoo.save)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.1.mlp.up_proj.bias": torch.zeros(96).half()}, file)
+    assert paged_tokens(load(tmp_path, torch.float32).module, prompts(), 3) == zoo.reference_tokens(model, prompts(), 3)
+
+
+def test_linears_that_a_checkpoint_ignores_stay(tmp_path: Path) -> None:
+    model = zoo.build(zoo.zoo_model("llama"))
+    kept = model.model.layers[1].mlp.up_proj.weight.clone()
+    write(model, FORMS["awq"], tmp_path, zoo.save)
+    file, owner = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(owner)}
+    save_file(tensors | {f"{owner}.weight": kept}, file)
+    model.model.layers[1].mlp.up_proj.weight.data.copy_(kept)
+    report = Report(show=False)
+    loaded = load(tmp_path, torch.float32, report=report)
+    assert type(loaded.module.model.get_submodule(owner)) is nn.Linear
+    assert report.select("quantized")[0]["excluded"]["not quantised in the checkpoint"] == [
+        "model.layers.*.mlp.up_proj"
+    ]
+    assert paged_tokens(loaded.module, prompts(), 3) == zoo.reference_tokens(model, prompts(), 3)
+
+
+def change(form: str, **settings: Any) -> dict[str, Any]:
+    return FORMS[form].config | settings
+
+
+def weights_of(**settings: Any) -> dict[str, Any]:
+    """compressed-tensors with other settings of its weights."""
+    config = FORMS["ct-int4-group"].config
+    config["config_groups"]["group_0"]["weights"] |= settings
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (change("awq", version="gemv"), "by awq in the version gemv to 4 bits"),
+        (change("awq", bits=3), "to 3 bits"),
+        (change("awq", zero_point=False), "zero_point=False"),
+        (change("awq", group_size="128"), "by awq in groups of 128"),
+        (change("gptq-int4", bits=3), "by gptq in the format gptq to 3 bits"),
+        (change("gptq-int4", checkpoint_format="marlin"), "in the format marlin"),
+        (change("gptq-int4", dynamic={"+:.*down.*": {"bits": 8}}), r"other settings for '\+:\.\*down"),
+        (change("gptq-int4", dynamic=[1]), "dynamic=.1.: expected a JSON object"),
+        (weights_of(num_bits=2), "to int2 by group"),
+        (change("ct-int4-group", format="int-quantized"), "in the format int-quantized"),
+        (weights_of(strategy="tensor"), "to int4 by tensor"),
+        (weights_of(group_size=None), "in groups of None"),
+        (change("ct-int4-group", format="marlin-24"), "in the format marlin-24"),
+    ],
+)  # fmt: skip
+def test_other_formats_are_refused_by_name(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    zoo.zoo_model("llama").config().save_pretrained(tmp_path)
+    change_config(tmp_path, config)
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path, load_format="dummy")
+
+
+def test_packed_experts_are_refused(tmp_path: Path) -> None:
+    zoo.save(zoo.build(zoo.zoo_model("mixtral")), tmp_path)
+    file, expert = tmp_path / "model.safetensors", "model.layers.0.block_sparse_moe.experts.1.w2"
+    tensors = load_file(file)
+    rows, width = tensors.pop(f"{expert}.weight").shape
+    parts = {"qweight": (width, rows // 8), "qzeros": (width // 32, rows // 8), "scales": (width // 32, rows)}
+    for leaf, shape in parts.items():
+        tensors[f"{expert}.{leaf}"] = torch.ones(shape, dtype=torch.float16 if leaf == "scales" else torch.int32)
+    save_file(tensors, file)
+    change_config(tmp_path, FORMS["awq"].config)
+    with pytest.raises(ValueError, match="has packed integers as experts of MixtralForCausalLM"):
+        load(tmp_path)
+
+
+# -- at load -----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_rounded_to_the_nearest_of_their_group() -> None:
+    weight = torch.randn(16, 300) * torch.logspace(-2, 2, 16)[:, None]
+    packed = quantize_int_weight(weight, IntScheme())
+    values = dequantize_int(packed.w, packed.scale, packed.zero, 300, packed.group, torch.float32)
+    scale = packed.scale.repeat_interleave(128, 1)[:, :300]
+    assert packed.scale.shape == (16, 3)
+    inside = weight <= 7 * scale  # the largest positive number of a group is one step too large
+    assert bool(((values - weight).abs() <= scale * 0.5001)[inside].all())
+    assert bool(((values - weight).abs() <= scale * 0.51).all())
+
+
+def test_linears_are_quantised_at_load(tmp_path: Path) -> None:
+    zoo.save(zoo.build(zoo.zoo_model("llama")), tmp_path)
+    report = Report(show=False)
+    plain, loaded = load(tmp_path), load(tmp_path, quantization="int4", report=report)
+    assert loaded.quantization == "int4_g128" and loaded.weight_bytes < plain.weight_bytes
+    (event,) = report.select("quantized")
+    assert event["linears"] == 21 and event["source"] == "weights as they were loaded"
+    assert type(loaded.module.model.lm_head) is nn.Linear
+    ids = torch.arange(3, 33)
+    with torch.no_grad():
+        one, two = (each.module(ids, torch.arange(30), torch.arange(30)) for each in (plain, loaded))
+    assert 1e-3 < (one - two).norm() / one.norm() < 0.6, "random weights hide nothing"
+    dummy = load(zoo.zoo_model("llama").config().to_dict(), load_format="dummy", quantization="int4")
+    assert isinstance(dummy.module.model.model.layers[0].mlp.up_proj, IntLinear)
+
+
+def test_forms_are_documented() -> None:
+    """docs/quantization.md lists every form that is tested here."""
+    page = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
+    assert [name for name in FORMS if f"`{name}`" not in page] == []
+
+
+def test_forms_are_twelve() -> None:
+    assert (
+        len(
+            {
+                (form.method, form.bits, form.group, form.symmetric, form.ordered, form.version)
+                for form in FORMS.values()
+            }
+        )
+        >= 12
+    )
+    assert Form("ct").config["config_groups"]

@@ -1,0 +1,154 @@
+"""Linears with weights in 4 or 8 bits and 16-bit activations: the scheme, the module, and quantization at load time.
+
+Numerics and layout: `torchweave.ops.quant.int_linear`. Checkpoints: `torchweave.models.weights.packed_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchweave.models.weights.quantize import Quantizer
+from torchweave.ops.quant.int_linear import launch_samples, num_groups, pack_int4
+
+PER_CHANNEL = 0
+
+
+@dataclass(frozen=True)
+class IntScheme:
+    """Weight-only quantization to integers.
+
+    Attributes:
+        bits: 4 or 8.
+        group: inputs that share a scale; 0: one scale per row (output channel).
+    """
+
+    bits: int = 4
+    group: int = 128
+    static = False  # of activations, which stay in 16 bits
+
+    @property
+    def name(self) -> str:
+        """Value of the option `quantization`, or of a checkpoint."""
+        return f"int{self.bits}_per_channel" if self.group == PER_CHANNEL else f"int{self.bits}_g{self.group}"
+
+    def group_of(self, width: int) -> int:
+        """Inputs that share a scale in a row of `width`."""
+        return self.group or width
+
+
+class IntWeight(NamedTuple):
+    """A weight in the layout of `torchweave::int_linear`, with the inputs that share a scale."""
+
+    w: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    order: Tensor | None
+    group: int
+
+
+class IntLinear(nn.Module):
+    """A linear with integer weights that replaces `nn.Linear`.
+
+    Attributes:
+        weight, weight_scale, weight_zero, input_order: the weight, as `torchweave::int_linear` takes it.
+        bias: `[N]` or None.
+        group: inputs that share a scale.
+    """
+
+    weight_scale: Tensor
+    weight_zero: Tensor | None
+    input_order: Tensor | None
+
+    def __init__(self, packed: IntWeight, in_features: int, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = packed.w.shape[0], in_features
+        self.weight = nn.Parameter(packed.w, requires_grad=False)
+        self.register_buffer("weight_scale", packed.scale)
+        self.register_buffer("weight_zero", packed.zero)
+        self.register_buffer("input_order", packed.order)
+        self.bias = bias
+        self.group = packed.group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., K]` -> `[..., N]` of x's dtype."""
+        return torch.ops.torchweave.int_linear(
+            x, self.weight, self.weight_scale, self.weight_zero, self.input_order, self.bias, self.group
+        )
+
+    def detached(self) -> IntLinear:
+        """A copy with its own tensor objects, unaffected when a pass moves the model's tensors."""
+        tensors = (self.weight, self.weight_scale, self.weight_zero, self.input_order)
+        own = (None if each is None else each.detach() for each in tensors)
+        return IntLinear(IntWeight(*own, self.group), self.in_features, self.bias)  # type: ignore[arg-type]
+
+    def launch_samples(self, x: Tensor) -> None:
+        """Launch the kernels of this linear, and of one that it is merged into, for x `[T, K]`."""
+        launch_samples(x, self.weight, self.weight_scale, self.weight_zero, self.input_order, self.bias, self.group)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def distinct_int_linears(model: nn.Module) -> list[IntLinear]:
+    """One linear with integer weights of the model per shape and kind of weight."""
+    kinds: dict[tuple[Any, ...], IntLinear] = {}
+    for module in model.modules():
+        if isinstance(module, IntLinear):
+            present = tuple(each is None for each in (module.weight_zero, module.input_order, module.bias))
+            kinds.setdefault(
+                (module.in_features, module.out_features, module.weight.dtype, module.group, *present), module
+            )
+    return list(kinds.values())
+
+
+def quantize_int_weight(weight: Tensor, scheme: IntScheme) -> IntWeight:
+    """Round weight `[N, K]` to the nearest of 2 ** bits equidistant numbers per group, without zero points."""
+    group, width, middle = scheme.group_of(weight.shape[1]), weight.shape[1], 1 << (scheme.bits - 1)
+    groups = nn.functional.pad(weight.float(), (0, -width % group)).unflatten(1, (-1, group))
+    scale = (groups.abs().amax(2) / (middle - 0.5)).clamp(min=torch.finfo(torch.float16).tiny).to(weight.dtype)
+    q = (groups / scale.float()[..., None]).round_().clamp_(-middle, middle - 1).flatten(1)[:, :width]
+    return to_layout((q + middle).to(torch.uint8), scale, None, None, scheme)
+
+
+def to_layout(q: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, scheme: IntScheme) -> IntWeight:
+    """Pack unsigned integers q uint8 `[N, K]` for the kernels."""
+    w = pack_int4(q) if scheme.bits == 4 else (q ^ 128).view(torch.int8)
+    return IntWeight(
+        w, scale.contiguous(), None if zero is None else zero.contiguous(), order, scheme.group_of(q.shape[1])
+    )
+
+
+class IntQuantizer(Quantizer):
+    """A `TensorSetter` that replaces linears by `IntLinear`.
+
+    Args:
+        stored: weights of a quantized checkpoint by linear, filled while it is read; None: quantize weights here.
+        names: linears that are quantized in the checkpoint.
+    """
+
+    scheme: Any
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        scheme: IntScheme,
+        stored: dict[str, IntWeight] | None = None,
+        names: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(model, scheme, names if stored is not None else None)  # type: ignore[arg-type]
+        self._packed = stored
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {}
+
+    def make_linear(self, name: str, linear: Any, weight: Tensor) -> nn.Module:
+        packed = quantize_int_weight(weight, self.scheme) if self._packed is None else self._packed.pop(name)
+        assert packed.scale.shape[1] == num_groups(linear.in_features, packed.group)
+        return IntLinear(packed, linear.in_features, linear.bias)
