@@ -13,8 +13,8 @@ import torch
 
 from torchweave.compiler import eager_forward
 from torchweave.models import DecoderStep
-from torchweave.ops.attention.call import AttentionCall, run_attention
-from torchweave.ops.attention.op import AttentionMetadata, get_backend
+from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, get_backend, run_attention
+from torchweave.ops.recurrent.op import RECURRENT_OPS, run_recurrent_op
 
 BLOCK = 16
 
@@ -26,10 +26,12 @@ def paged_tokens(
     chunk: int = 24,
     device: str = "cpu",
     spoil: dict[str, Any] | None = None,
+    lost: str = "",
 ) -> list[list[int]]:
     """Greedy tokens of each prompt, all of them in flight together; the last one joins two steps late.
 
-    `spoil` replaces arguments of the attention op, to see that tokens depend on them.
+    `spoil` replaces arguments of the attention op, to see that tokens depend on them; `lost` is a recurrent op whose states
+    are zeroed before each step.
     """
     dtype = next(step.parameters()).dtype
     backend = get_backend("torch", device)
@@ -42,7 +44,11 @@ def paged_tokens(
     for cache in caches:  # memory that was never written must never be read
         cache.k.fill_(torch.nan)
         cache.v.fill_(torch.nan)
-    forward = eager_forward(step, {"torchweave::attention"})
+    states = [
+        torch.full((len(prompts), *call.shape), torch.nan, dtype=call.dtype, device=device)
+        for call in step.recurrent_layers
+    ]
+    forward = eager_forward(step, {"torchweave::attention", *(op.name() for op in RECURRENT_OPS)})
     sequences, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
     answers: list[list[int]] = [[] for _ in prompts]
     number = 0
@@ -56,7 +62,16 @@ def paged_tokens(
         ids, positions, meta = _metadata(rows, done, table, number, device)
         attention = backend.begin(meta)
 
-        def boundary(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attention: Any = attention) -> None:
+        for state, call in zip(states, step.recurrent_layers, strict=True):
+            if lost and lost in call.op.name():
+                state.zero_()
+
+        def boundary(
+            op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attention: Any = attention, meta: Any = meta
+        ) -> None:
+            if op in RECURRENT_OPS:
+                run_recurrent_op(meta, states, op, args, kwargs)
+                return
             named = {argument.name: argument.default_value for argument in op._schema.arguments}
             named |= dict(zip(named, args, strict=False)) | kwargs | (spoil or {})
             run_attention(attention, AttentionCall(**named), caches[named["layer"]])

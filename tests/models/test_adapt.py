@@ -1,4 +1,4 @@
-"""What a model needs of the engine, found by watching it; and what is refused."""
+"""Requirements of a model on the engine, found by tracing it, and the rejected ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING
 
 from tests.models.paged import paged_tokens
-from torchweave.models import UnsupportedModel, load
+from torchweave.models import UnsupportedModel, load, recurrent
 from torchweave.models.adapt import adapt, install_ops
 from torchweave.models.attention import attention_forward
 from torchweave.models.decoder import DecoderStep
@@ -23,10 +24,10 @@ from torchweave.verify import zoo
 
 
 def examined(name: str) -> list[Any]:
-    return adapt(build_on_meta(zoo.zoo_model(name).config(), torch.float32), Report(show=False))
+    return adapt(build_on_meta(zoo.zoo_model(name).config(), torch.float32), Report(show=False)).attention
 
 
-def test_specs_say_what_each_layer_keeps() -> None:
+def test_layer_specs_describe_the_kv_cache_of_each_layer() -> None:
     gemma = examined("gemma2")
     assert [spec.window for spec in gemma] == [16, 0, 16]
     assert gemma[0].softcap == 1.5
@@ -46,7 +47,7 @@ def call(**options: Any) -> None:
     attention_forward(Layer(), q, q, q, options.pop("attention_mask", None), **options)
 
 
-def test_what_attention_does_not_know_is_refused() -> None:
+def test_unsupported_attention_arguments_are_rejected() -> None:
     call(dropout=0.0, output_attentions=False, position_ids=None)
     for options, part in (
         ({"attention_mask": torch.zeros(5, 5)}, "own attention mask"),
@@ -69,7 +70,7 @@ def test_kinds_of_layers_that_the_models_code_does_not_know(name: str, tmp_path:
     """A config may name kinds for another engine's sake; transformers' class has one attention in all layers."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     options = zoo.zoo_model(name).options | {"layer_types": kinds, "sliding_window": 8}
-    model = zoo.build(zoo.ZooModel("", name, options))
+    model = zoo.build(zoo.ZooModel(name, options))
     zoo.save(model, tmp_path)
     prompts = [list(range(3, 53)), list(range(9, 30))]
     expected = zoo.reference_tokens(model, prompts, 8)
@@ -77,16 +78,39 @@ def test_kinds_of_layers_that_the_models_code_does_not_know(name: str, tmp_path:
 
 
 @pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers has no model that reads a mask")
-def test_a_mask_that_is_not_there_is_named() -> None:
+def test_unknown_mask_is_named() -> None:
     options = zoo.zoo_model("deepseek_v3").options | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 32}
-    config = zoo.ZooModel("", "deepseek_v32", options).config()
+    config = zoo.ZooModel("deepseek_v32", options).config()
     with pytest.raises(UnsupportedModel, match=r"it reads an attention mask, and the engine builds none\.$"):
         adapt(build_on_meta(config, torch.float32), Report(show=False))
 
 
+def test_kv_cache_scales_of_recurrent_models_are_rejected(tmp_path: Path) -> None:
+    """Scales name layers of the model, the KV cache numbers attention layers alone."""
+    zoo.save(zoo.build(zoo.zoo_model("lfm2")), tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.1.self_attn.k_scale": torch.ones(1)}, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match="KV-cache scales by layer"):
+        load(tmp_path)
+
+
+def test_unverified_recurrent_layers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchweave.models.adapt.VERIFIED", frozenset())
+    model = build_on_meta(zoo.zoo_model("lfm2").config(), torch.float32)
+    with pytest.raises(UnsupportedModel, match="lfm2 has layers with a recurrent state that were not verified"):
+        adapt(model, Report(show=False))
+
+
+def test_recurrent_layers_without_a_hook_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "_REPLACEMENTS", {})
+    model = build_on_meta(zoo.zoo_model("lfm2").config(), torch.float32)
+    with pytest.raises(UnsupportedModel, match="lfm2 has layers of kind conv, whose recurrent state"):
+        adapt(model, Report(show=False))
+
+
 @pytest.mark.parametrize("name", ["roberta", "xlm-roberta-xl"])
-def test_positions_that_begin_elsewhere_are_refused(name: str) -> None:
-    config = zoo.ZooModel("", name, {"is_decoder": True}).config()
+def test_positions_from_token_ids_are_rejected(name: str) -> None:
+    config = zoo.ZooModel(name, {"is_decoder": True}).config()
     with pytest.raises(UnsupportedModel, match="positions start after its padding token's id"):
         adapt(build_on_meta(config, torch.float32), Report(show=False))
 
@@ -114,7 +138,7 @@ def test_long_rope_is_frozen_for_the_longest_sequence() -> None:
 
 def _phimoe() -> Any:
     rope = {"long_mscale": 1.3, "short_mscale": 1.1, **zoo.zoo_model("phi3-longrope").options["rope_parameters"]}
-    return zoo.build(zoo.ZooModel("", "phimoe", zoo.zoo_model("phimoe").options | {"rope_parameters": rope}))
+    return zoo.build(zoo.ZooModel("phimoe", zoo.zoo_model("phimoe").options | {"rope_parameters": rope}))
 
 
 @pytest.mark.parametrize(("tokens", "max_model_len"), [(90, 128), (200, 512)])
@@ -144,7 +168,7 @@ def test_dynamic_rope_grows_with_the_length_that_is_served() -> None:
 @pytest.mark.parametrize("name", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
 def test_rope_that_is_called_dynamic_and_is_fixed(name: str, tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
-    model = zoo.build(zoo.ZooModel("", name, zoo.zoo_model(name).options | {"rope_parameters": rope}))
+    model = zoo.build(zoo.ZooModel(name, zoo.zoo_model(name).options | {"rope_parameters": rope}))
     zoo.save(model, tmp_path)
     prompts = [list(range(3, 73)), list(range(9, 30))]
     expected = zoo.reference_tokens(model, prompts, 8)

@@ -1,4 +1,4 @@
-"""Loading from folders, and what users see when a folder is not what it should be."""
+"""Loading from folders, and the errors for damaged or unsupported folders."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_dtype_is_the_one_asked_for_and_frequencies_stay_float32(tmp_path: Path)
     assert torch.equal(loaded.module.model.model.rotary_emb.inv_freq, fresh.model.rotary_emb.inv_freq)
 
 
-def test_what_must_stay_float32_stays(tmp_path: Path) -> None:
+def test_float32_parameters_stay_float32(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
     gate = load(tmp_path, "bfloat16").module.model.model.layers[1].mlp.gate
     assert gate.e_score_correction_bias.dtype == torch.float32
@@ -146,7 +146,7 @@ def _with_rope(**rope: Any) -> dict[str, Any]:
     return zoo.zoo_model("llama").config().to_dict() | {"rope_parameters": parameters}
 
 
-def test_scaled_rope_reaches_beyond_the_length_of_before() -> None:
+def test_scaled_rope_extends_max_model_len() -> None:
     """As Qwen's cards say: the scaling is added to config.json, and max_position_embeddings stays."""
     yarn = _with_rope(rope_type="yarn", original_max_position_embeddings=512)
     assert model_facts(yarn).max_model_len == load(yarn, load_format="dummy").max_model_len == 2048
@@ -155,7 +155,7 @@ def test_scaled_rope_reaches_beyond_the_length_of_before() -> None:
     refused(yarn, "2049", "2048", max_model_len=2049, load_format="dummy")  # type: ignore[arg-type]
 
 
-def test_dynamic_rope_stretches_where_that_is_asked_for() -> None:
+def test_dynamic_rope_extends_to_an_explicit_max_model_len() -> None:
     """Unasked it stays as it is: a longer sequence's frequencies are others for short ones, too."""
     config = _with_rope(rope_type="dynamic")
     facts = model_facts(config)
@@ -204,8 +204,8 @@ def test_generation_defaults_that_are_no_numbers(name: str, value: Any, expected
 
 
 @pytest.mark.parametrize("form", ["tokenizer.json", "added_tokens_decoder", "nowhere"])
-def test_end_token_that_only_the_tokenizer_names(form: str, tmp_path: Path) -> None:
-    """As fine-tunes have it: turns end with <|im_end|>, and config.json still says the end of the base model."""
+def test_eos_token_from_the_tokenizer(form: str, tmp_path: Path) -> None:
+    """Fine-tunes end turns with <|im_end|> while config.json still names the base model's EOS token."""
     save("llama", tmp_path)
     (tmp_path / "generation_config.json").unlink()
     config: dict[str, Any] = {"eos_token": {"content": "<|im_end|>", "special": True}}
@@ -268,7 +268,7 @@ def _with_images(folder: Path, text: str, name: str, **outer: Any) -> None:
     (folder / "config.json").write_text(json.dumps(outer))
 
 
-def test_head_that_the_whole_of_a_multimodal_model_ties(tmp_path: Path) -> None:
+def test_lm_head_tied_by_a_multimodal_config(tmp_path: Path) -> None:
     model = save("llama-tied", tmp_path)
     _with_images(tmp_path, "model.language_model.", "mistral3", tie_word_embeddings=True)
     torch.testing.assert_close(logits_of(load(tmp_path), IDS), model(IDS[None]).logits[0], atol=1e-4, rtol=1e-4)
@@ -297,12 +297,12 @@ def test_missing_folder(tmp_path: Path) -> None:
     refused(str(tmp_path / "nothing"), "nothing", "expected a folder")
 
 
-def test_a_name_that_no_folder_can_have() -> None:
+def test_invalid_folder_name() -> None:
     refused("x" * 300, "cannot be read (File name too long)", "give the path of a model folder")
 
 
-def test_a_text_part_that_is_none_is_none(tmp_path: Path) -> None:
-    """Other than a dict it says nothing, of how the checkpoint is quantised either."""
+def test_text_config_that_is_no_mapping_is_ignored(tmp_path: Path) -> None:
+    """A text_config that is no mapping is ignored, also for the quantization config."""
     (tmp_path / "config.json").write_text('{"model_type": "llama", "text_config": "x"}')
     refused(tmp_path, "has no weights")
 
@@ -339,9 +339,7 @@ def test_config_that_is_no_json(tmp_path: Path) -> None:
         ({"hidden_act": "sulu"}, ("build a llama model", "sulu")),
     ],
 )
-def test_config_with_values_that_transformers_trips_over(
-    value: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_config_values_that_transformers_rejects(value: dict[str, Any], parts: tuple[str, ...], tmp_path: Path) -> None:
     save("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | value
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -407,7 +405,7 @@ def test_tensor_that_the_config_would_ignore(tmp_path: Path) -> None:
     refused(tmp_path, "model.layers.0.self_attn.q_proj.bias")
 
 
-def test_tensors_of_modules_that_are_not_there_are_left(tmp_path: Path) -> None:
+def test_tensors_of_absent_modules_are_ignored(tmp_path: Path) -> None:
     save("llama", tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({"mtp.layers.0.weight": torch.zeros(4)}))
     assert torch.isfinite(logits_of(load(tmp_path), IDS)).all()
@@ -430,7 +428,7 @@ def test_tensor_of_another_shape(tmp_path: Path) -> None:
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_models_that_are_no_plain_decoders(config: dict[str, Any], reason: str) -> None:
+def test_models_other_than_decoders_are_rejected(config: dict[str, Any], reason: str) -> None:
     refused(config, reason, load_format="dummy")  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: tokens of two ranks, parts of parameters, one graph for all ranks, and what is refused."""
+"""Tensor parallelism: tokens of two ranks, parameter shards, one graph for all ranks, and rejected models."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_all_ranks_have_one_graph(name: str) -> None:
     assert clones == [3, 3], "one kind of layer, traced once"
 
 
-def test_ranks_read_their_parts_alone(tmp_path: Path) -> None:
+def test_ranks_read_only_their_shards(tmp_path: Path) -> None:
     entry = zoo.zoo_model("llama-bias")
     zoo.save(zoo.build(entry), tmp_path)
     whole, parts, read = load(tmp_path).module.model, [], 0
@@ -216,7 +216,7 @@ def test_indivisible_models_are_refused_with_a_reason(name: str, size: int, expe
         part_of(config, 0, size, load_format="dummy", expert_parallel=expert_parallel)
 
 
-def test_more_refusals() -> None:
+def test_unsupported_tensor_parallel_models_are_rejected() -> None:
     entry = zoo.zoo_model("qwen3_moe")
     odd = replace(entry, options={**entry.options, "num_experts": 7, "moe_intermediate_size": 33})
     config = odd.config().to_dict()
@@ -232,7 +232,7 @@ def test_more_refusals() -> None:
 
 
 def test_unknown_architectures_are_divided_by_their_own_plan_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {entry.config().model_type for entry in zoo.ZOO_MODELS} == roles.VERIFIED
+    assert {entry.config().model_type for entry in zoo.ZOO_MODELS} >= roles.VERIFIED
     monkeypatch.setattr(roles, "VERIFIED", frozenset())
     part = part_of(zoo.zoo_model("glm").config().to_dict(), 1, load_format="dummy").module.model
     assert tuple(part.model.layers[0].self_attn.q_proj.weight.shape) == (32, 64)

@@ -1,4 +1,4 @@
-"""FP8 at load: what is quantised, how closely, in what order, and checkpoints that are FP8 already, against dequantised ones."""
+"""FP8 at load: quantized layers, rounding, order of loading, and FP8 checkpoints against dequantized ones."""
 
 from __future__ import annotations
 
@@ -259,6 +259,7 @@ def test_a_checkpoint_is_read(form: str, tmp_path: Path) -> None:
     loaded = load(tmp_path, report=report)
     assert loaded.quantization == how.name
     model = loaded.module.model
+    assert means
     for name, mean in means.items():
         module = model.get_submodule(name.removesuffix(".weight"))
         assert isinstance(module, Fp8Linear)
@@ -354,7 +355,7 @@ TRANSFORMS = {
         (FORMS["ct-channel"][0] | {"transform_config": TRANSFORMS}, "online transforms of input"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused_with_the_reason(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_unsupported_checkpoints_are_rejected_with_a_reason(config: dict[str, Any], said: str, tmp_path: Path) -> None:
     zoo.zoo_model("llama").config().save_pretrained(tmp_path)
     change_config(tmp_path, config)
     for read in (model_facts, lambda folder: load(folder, load_format="dummy")):
@@ -395,7 +396,7 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
         ("input_scale", torch.ones(2), r"a tensor of shape \[2\] as input scale of"),
     ],
 )
-def test_scales_that_are_none_are_refused(ending: str, scale: Tensor, said: str, tmp_path: Path) -> None:
+def test_invalid_scales_are_rejected(ending: str, scale: Tensor, said: str, tmp_path: Path) -> None:
     write("ct-tensor", tmp_path)
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {f"model.layers.1.mlp.up_proj.{ending}": scale}, file)
@@ -411,8 +412,8 @@ def test_scales_that_are_none_are_refused(ending: str, scale: Tensor, said: str,
         ("gpt_neox", "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"),  # read by transformers
     ],
 )
-def test_quantised_numbers_are_never_taken_for_weights(name: str, weight: str, tmp_path: Path) -> None:
-    """A config.json that lost its `quantization_config`, whoever reads the weights."""
+def test_fp8_values_without_scales_are_never_used_as_weights(name: str, weight: str, tmp_path: Path) -> None:
+    """A config.json without its `quantization_config`, on every way of reading weights."""
     zoo.save(zoo.build(zoo.zoo_model(name)), tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -437,9 +438,91 @@ def test_linears_in_fp8_beside_experts_that_are_not(tmp_path: Path) -> None:
 
     expert = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
     tensors[expert], scale = quantize_weight(tensors[expert], QuantScheme("channel"))
-    save_file(tensors | {expert + "_scale": scale[:, None]}, file)
-    with pytest.raises(ValueError, match="splits its FP8 experts differently from MixtralForCausalLM"):
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="F8_E4M3 without a scale"):
         load(tmp_path)
+    save_file(tensors | {expert + "_scale": scale[:, None]}, file)
+    with pytest.raises(ValueError, match=r"has no scale of .*experts.*unlike of other experts"):
+        load(tmp_path)
+
+
+_WIDE_EXPERTS = {
+    "hidden_size": 192,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 32,
+}
+
+
+@pytest.mark.parametrize("how", ["tensor", "channel", "block"])
+def test_experts_in_fp8_are_merged_with_their_scales(how: Any, tmp_path: Path) -> None:
+    """Experts come one by one; their activations keep their dtype, so tokens are those of the dequantised experts."""
+    entry = zoo.ZooModel("wide", _WIDE_EXPERTS, base="qwen3_moe")
+    model = zoo.build(entry)
+    zoo.save(model, tmp_path)
+    file, plain = tmp_path / "model.safetensors", tmp_path / "plain"
+    tensors = load_file(file)
+    means = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name], scale = quantize_weight(tensors[name], QuantScheme(how))
+        means[name] = dequantized(tensors[name], scale)
+        if how == "block":
+            tensors[name + "_scale_inv"] = scale[:, : -(-means[name].shape[1] // GROUP)].contiguous()
+        else:
+            tensors[name + "_scale"] = scale[0].clone() if how == "tensor" else scale[:, None].contiguous()
+    zoo.save(model, plain)
+    save_file(means, plain / "model.safetensors")
+    save_file(tensors, file)
+    forms = {"tensor": "autofp8", "channel": "ct-channel", "block": "hf-block"}
+    change_config(tmp_path, FORMS[forms[how]][0] | ({"activation_scheme": "dynamic"} if how == "tensor" else {}))
+    report = Report(show=False)
+    loaded = load(tmp_path, report=report)
+    experts = loaded.module.model.model.layers[1].mlp.experts
+    assert experts.gate_up_proj.dtype == experts.down_proj.dtype == FP8
+    assert list(experts.gate_up_proj_scale.shape) == ([4, 2, 2] if how == "block" else [4, 256, 1])
+    torch.testing.assert_close(logits_of(loaded), logits_of(load(plain)), rtol=1e-4, atol=1e-4)
+    assert "experts of a mixture" not in report.select("quantized")[0]["excluded"]
+
+    first = next(name for name in tensors if name.endswith(("weight_scale", "weight_scale_inv")))
+    for scale, said in (
+        (torch.full_like(tensors[first], torch.nan), "not all finite"),
+        (torch.ones(3, 5), "expected one scale, or"),
+    ):
+        save_file(tensors | {first: scale}, file)
+        with pytest.raises(ValueError, match=said):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_ranks_cut_fp8_experts_with_their_scales(expert_parallel: bool, tmp_path: Path) -> None:
+    from tests.models.test_parallel import part_of
+
+    zoo.save(zoo.build(zoo.zoo_model("qwen3_moe")), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name], scale = quantize_weight(tensors[name], QuantScheme("channel"))
+        tensors[name + "_scale"] = scale[:, None].contiguous()
+    save_file(tensors, file)
+    change_config(tmp_path, FORMS["ct-channel"][0])
+
+    def values(model: Any, leaf: str) -> Tensor:
+        experts = model.model.layers[1].mlp.experts
+        return getattr(experts, leaf).float() * getattr(experts, f"{leaf}_scale")
+
+    whole = load(tmp_path).module.model
+    parts = [part_of(tmp_path, rank, expert_parallel=expert_parallel).module.model for rank in range(2)]
+    for leaf in ("gate_up_proj", "down_proj"):
+        own = [values(part, leaf) for part in parts]
+        if expert_parallel:
+            joined = torch.cat(own)
+        elif leaf == "down_proj":
+            joined = torch.cat(own, 2)
+        else:
+            halves = [part.chunk(2, 1) for part in own]
+            joined = torch.cat([halves[0][0], halves[1][0], halves[0][1], halves[1][1]], 1)
+        assert torch.equal(joined, values(whole, leaf)), leaf
 
 
 def test_an_fp8_checkpoint_that_transformers_would_have_to_read(tmp_path: Path) -> None:

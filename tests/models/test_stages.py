@@ -1,4 +1,4 @@
-"""Pipeline parallelism: what a stage has of a model, tokens of two stages, and what is refused."""
+"""Pipeline parallelism: the layers of a stage, tokens of two stages, and rejected models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as it arrives is the text of all tokens, whatever the pieces, and no character is ever shown broken."""
+"""Streamed text adds up to the text of all tokens, for any division, without broken characters."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_first_token_keeps_its_space_behind_a_prompt(tokenizer: Tokenizer) -
     assert "".join(pieces(tokenizer, both[len(prompt) :], prompt=prompt)) == " world"
 
 
-def test_bytes_that_are_no_text_come_out_in_the_end(tokenizer: Tokenizer) -> None:
+def test_invalid_utf8_is_flushed_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a🎉b")
     half = ids[: len(ids) - 2]
     given = pieces(tokenizer, half)
@@ -117,7 +117,7 @@ def test_a_prompt_that_ends_with_a_character_of_many_bytes_does_not_break_the_an
     assert "".join(pieces(tokenizer, both[len(prompt) :], prompt=prompt)) == "🎉 a"
 
 
-def test_a_prompt_that_ends_within_a_character_costs_none_of_the_answer(tokenizer: Tokenizer) -> None:
+def test_prompt_that_ends_within_a_character_loses_no_output(tokenizer: Tokenizer) -> None:
     before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("H🎉", "H🎉do"))
     assert after[: len(before)] == before
     for cut in range(1, len(before)):
@@ -135,7 +135,7 @@ def test_the_text_is_the_same_however_its_tokens_are_divided(tokenizer: Tokenize
         assert "".join(pieces(tokenizer, ids, size)) == one_by_one
 
 
-def test_special_tokens_are_silent_unless_asked_for(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_skipped_by_default(tokenizer: Tokenizer) -> None:
     eos = tokenizer.eos_token_id
     assert eos is not None
     ids = [*tokenizer.encode("a b"), eos, *tokenizer.encode(" c", add_special_tokens=False)]
@@ -174,7 +174,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 """
 
 
-def test_code_of_a_folder_runs_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trust_remote_code_runs_tokenizer_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the terminal was asked"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     PreTrainedTokenizerFast(tokenizer_object=byte_level()).save_pretrained(tmp_path)

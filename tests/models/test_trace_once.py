@@ -1,4 +1,4 @@
-"""X2 on transformers' own models: the graph of a model whose layers are traced once is that of a plain capture."""
+"""Models of transformers: tracing repeated layers once gives the graph of a plain capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers imports for nothing is imported when it is needed, and is then what it always was."""
+"""Modules that transformers imports needlessly are imported lazily and behave as before."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(code: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_models_are_imported_without_what_no_engine_runs(tmp_path: Path) -> None:
+def test_model_import_skips_unused_modules(tmp_path: Path) -> None:
     run(
         """
 import sys
@@ -107,7 +107,7 @@ assert sys.modules["scipy.optimize"].__file__ and sys.modules["sklearn.metrics"]
     )
 
 
-def test_a_module_that_is_there_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_already_imported_module_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     there = type(sys)("scipy.optimize")
     monkeypatch.setitem(sys.modules, "scipy.optimize", there)
     with postponed():

@@ -6,10 +6,12 @@ of `tokens x tokens` reveals an attention that was not replaced or a mask, and t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,11 @@ from torchweave.models import attention, experts
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep, supports_logits_to_keep
 from torchweave.models.hooks import disable_dynamic_rope, disable_padding_warnings, hook_attention
+from torchweave.models.recurrent import VERIFIED, count_hooked, hook_recurrent_layers, recurrent_kinds
 from torchweave.ops.attention.op import LayerSpec
+from torchweave.ops.recurrent.op import RECURRENT_OPS, RecurrentSpec
 from torchweave.report import Report
 
-# Layers with a recurrent state instead of keys and values, by their name in `config.layer_types`.
-_RECURRENT_KINDS = frozenset(
-    {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe_mamba", "hybrid", "rwkv"}
-)
 # Operations that mix tokens outside attention; they need a state per request.
 _MIXING_OPS = frozenset({"aten::convolution", "aten::cumsum", "aten::roll", "aten::_fft_r2c", "aten::cumprod"})
 _PROBE_TOKENS = 53
@@ -38,20 +38,37 @@ _PROBE_LOGITS = 3
 """Rows of logits that the probe run requests."""
 
 
-def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
-    """Install the engine's ops in a model on the meta device; returns the specs of its attention layers.
+@dataclass(frozen=True)
+class ModelLayers:
+    """Layers of a model with state.
+
+    Attributes:
+        attention: KV-cache layout by the attention op's `layer` argument.
+        recurrent: calls of recurrent ops by their `state` argument.
+    """
+
+    attention: list[LayerSpec]
+    recurrent: list[RecurrentSpec]
+
+
+def adapt(model: PreTrainedModel, report: Report) -> ModelLayers:
+    """Install the engine's ops in a model on the meta device; returns its layers with state.
 
     Raises:
         UnsupportedModel: the model needs a feature that the engine lacks; the message names it.
     """
     check_config(model.config)
+    kinds = recurrent_kinds(model.config)
     hooked = install_ops(model)
-    specs = layer_specs(model)
+    _check_recurrent_layers(model, kinds)
+    number_attention_layers(model)
+    layers = model_layers(model)
     _check_positions(model)
     report.event(
         "model_adapted",
         architecture=type(model).__name__,
-        attention_layers=len(specs),
+        attention_layers=len(layers.attention),
+        recurrent_states=len(layers.recurrent),
         experts=experts.count_experts(model),
         hooked=hooked,
     )
@@ -59,22 +76,45 @@ def adapt(model: PreTrainedModel, report: Report) -> list[LayerSpec]:
         name = type(model).__name__
         why = f"{name} computes logits of every token instead of the last one per request: it has no logits_to_keep"
         report.event("warning", what="logits", why=why)
-    return specs
+    return layers
 
 
-def install_ops(model: PreTrainedModel) -> list[str]:
-    """Select the engine's attention and experts in the model's configs; returns the classes that needed a hook."""
+def install_ops(model: PreTrainedModel, like: PreTrainedModel | None = None) -> list[str]:
+    """Select the engine's attention and experts in the model's configs; returns the classes that needed a hook.
+
+    Args:
+        like: an adapted model of the same class, whose numbers of attention layers are taken over.
+    """
     by_kind = _uses_layer_types(model)
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = attention.NAME
             if not by_kind and getattr(config, "layer_types", None):
-                config.layer_types = None
+                with contextlib.suppress(AttributeError):  # RecurrentGemma's is a property
+                    config.layer_types = None
     experts.install_experts(model)
     disable_dynamic_rope(model)
     disable_padding_warnings(model)
-    return hook_attention(model)
+    for name, module in like.named_modules() if like is not None else ():
+        if hasattr(module, "torchweave_layer"):
+            own: Any = model.get_submodule(name)
+            own.torchweave_layer = module.torchweave_layer
+    return [*hook_attention(model), *hook_recurrent_layers(model)]
+
+
+def _check_recurrent_layers(model: PreTrainedModel, kinds: list[str]) -> None:
+    """Reject layers with a recurrent state that have no hook, or that were not verified against transformers."""
+    hooked = count_hooked(model)
+    if hooked and model.config.model_type not in VERIFIED:
+        raise UnsupportedModel(
+            f"{model.config.model_type} has layers with a recurrent state that were not verified against transformers."
+        )
+    if hooked < len(kinds):
+        raise UnsupportedModel(
+            f"{model.config.model_type} has layers of kind {', '.join(sorted(set(kinds)))}, whose recurrent state the engine does "
+            "not support."
+        )
 
 
 def _uses_layer_types(model: PreTrainedModel) -> bool:
@@ -86,22 +126,10 @@ def _uses_layer_types(model: PreTrainedModel) -> bool:
 
 
 def check_config(config: Any) -> None:
-    """Reject encoders, recurrent layers and ALiBi by the config."""
-    name = getattr(config, "model_type", type(config).__name__)
+    """Reject encoders by the config."""
     if getattr(config, "is_encoder_decoder", False):
+        name = getattr(config, "model_type", type(config).__name__)
         raise UnsupportedModel(f"{name} is an encoder-decoder model; only decoders can be served.")
-    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
-    if recurrent := sorted(kinds & _RECURRENT_KINDS):
-        raise UnsupportedModel(
-            f"{name} has layers of kind {', '.join(recurrent)}, with a recurrent state instead of keys and values; "
-            "the engine serves attention layers only."
-        )
-    uses_alibi = getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False)
-    if uses_alibi or name == "bloom":
-        raise UnsupportedModel(
-            f"{name} encodes positions in its attention mask (ALiBi), and the engine builds no masks; "
-            "choose a model with rotary or learned positions."
-        )
 
 
 class _ProbeMode(TorchDispatchMode):
@@ -110,11 +138,15 @@ class _ProbeMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[dict[str, Any]] = []
+        self.states: dict[int, RecurrentSpec] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name == "torchweave::attention":
             self.calls.append(_call_arguments(func, args, kwargs or {}))
+            return None
+        if func in RECURRENT_OPS:
+            self._add_state(func, _call_arguments(func, args, kwargs or {}))
             return None
         out = func(*args, **(kwargs or {}))
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -132,6 +164,11 @@ class _ProbeMode(TorchDispatchMode):
                 )
         return out
 
+    def _add_state(self, func: Any, arguments: dict[str, Any]) -> None:
+        if arguments["state"] in self.states:
+            raise UnsupportedModel(f"a layer calls {func._schema.name} twice in a forward, with a state for each call.")
+        self.states[arguments["state"]] = RecurrentSpec.of(func, tuple(arguments.values()), _PROBE_TOKENS)
+
 
 def _call_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     named = {argument.name: argument.default_value for argument in func._schema.arguments}
@@ -140,7 +177,7 @@ def _call_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return named
 
 
-def _run_probe(model: PreTrainedModel) -> list[dict[str, Any]]:
+def _run_probe(model: PreTrainedModel) -> _ProbeMode:
     probe, name = _ProbeMode(), type(model).__name__
     with torch.no_grad(), probe:
         ids = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device="meta")
@@ -158,7 +195,7 @@ def _run_probe(model: PreTrainedModel) -> list[dict[str, Any]]:
             f"{name} cannot be served: asked for the logits of {_PROBE_LOGITS} tokens out of {_PROBE_TOKENS} (logits_to_keep), it "
             f"returns {list(logits.shape)}."
         )
-    return probe.calls
+    return probe
 
 
 def _failure_reason(error: Exception) -> str:
@@ -177,16 +214,21 @@ def _failure_reason(error: Exception) -> str:
 
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
-    """Specs of the attention layers of an adapted model on the meta device, from a probe run.
+    """Specs of the attention layers of an adapted model on the meta device; see `model_layers`."""
+    return model_layers(model).attention
+
+
+def model_layers(model: PreTrainedModel) -> ModelLayers:
+    """Layers with state of an adapted model on the meta device, from a probe run.
 
     Raises:
         UnsupportedModel: the model needs a feature that the engine lacks; the message names it.
     """
-    name, calls = type(model).__name__, _run_probe(model)
-    if not calls:
+    name, probe = type(model).__name__, _run_probe(model)
+    if not probe.calls and not probe.states:
         raise UnsupportedModel(f"{name} cannot be served: its attention bypasses transformers' attention interface.")
     by_layer: dict[int, dict[str, Any]] = {}
-    for call in calls:
+    for call in probe.calls:
         layer = call["layer"]
         if layer in by_layer:
             raise UnsupportedModel(f"{name} cannot be served: two attentions of a forward have layer index {layer}.")
@@ -197,7 +239,23 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
         )
     specs = [_layer_spec(name, layer, by_layer[layer]) for layer in range(len(by_layer))]
     _check_window(model, specs)
-    return specs
+    assert sorted(probe.states) == list(range(len(probe.states))), "every hooked function has a state"
+    return ModelLayers(specs, [probe.states[state] for state in sorted(probe.states)])
+
+
+def number_attention_layers(model: PreTrainedModel) -> None:
+    """Number the attention layers by themselves in a model where some layers have none: recurrent ones, and cross-attention."""
+    if not count_hooked(model) and not getattr(model.config, "cross_attention_layers", None):
+        return
+    modules: list[Any] = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
+    for number, module in enumerate(modules):
+        module.torchweave_layer = number
+    called = [call["layer"] for call in _run_probe(model).calls]
+    for number, module in enumerate(modules):
+        if number in called:
+            module.torchweave_layer = called.index(number)
+        else:
+            del module.torchweave_layer
 
 
 def _check_window(model: PreTrainedModel, specs: list[LayerSpec]) -> None:
@@ -212,11 +270,12 @@ def _check_window(model: PreTrainedModel, specs: list[LayerSpec]) -> None:
 
 
 def _check_positions(model: PreTrainedModel) -> None:
-    """Reject embeddings that derive positions from token ids, starting after the padding id (RoBERTa)."""
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        raise UnsupportedModel(
-            f"{type(model).__name__} cannot be served: its positions start after its padding token's id, the engine's at 0."
-        )
+    """Reject embeddings that derive positions from token ids (RoBERTa): they start after the padding id and skip padding tokens."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise UnsupportedModel(
+                f"{type(model).__name__} cannot be served: its positions start after its padding token's id, the engine's at 0."
+            )
 
 
 def _layer_spec(name: str, layer: int, call: dict[str, Any]) -> LayerSpec:
@@ -234,6 +293,7 @@ def _layer_spec(name: str, layer: int, call: dict[str, Any]) -> LayerSpec:
         chunk=call["chunk"],
         softcap=call["softcap"],
         sinks=call["sinks"] is not None,
+        alibi=call["alibi_slopes"] is not None,
     )
 
 

@@ -43,6 +43,8 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     token_positions: Tensor | None = None,
+    layer_offset: int = 0,
+    alibi_slopes: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """Attention over flattened tokens: query `[1, H, T, D]`, key `[1, KH, T, D]`, value `[1, KH, T, Dv]` -> `[1, T, H, Dv]`.
@@ -59,9 +61,15 @@ def attention_forward(
     out = torch.empty(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device)
     scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
     window, chunk = _window_and_chunk(module, sliding_window)
-    layer = getattr(module, "torchweave_layer", module.layer_idx)  # index among this rank's layers
-    torch.ops.torchweave.attention(q, k, v, out, layer, scale, window, float(softcap or 0.0), s_aux, chunk)
+    layer = layer_number(module) + layer_offset
+    alibi = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
+    torch.ops.torchweave.attention(q, k, v, out, layer, scale, window, float(softcap or 0.0), s_aux, chunk, **alibi)
     return out.unsqueeze(0), None
+
+
+def layer_number(module: nn.Module) -> int:
+    """Index of an attention module's keys and values among the attention layers of this rank."""
+    return int(getattr(module, "torchweave_layer", module.layer_idx))  # type: ignore[arg-type]
 
 
 def _scale_query_by_position(query: Tensor, positions: Tensor, strength: float, floor: float) -> Tensor:
@@ -93,7 +101,7 @@ def _window_and_chunk(module: Any, sliding_window: int | None) -> tuple[int, int
     if kinds is None or layer >= len(kinds):
         return int(sliding_window or getattr(module, "torchweave_window", 0)), 0
     kind = kinds[layer]
-    if kind == "full_attention":
+    if kind in ("full_attention", "attention", "hybrid"):
         return 0, 0
     if kind == "chunked_attention":
         return 0, int(config.attention_chunk_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from torchweave.ops.attention.op import LayerSpec
+    from torchweave.ops.recurrent.op import RecurrentSpec
 
 
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:
@@ -25,14 +27,21 @@ class DecoderStep(nn.Module):
         attention_layers: KV-cache layout by the attention op's `layer` argument.
         vocab_size: columns of the logits.
         max_model_len: longest sequence in tokens with valid positions.
+        recurrent_layers: calls of recurrent ops by their `state` argument.
     """
 
     def __init__(
-        self, model: PreTrainedModel, attention_layers: list[LayerSpec], vocab_size: int, max_model_len: int
+        self,
+        model: PreTrainedModel,
+        attention_layers: list[LayerSpec],
+        vocab_size: int,
+        max_model_len: int,
+        recurrent_layers: Sequence[RecurrentSpec] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.attention_layers = attention_layers
+        self.recurrent_layers = tuple(recurrent_layers)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._supports_logits_to_keep = supports_logits_to_keep(model)

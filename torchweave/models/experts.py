@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-import torchweave.ops.moe.experts  # noqa: F401  (defines torchweave::experts)
+import torchweave.ops.moe.experts
+import torchweave.ops.moe.quantized_experts  # noqa: F401  (defines torchweave::quantized_experts)
 from torchweave.models.attention import UnsupportedModel
 
 NAME = "torchweave"
@@ -35,6 +36,11 @@ _ACTIVATIONS = {
 _CLAMPED_GATES = {"GptOssExperts": ("alpha", "limit")}
 
 
+def activation_name(act: Any) -> str | None:
+    """The op's name of an activation, a module or a function; None if the op does not support it."""
+    return _ACTIVATIONS.get(type(act).__name__ if isinstance(act, nn.Module) else getattr(act, "__name__", ""))
+
+
 def _activation_form(block: Any) -> tuple[str, float, float] | None:
     """(activation, alpha, limit) of a block; None if the op does not support it."""
     if getattr(block, "has_post_expert_norm", False):
@@ -44,8 +50,7 @@ def _activation_form(block: Any) -> tuple[str, float, float] | None:
         alpha, limit = (float(getattr(block, name)) for name in _CLAMPED_GATES[kind])
         return "silu", alpha, limit
     has_own_gate = getattr(type(block), "_apply_gate", None).__module__ != "transformers.integrations.moe"
-    act = getattr(block, "act_fn", None)
-    activation = _ACTIVATIONS.get(type(act).__name__ if isinstance(act, nn.Module) else getattr(act, "__name__", ""))
+    activation = activation_name(getattr(block, "act_fn", None))
     return None if has_own_gate or activation is None else (activation, 0.0, 0.0)
 
 
@@ -59,6 +64,23 @@ def experts_forward(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     activation, alpha, limit = form
     gated, biased = block.has_gate, block.has_bias
     up = "gate_up_proj" if gated else "up_proj"
+    if hasattr(block, "down_proj_scale"):
+        return torch.ops.torchweave.quantized_experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            getattr(block, up),
+            getattr(block, f"{up}_scale"),
+            block.down_proj,
+            block.down_proj_scale,
+            getattr(block, f"{up}_bias") if biased else None,
+            block.down_proj_bias if biased else None,
+            activation,
+            gated,
+            not block.is_concatenated,
+            alpha,
+            limit,
+        )
     return torch.ops.torchweave.experts(
         hidden_states,
         top_k_index,
@@ -99,7 +121,8 @@ def count_experts(model: nn.Module) -> dict[str, int]:
 
 def check_dtype(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Reject dtypes for which transformers' grouped matmul reads counts on the host, which breaks CUDA graphs."""
-    if device.type == "cuda" and dtype != torch.bfloat16 and count_experts(model)["grouped_mm"]:
+    hooked = any(hasattr(module, "torchweave_grouped_mm") for module in model.modules())
+    if device.type == "cuda" and dtype != torch.bfloat16 and (hooked or count_experts(model)["grouped_mm"]):
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be served in {str(dtype).removeprefix('torch.')} on a GPU: its experts need "
             "a grouped matmul in bfloat16 there; use dtype=bfloat16."
@@ -115,10 +138,12 @@ def launch_samples(module: nn.Module, num_tokens: int) -> None:
             kinds.setdefault((type(block), block.down_proj.shape, top_k), block)
     for (_, shape, top_k), block in kinds.items():
         weight = block.down_proj
-        width = shape[2] if block.is_transposed else shape[1]
+        packed = hasattr(block, "down_proj_scale")
+        width = shape[2] if block.is_transposed and not packed else shape[1]
+        dtype = torch.bfloat16 if packed else weight.dtype
         spread = torch.arange(num_tokens * top_k, device=weight.device).view(num_tokens, top_k) % shape[0]
-        x = torch.zeros(num_tokens, width, dtype=weight.dtype, device=weight.device)
-        experts_forward(block, x, spread, torch.ones_like(spread, dtype=weight.dtype))
+        x = torch.zeros(num_tokens, width, dtype=dtype, device=weight.device)
+        experts_forward(block, x, spread, torch.ones_like(spread, dtype=dtype))
 
 
 def install_experts(model: PreTrainedModel) -> None:

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from torchweave.models.attention import attention_forward
+from torchweave.models.attention import UnsupportedModel, attention_forward
+from torchweave.models.attention_hooks import ATTENTION_HOOKS
+from torchweave.models.expert_hooks import EXPERT_HOOKS
+from torchweave.models.position_hooks import POSITION_HOOKS
 from torchweave.report import Report
 
 # -- attention outside transformers' interface -------------------------------------------------------------------------
@@ -52,7 +55,7 @@ def _falcon_forward(
     else:
         query, key, value = module._split_heads(fused)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    assert position_embeddings is not None, "Falcon without RoPE uses ALiBi, which check_config rejects"
+    assert position_embeddings is not None, "the hook rejects Falcon without RoPE"
     rotate = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
     query, key = rotate(query, key, *position_embeddings)
     out, _weights = attention_forward(self, query, key, value, attention_mask)
@@ -60,6 +63,11 @@ def _falcon_forward(
 
 
 def _hook_falcon(module: Any) -> None:
+    if module.config.alibi:
+        raise UnsupportedModel(
+            "falcon with ALiBi rounds its bias by position to bfloat16 in every dtype, which the attention op does not; choose a "
+            "Falcon with rotary positions."
+        )
     module.forward = types.MethodType(_falcon_forward, module)
 
 
@@ -107,11 +115,14 @@ _HOOKS_BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
     "Llama4TextDecoderLayer": _hook_llama4_layer,
     "PhimoeAttention": _hook_mask_window,
     "GPTNeoXJapaneseAttention": _hook_attn_method(lambda m: 1.0 / float(m.norm_factor)),
+    **ATTENTION_HOOKS,
+    **EXPERT_HOOKS,
+    **POSITION_HOOKS,
 }
 
 
 def hook_attention(model: nn.Module) -> list[str]:
-    """Install the op in attention modules outside transformers' interface; returns the hooked classes."""
+    """Install the ops where attention, experts or positions bypass transformers' interfaces; returns the hooked classes."""
     hooked = set()
     for module in model.modules():
         name = type(module).__name__

@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from torchweave.config import ModelFacts
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import experts
-from torchweave.models.adapt import adapt, check_config, vocab_size
+from torchweave.models.adapt import ModelLayers, adapt, check_config, vocab_size
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.hooks import freeze_rope
-from torchweave.models.materialize import WeightLoadSpec, load_dummy_weights, load_weights
+from torchweave.models.materialize import WeightLoadSpec, causal_lm_class, is_mapped, load_dummy_weights, load_weights
 from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.models.weights import read as weights
@@ -36,7 +36,9 @@ from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer, read_eos_token_id
 
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_LENGTH_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "max_target_positions",
+)  # fmt: skip
 # Exceptions of transformers for invalid config values, checked and unchecked.
 _BAD_CONFIG = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
@@ -113,8 +115,8 @@ def load(
         load_format: `auto` reads the checkpoint's weights; `dummy` fills random weights of the same shapes.
         trust_remote_code: run Python code that is part of the checkpoint.
         max_model_len: longest sequence in tokens; length-dependent RoPE is fixed for it.
-        quantization: quantize linears at load time: `fp8`, `fp8_per_channel` or `fp8_per_block`; None: the checkpoint's
-            format.
+        quantization: quantize linears at load time: `fp8`, `fp8_per_channel`, `fp8_per_block` or `int4`; None: the
+            checkpoint's format.
         process_groups: the ranks that share the model; this rank loads its part. None: a single rank.
         expert_parallel: distribute whole experts over the ranks instead of sharding each.
 
@@ -135,10 +137,15 @@ def load(
     with report.stage("build model"):
         quant_scheme = resolve_scheme(source, quantization)
         model = build_on_meta(config, resolved_dtype, trust_remote_code)
-        specs = adapt(model, report)
+        layers = adapt(model, report)
         experts.check_dtype(model, resolved_dtype, device)
     length = _max_model_len(model.config, max_model_len)
-    specs = _with_cache_scales(specs, stored, report)
+    if layers.recurrent and process_groups.pipeline_parallel_size > 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has layers with a recurrent state, which pipeline stages do not support; set "
+            "pipeline_parallel_size to 1."
+        )
+    specs = _with_cache_scales(layers.attention, stored, bool(layers.recurrent), report)
     size = _ModelSize(vocab_size(model), sum(parameter.numel() for parameter in model.parameters()), length)
     plan = stage = whole = None
     if process_groups.tensor_parallel_size > 1:
@@ -159,7 +166,7 @@ def load(
     if quantizer is not None:
         quantizer.report_summary(model, report)
     freeze_rope(model, length, report)
-    return _make_loaded_model(load_spec, model, specs, size, process_groups, report)
+    return _make_loaded_model(load_spec, model, ModelLayers(specs, layers.recurrent), size, process_groups, report)
 
 
 def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:
@@ -172,7 +179,7 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
     config = read_config(source, trust_remote_code)
     check_config(config)
     stored, quant_scheme = _stored_dtype(config), checkpoint_scheme(source)
-    heads, length = getattr(config, "num_attention_heads", None), _max_model_len(config, None)
+    heads, length = _global_value(config, "num_attention_heads"), _max_model_len(config, None)
     return ModelFacts(
         source.name,
         length,
@@ -215,12 +222,17 @@ def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedCo
 
 def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
     """The text decoder's config of a multimodal model; only the text part is served."""
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"{config.model_type} joins several models of text; only a single decoder can be served."
+        ) from error
     if text is config or not any(hasattr(config, name) for name in ("vision_config", "audio_config")):
         return config
     if getattr(config, "tie_word_embeddings", False):
         text.tie_word_embeddings = True  # the full model owns the head, so its config decides on tying
-    if type(text) not in AutoModelForCausalLM._model_mapping:
+    if not is_mapped(text) and causal_lm_class(text) is None:
         raise UnsupportedModel(
             f"{config.model_type} takes images or audio, and transformers has no decoder class for its text part."
         )
@@ -230,7 +242,8 @@ def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build the `ForCausalLM` of a config on the meta device."""
     name = config.model_type
-    if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+    own = None if is_mapped(config) or trust_remote_code else causal_lm_class(config)
+    if not is_mapped(config) and own is None and not trust_remote_code:
         raise UnsupportedModel(
             f"{name} has no causal language model in transformers {transformers.__version__}; only decoders can be served."
         )
@@ -239,12 +252,15 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
         del config.quantization_config  # type: ignore[attr-defined]
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
-            )
+            if own is not None:
+                model = own._from_config(config, dtype=dtype, attn_implementation="eager")
+            else:
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+                )
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedModel(f"{name} cannot be built on the meta device: {str(error).splitlines()[0]}") from error
-    except (*_BAD_CONFIG, ImportError) as error:
+    except (*_BAD_CONFIG, ImportError, AssertionError) as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(
             f"transformers cannot build a {name} model from this config ({why}); check config.json."
@@ -272,9 +288,19 @@ def _stored_dtype(config: PreTrainedConfig) -> torch.dtype | None:
     return getattr(torch, stored, None) if isinstance(stored, str) else stored
 
 
+def _global_value(config: Any, name: str) -> Any:
+    """A value that holds for all layers; None if it is not set or differs by layer, for which transformers raises RuntimeError."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
+
+
 def _max_model_len(config: Any, requested: int | None) -> int:
     config = config.get_text_config()
-    limit = next((int(value) for key in _LENGTH_KEYS if (value := getattr(config, key, None))), None)
+    limit = next((int(value) for key in _LENGTH_KEYS if (value := _global_value(config, key))), None)
+    if limit is not None:
+        limit = min(limit, _global_value(config, "keep_window_size") or limit)
     if limit is not None and _rope(config).get("rope_type") == "yarn":
         # Published configs often keep the unscaled length and document only the scaling.
         limit = max(limit, _scaled_length(_rope(config).get("original_max_position_embeddings", limit), config))
@@ -304,10 +330,18 @@ def _scaled_length(tokens: int, config: Any) -> int:
 
 
 def _with_cache_scales(
-    specs: list[LayerSpec], stored: dict[str, weights.CheckpointTensor] | None, report: Report
+    specs: list[LayerSpec],
+    stored: dict[str, weights.CheckpointTensor] | None,
+    has_recurrent_layers: bool,
+    report: Report,
 ) -> list[LayerSpec]:
     """Move the checkpoint's KV-cache scales from `stored` to the layers' specs."""
     scales = pop_kv_cache_scales(stored) if stored is not None else {}
+    if scales and has_recurrent_layers:
+        raise UnsupportedModel(
+            "The checkpoint has KV-cache scales by layer, which are not supported in models with recurrent layers; use one without "
+            "them."
+        )
     if scales:
         report.event("kv_cache_scales", layers=len(scales), largest=max(map(max, scales.values())))
     return [
@@ -328,12 +362,12 @@ class _ModelSize:
 def _make_loaded_model(
     load_spec: WeightLoadSpec,
     model: PreTrainedModel,
-    specs: list[LayerSpec],
+    layers: ModelLayers,
     size: _ModelSize,
     process_groups: ProcessGroups,
     report: Report,
 ) -> LoadedModel:
-    step = DecoderStep(model, specs, size.vocab, size.length).eval().requires_grad_(False)
+    step = DecoderStep(model, layers.attention, size.vocab, size.length, layers.recurrent).eval().requires_grad_(False)
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     loaded = LoadedModel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,16 +19,50 @@ from torchweave.models.parallel.apply import apply, register_rank_offsets
 from torchweave.models.parallel.pipeline_stages import PipelineStage, remove_other_stages
 from torchweave.models.resolve import Source
 from torchweave.models.weights import read as weights
-from torchweave.models.weights.merge_experts import ExpertMergePlan, ExpertMerger, check_merges, plan_expert_merge
+from torchweave.models.weights.int_linear import IntQuantizer, IntScheme
+from torchweave.models.weights.merge_experts import (
+    ExpertMergePlan,
+    ExpertMerger,
+    check_merges,
+    merge_expert_scales,
+    plan_expert_merge,
+    pop_expert_scales,
+)
+from torchweave.models.weights.mxfp4_experts import Mxfp4Checkpoint, Mxfp4Quantizer, Mxfp4Reader, Mxfp4Scheme
+from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE, PackedCheckpoint, PackedFormat, PackedReader
 from torchweave.models.weights.quantize import Quantizer, QuantScheme
 from torchweave.models.weights.quantized_checkpoint import (
+    WEIGHT_SCALES,
+    Scheme,
     check_dtypes,
     check_scales,
+    checkpoint_format,
     checkpoint_scheme,
     pop_scales,
     shard_scales,
 )
+from torchweave.ops.quant.fp8 import GROUP
 from torchweave.report import Report
+
+AnyQuantizer = Quantizer | Mxfp4Quantizer
+AnyPacked = PackedCheckpoint | Mxfp4Checkpoint
+
+
+def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The causal language model of a text config that transformers' auto mapping lacks (Emu3, Mllama); None if there is none."""
+    module_name = type(config).__module__.replace(".configuration_", ".modeling_")
+    if not module_name.startswith("transformers.models.") or ".modeling_" not in module_name:
+        return None
+    classes = (each for each in vars(importlib.import_module(module_name)).values() if isinstance(each, type))
+    for each in classes:
+        if issubclass(each, PreTrainedModel) and each.config_class is type(config) and "ForCausalLM" in each.__name__:
+            return each
+    return None
+
+
+def is_mapped(config: PreTrainedConfig) -> bool:
+    """Whether transformers' auto mapping has a causal language model for a config."""
+    return type(config) in AutoModelForCausalLM._model_mapping
 
 
 @dataclass(frozen=True)
@@ -49,16 +84,20 @@ class WeightLoadSpec:
     dtype: torch.dtype
     device: torch.device
     trust_remote_code: bool = False
-    quantization: QuantScheme | None = None
+    quantization: Scheme | None = None
     plan: TensorParallelPlan | None = None
     stage: PipelineStage | None = None
     whole: Mapping[str, Tensor] | None = None
 
-    def quantizer(self, model: PreTrainedModel) -> Quantizer | None:
+    def quantizer(self, model: PreTrainedModel) -> AnyQuantizer | None:
+        if isinstance(self.quantization, IntScheme):
+            return IntQuantizer(model, self.quantization)
+        if isinstance(self.quantization, Mxfp4Scheme):
+            return Mxfp4Quantizer(model)
         return None if self.quantization is None else Quantizer(model, self.quantization)
 
 
-def load_dummy_weights(model: PreTrainedModel, load_spec: WeightLoadSpec, report: Report) -> Quantizer | None:
+def load_dummy_weights(model: PreTrainedModel, load_spec: WeightLoadSpec, report: Report) -> AnyQuantizer | None:
     """Fill the model with random weights; ranks get parts of the same numbers."""
     quantizer = load_spec.quantizer(model)
     shards = load_spec.plan.shards if load_spec.plan is not None else {}
@@ -69,24 +108,32 @@ def load_dummy_weights(model: PreTrainedModel, load_spec: WeightLoadSpec, report
 
 def load_weights(
     model: PreTrainedModel, stored: dict[str, weights.CheckpointTensor], load_spec: WeightLoadSpec, report: Report
-) -> tuple[PreTrainedModel, Quantizer | None]:
+) -> tuple[PreTrainedModel, AnyQuantizer | None]:
     """Load a checkpoint into the model, or into a new model if transformers has to convert the tensors."""
     folder = load_spec.source.folder
     assert folder is not None
+    stored_format = checkpoint_format(load_spec.source)
+    packed: AnyPacked | None = None
+    if isinstance(stored_format, PackedFormat):
+        packed = PackedCheckpoint.collect(stored_format, folder, stored)
+    elif isinstance(stored_format, Mxfp4Scheme):
+        packed = Mxfp4Checkpoint.collect(folder, stored)
+    expert_scales = pop_expert_scales(stored, WEIGHT_SCALES) if isinstance(stored_format, QuantScheme) else {}
     if not weights.needs_conversion(model, stored):
-        return model, _stream_weights(model, stored, weights.map_tensor_names(model, stored), load_spec, report)
+        renamed = weights.map_tensor_names(model, stored)
+        return model, _stream_weights(model, stored, renamed, load_spec, report, packed=packed)
     merge_plan = plan_expert_merge(model, stored)
     if merge_plan is not None:
-        return model, _load_merged_experts(model, stored, merge_plan, load_spec, report)
-    if checkpoint_scheme(load_spec.source) is not None:
+        return model, _load_merged_experts(model, stored, merge_plan, load_spec, report, packed, expert_scales)
+    if stored_format is not None:
         raise UnsupportedModel(
-            f"{folder} needs conversion to the tensors of {type(model).__name__}, which is not supported in FP8; "
-            "use an unquantized checkpoint (quantization=fp8 quantizes it at load time)."
+            f"{folder} needs conversion to the tensors of {type(model).__name__}, which is not supported for quantized weights; "
+            "use an unquantized checkpoint (quantization=fp8 or int4 quantizes it at load time)."
         )
     # The mapping of converted names is internal to transformers.
     each = {name: name for name in stored if name.endswith("weight")}
     check_dtypes(model, stored, each | weights.map_tensor_names(model, stored), {})
-    return _load_with_transformers(load_spec, stored, report)
+    return _load_with_transformers(model, load_spec, stored, report)
 
 
 def _stream_weights(
@@ -96,24 +143,60 @@ def _stream_weights(
     load_spec: WeightLoadSpec,
     report: Report,
     expert_merger: ExpertMerger | None = None,
-) -> Quantizer | None:
-    """Fill the model tensor by tensor, with scales for quantized linears."""
+    packed: AnyPacked | None = None,
+    expert_scales: Mapping[str, Tensor] | None = None,
+) -> AnyQuantizer | None:
+    """Fill the model tensor by tensor, with scales for quantized linears and experts."""
     folder = load_spec.source.folder
     assert folder is not None
-    quant_scheme = checkpoint_scheme(load_spec.source)
     shards = load_spec.plan.shards if load_spec.plan is not None else {}
     pieces = expert_merger.pieces if expert_merger is not None else {}
+    if packed is not None:
+        quantizer = _stream_packed_weights(model, stored, renamed, packed, load_spec, report, expert_merger)
+        _restore_buffers(model, load_spec)
+        return quantizer
+    quant_scheme = checkpoint_scheme(load_spec.source)
+    assert not isinstance(quant_scheme, IntScheme | Mxfp4Scheme), "packed weights were collected"
     scales, inputs = pop_scales(stored, renamed) if quant_scheme is not None else ({}, {})
-    check_dtypes(model, stored, {**renamed, **pieces}, scales)
+    check_dtypes(model, stored, {**renamed, **pieces}, {**scales, **(expert_scales or {})})
     weights.check_tensor_names(model, stored, renamed, folder, shards, pieces)
     check_scales(scales, inputs if quant_scheme is not None and quant_scheme.static else {})
     quantizer = (
         load_spec.quantizer(model)
         if quant_scheme is None
-        else Quantizer(model, quant_scheme, shard_scales(scales, shards), inputs)
+        else Quantizer(model, quant_scheme, shard_scales(scales, shards), inputs, expert_scales)
     )
     weights.stream_weights(model, stored, renamed, load_spec.device, report, quantizer, shards, expert_merger)
     _restore_buffers(model, load_spec)
+    return quantizer
+
+
+def _stream_packed_weights(
+    model: PreTrainedModel,
+    stored: dict[str, weights.CheckpointTensor],
+    renamed: dict[str, str],
+    packed: AnyPacked,
+    load_spec: WeightLoadSpec,
+    report: Report,
+    expert_merger: ExpertMerger | None,
+) -> AnyQuantizer:
+    """Fill the model from a checkpoint with packed integer weights."""
+    shards = load_spec.plan.shards if load_spec.plan is not None else {}
+    pieces = expert_merger.pieces if expert_merger is not None else {}
+    if isinstance(packed, PackedCheckpoint):
+        packed.drop_unused_biases(model, stored, renamed)
+    renamed = {name: target for name, target in renamed.items() if name in stored}
+    plain = {name: target for name, target in renamed.items() if name not in packed.weights}
+    check_dtypes(model, stored, {**plain, **pieces}, {})
+    weights.check_tensor_names(model, stored, renamed, packed.folder, shards, pieces)
+    if isinstance(packed, PackedCheckpoint):
+        reader = PackedReader(packed, renamed, shards)
+        quantizer = IntQuantizer(model, packed.format.scheme, reader.packed, reader.linears)
+    else:
+        reader = Mxfp4Reader(packed, renamed, shards)
+        quantizer = Mxfp4Quantizer(model, reader.scales)
+    assembler = reader if expert_merger is None else weights.AssemblerGroup((reader, expert_merger))
+    weights.stream_weights(model, stored | reader.parts, plain, load_spec.device, report, quantizer, shards, assembler)
     return quantizer
 
 
@@ -123,22 +206,23 @@ def _load_merged_experts(
     merge_plan: ExpertMergePlan,
     load_spec: WeightLoadSpec,
     report: Report,
-) -> Quantizer | None:
-    """Fill the model from a checkpoint with separate tensors per expert."""
+    packed: AnyPacked | None,
+    expert_scales: Mapping[str, weights.CheckpointTensor],
+) -> AnyQuantizer | None:
+    """Fill the model from a checkpoint with separate tensors per expert; expert_scales: of those in FP8."""
     shards = load_spec.plan.shards if load_spec.plan is not None else {}
     expert_merger = ExpertMerger(model, merge_plan, shards)
-    if checkpoint_scheme(load_spec.source) is not None and any(
-        stored[name].dtype.startswith("F8") for name in expert_merger.pieces
-    ):
+    if any(stored[name].dtype == PACKED_DTYPE for name in expert_merger.pieces):
         raise UnsupportedModel(
-            f"{load_spec.source.folder} splits its FP8 experts differently from {type(model).__name__}, which is not "
-            "supported; use a checkpoint with unquantized experts."
+            f"{load_spec.source.folder} has packed integers as experts of {type(model).__name__}, which is not supported; use a "
+            "checkpoint with experts in 16 bits or FP8."
         )
     report.event(
         "weights_converted", reason="the checkpoint has separate tensors per expert", by="torchweave, while reading"
     )
     check_merges(model, stored, merge_plan, shards)
-    return _stream_weights(model, stored, merge_plan.renamed, load_spec, report, expert_merger)
+    merged_scales = merge_expert_scales(model, merge_plan, expert_scales, shards, GROUP)
+    return _stream_weights(model, stored, merge_plan.renamed, load_spec, report, expert_merger, packed, merged_scales)
 
 
 def _restore_buffers(model: PreTrainedModel, load_spec: WeightLoadSpec) -> None:
@@ -148,8 +232,8 @@ def _restore_buffers(model: PreTrainedModel, load_spec: WeightLoadSpec) -> None:
 
 
 def _load_with_transformers(
-    load_spec: WeightLoadSpec, stored: Mapping[str, weights.CheckpointTensor], report: Report
-) -> tuple[PreTrainedModel, Quantizer | None]:
+    model: PreTrainedModel, load_spec: WeightLoadSpec, stored: Mapping[str, weights.CheckpointTensor], report: Report
+) -> tuple[PreTrainedModel, AnyQuantizer | None]:
     """Load the whole model on the CPU with transformers, then shard and quantize it."""
     report.event(
         "weights_converted", reason="the checkpoint splits tensors differently from the model", by="transformers"
@@ -157,7 +241,8 @@ def _load_with_transformers(
     folder = load_spec.source.folder
     assert folder is not None
     with report.stage("weights"), quiet_transformers():
-        converted, info = AutoModelForCausalLM.from_pretrained(
+        own = None if is_mapped(load_spec.config) else causal_lm_class(load_spec.config)
+        converted, info = (own or AutoModelForCausalLM).from_pretrained(
             folder,
             config=load_spec.config,
             dtype=load_spec.dtype,
@@ -168,7 +253,7 @@ def _load_with_transformers(
         if missing := sorted(info["missing_keys"]):
             raise ValueError(weights.missing_tensors_message(converted, folder, missing, stored))
         converted = converted.eval().requires_grad_(False)
-        install_ops(converted)
+        install_ops(converted, like=model)
         if load_spec.plan is not None:
             apply(converted, load_spec.plan)
             converted.tie_weights(recompute_mapping=False)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.distributed.process_groups import TENSOR, ProcessGroups
 from torchweave.models import experts
 from torchweave.models.adapt import layer_specs
 from torchweave.models.attention import UnsupportedModel
@@ -33,7 +33,7 @@ def shard_model(
         specs,
         process_groups.tensor_rank,
         process_groups.tensor_parallel_size,
-        process_groups.tensor_group,
+        TENSOR,
         expert_parallel,
     )
     whole = sum(parameter.numel() for parameter in model.parameters())

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
+from torchweave.models.recurrent import is_recurrent
+
 Role = Literal["columns", "rows"]
 
 # transformers' styles (5.17 to 5.23) that shard a linear.
@@ -37,14 +39,15 @@ _GATHERED: Mapping[str, Role] = {
 }
 VERIFIED = frozenset(
     {
-        "afmoe", "apertus", "arcee", "biogpt", "bitnet", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
-        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text",
-        "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
-        "gptj", "granite", "granite_swa", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
-        "hyperclovax", "jais2", "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3",
-        "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3",
-        "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-        "vaultgemma", "youtu",
+        "afmoe", "apertus", "arcee", "bamba", "biogpt", "bitnet", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2",
+        "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "flex_olmo",
+        "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neo",
+        "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoehybrid",
+        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "jamba", "lfm2", "lfm2_moe",
+        "lfm3", "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3",
+        "mistral", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt",
+        "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
+        "stablelm", "starcoder2", "vaultgemma", "youtu",
     }
 )  # fmt: skip
 """Architectures (`model_type`) whose tokens equal transformers' on 2 and 4 ranks: docs/models.md."""
@@ -94,13 +97,16 @@ def is_transposed(module: nn.Module) -> bool:
 def roles(model: PreTrainedModel) -> dict[str, Role]:
     """Roles of the sharded linears but the output layer, by name.
 
-    A module is sharded only if it has both column and row linears.
+    A module is sharded only if it has both column and row linears. Layers with a recurrent state are replicated.
     """
     plan, head = transformers_tp_plan(model), model.get_output_embeddings()
     verified = model.config.model_type in VERIFIED
+    recurrent = tuple(f"{name}." for name, module in model.named_modules() if is_recurrent(module))
     role_by_name: dict[str, Role] = {}
     for name, module in model.named_modules():
-        if is_linear(module) and module is not head and (role := _role(name, plan, verified)) is not None:
+        if not is_linear(module) or module is head or name.startswith(recurrent):
+            continue
+        if (role := _role(name, plan, verified)) is not None:
             role_by_name[name] = role
     sides: dict[str, set[str]] = {}
     for name, role in role_by_name.items():

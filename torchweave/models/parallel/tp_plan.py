@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchweave.models.attention import UnsupportedModel
+from torchweave.models.attention import UnsupportedModel, layer_number
 from torchweave.models.experts import is_experts_module, runs_as_op
 from torchweave.models.parallel.fused_qkv import FUSED, layout_of
 from torchweave.models.parallel.linear_roles import (
@@ -109,13 +109,13 @@ class _TensorParallelPlanner:
     def plan(self, specs: Sequence[LayerSpec], expert_parallel: bool) -> TensorParallelPlan:
         role_by_name = roles(self.model)
         attentions = attention_modules(self.model, role_by_name)
-        if sorted(module.layer_idx for module in attentions.values()) != list(range(len(specs))):
+        if sorted(map(layer_number, attentions.values())) != list(range(len(specs))):
             raise self.refusal(
                 "neither transformers (base_model_tp_plan of its config) nor Torchweave has a tensor-parallel plan for its "
                 "attention; use one rank"
             )
         for name, module in attentions.items():
-            self._attention(name, module, specs[module.layer_idx], role_by_name)
+            self._attention(name, module, specs[layer_number(module)], role_by_name)
         for name, role in role_by_name.items():
             if _owner(name) not in attentions:
                 self._shard_linear(name, role)
@@ -128,6 +128,8 @@ class _TensorParallelPlanner:
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def _attention(self, name: str, module: nn.Module, spec: LayerSpec, role_by_name: Mapping[str, Role]) -> None:
+        if spec.alibi or type(module).__name__ == "DogeAttention":
+            raise self.refusal("the bias of its scores is computed for all heads; use one rank")
         heads = HeadSharding(spec.num_heads, spec.num_kv_heads, self.rank, self.size)
         if heads.indivisible_reason:
             raise self.refusal(f"{heads.indivisible_reason} are not divisible; choose among {_choices(heads)}")

@@ -1,0 +1,240 @@
+"""Instance hooks for classes whose whole attention is outside transformers' attention interface.
+
+Each hook sets a bound method on one module, as those in `torchweave.models.hooks`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from torchweave.models.attention import UnsupportedModel, attention_forward
+
+
+def _heads(x: Tensor, head_dim: int) -> Tensor:
+    """`[1, T, H * D]` -> `[1, H, T, D]`."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def _bert_forward(
+    self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """BERT's self-attention, `[1, T, K]` -> `[1, T, H * D]`; the output projection is in another module."""
+    module: Any = self
+    query, key, value = (
+        _heads(linear(hidden_states), module.attention_head_size) for linear in (module.query, module.key, module.value)
+    )
+    out, _weights = attention_forward(self, query, key, value, attention_mask)
+    return out.flatten(2), None
+
+
+def _hook_bert(module: Any) -> None:
+    module.is_causal = getattr(module, "is_decoder", True)
+    module.forward = types.MethodType(_bert_forward, module)
+
+
+def _roformer_forward(
+    self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None, sinusoidal_pos: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """RoFormer's self-attention: BERT's with interleaved rotary embedding of queries, keys and, by option, values."""
+    module: Any = self
+    query, key, value = (
+        _heads(linear(hidden_states), module.attention_head_size) for linear in (module.query, module.key, module.value)
+    )
+    if module.rotary_value:
+        query, key, value = module.apply_rotary_position_embeddings(sinusoidal_pos, query, key, value)
+    else:
+        query, key = module.apply_rotary_position_embeddings(sinusoidal_pos, query, key)
+    out, _weights = attention_forward(self, query, key, value, attention_mask)
+    return out.flatten(2), None
+
+
+def _hook_roformer(module: Any) -> None:
+    module.is_causal = module.is_decoder
+    module.forward = types.MethodType(_roformer_forward, module)
+
+
+def _bart_forward(
+    self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """Self-attention of the BART family, `[1, T, K]` -> `[1, T, K]`."""
+    module: Any = self
+    query, key, value = (
+        _heads(linear(hidden_states), module.head_dim) for linear in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    out, _weights = attention_forward(self, query, key, value, attention_mask, scaling=module.scaling)
+    return module.out_proj(out.flatten(2)), None
+
+
+def _openai_attn(
+    self: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *_: Any
+) -> list[Tensor]:
+    """GPT's attention: query and value `[1, H, T, D]`, key `[1, H, D, T]` -> `[1, H, T, D]`."""
+    scale = value.shape[-1] ** -0.5 if self.scale else 1.0
+    out, _weights = attention_forward(self, query, key.transpose(2, 3), value, attention_mask, scaling=scale)
+    return [out.transpose(1, 2)]
+
+
+def _hook_openai(module: Any) -> None:
+    for index, block in enumerate(module.h):
+        block.attn.layer_idx = index
+        block.attn._attn = types.MethodType(_openai_attn, block.attn)
+
+
+def _diffllama_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """DiffLlama's attention; one call with values twice as wide replaces two calls over the same queries and keys."""
+    module: Any = self
+    query, key, value = (
+        _heads(linear(hidden_states), module.head_dim) for linear in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    rotate = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
+    query, key = rotate(query, key, *position_embeddings)
+    value = torch.cat(torch.chunk(value, 2, dim=1), dim=-1).repeat(1, 2, 1, 1)
+    out, _weights = attention_forward(self, query, key, value, attention_mask, scaling=module.scaling)
+    first, second = torch.chunk(out, 2, dim=2)
+    lambda_1 = torch.exp(torch.sum(module.lambda_q1 * module.lambda_k1, dim=-1, dtype=torch.float32)).to(query.dtype)
+    lambda_2 = torch.exp(torch.sum(module.lambda_q2 * module.lambda_k2, dim=-1, dtype=torch.float32)).to(query.dtype)
+    out = first - (lambda_1 - lambda_2 + module.lambda_init) * second
+    out = (1 - module.lambda_init) * module.groupnorm(out)
+    return module.o_proj(out.flatten(2)), None
+
+
+def _recurrent_depth_forward(
+    self: nn.Module, hidden_states: Tensor, *args: Any, cycle_offset: int = 0, **given: Any
+) -> Any:
+    """HRM's attention, whose module runs once per cycle, each time with keys and values of its own."""
+    return type(self).forward(self, hidden_states, *args, layer_offset=cycle_offset, **given)
+
+
+def _doge_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Doge's attention; the bias of each key becomes one more channel of the key, which every query reads with the same weight.
+
+    Keys are dropped by their bias in sequences longer than `keep_window_size` only, which limits `max_model_len`.
+    """
+    module: Any = self
+    query = module.q_norm(module.q_proj(hidden_states).unflatten(-1, (-1, module.head_dim))).transpose(1, 2)
+    key = module.k_norm(module.k_proj(hidden_states).unflatten(-1, (-1, module.head_dim))).transpose(1, 2)
+    value = module.v_proj(hidden_states)
+    bias = torch.exp(module.A * nn.functional.softplus(module.dt_proj(value))).transpose(1, 2)[..., None]
+    rotate = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
+    query, key = rotate(query, key, *position_embeddings)
+    query = torch.cat((query, torch.full_like(query[..., :1], 1.0 / module.scaling)), dim=-1)
+    key = torch.cat((key, bias.to(key.dtype)), dim=-1)
+    value = _heads(value, module.head_dim)
+    out, _weights = attention_forward(self, query, key, value, attention_mask, scaling=module.scaling)
+    return module.o_proj(out.flatten(2)), None
+
+
+# -- ALiBi --------------------------------------------------------------------------------------------------------------
+
+
+def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+    """ALiBi's slopes, float32 `[H]`, computed on the device (arXiv 2108.12409; Bloom and MPT agree for any number of heads)."""
+    power = 1 << (num_heads.bit_length() - 1)  # the largest power of two that is not above H
+    exponents = torch.arange(1, power + 1, device=device) * (8.0 / power)
+    if power < num_heads:
+        others = torch.arange(1, 2 * (num_heads - power), 2, device=device) * (4.0 / power)
+        exponents = torch.cat((exponents, others))
+    return torch.exp2(-exponents)
+
+
+def _bloom_forward(self: nn.Module, input_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:
+    """Bloom's layers with slopes in place of the bias tensor."""
+    model: Any = self
+    hidden = model.word_embeddings_layernorm(model.word_embeddings(input_ids))
+    slopes = alibi_slopes(model.num_heads, hidden.device)
+    for block in model.h:
+        hidden = block(hidden, alibi=slopes, attention_mask=None)[0]
+    return BaseModelOutputWithPast(last_hidden_state=model.ln_f(hidden))
+
+
+def _bloom_attention_forward(
+    self: nn.Module, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
+    """Bloom's attention with its residual connection, `[1, T, K]` -> `[1, T, K]`."""
+    module: Any = self
+    query, key, value = module._reshape(module.query_key_value(hidden_states))
+    out, _weights = attention_forward(
+        self, query, key, value, attention_mask, scaling=module.inv_norm_factor, alibi_slopes=alibi
+    )
+    return module.dense(out.flatten(2)) + residual, None
+
+
+def _mpt_forward(self: nn.Module, input_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:
+    """MPT's layers with slopes in place of the bias tensor."""
+    model: Any = self
+    hidden = model.wte(input_ids)
+    slopes = alibi_slopes(model.num_heads, hidden.device)
+    for block in model.blocks:
+        hidden = block(hidden, position_bias=slopes, attention_mask=None)[0]
+    return BaseModelOutputWithPast(last_hidden_state=model.norm_f(hidden))
+
+
+def _mpt_attention_forward(
+    self: nn.Module, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """MPT's attention, `[1, T, K]` -> `[1, T, K]`."""
+    module: Any = self
+    fused = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    query, key, value = (_heads(part, module.head_dim) for part in fused.chunk(3, dim=2))
+    out, _weights = attention_forward(
+        self, query, key, value, attention_mask, scaling=module.softmax_scale, alibi_slopes=position_bias
+    )
+    return module.out_proj(out.flatten(2)), None
+
+
+def _hook_forward(replacement: Callable[..., Any]) -> Callable[[Any], None]:
+    def hook(module: Any) -> None:
+        module.forward = types.MethodType(replacement, module)
+
+    return hook
+
+
+def _check_big_bird(module: Any) -> None:
+    if module.attention_type != "original_full":
+        raise UnsupportedModel(
+            f"{type(module).__name__} has attention_type {module.attention_type}, whose sparse blocks are not causal; only "
+            "original_full can be served."
+        )
+
+
+ATTENTION_HOOKS: dict[str, Callable[[Any], None]] = {
+    "BigBirdModel": _check_big_bird,
+    "BigBirdSelfAttention": _hook_bert,
+    "GitSelfAttention": _hook_bert,
+    "MegatronBertSelfAttention": _hook_bert,
+    "RemBertSelfAttention": _hook_bert,
+    "RoFormerSelfAttention": _hook_roformer,
+    "MvpAttention": _hook_forward(_bart_forward),
+    "TrOCRAttention": _hook_forward(_bart_forward),
+    "XGLMAttention": _hook_forward(_bart_forward),
+    "BloomModel": _hook_forward(_bloom_forward),
+    "BloomAttention": _hook_forward(_bloom_attention_forward),
+    "MptModel": _hook_forward(_mpt_forward),
+    "MptAttention": _hook_forward(_mpt_attention_forward),
+    "OpenAIGPTModel": _hook_openai,
+    "DiffLlamaAttention": _hook_forward(_diffllama_forward),
+    "DogeAttention": _hook_forward(_doge_forward),
+    "HrmTextAttention": _hook_forward(_recurrent_depth_forward),
+}
+"""Hooks by the name of the module's class."""
