@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -99,21 +99,18 @@ class Report:
     def progress(self, title: str, total: int) -> Iterator[Callable[..., None]]:
         """Yield `advance(steps=1, note="")`, which records a `progress` event and updates a bar on a terminal."""
         done = 0
-        draw, finish = _bar(title, total) if self._show and total > 0 else (None, None)
+        bars = progress_bars() if self._show and total > 0 else None
+        task = bars.add_task(title, total=total, note="") if bars is not None else None
 
         def advance(steps: int = 1, note: str = "") -> None:
             nonlocal done
             done += steps
             self.event("progress", title=title, done=done, total=total, note=note)
-            if draw is not None:
-                draw(done, note)
+            if bars is not None and task is not None:
+                bars.update(task, completed=done, note=note)
 
-        try:
-            with self.stage(title):
-                yield advance
-        finally:
-            if finish is not None:
-                finish()
+        with bars or nullcontext(), self.stage(title):
+            yield advance
 
 
 def progress_bars() -> Progress:
@@ -129,14 +126,3 @@ def progress_bars() -> Progress:
         TextColumn("[dim]{task.fields[note]}"),
     )
     return Progress(*columns, console=Console(stderr=True))
-
-
-def _bar(title: str, total: int) -> tuple[Callable[[int, str], None], Callable[[], None]]:
-    bars = progress_bars()
-    task = bars.add_task(title, total=total, note="")
-    bars.start()
-
-    def draw(done: int, note: str) -> None:
-        bars.update(task, completed=done, note=note)
-
-    return draw, bars.stop

@@ -186,11 +186,6 @@ class Tokenizer:
         alone, twice = self.text([token], False), self.decode([token, token], False)
         return twice[len(alone) :] if twice.startswith(alone) and _REPLACEMENT not in twice else alone
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
-        return getattr(self.hf_tokenizer, "chat_template", None) is not None
-
     def chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
@@ -204,7 +199,7 @@ class Tokenizer:
         Raises:
             ValueError: the model has no chat template, or the template rejects the messages.
         """
-        if not (self.has_chat_template or variables.get("chat_template")):
+        if not variables.get("chat_template") and getattr(self.hf_tokenizer, "chat_template", None) is None:
             raise ValueError(f"The tokenizer in {self.folder} has no chat template; use generate with plain text.")
         if not isinstance(messages, Iterable) or not all(
             isinstance(message, Mapping) and "role" in message for message in messages

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchweave.bench.protocol import Workload
+from torchweave.bench.protocol import Sizes, Workload
 
 if TYPE_CHECKING:
     from torchweave.engine.llm import LLM
@@ -15,15 +15,8 @@ if TYPE_CHECKING:
 REPEATS = 3
 
 
-def compare(
-    llm: LLM,
-    num_requests: int,
-    input_len: tuple[int, int],
-    output_len: int,
-    seed: int,
-    advance: Callable[..., None],
-) -> list[dict[str, Any]]:
-    """Run `num_requests` simultaneous prompts of `input_len` (inclusive bounds) tokens with `output_len` output tokens each.
+def compare(llm: LLM, sizes: Sizes, advance: Callable[..., None]) -> list[dict[str, Any]]:
+    """Run the simultaneous requests that `sizes.compare_requests`, `compare_input_len` and `compare_output_len` describe.
 
     Every contender warms up once; timed runs alternate, so that slow moments of the machine affect all. Returns a row per
     contender: `name`, `output_throughput` (median run), `latencies`, `ratio` (its time to the engine's), and `same_tokens`:
@@ -32,24 +25,25 @@ def compare(
     Raises:
         ValueError: the requests are longer than max_model_len.
     """
-    from torchweave.utils.openmp import release_workers
+    from torchweave.engine.runner.model_runner import release_workers
     from torchweave.verify.hf_baseline import TransformersBaseline
 
-    work = Workload(llm, seed)
-    if why := work.length_error(input_len[1] + output_len):
+    work = Workload(llm, sizes.seed or 0)
+    num_requests, input_len, output_len = sizes.compare_requests, sizes.compare_input_len, sizes.compare_output_len
+    if why := work.length_error(input_len[-1] + output_len):
         raise ValueError(f"{why}; lower --compare_input_len or --compare_output_len")
     prompts = [work.prompts(1, length)[0] for length in work.lengths(input_len, num_requests)]
     baseline = TransformersBaseline(llm.plan.config.model, llm.engine.loaded.dtype, llm.plan.device)
-    contenders: dict[str, Callable[[], Sequence[Sequence[int]]]] = {
+    runs: dict[str, Callable[[], Sequence[Sequence[int]]]] = {
         "torchweave": lambda: work.answers(prompts, output_len),
         "transformers generate, padded": lambda: baseline.generate(prompts, output_len),
         "transformers generate_batch": lambda: baseline.generate_batch(prompts, output_len),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     answers: dict[str, Sequence[Sequence[int]]] = {}
     try:
         for repeat in range(REPEATS + 1):
-            for name, run in contenders.items():
+            for name, run in runs.items():
                 begin = time.perf_counter()
                 answers[name] = run()
                 elapsed = time.perf_counter() - begin
@@ -61,21 +55,17 @@ def compare(
                 release_workers()  # OpenMP workers of this thread, used by transformers; the engine releases its own
     finally:
         baseline.close()
-    ours = statistics.median(seconds["torchweave"])
+    engine_seconds = statistics.median(seconds["torchweave"])
     return [
         {
             "name": name,
             "num_requests": num_requests,
-            "input_len": list(input_len),
+            "input_len": [input_len[0], input_len[-1]],
             "output_len": output_len,
             "latencies": times,
             "output_throughput": num_requests * output_len / statistics.median(times),
-            "ratio": statistics.median(times) / ours,
-            "same_tokens": sum(map(_equal, answers[name], answers["torchweave"])),
+            "ratio": statistics.median(times) / engine_seconds,
+            "same_tokens": sum(list(a) == list(b) for a, b in zip(answers[name], answers["torchweave"], strict=True)),
         }
         for name, times in seconds.items()
     ]
-
-
-def _equal(one: Sequence[int], other: Sequence[int]) -> bool:
-    return list(one) == list(other)

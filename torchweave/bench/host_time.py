@@ -11,8 +11,7 @@ import numpy as np
 from torchweave.engine.batch_manager import BatchManager, Timing
 from torchweave.engine.client import Client, Inbox
 from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.request import SamplingParams
-from torchweave.engine.responses import Responses
+from torchweave.engine.request import Responses, SamplingParams
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler

@@ -17,7 +17,7 @@ from torch.autograd.profiler_util import DeviceType  # pyright: ignore[reportPri
 from torch.profiler import ProfilerActivity, schedule
 
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.scheduler.policies.admission import step_token_budget
+from torchweave.engine.scheduler.policies import step_token_budget
 from torchweave.engine.scheduler.step import Step
 from torchweave.engine.startup.build import Engine
 

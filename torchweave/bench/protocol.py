@@ -6,6 +6,7 @@ wall-clock seconds of `LLM.generate`, which returns when the last token is on th
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,31 +26,51 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measured workload; lengths in tokens.
+    """Workload of the latency, throughput and host benchmarks.
 
     Attributes:
         batch_sizes: decode batch sizes.
-        input_len, output_len: tokens per request of the decode measurement.
-        decode_repeats, ttft_repeats, prefill_repeats: runs per median.
-        ttft_lens: prompt lengths of the time to first token.
-        prefill: prefill batches as (requests, tokens), with one output token each.
-        num_requests: requests of the mixed run.
-        mixed_input, mixed_output: inclusive bounds of their uniformly drawn lengths.
-        seed: random seed.
+        input_len, output_len: tokens per request of the decode benchmark.
+        ttft_lens: prompt lengths, in tokens, of the time to first token.
+        prefill: prefill batches as REQUESTSxTOKENS; each request generates one token.
+        num_requests: simultaneous requests of mixed lengths; 0 skips this run.
+        mixed_input_len, mixed_output_len: bounds LOW,HIGH of their uniformly drawn lengths, in tokens.
+        repeats: runs per figure, of which the median counts; the time to first token takes 7 * repeats - 1 runs.
+        compare_requests: simultaneous requests of `--compare`.
+        compare_input_len: bounds LOW,HIGH of their prompt lengths, in tokens.
+        compare_output_len: output tokens of each.
+        running: concurrent requests of the host benchmark.
+        seed: random seed of the workload.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8, 32, 128, 256)
     input_len: int = 128
     output_len: int = 128
-    decode_repeats: int = 3
     ttft_lens: tuple[int, ...] = (16, 1000)
-    ttft_repeats: int = 20
-    prefill: tuple[tuple[int, int], ...] = ((16, 1024), (4, 8192))
-    prefill_repeats: int = 3
+    prefill: tuple[str, ...] = ("16x1024", "4x8192")
     num_requests: int = 512
-    mixed_input: tuple[int, int] = (64, 1024)
-    mixed_output: tuple[int, int] = (16, 512)
-    seed: int = 0
+    mixed_input_len: tuple[int, ...] = (64, 1024)
+    mixed_output_len: tuple[int, ...] = (16, 512)
+    repeats: int = 3
+    compare_requests: int = 32
+    compare_input_len: tuple[int, ...] = (8, 64)
+    compare_output_len: int = 128
+    running: int = 256
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        for name in ("input_len", "output_len", "repeats", "compare_requests", "compare_output_len", "running"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for text in self.prefill:
+            if not re.fullmatch(r"0*[1-9]\d*x0*[1-9]\d*", text):
+                raise ValueError(f"prefill={text!r} is not valid: it takes REQUESTSxTOKENS, such as 16x1024")
+        for name in ("mixed_input_len", "mixed_output_len", "compare_input_len"):
+            values = getattr(self, name)
+            if not (1 <= len(values) <= 2 and 1 <= values[0] <= values[-1]):
+                raise ValueError(
+                    f"{name}={','.join(map(str, values))} is not valid: it takes LOW,HIGH, such as 64,1024"
+                )
 
 
 class Workload:
@@ -63,8 +84,8 @@ class Workload:
     def prompts(self, count: int, length: int) -> list[list[int]]:
         return [self._random.integers(self._vocab_size, size=length).tolist() for _ in range(count)]
 
-    def lengths(self, bounds: tuple[int, int], count: int) -> list[int]:
-        return self._random.integers(bounds[0], bounds[1] + 1, size=count).tolist()
+    def lengths(self, bounds: Sequence[int], count: int) -> list[int]:
+        return self._random.integers(bounds[0], bounds[-1] + 1, size=count).tolist()
 
     def run(self, prompts: Sequence[Sequence[int]], output_lens: int | Sequence[int]) -> float:
         """Seconds until all prompts have exactly the requested number of output tokens."""
@@ -111,7 +132,7 @@ def decode(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
             continue
         work.run(work.prompts(batch, sizes.input_len), 3)
         whole, first = [], []
-        for _ in range(sizes.decode_repeats):
+        for _ in range(sizes.repeats):
             first.append(work.run(work.prompts(batch, sizes.input_len), 1))
             whole.append(work.run(work.prompts(batch, sizes.input_len), sizes.output_len + 1))
         each = (statistics.median(whole) - statistics.median(first)) / sizes.output_len
@@ -139,7 +160,7 @@ def first_token(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
             continue
         for _ in range(2):
             work.run(work.prompts(1, length), 1)
-        times = [work.run(work.prompts(1, length), 1) for _ in range(sizes.ttft_repeats)]
+        times = [work.run(work.prompts(1, length), 1) for _ in range(7 * sizes.repeats - 1)]
         rows.append(
             {
                 "input_len": length,
@@ -155,14 +176,15 @@ def first_token(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
 def prefill(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
     """Prompt tokens per second, with one output token per prompt."""
     rows: list[Row] = []
-    for count, length in sizes.prefill:
+    for text in sizes.prefill:
+        count, length = map(int, text.split("x"))
         row: Row = {"num_requests": count, "input_len": length}
         if why := work.length_error(length + 1):
             rows.append(row | {"skipped": why})
             advance(1, f"{count}x{length}: skipped")
             continue
         work.run(work.prompts(count, length), 1)
-        elapsed = statistics.median(work.run(work.prompts(count, length), 1) for _ in range(sizes.prefill_repeats))
+        elapsed = statistics.median(work.run(work.prompts(count, length), 1) for _ in range(sizes.repeats))
         rows.append(row | {"elapsed_time": elapsed, "input_throughput": count * length / elapsed})
         advance(1, f"{count}x{length}: {count * length / elapsed:,.0f} tokens/s")
     return rows
@@ -170,9 +192,9 @@ def prefill(work: Workload, sizes: Sizes, advance: Advance) -> list[Row]:
 
 def mixed(work: Workload, sizes: Sizes, advance: Advance) -> Row:
     """Output tokens per second over simultaneous requests of mixed lengths; a seed fixes the lengths."""
-    lengths_in = work.lengths(sizes.mixed_input, sizes.num_requests)
-    lengths_out = work.lengths(sizes.mixed_output, sizes.num_requests)
-    if why := work.length_error(sizes.mixed_input[1] + sizes.mixed_output[1]):
+    lengths_in = work.lengths(sizes.mixed_input_len, sizes.num_requests)
+    lengths_out = work.lengths(sizes.mixed_output_len, sizes.num_requests)
+    if why := work.length_error(sizes.mixed_input_len[-1] + sizes.mixed_output_len[-1]):
         advance(1, "skipped")
         return {"num_requests": sizes.num_requests, "skipped": why}
     prompts = [work.prompts(1, length)[0] for length in lengths_in]
@@ -180,8 +202,8 @@ def mixed(work: Workload, sizes: Sizes, advance: Advance) -> Row:
     advance(1, f"{sum(lengths_out) / elapsed:,.0f} tokens/s")
     return {
         "num_requests": sizes.num_requests,
-        "input_len": list(sizes.mixed_input),
-        "output_len": list(sizes.mixed_output),
+        "input_len": [sizes.mixed_input_len[0], sizes.mixed_input_len[-1]],
+        "output_len": [sizes.mixed_output_len[0], sizes.mixed_output_len[-1]],
         "elapsed_time": elapsed,
         "total_input_tokens": sum(lengths_in),
         "total_output_tokens": sum(lengths_out),

@@ -17,6 +17,7 @@ import torch
 
 import torchweave
 from torchweave.bench.serving.figures import rows as served
+from torchweave.config import Plan
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
 _KERNELS, _IDLE, _NAME = 20, 6, 70  # kernels, gaps and characters of names in a table; the JSON has all
@@ -37,6 +38,17 @@ def environment(device: str, num_ranks: int = 1) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {"torchweave": torchweave.__version__, **versions},
     }
+
+
+def header(scenario: str, model: str, dtype: str = "-", device: str = "cpu", num_ranks: int = 1) -> dict[str, Any]:
+    """Fields of every result."""
+    return {"scenario": scenario, "model": model, "dtype": dtype, "environment": environment(device, num_ranks)}
+
+
+def engine_header(scenario: str, plan: Plan) -> dict[str, Any]:
+    """Fields of every result of an engine, its effective options included."""
+    fields = header(scenario, plan.config.model, plan.dtype, plan.device, plan.config.num_ranks)
+    return fields | {"plan": {entry.name: entry.effective for entry in plan.entries}}
 
 
 def _program(path: Path) -> list[str]:
@@ -110,20 +122,20 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """(heading, what, value, note) of everything in a result, in the order in which it is shown."""
     if result["scenario"] == "serve":
         return served(result)
-    found: list[tuple[str, str, str, str]] = []
+    summary_rows: list[tuple[str, str, str, str]] = []
     for row in result.get("decode", ()):
         what = f"batch {row['batch_size']}, {row['input_len']} in, {row['output_len']} out"
         note = ""
         if "floor_fraction" in row:
             note = f"memory floor {row['floor_ms']:.2f} ms, reached {row['floor_fraction']:.0%}"
-        found.append(("Decode", what, _cell(row, "median_tpot_ms", "{:.2f} ms/token"), note or _skipped(row)))
+        summary_rows.append(("Decode", what, _cell(row, "median_tpot_ms", "{:.2f} ms/token"), note or _skipped(row)))
     for row in result.get("first_token", ()):
         value = _cell(row, "median_ttft_ms", "{:.1f} ms")
         note = f"p99 {row['p99_ttft_ms']:.1f} ms" if "p99_ttft_ms" in row else _skipped(row)
-        found.append(("Time to first token", f"prompt of {row['input_len']}", value, note))
+        summary_rows.append(("Time to first token", f"prompt of {row['input_len']}", value, note))
     for row in result.get("prefill", ()):
         what, value = f"{row['num_requests']} x {row['input_len']}", _cell(row, "input_throughput", "{:,.0f} tokens/s")
-        found.append(("Prefill", what, value, _skipped(row)))
+        summary_rows.append(("Prefill", what, value, _skipped(row)))
     if "mixed" in result:
         row = result["mixed"]
         note = (
@@ -131,10 +143,10 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         )
         what = f"{row['num_requests']} mixed requests"
         value = _cell(row, "output_throughput", "{:,.0f} output tokens/s")
-        found.append(("Throughput", what, value, note or _skipped(row)))
+        summary_rows.append(("Throughput", what, value, note or _skipped(row)))
     for row in result.get("compare", ()):
         note = f"torchweave is {row['ratio']:.2f}x as fast" if row["ratio"] != 1 else ""
-        found.append(("In one run", row["name"], f"{row['output_throughput']:,.0f} output tokens/s", note))
+        summary_rows.append(("In one run", row["name"], f"{row['output_throughput']:,.0f} output tokens/s", note))
     for kind in ("cold", "warm"):
         if kind in result.get("startup", {}):
             row = result["startup"][kind]
@@ -143,17 +155,17 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
             )
             if without := row.get("modules_without_bytecode"):
                 parts += f"; {without:,} modules were imported without bytecode"
-            found.append(("Start-up to the first token", kind, f"{row['seconds']:.1f} s", parts))
+            summary_rows.append(("Start-up to the first token", kind, f"{row['seconds']:.1f} s", parts))
     for row in result.get("steps", ()):
-        found += _profile_rows(row)
+        summary_rows += _profile_rows(row)
     if "host" in result:
         row = result["host"]
         parts = ", ".join(f"{part} {row[part + '_us']:.0f}" for part in ("schedule", "launch", "update"))
         what = f"{row['num_requests']} running requests"
-        found.append(
+        summary_rows.append(
             ("Host time a decode step", what, f"{row['host_us']:.0f} us", f"{parts}, p99 {row['host_p99_us']:.0f}")
         )
-    return found
+    return summary_rows
 
 
 def _profile_rows(row: dict[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -162,18 +174,18 @@ def _profile_rows(row: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     what = f"{row['rows']:g} rows, {row['tokens']:g} tokens, {' or '.join(row['how'])}"
     profiled_ms = sum(kernel["us"] for kernel in row["kernels"]) / 1e3
     note = f"GPU busy for {row['busy_ms']:.3f} ms" if "busy_ms" in row else f"{profiled_ms:.3f} ms in ops of torch"
-    found = [(heading, what, f"{row['ms']:.3f} ms", note)]
+    summary_rows = [(heading, what, f"{row['ms']:.3f} ms", note)]
     for kernel in shown:
-        found.append(
+        summary_rows.append(
             (heading, f"`{kernel['name'][:_NAME]}`", f"{kernel['us']:.1f} us", f"{kernel['launches']:g} a step")
         )
     if rest:
         launches = f"{sum(each['launches'] for each in rest):g} a step"
-        found.append((heading, f"{len(rest)} others", f"{sum(each['us'] for each in rest):.1f} us", launches))
+        summary_rows.append((heading, f"{len(rest)} others", f"{sum(each['us'] for each in rest):.1f} us", launches))
     for gap in row.get("idle", ())[:_IDLE]:
         what = f"idle before `{gap['name'][:_NAME]}`"
-        found.append((heading, what, f"{gap['us']:.1f} us", f"{gap['launches']:g} a step"))
-    return found
+        summary_rows.append((heading, what, f"{gap['us']:.1f} us", f"{gap['launches']:g} a step"))
+    return summary_rows
 
 
 def _cell(row: dict[str, Any], key: str, form: str) -> str:

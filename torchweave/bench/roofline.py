@@ -47,11 +47,12 @@ def decode_bytes(llm: LLM, batch_size: int, context: float) -> float:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is not None and head is not None and embedding.weight.data_ptr() != head.weight.data_ptr():
         weights -= embedding.weight.numel() * embedding.weight.element_size()
-    for experts in (weight for weight in model.parameters() if weight.ndim == 3):
+    for experts in (weight for weight in model.parameters() if weight.ndim == 3 and weight.shape[1] > 1):
         unread = (1 - loaded.config.get("num_experts_per_tok", len(experts)) / len(experts)) ** batch_size
         weights -= unread * experts.numel() * experts.element_size()
     per_token = sum(layer.bytes_per_token(loaded.dtype) for layer in loaded.module.attention_layers)
-    return weights + batch_size * context * per_token
+    states = 2 * sum(call.num_bytes for call in loaded.module.recurrent_layers)  # read and written
+    return weights + batch_size * (context * per_token + states)
 
 
 def add_roofline(rows: list[dict[str, Any]], llm: LLM, bandwidth: float) -> None:

@@ -130,38 +130,25 @@ class Parser(argparse.ArgumentParser):
         self,
         config: type,
         title: str,
-        skip: Iterable[str] = (),
+        names: Iterable[str] = (),
+        skip: Collection[str] = (),
         common: Collection[str] | None = None,
         show_defaults: bool = True,
+        last: bool = False,
     ) -> None:
-        """Add an option for every field of a dataclass but those in `skip`.
+        """Add a group of options for fields of a dataclass.
 
         An option that the parser has already (`seed` of the engine and of a request) serves both dataclasses.
 
         Args:
+            names: the options; empty: all but those in `skip`.
             common: options of the short help; None: all.
             show_defaults: append the dataclass's defaults to the help texts.
+            last: the help lists the group behind all others.
         """
-        names = [name for name in options_of(config) if name not in skip]
-        self._add_options(config, self.add_argument_group(title), names, common, show_defaults)
-
-    def add_config_groups(self, config: type, groups: Mapping[str, Sequence[str]], common: Collection[str]) -> None:
-        """Add options of a dataclass in named groups, which the help lists behind all others."""
-        for title, names in groups.items():
-            group = self.add_argument_group(title)
-            self._last_groups.append(group)
-            self._add_options(config, group, names, common)
-
-    def _add_options(
-        self,
-        config: type,
-        group: argparse._ArgumentGroup,
-        names: Iterable[str],
-        common: Collection[str] | None,
-        show_defaults: bool = True,
-    ) -> None:
-        options = options_of(config)
-        for name in names:
+        options, group = options_of(config), self.add_argument_group(title)
+        self._last_groups += [group] if last else []
+        for name in names or [name for name in options if name not in skip]:
             option = options[name]
             if name in self.options:
                 assert self.options[name].hint == option.hint, f"{name} has two types"
@@ -247,7 +234,8 @@ def engine_parser(name: str, description: str, positionals: str = "MODEL") -> Pa
 
 def add_engine_options(parser: Parser) -> None:
     """Add `--config`, `-O`, `--quiet` and every option of the engine but the model."""
-    parser.add_config_groups(EngineConfig, ENGINE_GROUPS, COMMON_ENGINE_OPTIONS)
+    for title, names in ENGINE_GROUPS.items():
+        parser.add_config(EngineConfig, title, names, common=COMMON_ENGINE_OPTIONS, last=True)
     parser.general.add_argument(
         "--config", metavar="FILE", help="read options from a YAML file; the command line overrides them"
     )
@@ -296,8 +284,7 @@ def _join_repeated(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if known[name].is_list and isinstance(value, list):
             parts = [convert(known[name].hint, item, name) for item in value]
-            single = parts[0] if len(parts) == 1 else None
-            value = single if len(parts) == 1 else [item for part in parts for item in _as_items(part)]
+            value = parts[0] if len(parts) == 1 else [item for part in parts for item in _as_items(part)]
         joined[name] = value
     return joined
 

@@ -82,11 +82,8 @@ def _dispatch(arguments: list[str]) -> int:
 def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name.ljust(width)}  {text}" for name, text in COMMANDS.items())
-    usage, hint = (
-        "usage: torchweave COMMAND [OPTION...]",
-        "`torchweave COMMAND --help` lists common options, `--help-all` all.",
-    )
-    return f"{usage}\n\n{lines}\n\n{hint}"
+    hint = "`torchweave COMMAND --help` lists common options, `--help-all` all."
+    return f"usage: torchweave COMMAND [OPTION...]\n\n{lines}\n\n{hint}"
 
 
 def _one_line(error: BaseException) -> str:

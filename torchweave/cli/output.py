@@ -42,15 +42,15 @@ def _column_widths(columns: Sequence[Sequence[str]], width: int) -> list[int] | 
     """Widths that give every column its longest word and share the rest; None if the longest words do not fit."""
     least = [max((len(word) for cell in cells for word in cell.split()), default=0) for cells in columns]
     missing = [max(map(len, cells)) - word for cells, word in zip(columns, least, strict=True)]
-    spare = width - sum(least) - _GAP * (len(columns) - 1)
-    if spare < 0:
+    remaining = width - sum(least) - _GAP * (len(columns) - 1)
+    if remaining < 0:
         return None
     widths = list(least)
     order = sorted(range(len(columns)), key=lambda index: missing[index])
     for done, index in enumerate(order):
-        extra = min(missing[index], spare // (len(order) - done))
+        extra = min(missing[index], remaining // (len(order) - done))
         widths[index] += extra
-        spare -= extra
+        remaining -= extra
     return widths
 
 
@@ -102,6 +102,14 @@ def check_output_path(option: str, requested: str | Path) -> Path:
         raise ValueError(
             f"{option} {requested}: {path if path.exists() else nearest} cannot be written; name another file"
         )
+    return path
+
+
+def check_output_file(option: str, requested: str) -> Path | None:
+    """`check_output_path` for a file in an existing folder; None for an empty option."""
+    path = check_output_path(option, requested) if requested else None
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{option} {requested}: there is no such folder")
     return path
 
 

@@ -50,8 +50,3 @@ def sampling_params_from_args(args: argparse.Namespace, llm: LLM) -> SamplingPar
         names += ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
     known: dict[str, Any] = {name: getattr(defaults, name) for name in names}
     return config_from_args(SamplingParams, args, **known)
-
-
-def check_sampling_args(args: argparse.Namespace) -> SamplingParams:
-    """Validate the sampling parameters before a model is loaded."""
-    return config_from_args(SamplingParams, args)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchweave.compiler.passes.matcher import Match as Match
     from torchweave.compiler.passes.pattern import Fusion as Fusion
     from torchweave.compiler.runtime.compiled_graph import CompiledGraph as CompiledGraph
-    from torchweave.compiler.runtime.eager import eager_forward as eager_forward
+    from torchweave.compiler.runtime.forward import eager_forward as eager_forward
 
 LAZY_EXPORTS = {
     "CompileCache": "torchweave.compiler.cache.store",
@@ -31,7 +31,7 @@ LAZY_EXPORTS = {
     "PassResult": "torchweave.compiler.passes.base",
     "TraceError": "torchweave.compiler.errors",
     "CompiledGraph": "torchweave.compiler.runtime.compiled_graph",
-    "eager_forward": "torchweave.compiler.runtime.eager",
+    "eager_forward": "torchweave.compiler.runtime.forward",
     "compile": "torchweave.compiler.api",
     "default_passes": "torchweave.compiler.passes.manager",
     "open_cache": "torchweave.compiler.cache.store",

@@ -1,16 +1,24 @@
-"""The public function `torchweave.compile`; importing it imports no torch."""
+"""The public function `torchweave.compile` and its result, a compiled module without an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from torch import Tensor, nn
 
-    from torchweave.compiler.passes.base import Pass
-    from torchweave.config import TorchCompileConfig
-    from torchweave.report import Report
+from torchweave.compiler.backend import compile_graph
+from torchweave.compiler.cache.keys import autocast
+from torchweave.compiler.cache.store import open_cache
+from torchweave.compiler.dump import open_dump
+from torchweave.compiler.explain.page import save_explanation
+from torchweave.compiler.passes.base import Pass
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
+from torchweave.compiler.runtime.forward import call_op
+from torchweave.config.options import TorchCompileConfig
+from torchweave.ops.registry import boundary_ops
+from torchweave.report import Report
 
 
 def compile(
@@ -20,7 +28,7 @@ def compile(
     config: TorchCompileConfig | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
-) -> Callable[..., Any]:
+) -> CompiledModule:
     """Compile a plain module: `compiled(*tensors)` returns the result of `module(*tensors)`, without gradients.
 
     Args:
@@ -39,6 +47,56 @@ def compile(
         TraceError: a ValueError; forward is not one graph for all sizes, or changes Python objects, with the line and the
         cause.
     """
-    from torchweave.compiler.compiled_module import CompiledModule
+    _validate_inputs(inputs, dynamic or {})
+    config, report = config or TorchCompileConfig(), report or Report(show=False)
+    open_dump(config, report)
+    cache, ops = open_cache(config, report), boundary_ops()
+    compiled_graph = compile_graph(
+        module, inputs, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, passes=passes
+    )
+    save_explanation(None, report)
+    return CompiledModule(compiled_graph, next(iter(inputs.values())).device.type)
 
-    return CompiledModule(module, inputs, dynamic, config, report, passes)
+
+class CompiledModule:
+    """`compiled(*tensors)`, which runs boundary ops as they are; see `compile`."""
+
+    def __init__(self, compiled_graph: CompiledGraph, device_type: str) -> None:
+        self.compiled_graph = compiled_graph
+        self._device_type, self._autocast = device_type, autocast(device_type)
+
+    @property
+    def woven(self) -> CompiledGraph:
+        """Deprecated alias of `compiled_graph`."""
+        warnings.warn("`.woven` is deprecated; use `.compiled_graph`", DeprecationWarning, stacklevel=2)
+        return self.compiled_graph
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        if len(inputs) != len(self.compiled_graph.inputs) or not all(isinstance(each, Tensor) for each in inputs):
+            given = ", ".join(type(each).__name__ for each in inputs) or "nothing"
+            raise ValueError(f"expected one tensor for each of {', '.join(self.compiled_graph.inputs)}, not {given}")
+        if (now := autocast(self._device_type)) != self._autocast:
+            raise ValueError(
+                f"compiled with autocast {self._autocast} and called with autocast {now}; compile in the `torch.autocast` in "
+                "which the module is called, or enter it in forward"
+            )
+        return self.compiled_graph(call_op, *inputs)
+
+
+def _validate_inputs(inputs: Any, dynamic: Any) -> None:
+    """Raise ValueError for examples that are not tensors by name, and for names of dimensions that do not exist."""
+    if not isinstance(inputs, Mapping) or not inputs or not all(isinstance(each, Tensor) for each in inputs.values()):
+        raise ValueError(
+            'inputs must be example tensors by forward\'s parameter names, at least one: `{"x": torch.zeros(8, 64)}`'
+        )
+    rule = 'dynamic names dimensions of inputs, counted from 0: `{"x": {0: "T"}}`'
+    if not isinstance(dynamic, Mapping) or not all(isinstance(each, Mapping) for each in dynamic.values()):
+        raise ValueError(f"{rule}; not {dynamic}")
+    for name, dims in dynamic.items():
+        if name not in inputs:
+            raise ValueError(f"{rule}; no input is named {name}; inputs are {', '.join(inputs)}")
+        for dim, size_name in dims.items():
+            if not (isinstance(dim, int) and 0 <= dim < inputs[name].dim() and isinstance(size_name, str)):
+                raise ValueError(
+                    f"{rule}; not {dim!r}: {size_name!r}, where {name} has {inputs[name].dim()} dimensions"
+                )

@@ -22,7 +22,7 @@ from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager
 from torchweave.compiler.piece_builder import BuildOptions, build_pieces
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
-from torchweave.compiler.tuning.table_store import load_tables, report_table
+from torchweave.compiler.tuning.table import load_tables, report_table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 from torchweave.utils.gc import gc_paused

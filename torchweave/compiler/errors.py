@@ -45,19 +45,12 @@ class InvariantError(TraceError):
 
 def trace_error(error: BaseException) -> TraceError:
     """The TraceError of an error that tracing raised: one sentence and the user's line."""
-    stack = getattr(error, "real_stack", None)
-    where = ""
-    if stack:
-        frame = stack[-1]
-        where = f"{frame.filename}:{frame.lineno}"
-    else:
-        places = re.findall(r'File "([^"]+)", line (\d+)', str(error))
-        if places:
-            where = ":".join(places[-1])
-        else:
-            frames = traceback.extract_tb(error.__traceback__)
-            where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return TraceError(_one_line_message(error), where)
+    places = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    frames = getattr(error, "real_stack", None)
+    if not frames and places:
+        return TraceError(_one_line_message(error), ":".join(places[-1]))
+    frames = frames or traceback.extract_tb(error.__traceback__)
+    return TraceError(_one_line_message(error), f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "")
 
 
 def _one_line_message(error: BaseException) -> str:

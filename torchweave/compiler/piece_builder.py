@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from torchweave.compiler.cache.entries import PieceEntry
-from torchweave.compiler.cache.inductor_cache_dir import InductorCacheDir
-from torchweave.compiler.cache.store import CompileCache
+from torchweave.compiler.cache.store import CompileCache, InductorCacheDir
 from torchweave.compiler.codegen.lower import LoweringError, cached_lowering, lower
 from torchweave.compiler.codegen.pieces import BuiltPiece, InductorUnsupportedError, Variant, build_fx, build_inductor
 from torchweave.compiler.dump import graph_text
@@ -32,8 +31,7 @@ from torchweave.compiler.ir.symbols import dynamic_shapes_mode, token_count
 from torchweave.compiler.partition.split import Piece, structure
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.base import Pass
-from torchweave.compiler.passes.cache_keys import aten_cache_keys
-from torchweave.compiler.passes.manager import PassManager
+from torchweave.compiler.passes.manager import PassManager, aten_cache_keys
 from torchweave.compiler.precompile.precompile import KernelPrecompiler
 from torchweave.compiler.streams.backends import make_streams
 from torchweave.compiler.streams.build import StreamBuilder
@@ -108,7 +106,7 @@ def build_pieces(pieces: Sequence[Piece], options: BuildOptions) -> dict[str, Bu
         layers.setdefault(piece.digest, []).append(piece)
     built: dict[str, BuiltPiece] = {}
     builder, report = PieceBuilder(options), options.report
-    inductor_dir = InductorCacheDir(options.cache, options.device)
+    inductor_dir = InductorCacheDir(options.cache if options.device.type == "cpu" else None)
     with inductor_dir, builder.kernel_precompiler, report.progress("building pieces", len(layers)) as advance:
         # Pieces of most layers first: the graph's first and last piece need most of the Inductor kernels, and the worker
         # processes that compile these take some seconds to start.
@@ -159,7 +157,9 @@ class PieceBuilder:
             for index, (low, high) in enumerate(whole.ranges[:-1])
         ]
         if self.config.enable_inductor and self.tokens is not None:
-            sizes = (size for size in sorted(set(self.config.compile_sizes)) if self._is_worthwhile(job.piece, size))
+            sizes = (
+                size for size in sorted(set(self.config.compile_sizes)) if self._should_compile_size(job.piece, size)
+            )
             fixed = [each for size in sizes if (each := self._build_for_size(job, size, build)) is not None]
             variants = fixed + variants
         limit = min([whole.max_size, *(each.built.max_size for each in variants)])
@@ -211,7 +211,7 @@ class PieceBuilder:
             rewritten_pieces = [each.with_tokens(*span) for each, span in zip(rewritten_pieces, spans, strict=True)]
         return [replace(each, ranges=tuple(spans)) for each in rewritten_pieces]
 
-    def _is_worthwhile(self, piece: Piece, size: int) -> bool:
+    def _should_compile_size(self, piece: Piece, size: int) -> bool:
         """Whether a build for this token count is faster by the tuning table, or was never measured."""
         entries = self.table.matching_entries(COMPILE_SIZES, piece.digest)
         entry = next((each for each in entries if each.tokens == size), None)

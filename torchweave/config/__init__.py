@@ -8,12 +8,9 @@ from torchweave.config.facts import AttentionFacts as AttentionFacts
 from torchweave.config.facts import DeviceFacts as DeviceFacts
 from torchweave.config.facts import ModelFacts as ModelFacts
 from torchweave.config.facts import choose_device as choose_device
-from torchweave.config.options import CudaGraphConfig as CudaGraphConfig
 from torchweave.config.options import EngineConfig as EngineConfig
-from torchweave.config.options import ServerConfig as ServerConfig
 from torchweave.config.options import TorchCompileConfig as TorchCompileConfig
 from torchweave.config.plan import Plan as Plan
-from torchweave.config.plan import PlanEntry as PlanEntry
 from torchweave.config.plan import format_value as format_value
 from torchweave.config.resolve import DEFAULT_TOKEN_BUCKETS as DEFAULT_TOKEN_BUCKETS
 from torchweave.config.resolve import default_batch_sizes as default_batch_sizes

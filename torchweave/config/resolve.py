@@ -112,16 +112,17 @@ def _dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tupl
 
 def _quantization(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tuple[str | None, str]:
     requested, stored = config.quantization, model.quantization
-    effective = "fp8_per_tensor" if requested == "fp8" else requested or stored
+    defaults = {"fp8": "fp8_per_tensor", "int4": "int4_g128"}
+    effective = defaults.get(requested or "", requested or stored)
     if requested and stored and effective != stored:
         raise ValueError(
             f"quantization={requested} contradicts {model.name}, which is {stored} already; remove the option"
         )
-    if effective and device.capability is not None and device.capability < (8, 9):
+    if effective and effective.startswith("fp8") and device.capability is not None and device.capability < (8, 9):
         raise ValueError(
             f"{effective} needs compute capability 8.9, and {device.title} has none; use an unquantised model"
         )
-    return effective, "the checkpoint's" if stored else "fp8 is per tensor" if requested == "fp8" else ""
+    return effective, "the checkpoint's" if stored else f"{requested} is {effective}" if requested in defaults else ""
 
 
 def _kv_cache_dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts, dtype: str) -> tuple[str, str]:
@@ -330,10 +331,10 @@ def _batch_sizes(config: CudaGraphConfig, device: DeviceFacts, largest: int, ent
 
 def _clamp_sizes(requested: Sequence[int], largest: int, limit: str, is_default: bool) -> tuple[tuple[int, ...], str]:
     """The distinct sizes up to `largest`, ascending, and the reason."""
-    kept = tuple(sorted({size for size in requested if size <= largest}))
-    dropped = len(set(requested)) - len(kept)
+    allowed = tuple(sorted({size for size in requested if size <= largest}))
+    dropped = len(set(requested)) - len(allowed)
     why = "default" if is_default else "as asked"
-    return kept, f"{why}, {dropped} above {limit}={largest} left out" if dropped else why
+    return allowed, f"{why}, {dropped} above {limit}={largest} left out" if dropped else why
 
 
 def _check_ranks(config: EngineConfig, device: DeviceFacts, model: ModelFacts, entries: _Entries) -> None:
@@ -344,9 +345,8 @@ def _check_ranks(config: EngineConfig, device: DeviceFacts, model: ModelFacts, e
     """
     size = config.num_ranks
     if size == 1:
-        entries.note("enable_expert_parallel", False, "there is one rank")
-        entries.note("executor", None, "there is one rank")
-        entries.note("rank_timeout", None, "there is one rank")
+        for name, effective in (("enable_expert_parallel", False), ("executor", None), ("rank_timeout", None)):
+            entries.note(name, effective, "there is one rank")
         return
     if config.kv_offload_gb:
         raise ValueError(f"kv_offload_gb={config.kv_offload_gb} is not supported on {size} ranks; remove it")

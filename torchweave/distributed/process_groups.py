@@ -1,4 +1,4 @@
-"""Ranks of an engine, their process groups, and the transport between pipeline stages.
+"""Ranks of an engine, their process groups and collectives over torch.distributed, and the transport between pipeline stages.
 
 A rank is a process with a device of its own. Ranks of a tensor-parallel group have consecutive numbers:
 `rank = pipeline_rank * tensor_parallel_size + tensor_rank`. Rank 0 is the leader, which alone schedules requests. It runs the last
@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from torchweave.distributed.communicator import ProcessGroupCommunicator
+from torchweave.ops.collectives.all_reduce_norm import NormSpec
 from torchweave.ops.collectives.op import communicator, find_communicator, register_communicator
 
 TENSOR, PIPELINE = "tp", "pp"
@@ -86,15 +86,6 @@ class ProcessGroups:
     def rank_of_stage(self, stage: int) -> int:
         """Rank of the same tensor rank in another stage."""
         return (self.pipeline_parallel_size - 1 - stage) * self.tensor_parallel_size + self.tensor_rank
-
-    @property
-    def tensor_group(self) -> str:
-        """Group name of the collective ops in graphs."""
-        return TENSOR
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == 0
 
     def all_reduce_min(self, number: int) -> int:
         """Minimum of all ranks' numbers; waits for every rank."""
@@ -260,3 +251,67 @@ class PipelineTransport:
     def broadcast_from_last(self, x: Tensor) -> None:
         """Overwrite x (contiguous) on every stage with that of the last one."""
         dist.broadcast(x, src=self._groups.rank_of_stage(self._last_stage), group=self._groups.groups[PIPELINE])
+
+
+# Renamed in torch 2.13 from `..._into_tensor` and `..._tensor`.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def sum_of_ranks(parts: Tensor) -> Tensor:
+    """`[size, ...]` -> sum over ranks, added in rank order in float32 and rounded once: the reference for faster sums."""
+    wide = torch.float32 if parts.dtype.itemsize < 4 and parts.dtype.is_floating_point else parts.dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(parts.dtype, copy=len(parts) == 1)
+
+
+class ProcessGroupCommunicator:
+    """Collectives of a torch.distributed group.
+
+    NCCL sums in the dtype of x, in an order that depends on its algorithm, with the same result on all ranks. Over gloo every rank
+    gathers all parts and adds them in rank order (`sum_of_ranks`).
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self._is_nccl = group.name() == "nccl"
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if not self._is_nccl:
+            return sum_of_ranks(self._gather_parts(x))
+        out = x.clone()
+        dist.all_reduce(out, group=self.group)
+        return out
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        parts = self._gather_parts(x)
+        return parts.movedim(0, dim).reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        rows = x.shape[0] // self.size
+        if not self._is_nccl:
+            return sum_of_ranks(self._gather_parts(x)[:, self.rank * rows : (self.rank + 1) * rows])
+        out = x.new_empty(rows, *x.shape[1:])
+        _reduce_scatter(out, x, group=self.group)
+        return out
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, slot: int) -> None:
+        """None: torch.distributed accepts any memory."""
+
+    def fused_all_reduce_norm(self, x: Tensor, norm: NormSpec) -> None:
+        """None: not fused."""
+
+    def abort(self) -> None:
+        """Nothing: `process_groups.abort_groups` aborts NCCL's groups."""
+
+    def fault(self) -> None:
+        """None: torch.distributed raises errors itself."""
+
+    def _gather_parts(self, x: Tensor) -> Tensor:
+        """Gather x of all ranks as `[size, ...]`."""
+        parts = x.new_empty(self.size, *x.shape)
+        _gather(parts.view(-1), x.reshape(-1), group=self.group)
+        return parts

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from torchweave.distributed.channel import Channel
+from torchweave.distributed.worker_group import Channel
 
 _HANDSHAKE_SECONDS = 5.0
 _POLL_SECONDS = 0.5

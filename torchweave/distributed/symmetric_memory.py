@@ -8,7 +8,8 @@ synchronisation between ranks see `torchweave.ops.collectives.symmetric_memory` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchweave.config.options import disable_multicast
-from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.distributed.process_groups import TENSOR, ProcessGroupCommunicator, ProcessGroups
 from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec
-from torchweave.ops.collectives.op import Communicator, register_communicator
+from torchweave.ops.collectives.op import Communicator, find_communicator, register_communicator
 from torchweave.ops.collectives.symmetric_memory import (
     SIZES,
     can_gather,
@@ -179,7 +179,7 @@ def enable_symmetric_memory(process_groups: ProcessGroups, report: Report) -> No
     """Use symmetric memory for tensor-parallel collectives if all GPUs support it; collective over all ranks."""
     if process_groups.tensor_parallel_size == 1 or not process_groups.device.startswith("cuda"):
         return
-    group, device = process_groups.groups[process_groups.tensor_group], torch.device(process_groups.device)
+    group, device = process_groups.groups[TENSOR], torch.device(process_groups.device)
     size_limits = size_limits_for(torch.cuda.get_device_name(device), group.size())
     if size_limits is None:
         refusal = f"the kernels are built for {', '.join(map(str, SIZES))} ranks"
@@ -191,7 +191,7 @@ def enable_symmetric_memory(process_groups: ProcessGroups, report: Report) -> No
         return
     communicator = open_symmetric(group, device, size_limits)
     _groups_with_symmetric_memory.add(group.group_name)
-    register_communicator(process_groups.tensor_group, communicator)
+    register_communicator(TENSOR, communicator)
     report.event("symmetric_memory", used=True, bytes=communicator.workspace.layout.bytes, **asdict(size_limits))
 
 
@@ -207,9 +207,9 @@ def agreed_refusal(group: dist.ProcessGroup) -> str:
         if group.group_name in _groups_with_symmetric_memory
         else ""
     )
-    every = [""] * group.size()
-    dist.all_gather_object(every, own, group=group)
-    return next(filter(None, every), "")
+    refusals = [""] * group.size()
+    dist.all_gather_object(refusals, own, group=group)
+    return next(filter(None, refusals), "")
 
 
 def _all_peers_accessible(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -242,3 +242,39 @@ def _allocate_symmetric(size: int, group: dist.ProcessGroup, device: torch.devic
     torch.cuda.synchronize(device)
     dist.barrier(group=group)  # no rank signals before all signal words are zero
     return handle, memory
+
+
+class FakeCommunicator(ProcessGroupCommunicator):
+    """Collectives without torch.distributed: results have the right shapes, without communication."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return x.new_empty(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+
+
+@contextmanager
+def fake_collectives(group: str) -> Iterator[bool]:
+    """Make collective ops of `group` launch only symmetric-memory kernels and skip torch.distributed in this context.
+
+    Executed kernels would wait for other ranks. Yields whether the group uses symmetric memory: over torch.distributed alone it
+    launches no kernel of this project.
+    """
+    original = find_communicator(group)
+    if not isinstance(original, SymmetricCommunicator):
+        yield False
+        return
+    fake = FakeCommunicator(original.rank, original.size)
+    status = torch.zeros(1, dtype=torch.int32)
+    register_communicator(group, SymmetricCommunicator(original.workspace, fake, original.size_limits, status))
+    try:
+        yield True
+    finally:
+        register_communicator(group, original)

@@ -1,4 +1,7 @@
-"""Connections between the leader and the other ranks: commands, heartbeats, and failure of all ranks when one fails.
+"""Connections between the leader and the other ranks: messages, heartbeats, and failure of all ranks when one fails.
+
+A message is a kind (one byte) and a payload, over a channel within a machine (a socket pair) or between two (TCP, authenticated
+by a shared secret).
 
 A thread on each side sends a heartbeat every `HEARTBEAT_SECONDS` and reads messages. When a rank ends, fails or stops answering,
 `WorkerGroup` on the leader kills the other ranks and keeps the reason in `failure`. When the leader ends, `LeaderConnection` ends
@@ -7,16 +10,18 @@ the rank's process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
+import select
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, Protocol
-
-from torchweave.distributed.channel import BUILD_TIMEOUT_SECONDS, HEARTBEAT_SECONDS, Channel, MessageKind
 
 _END_SECONDS = 5.0  # for a rank to exit after END
 _FAULT_DELAY_SECONDS = 3.0  # until the reason of another rank's end arrives, after the leader's own error
@@ -189,13 +194,13 @@ class WorkerGroup:
 
     def _monitor(self) -> None:
         numbers = {channel: number for number, channel in enumerate(self._channels)}
-        last_beat = 0.0
+        last_heartbeat = 0.0
         while self.failure is None and not self._closing:
             for channel in wait(list(numbers), HEARTBEAT_SECONDS):  # type: ignore[arg-type]
                 self._on_message(numbers[channel])  # type: ignore[index]
             now = time.monotonic()
-            if now - last_beat >= HEARTBEAT_SECONDS:
-                last_beat = now
+            if now - last_heartbeat >= HEARTBEAT_SECONDS:
+                last_heartbeat = now
                 for channel in self._channels:
                     channel.try_send(MessageKind.ALIVE)
                 self._check_heartbeats(now)
@@ -264,7 +269,7 @@ class LeaderConnection:
         self._channel.send(MessageKind.FAILED, pickle.dumps((user_error, sentence)))
 
     def _receive_loop(self) -> None:
-        last_seen, last_beat = time.monotonic(), 0.0
+        last_seen, last_heartbeat = time.monotonic(), 0.0
         while True:
             try:
                 while self._channel.poll(HEARTBEAT_SECONDS):
@@ -275,16 +280,90 @@ class LeaderConnection:
                         self.messages.put((kind, payload))
                     if kind == MessageKind.END:
                         return
-                    if last_seen - last_beat >= HEARTBEAT_SECONDS:
+                    if last_seen - last_heartbeat >= HEARTBEAT_SECONDS:
                         self._channel.try_send(MessageKind.ALIVE)
-                        last_beat = last_seen
+                        last_heartbeat = last_seen
             except (EOFError, OSError):
                 os._exit(1)
-            last_beat = time.monotonic()
+            last_heartbeat = time.monotonic()
             self._channel.try_send(MessageKind.ALIVE)
-            if last_beat - last_seen > _heartbeat_timeout(self._timeout, self._leader_ready):
+            if last_heartbeat - last_seen > _heartbeat_timeout(self._timeout, self._leader_ready):
                 os._exit(1)
 
 
 def _heartbeat_timeout(rank_timeout: float, built: bool) -> float:
     return rank_timeout if built else max(rank_timeout, BUILD_TIMEOUT_SECONDS)
+
+
+HEARTBEAT_SECONDS = 0.5
+"""Interval of heartbeats."""
+BUILD_TIMEOUT_SECONDS = 60.0
+"""Least heartbeat timeout while ranks build, since a library may hold the interpreter lock for long."""
+
+
+class MessageKind:
+    """First byte of a message: the first line from the leader, the second from other ranks, `ALIVE` (heartbeat) from both."""
+
+    TASK, STEP, IDLE, ALIVE, END = b"t", b"s", b"r", b"a", b"e"
+    JOINED, BUILT, FAILED, DIGEST = b"j", b"b", b"f", b"d"
+
+
+class Channel:
+    """Sends from any thread, receives on one.
+
+    Args:
+        connection: a connected socket with the message framing of `multiprocessing.connection`.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        if self._socket.family != socket.AF_UNIX:  # send a step before the previous one is acknowledged
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, kind: bytes, payload: bytes = b"") -> None:
+        """Send a message; blocks only while the socket's buffer is full.
+
+        Raises:
+            OSError: the other end is closed.
+        """
+        with self._lock:
+            self._connection.send_bytes(kind + payload)
+
+    def try_send(self, kind: bytes) -> None:
+        """Send a message without payload if that does not block; drop it otherwise, and when the other end is closed."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if select.select([], [self._socket], [], 0)[1]:
+                self._connection.send_bytes(kind)
+        except (OSError, ValueError):
+            pass
+        finally:
+            self._lock.release()
+
+    def poll(self, seconds: float) -> bool:
+        """Wait at most `seconds` for a message or the end of the connection; return whether either came."""
+        return self._connection.poll(seconds)
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """Return kind and payload of the next message.
+
+        Raises:
+            EOFError, OSError: the other end is closed.
+        """
+        message = self._connection.recv_bytes()
+        return message[:1], message[1:]
+
+    def clear_receive_timeout(self) -> None:
+        """Remove the receive timeout of the socket."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def abort(self) -> None:
+        """Shut the connection down for both ends, even while another thread blocks in `send`."""
+        with contextlib.suppress(OSError):  # already shut down
+            self._socket.shutdown(socket.SHUT_RDWR)

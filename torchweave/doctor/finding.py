@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Kind = Literal["trace_failure", "graph_break", "recompile", "performance"]
 Severity = Literal["error", "warning", "note"]
@@ -33,9 +33,6 @@ class Finding:
     fix: str
     severity: Severity = "error"
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def deduplicate(findings: Iterable[Finding]) -> list[Finding]:
     """Keep the first finding per line, and the first of each performance rule per line; sort worst first.
@@ -46,10 +43,10 @@ def deduplicate(findings: Iterable[Finding]) -> list[Finding]:
     lines: set[str] = set()
     for finding in findings:
         key = (finding.where or finding.cause, finding.rule if finding.kind == "performance" else "")
-        worse = key in by_key and (by_key[key].severity, finding.severity) == ("warning", "error")
-        if finding.where and finding.where in lines and finding.kind != "performance" and not worse:
+        is_more_severe = key in by_key and (by_key[key].severity, finding.severity) == ("warning", "error")
+        if finding.where and finding.where in lines and finding.kind != "performance" and not is_more_severe:
             continue
-        if key not in by_key or worse:
+        if key not in by_key or is_more_severe:
             by_key[key] = finding
             if finding.kind != "performance":
                 lines.add(finding.where)

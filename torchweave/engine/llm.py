@@ -15,10 +15,9 @@ import numpy as np
 from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import config_from
-from torchweave.engine.client import Client
+from torchweave.engine.client import Client, RequestStream
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
-from torchweave.engine.request_stream import RequestStream
 from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.report import Report
@@ -126,13 +125,13 @@ class LLM:
         params = [self._encode_bad_words(each) for each in params]
         ids = self._encode_all(texts)
         self._validate(ids, params)
-        report = self.report if use_tqdm else Report(show=False)
         with self._open_stream() as stream:
             request_ids = [
                 stream.submit(*each, streaming=bool(each[1].stop_strings)) for each in zip(ids, params, strict=True)
             ]
             stream.wake_engine()
-            with report.progress("generating", len(stream.completions)) as advance:
+            num_requests = len(stream.completions)
+            with self.report.progress("generating", num_requests) if use_tqdm else nullcontext(lambda: None) as advance:
                 for _, final in stream.responses():
                     if final:
                         advance()
@@ -163,8 +162,8 @@ class LLM:
         """
         variables = {**(chat_template_kwargs or {}), **variables}
         first = messages[0] if isinstance(messages, Sequence) and messages else None
-        several = messages if isinstance(first, (list, tuple)) else [messages]
-        prompts = [self.encode_chat(conversation, **variables) for conversation in several]  # type: ignore[arg-type]
+        conversations = messages if isinstance(first, (list, tuple)) else [messages]
+        prompts = [self.encode_chat(conversation, **variables) for conversation in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     # -- streams -------------------------------------------------------------------------------------------------------
@@ -317,11 +316,11 @@ def _as_lists(
     prompt_list: list[Prompt] = list(prompts) if _is_list(prompts) else [prompts]  # type: ignore[arg-type, list-item]
     if prompt_list and prompt_list[0] is not prompts and isinstance(prompt_list[0], (int, np.integer)):
         prompt_list = [prompt_list]  # type: ignore[list-item]
-    several = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
-    if wrong := [each for each in several if not isinstance(each, SamplingParams)]:
+    params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
+    if wrong := [each for each in params_list if not isinstance(each, SamplingParams)]:
         raise ValueError(f"sampling_params must be SamplingParams, or a list of them, but holds {wrong[0]!r}.")
-    if len(several) != len(prompt_list):
+    if len(params_list) != len(prompt_list):
         raise ValueError(
-            f"Got {len(prompt_list)} prompts but {len(several)} sampling_params; give one for each, or one for all."
+            f"Got {len(prompt_list)} prompts but {len(params_list)} sampling_params; give one for each, or one for all."
         )
-    return prompt_list, several
+    return prompt_list, params_list

@@ -75,8 +75,8 @@ def linear_into(x: Tensor, w: Tensor, bias: Tensor | None, choices: str, out: Te
 def _kernels_can_read(x: Tensor, w: Tensor, fusion: LinearFusion) -> bool:
     """Whether the kernels can read the operands, the weight with 16-byte loads."""
     rows_aligned = w.stride(1) == 1 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
-    beside = fusion.residual is None or (fusion.residual.is_contiguous() and fusion.residual.dtype == x.dtype)
-    return x.dtype == w.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 and rows_aligned and beside
+    residual_fits = fusion.residual is None or (fusion.residual.is_contiguous() and fusion.residual.dtype == x.dtype)
+    return x.dtype == w.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 and rows_aligned and residual_fits
 
 
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None, choices: str = "") -> Tensor:

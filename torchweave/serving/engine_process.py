@@ -21,8 +21,7 @@ from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig
 from torchweave.distributed.launchers.local import WorkerPool
 from torchweave.engine.batch_manager import BatchManager
-from torchweave.engine.request import InferenceRequest, Output
-from torchweave.engine.responses import NO_TOKENS, Response
+from torchweave.engine.request import NO_TOKENS, InferenceRequest, Output, Response
 from torchweave.engine.startup.build import Engine
 from torchweave.engine.startup.open import open_engine, replica_config
 from torchweave.report import Report
@@ -147,11 +146,7 @@ def _model_card(engine: Engine) -> wire.ModelCard:
         num_kv_blocks=engine.scheduler.kv.num_blocks,
         block_size=plan.block_size,
         trust_remote_code=plan.config.trust_remote_code,
-        temperature=loaded.generation.temperature,
-        top_k=loaded.generation.top_k,
-        top_p=loaded.generation.top_p,
-        min_p=loaded.generation.min_p,
-        repetition_penalty=loaded.generation.repetition_penalty,
+        **{name: getattr(loaded.generation, name) for name in wire.GENERATION_DEFAULTS},
     )
 
 

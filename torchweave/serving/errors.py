@@ -47,6 +47,10 @@ def api_error(error: Exception) -> ApiError:
     """Convert an exception of a request handler into an error response."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, _http_sentence(error), headers=dict(error.headers or {}))
+    if isinstance(error, RequestValidationError):
+        return _invalid(error)
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable")
     if isinstance(error, ValueError):
@@ -60,19 +64,8 @@ def add_error_handlers(app: FastAPI) -> None:
     async def handle(_: Request, error: Exception) -> JSONResponse:
         return api_error(error).response
 
-    async def http(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, _http_sentence(error), headers=dict(error.headers or {})).response
-
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return _invalid(error).response
-
-    for kind in (ApiError, EngineUnavailable, ValueError):
+    for kind in (ApiError, EngineUnavailable, ValueError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, handle)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, handle)
 
 
 def _http_sentence(error: HTTPException) -> str:

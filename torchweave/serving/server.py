@@ -81,7 +81,10 @@ class Server:
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket, *extra_sockets]))
         tasks = [asyncio.create_task(self._report_ready()), critical_task(self._watch_engines())]
         await serving
-        await _cancel(*tasks, *([self._draining] if self._draining is not None else []))
+        tasks += [] if self._draining is None else [self._draining]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         at_once = self._uvicorn.force_exit
         if at_once:  # uvicorn then skips the application's shutdown
             await self.client.stop(at_once)
@@ -133,9 +136,3 @@ class Server:
                     await asyncio.sleep(_POLL_SECONDS)
         await self.client.stop()  # the remaining requests get an error
         self._uvicorn.should_exit = True
-
-
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

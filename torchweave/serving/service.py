@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from fastapi import Request
+
 from torchweave.config.options import ServerConfig, read_text_file
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
@@ -15,7 +17,6 @@ from torchweave.serving.engine_client.request_stream import EngineUnavailable
 from torchweave.serving.errors import ApiError
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.generation import AnswerStream
-from torchweave.serving.openai.tools import detect_tool_format
 from torchweave.serving.tokenization import AsyncTokenizer, prepare
 
 _MAX_RETRY_AFTER = 60  # seconds
@@ -41,7 +42,8 @@ class Service:
         self.startup_done = asyncio.Event()
         self.startup_ok = False
         self.startup_error = ""
-        self._template = read_template(settings)
+        template = settings.chat_template
+        self._template = None if template is None else read_text_file("chat_template", template)
         self.created = int(time.time())
         self._finish_times: deque[float] = deque(maxlen=_RATE_WINDOW)
 
@@ -116,15 +118,6 @@ class Service:
         if self.tokenizer is None:
             raise ApiError(400, f"{name} has no tokenizer; send the prompt as token ids.", param="prompt")
         return self.tokenizer
-
-    def chat_template(self) -> str:
-        """Source of the chat template; empty for a model without one."""
-        return self.require_tokenizer().chat_template
-
-    def tool_format(self, template: str) -> str | None:
-        """Tool-call format of the model; None if unknown."""
-        configured = self.settings.tool_call_parser
-        return detect_tool_format(template) if configured == "auto" else configured
 
     def check_admission(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         """Check a request against the server's limits.
@@ -230,6 +223,11 @@ class Service:
             self.tokenizer.close()
 
 
+def service_of(request: Request) -> Service:
+    """The state of the server that received a request."""
+    return request.app.state.service
+
+
 def _check_length(prompts: Sequence[Sequence[int]], model: ModelCard) -> None:
     """Raise OpenAI's error if a refused prompt is too long: clients match its code or wording to shorten the conversation."""
     longest = max(map(len, prompts))
@@ -240,14 +238,3 @@ def _check_length(prompts: Sequence[Sequence[int]], model: ModelCard) -> None:
             "and the answer needs at least 1; shorten the prompt.",
             code="context_length_exceeded",
         )
-
-
-def read_template(settings: ServerConfig) -> str | None:
-    """Read the configured chat template.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    if settings.chat_template is None:
-        return None
-    return read_text_file("chat_template", settings.chat_template)

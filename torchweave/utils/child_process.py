@@ -116,9 +116,8 @@ def main(fd: int) -> None:
     if not call or len(call) < size:  # the parent has ended
         os._exit(1)
     name, ignored_signals, target, args = pickle.loads(call)
-    for number in (
-        ignored_signals
-    ):  # a Python handler, unlike SIG_IGN and a mask, is not inherited by processes started from here
+    # A Python handler, unlike SIG_IGN and a mask, is not inherited by processes started from here.
+    for number in ignored_signals:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored_signals)
     if name:

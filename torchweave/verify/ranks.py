@@ -62,11 +62,11 @@ class RankProcesses:
         self._pipes: list[Connection] = []
         self._processes: list[ChildProcess] = []
         for rank in range(size * stages):
-            ours, theirs = Pipe()
-            with theirs:
-                task = theirs.fileno(), rank, size, stages, address
-                self._processes.append(ChildProcess(_rank_main, *task, pass_fds=[theirs.fileno()]))
-            self._pipes.append(ours)
+            parent_end, child_end = Pipe()
+            with child_end:
+                task = child_end.fileno(), rank, size, stages, address
+                self._processes.append(ChildProcess(_rank_main, *task, pass_fds=[child_end.fileno()]))
+            self._pipes.append(parent_end)
 
     def __enter__(self) -> RankProcesses:
         return self

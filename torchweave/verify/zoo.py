@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchweave.models.materialize import quiet_transformers
 from torchweave.utils.suggest import did_you_mean
@@ -51,23 +51,43 @@ _LATENT: dict[str, Any] = {
 }
 
 
+_FOUR_LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+_KIMI = {key: value for key, value in _LATENT.items() if key not in ("q_lora_rank", "rope_parameters")} | {
+    "num_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
 @dataclass(frozen=True)
 class ZooModel:
     """One entry of the zoo.
 
     Attributes:
         name: name in `models verify`.
-        model_type: transformers' name of the architecture.
         options: config values that override the common small sizes.
+        base: transformers' name of the architecture; empty: `name`.
         shared: whether the common sizes apply; old architectures have other names for them.
         max_model_len: length for length-dependent RoPE; None: the config's limit.
     """
 
     name: str
-    model_type: str
     options: dict[str, Any] = field(default_factory=dict)
+    base: str = ""
     shared: bool = True
     max_model_len: int | None = None
+
+    @property
+    def model_type(self) -> str:
+        return self.base or self.name
 
     def config(self) -> Any:
         """Build a config object."""
@@ -85,110 +105,124 @@ _LONG_ROPE = _rope(
 _SLIDING = {"sliding_window": 16}
 _OLD = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 _GPT = _OLD | {"n_embd": _WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 512}
+_XGLM = _OLD | {
+    "d_model": _WIDTH, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 512, "pad_token_id": 0,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 32,
+    "patch_size": 16,
+}
+# Decoder halves of encoder-decoder models, and encoders that are configured as decoders.
+_BART = _OLD | {
+    "d_model": _WIDTH, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "max_position_embeddings": 512,
+    "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "pad_token_id": 0, "decoder_start_token_id": 1,
+    "is_decoder": True, "is_encoder_decoder": False, "tie_word_embeddings": False, "scale_embedding": True,
+}  # fmt: skip
+_BERT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "is_decoder": True,
+    "tie_word_embeddings": False,
+    "add_cross_attention": False,
+}
 
-ZOO_MODELS: tuple[ZooModel, ...] = (
-    ZooModel("llama", "llama"),
-    ZooModel("llama-tied", "llama", {"tie_word_embeddings": True}),
-    ZooModel("llama-bias", "llama", {"attention_bias": True, "mlp_bias": True}),
+_MODELS: tuple[ZooModel, ...] = (
+    ZooModel("llama"),
+    ZooModel("llama-tied", {"tie_word_embeddings": True}, base="llama"),
+    ZooModel("llama-bias", {"attention_bias": True, "mlp_bias": True}, base="llama"),
     ZooModel(
         "llama-rope-llama3",
-        "llama",
         _rope(
             "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
         ),
+        base="llama",
     ),
-    ZooModel("llama-rope-linear", "llama", _rope("linear", factor=4.0)),
-    ZooModel("llama-rope-yarn", "llama", _rope("yarn", factor=4.0, original_max_position_embeddings=128)),
-    ZooModel("llama-rope-dynamic", "llama", _rope("dynamic", factor=2.0)),
-    ZooModel("qwen2", "qwen2"),
-    ZooModel("qwen2-sliding", "qwen2", {"use_sliding_window": True, "max_window_layers": 1, **_SLIDING}),
-    ZooModel("qwen3", "qwen3", {"head_dim": 32}),
-    ZooModel("mistral", "mistral", _SLIDING),
-    ZooModel("ministral", "ministral", {**_SLIDING, "head_dim": 16}),
-    ZooModel("ministral3", "ministral3", {"head_dim": 16}),
-    ZooModel("gemma", "gemma", {"head_dim": 32}),
+    ZooModel("llama-rope-linear", _rope("linear", factor=4.0), base="llama"),
+    ZooModel("llama-rope-yarn", _rope("yarn", factor=4.0, original_max_position_embeddings=128), base="llama"),
+    ZooModel("llama-rope-dynamic", _rope("dynamic", factor=2.0), base="llama"),
+    ZooModel("qwen2"),
+    ZooModel("qwen2-sliding", {"use_sliding_window": True, "max_window_layers": 1, **_SLIDING}, base="qwen2"),
+    ZooModel("qwen3", {"head_dim": 32}),
+    ZooModel("mistral", _SLIDING),
+    ZooModel("ministral", {**_SLIDING, "head_dim": 16}),
+    ZooModel("ministral3", {"head_dim": 16}),
+    ZooModel("gemma", {"head_dim": 32}),
+    ZooModel("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 1.5, **_SLIDING}),
     ZooModel(
-        "gemma2",
-        "gemma2",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 1.5, **_SLIDING},
+        "gemma3",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 6, **_SLIDING},
+        base="gemma3_text",
     ),
+    ZooModel("vaultgemma", {"head_dim": 32, "query_pre_attn_scalar": 32, **_SLIDING}),
+    ZooModel("phi"),
+    ZooModel("phi3"),
+    ZooModel("phi3-sliding", _SLIDING, base="phi3"),
+    ZooModel("phi3-longrope", {**_LONG_ROPE, "original_max_position_embeddings": 128}, base="phi3", max_model_len=128),
+    ZooModel("olmo", {"clip_qkv": 8.0}),
+    ZooModel("olmo2"),
+    ZooModel("olmo3", {"num_hidden_layers": 4, **_SLIDING}),
+    ZooModel("gpt_neox"),
+    ZooModel("gpt_neox_japanese", {"intermediate_multiple_size": 2}),
+    ZooModel("gptj", _GPT | {"rotary_dim": 8}, shared=False),
+    ZooModel("codegen", _GPT | {"n_embd": 128, "n_head": 16, "rotary_dim": 8, "n_ctx": 512}, shared=False),
+    ZooModel("gpt2", _GPT, shared=False),
+    ZooModel("gpt2-pad-token", _GPT | {"pad_token_id": 0}, base="gpt2", shared=False),
+    ZooModel("gpt_bigcode", _GPT, shared=False),
     ZooModel(
-        "gemma3", "gemma3_text", {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 6, **_SLIDING}
-    ),
-    ZooModel("vaultgemma", "vaultgemma", {"head_dim": 32, "query_pre_attn_scalar": 32, **_SLIDING}),
-    ZooModel("phi", "phi"),
-    ZooModel("phi3", "phi3"),
-    ZooModel("phi3-sliding", "phi3", _SLIDING),
-    ZooModel("phi3-longrope", "phi3", {**_LONG_ROPE, "original_max_position_embeddings": 128}, max_model_len=128),
-    ZooModel("olmo", "olmo", {"clip_qkv": 8.0}),
-    ZooModel("olmo2", "olmo2"),
-    ZooModel("olmo3", "olmo3", {"num_hidden_layers": 4, **_SLIDING}),
-    ZooModel("gpt_neox", "gpt_neox"),
-    ZooModel("gpt_neox_japanese", "gpt_neox_japanese", {"intermediate_multiple_size": 2}),
-    ZooModel("gptj", "gptj", _GPT | {"rotary_dim": 8}, shared=False),
-    ZooModel("codegen", "codegen", _GPT | {"n_embd": 128, "n_head": 16, "rotary_dim": 8, "n_ctx": 512}, shared=False),
-    ZooModel("gpt2", "gpt2", _GPT, shared=False),
-    ZooModel("gpt2-pad-token", "gpt2", _GPT | {"pad_token_id": 0}, shared=False),
-    ZooModel("gpt_bigcode", "gpt_bigcode", _GPT, shared=False),
-    ZooModel(
-        "gpt_neo",
         "gpt_neo",
         _OLD
         | {"hidden_size": _WIDTH, "num_layers": 4, "num_heads": 4, "max_position_embeddings": 512, "window_size": 16}
         | {"attention_types": [[["global", "local"], 2]], "intermediate_size": 96},
         shared=False,
     ),
-    ZooModel("opt", "opt", {"ffn_dim": 96, "word_embed_proj_dim": _WIDTH}),
-    ZooModel("opt-post-norm", "opt", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    ZooModel("biogpt", "biogpt"),
-    ZooModel("falcon", "falcon", {"alibi": False, "multi_query": True, "new_decoder_architecture": False}),
+    ZooModel("opt", {"ffn_dim": 96, "word_embed_proj_dim": _WIDTH}),
+    ZooModel("opt-post-norm", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False}, base="opt"),
+    ZooModel("biogpt"),
+    ZooModel("falcon", {"alibi": False, "multi_query": True, "new_decoder_architecture": False}),
     ZooModel(
         "falcon-new",
-        "falcon",
         {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "parallel_attn": True},
+        base="falcon",
     ),
-    ZooModel("starcoder2", "starcoder2", {**_SLIDING, "use_bias": True}),
-    ZooModel("stablelm", "stablelm", {"use_qkv_bias": True, "use_parallel_residual": True}),
-    ZooModel("persimmon", "persimmon"),
-    ZooModel("cohere", "cohere", {"use_qk_norm": True}),
-    ZooModel("cohere2", "cohere2", {"num_hidden_layers": 4, **_SLIDING}),
+    ZooModel("starcoder2", {**_SLIDING, "use_bias": True}),
+    ZooModel("stablelm", {"use_qkv_bias": True, "use_parallel_residual": True}),
+    ZooModel("persimmon"),
+    ZooModel("cohere", {"use_qk_norm": True}),
+    ZooModel("cohere2", {"num_hidden_layers": 4, **_SLIDING}),
     ZooModel(
-        "granite",
         "granite",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     ),
-    ZooModel("smollm3", "smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
-    ZooModel("glm", "glm", {"head_dim": 16}),
-    ZooModel("glm4", "glm4", {"head_dim": 16}),
-    ZooModel("nemotron", "nemotron"),
-    ZooModel("ernie4_5", "ernie4_5", {"head_dim": 16}),
-    ZooModel("exaone4", "exaone4", {"num_hidden_layers": 4, "sliding_window_pattern": 4, **_SLIDING}),
-    ZooModel("helium", "helium", {"head_dim": 16}),
-    ZooModel("seed_oss", "seed_oss", {"head_dim": 16}),
-    ZooModel("arcee", "arcee"),
-    ZooModel("apertus", "apertus"),
-    ZooModel("hunyuan_v1_dense", "hunyuan_v1_dense", {"head_dim": 16}),
-    ZooModel("jais2", "jais2"),
-    ZooModel("cwm", "cwm", {"head_dim": 16, "num_hidden_layers": 4, **_SLIDING}),
-    ZooModel("hyperclovax", "hyperclovax", {"attention_multiplier": 0.3, "residual_multiplier": 0.7}),
-    ZooModel("nanochat", "nanochat"),
-    ZooModel("granite_swa", "granite_swa", {"num_hidden_layers": 4, **_SLIDING}),
-    ZooModel("youtu", "youtu", _LATENT),
-    ZooModel("minicpm3", "minicpm3", _LATENT),
-    ZooModel("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    ZooModel("qwen2_moe", "qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 48}),
-    ZooModel("qwen3_moe", "qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
-    ZooModel("olmoe", "olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
-    ZooModel("flex_olmo", "flex_olmo", {"num_experts": 8, "num_experts_per_tok": 2}),
-    ZooModel("phimoe", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING}),
-    ZooModel("granitemoe", "granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0}),
+    ZooModel("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    ZooModel("glm", {"head_dim": 16}),
+    ZooModel("glm4", {"head_dim": 16}),
+    ZooModel("nemotron"),
+    ZooModel("ernie4_5", {"head_dim": 16}),
+    ZooModel("exaone4", {"num_hidden_layers": 4, "sliding_window_pattern": 4, **_SLIDING}),
+    ZooModel("helium", {"head_dim": 16}),
+    ZooModel("seed_oss", {"head_dim": 16}),
+    ZooModel("arcee"),
+    ZooModel("apertus"),
+    ZooModel("hunyuan_v1_dense", {"head_dim": 16}),
+    ZooModel("jais2"),
+    ZooModel("cwm", {"head_dim": 16, "num_hidden_layers": 4, **_SLIDING}),
+    ZooModel("hyperclovax", {"attention_multiplier": 0.3, "residual_multiplier": 0.7}),
+    ZooModel("nanochat"),
+    ZooModel("granite_swa", {"num_hidden_layers": 4, **_SLIDING}),
+    ZooModel("youtu", _LATENT),
+    ZooModel("minicpm3", _LATENT),
+    ZooModel("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ZooModel("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 48}),
+    ZooModel("qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    ZooModel("olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
+    ZooModel("flex_olmo", {"num_experts": 8, "num_experts_per_tok": 2}),
+    ZooModel("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING}),
+    ZooModel("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0}),
+    ZooModel("granitemoeshared", {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48}),
     ZooModel(
-        "granitemoeshared",
-        "granitemoeshared",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
-    ),
-    ZooModel(
-        "gpt_oss",
         "gpt_oss",
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4, **_SLIDING}
         | _rope(
@@ -202,47 +236,36 @@ ZOO_MODELS: tuple[ZooModel, ...] = (
         ),
     ),
     ZooModel(
-        "deepseek_v2",
-        "deepseek_v2",
-        _LATENT | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "head_dim": 16},
+        "deepseek_v2", _LATENT | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "head_dim": 16}
     ),
-    ZooModel("deepseek_v3", "deepseek_v3", _LATENT | {"n_group": 2, "topk_group": 1}),
-    ZooModel("glm4_moe_lite", "glm4_moe_lite", _LATENT | {"n_group": 1, "topk_group": 1}),
+    ZooModel("deepseek_v3", _LATENT | {"n_group": 2, "topk_group": 1}),
+    ZooModel("glm4_moe_lite", _LATENT | {"n_group": 1, "topk_group": 1}),
     ZooModel(
-        "glm4_moe",
         "glm4_moe",
         {"head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
         | {"topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
     ),
     ZooModel(
         "llama4",
-        "llama4_text",
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
         | {"attention_chunk_size": 32, "num_hidden_layers": 4, "floor_scale": 16, "attn_scale": 0.5},
+        base="llama4_text",
     ),
-    ZooModel("ernie4_5_moe", "ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32}),
+    ZooModel("ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32}),
     ZooModel(
-        "dots1",
         "dots1",
         {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
         | {"topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
     ),
+    ZooModel("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
+    ZooModel("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}),
     ZooModel(
-        "hunyuan_v1_moe",
-        "hunyuan_v1_moe",
-        {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+        "solar_open", {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     ),
-    ZooModel("minimax_m2", "minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}),
+    ZooModel("bitnet"),
+    ZooModel("afmoe", {"head_dim": 16, **_EXPERTS, "num_hidden_layers": 4, "num_dense_layers": 1, **_SLIDING}),
+    ZooModel("exaone_moe", {**_EXPERTS, "num_hidden_layers": 4, **_SLIDING}),
     ZooModel(
-        "solar_open",
-        "solar_open",
-        {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    ),
-    ZooModel("bitnet", "bitnet"),
-    ZooModel("afmoe", "afmoe", {"head_dim": 16, **_EXPERTS, "num_hidden_layers": 4, "num_dense_layers": 1, **_SLIDING}),
-    ZooModel("exaone_moe", "exaone_moe", {**_EXPERTS, "num_hidden_layers": 4, **_SLIDING}),
-    ZooModel(
-        "mimo_v2_flash",
         "mimo_v2_flash",
         {
             "head_dim": 24,
@@ -255,33 +278,121 @@ ZOO_MODELS: tuple[ZooModel, ...] = (
             **_SLIDING,
         },
     ),
-)
-
-REFUSED_MODELS: tuple[ZooModel, ...] = (
-    ZooModel("diffllama", "diffllama"),
-    ZooModel("doge", "doge"),
-    ZooModel("jetmoe", "jetmoe"),
-    ZooModel("lfm2", "lfm2", {"full_attn_idxs": [1]}),
-    ZooModel("qwen3_next", "qwen3_next", {**_EXPERTS}),
-    ZooModel("falcon_h1", "falcon_h1"),
-    ZooModel("bloom", "bloom", _OLD | {"hidden_size": 64, "n_head": 4, "n_layer": 3}, shared=False),
-    ZooModel("mpt", "mpt", _OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3}, shared=False),
+    # Layers with a recurrent state.
+    ZooModel("qwen3_next", _FOUR_LAYERS | _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 32}),
+    ZooModel("qwen3_5", _FOUR_LAYERS | _DELTA, base="qwen3_5_text"),
+    ZooModel(
+        "qwen3_5_moe",
+        _FOUR_LAYERS | _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 32},
+        base="qwen3_5_moe_text",
+    ),
+    ZooModel("olmo_hybrid", _FOUR_LAYERS | _DELTA | {"linear_num_key_heads": 4}),
+    ZooModel("kimi_linear", _KIMI | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
+    ZooModel("bailing_hybrid", _FOUR_LAYERS),
+    ZooModel("minimax", _FOUR_LAYERS | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    ZooModel(
+        "recurrent_gemma", {"num_hidden_layers": 6, "head_dim": 16, "lru_width": _WIDTH, "attention_window_size": 16}
+    ),
+    ZooModel("mamba", {"state_size": 8}),
+    ZooModel("falcon_mamba", {"state_size": 8}),
+    ZooModel("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8}),
+    ZooModel("falcon_h1", _MAMBA2 | {"mamba_d_ssm": 128, "head_dim": 16}),
+    ZooModel("bamba", _FOUR_LAYERS | _MAMBA2 | {"attn_layer_indices": [1]}),
+    ZooModel(
+        "granitemoehybrid",
+        _FOUR_LAYERS
+        | _MAMBA2
+        | {"layer_types": ["mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 64}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    ZooModel(
+        "nemotron_h",
+        {"hybrid_override_pattern": "M*M-", "num_hidden_layers": 4, "head_dim": 16, "mamba_num_heads": 8}
+        | {"mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8},
+    ),
+    ZooModel(
+        "zamba2",
+        {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 16}
+        | {"mamba_headdim": 16, "n_mamba_heads": 8, "chunk_size": 8, "num_mem_blocks": 1, "adapter_rank": 8},
+    ),
+    ZooModel(
+        "jamba",
+        _FOUR_LAYERS
+        | {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2},
+    ),
+    ZooModel("lfm2", _FOUR_LAYERS | {"full_attn_idxs": [1], "block_multiple_of": 32}),
+    ZooModel(
+        "lfm2_moe",
+        _FOUR_LAYERS | _EXPERTS | {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1},
+    ),
+    ZooModel("lfm3", _FOUR_LAYERS),
+    ZooModel("bloom", _OLD | {"hidden_size": 96, "n_head": 6, "n_layer": 3}, shared=False),
+    ZooModel("mpt", _OLD | {"d_model": 96, "n_heads": 6, "n_layers": 3, "max_seq_len": 512}, shared=False),
     ZooModel(
         "dbrx",
-        "dbrx",
         _OLD
-        | {"d_model": _WIDTH, "n_heads": 4, "n_layers": 3, "max_seq_len": 512}
+        | {"d_model": _WIDTH, "n_heads": 4, "n_layers": 3, "max_seq_len": 512, "rope_parameters": _ROPE}
         | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}}
         | {"ffn_config": {"hidden_size": _WIDTH, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2}},
         shared=False,
     ),
     ZooModel(
-        "longcat_flash",
+        "jetmoe",
+        {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE},
+    ),
+    ZooModel(
         "longcat_flash",
         _LATENT
         | {"num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2}
         | {"n_routed_experts": 8, "zero_expert_num": 2, "head_dim": 16},
     ),
+    ZooModel("emu3", {"text_config": _BASE}, shared=False),
+    ZooModel(
+        "mllama",
+        {"text_config": _BASE | {"num_hidden_layers": 5, "cross_attention_layers": [1, 3], "rope_parameters": _ROPE}},
+        shared=False,
+    ),
+    ZooModel("diffllama"),
+    ZooModel("doge"),
+    ZooModel("hrm_text", {"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": 12}),
+    ZooModel("ctrl", _GPT | {"dff": 96}, shared=False),
+    ZooModel("openai-gpt", _GPT, shared=False),
+    ZooModel("xglm", _XGLM, shared=False),
+    ZooModel("git", {"num_key_value_heads": 4, "vision_config": _VISION}),
+    *(
+        ZooModel(name, _BART, shared=False)
+        for name in (
+            "bart",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "marian",
+            "mbart",
+            "pegasus",
+            "plbart",
+            "mvp",
+        )
+    ),
+    ZooModel("trocr", _BART | {"use_learned_position_embeddings": True}, shared=False),
+    ZooModel("whisper", _BART | {"max_target_positions": 512}, shared=False),
+    *(ZooModel(name, _BERT) for name in ("bert", "bert-generation", "ernie", "megatron-bert", "rembert", "roformer")),
+    ZooModel("roformer-rotary-value", _BERT | {"rotary_value": True}, base="roformer"),
+    ZooModel("electra", _BERT | {"embedding_size": 32}),
+    ZooModel("roc_bert", _BERT | {"enable_pronunciation": False, "enable_shape": False}),
+    ZooModel("big_bird", _BERT | {"attention_type": "original_full"}),
+)
+
+ZOO_MODELS = tuple(entry for entry in _MODELS if entry.model_type in CONFIG_MAPPING)
+"""Architectures that this version of transformers has, and the engine serves."""
+
+REFUSED_MODELS: tuple[ZooModel, ...] = (
+    ZooModel("falcon-alibi", {"alibi": True}, base="falcon"),
+    ZooModel("doge-moe", {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}, base="doge"),
+    ZooModel("roberta", _BERT | {"pad_token_id": 1, "bos_token_id": 0}),
+    ZooModel("cpmant"),
+    ZooModel("musicgen", shared=False),
+    ZooModel("big_bird-sparse", _BERT, base="big_bird"),
 )
 """Architectures rejected at load, each for another reason."""
 
@@ -321,7 +432,11 @@ def perturb_weights(model: nn.Module) -> None:
     """Scale initial weights away from values under which layers have almost no effect."""
     for name, parameter in model.named_parameters():
         leaf = name.rpartition(".")[2]
-        if parameter.ndim >= 2:
+        if leaf == "A_log":  # slow decays: recurrent states that last for many tokens
+            parameter.normal_(-2.5, 0.5)
+        elif parameter.ndim == 3 and parameter.shape[1] == 1:  # depthwise convolution of a few tokens
+            parameter.normal_(0.0, 0.6)
+        elif parameter.ndim >= 2:
             # About 1.2 / sqrt(fan in) at these widths: peaked attention, and outputs as large as the residual.
             parameter.normal_(0.0, 0.15)
         elif leaf == "weight":

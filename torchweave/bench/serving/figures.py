@@ -18,7 +18,6 @@ METRICS = {
     "itl": "inter-token latency",
     "e2el": "end-to-end latency",
 }
-GOODPUT = ("ttft", "tpot", "e2el")
 
 
 def figures(
@@ -59,15 +58,15 @@ def itl_outside_slow_periods(
     if not slow_periods:
         return {}
     begins, ends = np.asarray(slow_periods).T
-    kept = [np.empty(0)]
+    gaps_outside = [np.empty(0)]
     for each in stats:
         if each.success and each.itl:
             gaps = np.asarray(each.itl)
             until = each.start + each.ttft + np.cumsum(gaps)
             # Periods are disjoint and sorted: only the first that ends after a gap's begin can overlap it.
             nearest = np.searchsorted(ends, until - gaps)
-            kept.append(gaps[np.append(begins, np.inf)[nearest] > until])
-    milliseconds = np.concatenate(kept) * 1e3
+            gaps_outside.append(gaps[np.append(begins, np.inf)[nearest] > until])
+    milliseconds = np.concatenate(gaps_outside) * 1e3
     if not milliseconds.size:
         return {}
     return {"median_itl_ms": float(np.median(milliseconds))} | {
@@ -107,8 +106,8 @@ def _values(good: Sequence[RequestStats]) -> dict[str, list[float]]:
 
 
 def _num_within_slo(values: Mapping[str, list[float]], goodput: Mapping[str, float]) -> int:
-    kept = [[value * 1e3 <= limit for value in values[name]] for name, limit in goodput.items()]
-    return sum(map(all, zip(*kept, strict=True)))
+    met = [[value * 1e3 <= limit for value in values[name]] for name, limit in goodput.items()]
+    return sum(map(all, zip(*met, strict=True)))
 
 
 def _peak_tokens_per_second(good: Sequence[RequestStats]) -> float:
@@ -136,7 +135,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Table rows (heading, subject, value, note) of a result."""
     rate = "all at once" if result["request_rate"] == "inf" else f"{result['request_rate']:g} a second"
     failed = f"{result['failed']} FAILED: {result['errors'][0][:200]}" if result["failed"] else "none failed"
-    found = [
+    table_rows = [
         (
             "Load",
             "requests",
@@ -158,17 +157,17 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     for name, what in METRICS.items():
         others = [key.split("_")[0] for key in result if key.endswith(f"_{name}_ms") and not key.startswith("median")]
         note = ", ".join(f"{other} {result[f'{other}_{name}_ms']:,.2f}" for other in others)
-        found.append(("Latency, median", what, f"{result[f'median_{name}_ms']:,.2f} ms", note))
+        table_rows.append(("Latency, median", what, f"{result[f'median_{name}_ms']:,.2f} ms", note))
     if stalls := result.get("machine_stalls"):
         often = f"of a sleeping process; {stalls['over_2_ms']} stalls above 2 ms"
-        found.append(("Client machine", "longest stall", f"{stalls['longest_ms']:,.2f} ms", often))
+        table_rows.append(("Client machine", "longest stall", f"{stalls['longest_ms']:,.2f} ms", often))
         slow = f"{stalls['slow_s']:.2f} s in total in which a fixed computation took at least 3 times as long"
-        found.append(("Client machine", "slow periods", f"{stalls['slow_spells']}", slow))
-    if calm := result.get("outside_slow_spells"):
-        others = ", ".join(f"{key.split('_')[0]} {value:,.2f}" for key, value in calm.items() if key[0] == "p")
+        table_rows.append(("Client machine", "slow periods", f"{stalls['slow_spells']}", slow))
+    if outside := result.get("outside_slow_spells"):
+        others = ", ".join(f"{key.split('_')[0]} {value:,.2f}" for key, value in outside.items() if key[0] == "p")
         what = "inter-token latency outside slow periods, median"
-        found.append(("Client machine", what, f"{calm['median_itl_ms']:,.2f} ms", others))
-    return found
+        table_rows.append(("Client machine", what, f"{outside['median_itl_ms']:,.2f} ms", others))
+    return table_rows
 
 
 def _good(result: dict[str, Any]) -> str:

@@ -6,43 +6,18 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchweave.bench.serving.figures import details, figures, itl_outside_slow_periods
 from torchweave.bench.serving.http import HttpClient
+from torchweave.bench.serving.load_test import LoadTest
 from torchweave.bench.serving.request import RequestStats, send_request
 from torchweave.bench.serving.stalls import StallMonitor
-from torchweave.bench.serving.workload import Lengths, Prompt, Vocabulary, arrivals, prompts, text_ids
+from torchweave.bench.serving.workload import Prompt, Vocabulary, arrivals, prompts, text_ids
+from torchweave.config.options import api_key_from_environment
 from torchweave.utils.gc import gc_paused
 
 Advance = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class LoadTest:
-    """Parameters of a load test, under the names of the command's options.
-
-    Attributes:
-        fields: further fields of every request.
-        goodput: limits in milliseconds by metric.
-    """
-
-    base_url: str
-    endpoint: str
-    model: str | None
-    api_key: str
-    lengths: Lengths
-    num_prompts: int
-    request_rate: float
-    burstiness: float
-    max_concurrency: int | None
-    num_warmups: int
-    ready_check_timeout_sec: float
-    percentiles: tuple[float, ...]
-    goodput: dict[str, float]
-    fields: dict[str, Any]
-    seed: int
 
 
 def run(load_test: LoadTest, advance: Advance) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -59,12 +34,12 @@ def run(load_test: LoadTest, advance: Advance) -> tuple[dict[str, Any], dict[str
 
 
 async def _run(load_test: LoadTest, advance: Advance) -> tuple[dict[str, Any], dict[str, Any]]:
-    http = HttpClient(load_test.base_url, load_test.api_key)
+    http = HttpClient(load_test.server_url, api_key_from_environment())
     try:
         await _until_ready(http, load_test)
         model = load_test.model or await _first_model(http)
         vocabulary = Vocabulary(load_test.endpoint, await text_ids(http, model))
-        fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **load_test.fields}
+        fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **load_test.request_fields}
         work = prompts(
             load_test.lengths, load_test.num_prompts + max(1, load_test.num_warmups), load_test.seed, vocabulary, fields
         )
@@ -83,9 +58,9 @@ async def _run(load_test: LoadTest, advance: Advance) -> tuple[dict[str, Any], d
         "model_id": model,
         "exact_prompts": vocabulary.exact,
         "machine_stalls": machine.stats,
-        "outside_slow_spells": itl_outside_slow_periods(all_stats, machine.slow_periods, load_test.percentiles),
+        "outside_slow_spells": itl_outside_slow_periods(all_stats, machine.slow_periods, load_test.metric_percentiles),
     }
-    return head | figures(all_stats, duration, load_test.percentiles, load_test.goodput), details(all_stats)
+    return head | figures(all_stats, duration, load_test.metric_percentiles, load_test.limits), details(all_stats)
 
 
 async def _send_all(
@@ -124,9 +99,9 @@ async def _until_ready(http: HttpClient, load_test: LoadTest) -> None:
         except OSError as error:
             status, failure = 0, str(error)
         if status in (401, 403):  # waiting does not help
-            raise ValueError(f"{load_test.base_url} requires an API key; set OPENAI_API_KEY")
+            raise ValueError(f"{load_test.server_url} requires an API key; set OPENAI_API_KEY")
         if time.monotonic() >= end:
-            raise ValueError(f"no ready server at {load_test.base_url}/v1/models ({failure})")
+            raise ValueError(f"no ready server at {load_test.server_url}/v1/models ({failure})")
         await asyncio.sleep(0.5)
 
 

@@ -69,9 +69,9 @@ class StallMonitor:
             self._process.wait()
 
 
-def summary(overslept: Iterable[float], slow_periods: Sequence[SlowPeriod] = ()) -> dict[str, float]:
+def summary(wake_delays: Iterable[float], slow_periods: Sequence[SlowPeriod] = ()) -> dict[str, float]:
     """Statistics of oversleeps (seconds) and slow periods."""
-    late = [seconds * 1e3 for seconds in overslept]
+    late = [seconds * 1e3 for seconds in wake_delays]
     return {
         "longest_ms": round(max(late, default=0.0), 3),
         "over_2_ms": sum(each > _STALL_MS for each in late),
@@ -84,18 +84,18 @@ def find_slow_periods(probes: Sequence[tuple[float, float]]) -> list[SlowPeriod]
     """Slow periods from probes (time, CPU seconds of a fixed computation); a single slow probe may be an interrupt."""
     median = statistics.median(seconds for _, seconds in probes) if probes else 0.0
     groups: list[list[float]] = []
-    for moment, seconds in probes:
+    for probed_at, seconds in probes:
         if seconds <= _SLOW_FACTOR * median:
             continue
-        if not groups or moment - groups[-1][-1] > _MAX_GAP_SECONDS:
+        if not groups or probed_at - groups[-1][-1] > _MAX_GAP_SECONDS:
             groups.append([])
-        groups[-1].append(moment)
+        groups[-1].append(probed_at)
     return [SlowPeriod(each[0] - _MARGIN_SECONDS, each[-1] + _MARGIN_SECONDS) for each in groups if len(each) > 1]
 
 
 def _watch() -> tuple[list[float], list[tuple[float, float]]]:
     """Oversleeps in seconds, and probes, until the input ends."""
-    overslept, probes, spent, num_sleeps = [], [], 0.0, 0
+    wake_delays, probes, spent, num_sleeps = [], [], 0.0, 0
     last = time.perf_counter()
     print("watching", flush=True)
     while True:
@@ -103,9 +103,9 @@ def _watch() -> tuple[list[float], list[tuple[float, float]]]:
         now = time.perf_counter()
         late = now - last - _SLEEP_SECONDS - spent
         if late > _SLEEP_SECONDS:
-            overslept.append(late)
+            wake_delays.append(late)
         if ended:
-            return overslept, probes
+            return wake_delays, probes
         last, spent, num_sleeps = now, 0.0, num_sleeps + 1
         if num_sleeps % _SLEEPS_PER_PROBE == 0:
             began = time.thread_time()  # CPU time, which excludes descheduling
@@ -122,6 +122,6 @@ def _run_probe() -> int:
 
 
 if __name__ == "__main__":
-    overslept_times, probe_times = _watch()
+    delays, probe_times = _watch()
     periods = find_slow_periods(probe_times)
-    print(json.dumps([summary(overslept_times, periods), periods]))
+    print(json.dumps([summary(delays, periods), periods]))

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from torchweave.bench.serving.http import HttpClient
+from torchweave.bench.serving.load_test import Lengths
 
 CHAT = "chat/completions"
 # The server tokenizes this sample to obtain ids of plain text: no special ids, none outside the vocabulary.
@@ -20,39 +21,6 @@ _SAMPLE = (
     "but every day before noon they meet under an old oak tree near the river, sing songs of winter light and share bread. "
     "What would you say? Perhaps nothing. On Monday (or Friday) we shall ask them again, with paper, pen, ink, and 7,890 words."
 )
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths in tokens: uniform in [floor(mean (1 - ratio)), ceil(mean (1 + ratio))], as vLLM's random data set."""
-
-    input_len: int
-    output_len: int
-    range_ratio: float
-    prefix_len: int
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("input_len", self.input_len >= 0, "at least 0"),
-            ("output_len", self.output_len >= 1, "at least 1"),
-            ("range_ratio", 0 <= self.range_ratio < 1, "in [0, 1)"),
-            ("prefix_len", self.prefix_len >= 0, "at least 0"),
-        )
-        for name, holds, expected in checks:
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)} is not valid: it must be {expected}")
-        if self.prefix_len + self.bounds(self.input_len)[0] < 1:
-            raise ValueError(f"input_len={self.input_len} is too small: a prompt needs at least one token")
-
-    def bounds(self, mean: int) -> tuple[int, int]:
-        return math.floor(mean * (1 - self.range_ratio)), math.ceil(mean * (1 + self.range_ratio))
-
-    def draw(self, count: int, random: np.random.Generator) -> tuple[list[int], list[int]]:
-        """Prompt lengths without the common prefix, and output lengths."""
-        low, high = self.bounds(self.input_len)
-        inputs = random.integers(low, high + 1, size=count).tolist()
-        low, high = self.bounds(self.output_len)
-        return inputs, random.integers(max(1, low), max(1, high) + 1, size=count).tolist()
 
 
 @dataclass(frozen=True)

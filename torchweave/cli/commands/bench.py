@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchweave.cli.arguments import Parser, add_engine_options, config_from_args, engine_config
-from torchweave.cli.commands.bench_profile import add_options as add_profile_options
-from torchweave.cli.commands.bench_profile import measure as _profile
-from torchweave.cli.commands.bench_serve import add_options as add_serve_options
-from torchweave.cli.commands.bench_serve import measure as _serve
+from torchweave.bench.protocol import Sizes
+from torchweave.bench.serving.load_test import LoadTest
+from torchweave.cli.arguments import Parser, add_engine_options, config_from_args, engine_config, given_options
 from torchweave.cli.output import check_output_path
 from torchweave.cli.session import engine
+from torchweave.config import EngineConfig, choose_device
 from torchweave.report import Report
 from torchweave.utils.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from torchweave.bench.protocol import Sizes
     from torchweave.engine.llm import LLM
 
 SCENARIOS = {
@@ -35,37 +34,19 @@ SCENARIOS = {
 
 
 @dataclass(frozen=True)
-class Options:
-    """Workload of the latency, throughput and host benchmarks.
+class ProfileOptions:
+    """Workload of the profile.
 
     Attributes:
-        batch_sizes: decode batch sizes.
-        input_len, output_len: tokens per request of the decode benchmark.
-        ttft_lens: prompt lengths, in tokens, of the time to first token.
-        prefill: prefill batches as REQUESTSxTOKENS; each request generates one token.
-        num_requests: simultaneous requests of mixed lengths; 0 skips this run.
-        mixed_input_len, mixed_output_len: bounds LOW,HIGH of their uniformly drawn lengths, in tokens.
-        repeats: runs per figure, of which the median counts; the time to first token takes 7 * repeats - 1 runs.
-        compare_requests: simultaneous requests of `--compare`.
-        compare_input_len: bounds LOW,HIGH of their prompt lengths, in tokens.
-        compare_output_len: output tokens of each.
-        running: concurrent requests of the host benchmark.
-        seed: random seed of the workload.
+        running: decoding requests. None: 32, at most half of max_batch_size, since prefills need slots too.
+        input_len: tokens of every prompt. None: 512, at most half of max_model_len.
+        steps: profiled steps of each kind.
+        seed: random seed of the prompts.
     """
 
-    batch_sizes: tuple[int, ...] = (1, 8, 32, 128, 256)
-    input_len: int = 128
-    output_len: int = 128
-    ttft_lens: tuple[int, ...] = (16, 1000)
-    prefill: tuple[str, ...] = ("16x1024", "4x8192")
-    num_requests: int = 512
-    mixed_input_len: tuple[int, ...] = (64, 1024)
-    mixed_output_len: tuple[int, ...] = (16, 512)
-    repeats: int = 3
-    compare_requests: int = 32
-    compare_input_len: tuple[int, ...] = (8, 64)
-    compare_output_len: int = 128
-    running: int = 256
+    running: int | None = None
+    input_len: int | None = None
+    steps: int = 16
     seed: int | None = 0
 
 
@@ -86,8 +67,13 @@ def parser(scenario: str) -> Parser:
         "--output", metavar="FILE", type=Path, help="write the result to FILE as JSON, and as Markdown next to it"
     )
     cli_parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    if scenario in ("serve", "profile"):
-        (add_serve_options if scenario == "serve" else add_profile_options)(cli_parser)
+    if scenario == "serve":
+        cli_parser.add_config(LoadTest, "load")
+        cli_parser.add_argument("--quiet", action="store_true", help="show no progress bars")
+        return cli_parser
+    if scenario == "profile":
+        cli_parser.add_config(ProfileOptions, "profile")
+        _add_engine(cli_parser)
         return cli_parser
     names = _SCENARIO_OPTIONS.get(scenario, _SCENARIO_OPTIONS["latency"] + _SCENARIO_OPTIONS["throughput"])
     if scenario in ("throughput", "suite"):
@@ -99,18 +85,19 @@ def parser(scenario: str) -> Parser:
         )
         names += _COMPARE
     measured = (*names, "seed") if scenario not in ("host", "startup") else names
-    cli_parser.add_config(
-        Options, "benchmark", skip=[item.name for item in fields(Options) if item.name not in measured]
-    )
+    if measured:
+        cli_parser.add_config(Sizes, "benchmark", [item.name for item in fields(Sizes) if item.name in measured])
     if scenario == "host":
         cli_parser.add_argument("--quiet", action="store_true", help="show no progress bars")
     else:
-        cli_parser.add_argument(
-            "--model", required=True, metavar="MODEL", help="a folder, a hub id, demo or shape:NAME"
-        )
-        add_engine_options(cli_parser)
-        cli_parser.set_defaults(enable_prefix_caching="false")  # a prefix hit would skip the prefill under measurement
+        _add_engine(cli_parser)
     return cli_parser
+
+
+def _add_engine(cli_parser: Parser) -> None:
+    cli_parser.add_argument("--model", required=True, metavar="MODEL", help="a folder, a hub id, demo or shape:NAME")
+    add_engine_options(cli_parser)
+    cli_parser.set_defaults(enable_prefix_caching="false")  # a prefix hit would skip the prefill under measurement
 
 
 def run(argv: Sequence[str]) -> int:
@@ -166,33 +153,35 @@ def _print_and_save(result: dict[str, Any], output: Path | None, as_json: bool) 
 def _engine(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from torchweave.bench.result import environment
+    from torchweave.bench.result import engine_header
     from torchweave.bench.roofline import add_roofline, memory_bandwidth
-    from torchweave.config import choose_device
 
-    options = config_from_args(Options, args)
-    sizes = _sizes(options)
-    requested = engine_config(args)
-    device = choose_device(requested.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    sizes = config_from_args(Sizes, args)
+    device = _device(engine_config(args))
     bandwidth = memory_bandwidth(device)
     if device != "cpu":
         torch.cuda.empty_cache()
     with engine(args) as llm:
-        result: dict[str, Any] = _result_header(
-            scenario, llm, environment(llm.plan.device, llm.plan.config.num_ranks)
-        ) | {"memory_bandwidth": bandwidth}
+        stages = [{"name": event["name"], "seconds": event["seconds"]} for event in llm.report.select("stage")]
+        result = engine_header(scenario, llm.plan) | {"stages": stages, "memory_bandwidth": bandwidth}
         report = Report(show=False if args.quiet else None)
         _measure(scenario, llm, sizes, report, result)
         add_roofline(result.get("decode", []), llm, bandwidth)
         if getattr(args, "compare", None):
-            result["compare"] = _compare(llm, options, report)
+            result["compare"] = _compare(llm, sizes, report)
     return result
+
+
+def _device(config: EngineConfig) -> str:
+    import torch
+
+    return choose_device(config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def _measure(scenario: str, llm: LLM, sizes: Sizes, report: Report, result: dict[str, Any]) -> None:
     from torchweave.bench import protocol
 
-    work = protocol.Workload(llm, sizes.seed)
+    work = protocol.Workload(llm, sizes.seed or 0)
     if scenario in ("latency", "suite"):
         with report.progress("decode", len(sizes.batch_sizes)) as advance:
             result["decode"] = protocol.decode(work, sizes, advance)
@@ -206,96 +195,69 @@ def _measure(scenario: str, llm: LLM, sizes: Sizes, report: Report, result: dict
                 result["mixed"] = protocol.mixed(work, sizes, advance)
 
 
-def _compare(llm: LLM, options: Options, report: Report) -> list[dict[str, Any]]:
+def _compare(llm: LLM, sizes: Sizes, report: Report) -> list[dict[str, Any]]:
     from torchweave.bench.compare import REPEATS, compare
 
-    bounds = _bounds(options.compare_input_len, "compare_input_len")
     with report.progress("comparison with transformers", 3 * (REPEATS + 1)) as advance:
-        return compare(llm, options.compare_requests, bounds, options.compare_output_len, options.seed or 0, advance)
-
-
-def _result_header(scenario: str, llm: LLM, environment: dict[str, Any]) -> dict[str, Any]:
-    """Fields of every result: scenario, model, environment and effective options."""
-    startup = [{"name": event["name"], "seconds": event["seconds"]} for event in llm.report.select("stage")]
-    return {
-        "scenario": scenario,
-        "model": llm.plan.config.model,
-        "dtype": llm.plan.dtype,
-        "environment": environment,
-        "plan": {entry.name: entry.effective for entry in llm.plan.entries},
-        "stages": startup,
-    }
-
-
-def _sizes(options: Options) -> Sizes:
-    from torchweave.bench.protocol import Sizes
-
-    for name in ("input_len", "output_len", "repeats", "compare_requests", "compare_output_len"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
-    return Sizes(
-        batch_sizes=options.batch_sizes,
-        input_len=options.input_len,
-        output_len=options.output_len,
-        decode_repeats=options.repeats,
-        ttft_lens=options.ttft_lens,
-        ttft_repeats=7 * options.repeats - 1,
-        prefill=tuple(_batch(text) for text in options.prefill),
-        prefill_repeats=options.repeats,
-        num_requests=options.num_requests,
-        mixed_input=_bounds(options.mixed_input_len, "mixed_input_len"),
-        mixed_output=_bounds(options.mixed_output_len, "mixed_output_len"),
-        seed=options.seed or 0,
-    )
-
-
-def _batch(text: str) -> tuple[int, int]:
-    count, _, length = text.partition("x")
-    if not (count.isdigit() and length.isdigit() and int(count) and int(length)):
-        raise ValueError(f"prefill={text!r} is not valid: it takes REQUESTSxTOKENS, such as 16x1024")
-    return int(count), int(length)
-
-
-def _bounds(values: tuple[int, ...], name: str) -> tuple[int, int]:
-    low, high = values[0] if values else 0, values[-1] if values else 0
-    if len(values) > 2 or not 1 <= low <= high:
-        raise ValueError(f"{name}={','.join(map(str, values))} is not valid: it takes LOW,HIGH, such as 64,1024")
-    return low, high
+        return compare(llm, sizes, advance)
 
 
 def _startup(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    from torchweave.bench.result import environment
+    from torchweave.bench.result import header
     from torchweave.bench.startup import startup
-    from torchweave.cli.arguments import given_options
-    from torchweave.config import choose_device
 
     config = engine_config(args)
-    device = choose_device(config.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    device = _device(config)
     with Report(show=False if args.quiet else None).progress("starting", 2) as advance:
         times = startup(given_options(args), advance)
-    return {
-        "scenario": scenario,
-        "model": config.model,
-        "dtype": config.dtype,
-        "environment": environment(device, config.num_ranks),
-        "startup": times,
-    }
+    return header(scenario, config.model, config.dtype, device, config.num_ranks) | {"startup": times}
 
 
 def _host(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     from torchweave.bench.host_time import measure_host_time, summary
-    from torchweave.bench.result import environment
+    from torchweave.bench.result import header
 
-    options = config_from_args(Options, args)
-    if options.running < 1:
-        raise ValueError(f"running={options.running} must be at least 1")
-    times = summary(measure_host_time(options.running))
+    running = config_from_args(Sizes, args).running
+    times = summary(measure_host_time(running))
+    return header(scenario, "no model") | {"host": {"num_requests": running, **times}}
+
+
+def _profile(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
+    from torchweave.bench.profile import KINDS, profile_all_kinds
+    from torchweave.bench.result import engine_header
+
+    options = config_from_args(ProfileOptions, args)
+    for name in ("running", "input_len", "steps"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    with engine(args) as llm:
+        llm.manager.shutdown(drain=False)  # the profile runs the steps itself
+        running = options.running or min(32, -(-llm.plan.max_batch_size // 2))
+        input_len = options.input_len or min(512, llm.plan.max_model_len // 2)
+        with Report(show=False if args.quiet else None).progress("steps", len(KINDS)) as advance:
+            steps = profile_all_kinds(llm.engine, running, input_len, options.steps, options.seed or 0, advance)
+        return engine_header(scenario, llm.plan) | {"steps": steps}
+
+
+def _serve(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
+    from torchweave.bench.result import header
+
+    try:
+        from torchweave.bench.serving.run import run
+    except ImportError as error:
+        raise ValueError(f"{error.name} is not installed; pip install 'torchweave[serve]'") from None
+    load_test = config_from_args(LoadTest, args)
+    with Report(show=False if args.quiet else None).progress("requests", load_test.num_prompts) as advance:
+        metrics, details = run(load_test, advance)
+    errors = [error for error in details["errors"] if error][:10]
     return {
-        "scenario": scenario,
-        "model": "no model",
-        "dtype": "-",
-        "environment": environment("cpu"),
-        "host": {"num_requests": options.running, **times},
+        **header(scenario, metrics["model_id"]),
+        "endpoint_type": "openai-chat" if load_test.endpoint.endswith("chat/completions") else "openai",
+        "num_prompts": load_test.num_prompts,
+        "request_rate": "inf" if math.isinf(load_test.request_rate) else load_test.request_rate,
+        "burstiness": load_test.burstiness,
+        "max_concurrency": load_test.max_concurrency,
+        "prefix_len": load_test.prefix_len,
+        **metrics,
+        **(details if load_test.save_detailed else {"errors": errors} if errors else {}),
     }

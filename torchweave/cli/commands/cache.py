@@ -107,7 +107,7 @@ def _list(cache: CompileCache, args: argparse.Namespace) -> int:
         print(json.dumps({"folder": str(cache.folder), "entries": [_facts(each) for each in entries]}))
         return 0
     for each in entries:
-        print(f"{each.key[:12]}  {_size(each.num_bytes):>9}  {_ago(each.used):>8}  {_describe(each)}")
+        print(f"{each.key[:12]}  {_size(each.num_bytes):>9}  {_age(each.used):>8}  {_describe(each)}")
     print(f"{len(entries)} entries, {_size(sum(each.num_bytes for each in entries))}, in {cache.folder}")
     return 0
 
@@ -122,7 +122,7 @@ def _inspect(cache: CompileCache, args: argparse.Namespace) -> int:
         print(json.dumps({"entries": [_facts(each, whole=True) for each in entries]}))
         return 0
     for each in entries:
-        print(f"{each.key}\n  {_describe(each)}, {_size(each.num_bytes)}, last used {_ago(each.used)} ago, {each.path}")
+        print(f"{each.key}\n  {_describe(each)}, {_size(each.num_bytes)}, last used {_age(each.used)} ago, {each.path}")
         if each.entry is not None:
             for title, facts in (("factors", each.entry.factors), ("facts", each.entry.facts)):
                 print(f"  {title}")
@@ -226,7 +226,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB" if num_bytes >= 1 << 20 else f"{num_bytes / (1 << 10):.1f} KiB"
 
 
-def _ago(when: float) -> str:
+def _age(when: float) -> str:
     seconds = max(time.time() - when, 0)
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from torchweave.cli.arguments import COMMON_SAMPLING_OPTIONS, Parser, engine_parser
-from torchweave.cli.session import check_sampling_args, engine, sampling_params_from_args
+from torchweave.cli.arguments import COMMON_SAMPLING_OPTIONS, Parser, config_from_args, engine_parser
+from torchweave.cli.session import engine, sampling_params_from_args
 from torchweave.engine.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,14 +21,18 @@ def parser() -> Parser:
     cli_parser = engine_parser("chat", DESCRIPTION)
     cli_parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     cli_parser.add_config(
-        SamplingParams, "sampling", ("n", "logprobs", "prompt_logprobs"), COMMON_SAMPLING_OPTIONS, show_defaults=False
+        SamplingParams,
+        "sampling",
+        skip=("n", "logprobs", "prompt_logprobs"),
+        common=COMMON_SAMPLING_OPTIONS,
+        show_defaults=False,
     )
     return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
-    check_sampling_args(args)
+    config_from_args(SamplingParams, args)  # raises for invalid options before a model is loaded
     with engine(args) as llm:
         Conversation(llm, sampling_params_from_args(args, llm), args.system, sys.stdout).run()
     return 0

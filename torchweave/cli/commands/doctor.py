@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
     findings = _examine(args)
     if args.json:
-        print(json.dumps({"target": args.target, "findings": [each.as_dict() for each in findings]}))
+        print(json.dumps({"target": args.target, "findings": [asdict(each) for each in findings]}))
     else:
         _print(args.target, findings)
     return 1 if any(each.severity != "note" for each in findings) else 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchweave.cli.arguments import Parser, engine_parser
-from torchweave.cli.output import check_output_path, print_table, terminal_width, write_output
+from torchweave.cli.output import check_output_file, print_table, terminal_width, write_output
 from torchweave.cli.session import engine
 from torchweave.config import format_value
 
@@ -36,9 +36,7 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
-    html = check_output_path("--html", args.html) if args.html else None
-    if html is not None and not html.parent.is_dir():
-        raise ValueError(f"--html {args.html}: there is no such folder")
+    html = check_output_file("--html", args.html)
     with engine(args) as llm:
         from torchweave.compiler.explain.facts import as_json, explain
         from torchweave.compiler.explain.page import page

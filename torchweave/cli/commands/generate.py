@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from torchweave.cli.arguments import COMMON_SAMPLING_OPTIONS, Parser, engine_parser
-from torchweave.cli.session import check_sampling_args, engine, sampling_params_from_args
+from torchweave.cli.arguments import COMMON_SAMPLING_OPTIONS, Parser, config_from_args, engine_parser
+from torchweave.cli.session import engine, sampling_params_from_args
 from torchweave.engine.request import CompletionOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ def parser() -> Parser:
         "--json", action="store_true", help="print one JSON object per prompt and line, in order of completion"
     )
     cli_parser.add_config(
-        SamplingParams, "sampling", ("prompt_logprobs",), COMMON_SAMPLING_OPTIONS, show_defaults=False
+        SamplingParams, "sampling", skip=("prompt_logprobs",), common=COMMON_SAMPLING_OPTIONS, show_defaults=False
     )
     return cli_parser
 
 
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
-    if check_sampling_args(args).logprobs is not None and not args.json:
+    if config_from_args(SamplingParams, args).logprobs is not None and not args.json:
         raise ValueError("--logprobs needs --json: text output has no place for log-probabilities")
     if not args.prompts and sys.stdin.isatty():
         return _interactive(args)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torchweave.cli.arguments import Parser
-from torchweave.cli.output import check_output_path, write_output
+from torchweave.cli.output import check_output_file, write_output
 from torchweave.report import Report
 
 ACTIONS = ("list", "verify")
@@ -52,11 +51,21 @@ def run(argv: Sequence[str]) -> int:
         return _list(args.json)
     if args.write and args.pipeline_parallel_size > 1:
         raise ValueError("--write cannot be combined with --pipeline_parallel_size: the table has no column for stages")
-    write = check_output_path("--write", args.write) if args.write else None
-    if write is not None and not write.parent.is_dir():
-        raise ValueError(f"--write {args.write}: there is no such folder")
-    ranks, stages = _sizes(args.tensor_parallel_size), args.pipeline_parallel_size
-    return _verify(args.names, args.all, args.json, args.quiet, write, ranks, stages)
+    write = check_output_file("--write", args.write)
+    ranks = _sizes(args.tensor_parallel_size)
+    if bool(args.names) == args.all:
+        raise ValueError("name architectures to verify, or give --all (`torchweave models list` lists them)")
+    from torchweave.verify.verify import table, verify
+
+    report = Report(show=False if args.quiet else None)
+    result: dict[str, Any] = verify(None if args.all else args.names, report, ranks, args.pipeline_parallel_size)
+    if write is not None:
+        write_output("--write", write, table(result))
+    if args.json:
+        print(json.dumps(result))
+    else:
+        _print(result)
+    return 0 if result["passed"] == result["total"] else 1
 
 
 def _sizes(text: str) -> list[int]:
@@ -88,30 +97,6 @@ def _list(as_json: bool) -> int:
     for name in models["architectures"]:
         print(f"  {name}")
     return 0
-
-
-def _verify(
-    names: Sequence[str],
-    verify_all: bool,
-    as_json: bool,
-    quiet: bool,
-    write: Path | None,
-    ranks: Sequence[int],
-    stages: int,
-) -> int:
-    if bool(names) == verify_all:
-        raise ValueError("name architectures to verify, or give --all (`torchweave models list` lists them)")
-    from torchweave.verify.verify import table, verify
-
-    report = Report(show=False if quiet else None)
-    result: dict[str, Any] = verify(None if verify_all else list(names), report, ranks, stages)
-    if write is not None:
-        write_output("--write", write, table(result))
-    if as_json:
-        print(json.dumps(result))
-    else:
-        _print(result)
-    return 0 if result["passed"] == result["total"] else 1
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -48,12 +48,12 @@ def nested(stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     `at` of an event is the end of its stage, so enclosed stages precede the enclosing one.
     """
-    slack = 0.001  # seconds between the clock readings for `seconds` and `at`
+    tolerance = 0.001  # seconds between the clock readings for `seconds` and `at`
     spans = sorted((stage["at"] - stage["seconds"], -stage["at"], stage["name"], stage["seconds"]) for stage in stages)
     ordered: list[dict[str, Any]] = []
     open_spans: list[tuple[float, str]] = []
     for _begin, negative_end, name, seconds in spans:
-        while open_spans and open_spans[-1][0] < -negative_end - slack:
+        while open_spans and open_spans[-1][0] < -negative_end - tolerance:
             open_spans.pop()
         ordered.append({"name": name, "seconds": seconds, "within": open_spans[-1][1] if open_spans else None})
         open_spans.append((-negative_end, name))

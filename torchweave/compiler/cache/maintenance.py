@@ -86,7 +86,7 @@ def find(cache: CompileCache, keys: Sequence[str]) -> list[Summary]:
 
 
 def to_prune(
-    every: Iterable[Summary],
+    entries: Iterable[Summary],
     older_than: float | None,
     max_bytes: int | None,
     everything: bool,
@@ -96,7 +96,7 @@ def to_prune(
     until at most `max_bytes` remain."""
     now = time.time() if now is None else now
     rest, removed = [], []
-    for each in sorted(every, key=lambda each: each.used):
+    for each in sorted(entries, key=lambda each: each.used):
         old = older_than is not None and now - each.used > older_than
         (removed if everything or old or each.entry is None else rest).append(each)
     total = sum(each.num_bytes for each in rest)

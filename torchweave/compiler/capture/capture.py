@@ -19,11 +19,14 @@ from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
-from torchweave.compiler.capture.outputs import output_tree
-from torchweave.compiler.capture.side_effects import record_side_effects
-from torchweave.compiler.capture.trace_once.clone_layers import CloneError, clone_layers
+from torchweave.compiler.capture.outputs import output_tree, record_side_effects
+from torchweave.compiler.capture.trace_once.clone_layers import (
+    CloneError,
+    PlaceholderMap,
+    clone_layers,
+    placeholder_layers,
+)
 from torchweave.compiler.capture.trace_once.layer_recorder import NotRepeatableError
-from torchweave.compiler.capture.trace_once.placeholders import PlaceholderMap, placeholder_layers
 from torchweave.compiler.capture.trace_once.repeated_layers import find_repeated, without_tails
 from torchweave.compiler.dump import bytecode_text
 from torchweave.compiler.errors import (
@@ -36,9 +39,18 @@ from torchweave.compiler.errors import (
     user_location,
 )
 from torchweave.compiler.ir.aliasing import op_name
-from torchweave.compiler.ir.graph import Binding, CapturedGraph, Constant, Input, Size, UnusedInput, clean_up_graph
+from torchweave.compiler.ir.graph import (
+    Binding,
+    CapturedGraph,
+    Constant,
+    Input,
+    Size,
+    SourceError,
+    UnusedInput,
+    clean_up_graph,
+    resolve,
+)
 from torchweave.compiler.ir.mutation import mutated_args, storage_id
-from torchweave.compiler.ir.sources import SourceError, resolve
 from torchweave.compiler.ir.symbols import (
     DynamicDims,
     choose_size_hints,

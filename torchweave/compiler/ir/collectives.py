@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
-from torchweave.compiler.ir.symbols import free_symbols, value
+from torchweave.compiler.ir.graph import FakeGraph
+from torchweave.compiler.ir.mutation import op_overload
+from torchweave.compiler.ir.symbols import free_symbols, size_at, value
 from torchweave.ops.collectives.op import group_size
-
-if TYPE_CHECKING:
-    from torchweave.compiler.ir.graph import FakeGraph
 
 
 def op_schema(node: fx.Node) -> Any:
     """The schema of the op that a node calls; None for other nodes."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
-    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+    op = op_overload(node.target)
+    return None if op is None else op._schema
 
 
 def collective_group(node: fx.Node) -> str | None:
@@ -63,8 +59,4 @@ def exchanges(piece: FakeGraph, symbols: Mapping[str, str]) -> list[dict[str, An
 
 def _message(sent: Tensor, symbols: Mapping[str, str]) -> tuple[str, int]:
     names = sorted(free_symbols(list(sent.shape)))
-    numel: Any = sent.numel()
-    if isinstance(numel, torch.SymInt):
-        expression = numel.node.expr
-        numel = expression.xreplace({symbol: sympy.Integer(1) for symbol in expression.free_symbols})
-    return ", ".join(symbols.get(name, name) for name in names), int(numel) * sent.dtype.itemsize
+    return ", ".join(symbols.get(name, name) for name in names), size_at(sent.numel(), 1) * sent.dtype.itemsize

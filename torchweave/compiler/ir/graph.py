@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -280,8 +282,8 @@ def same_geometry(one: Any, other: Any, *, ones: bool = True) -> bool:
         ones: also compare the strides of dimensions of size 1, which address nothing.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = one.dtype == other.dtype and one.device == other.device
-        return alike and _layout(one, ones) == _layout(other, ones)
+        same_type = one.dtype == other.dtype and one.device == other.device
+        return same_type and _layout(one, ones) == _layout(other, ones)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(same_geometry(a, b, ones=ones) for a, b in zip(one, other, strict=True))
     return expression(one) == expression(other)
@@ -291,3 +293,34 @@ def _layout(tensor: Tensor, ones: bool) -> list[Any]:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     strides = [stride for size, stride in sizes if ones or not isinstance(size, int) or size != 1]
     return [expression(size) for size in (*tensor.shape, *strides, tensor.storage_offset())]
+
+
+class SourceError(Exception):
+    """The expression is more than a look-up, or looks up a missing object."""
+
+
+def resolve(source: str, roots: Mapping[str, Any]) -> Any:
+    """The object that Dynamo's `source` names, starting from `roots` (`L`: the frame's locals, `G`: its globals).
+
+    A source is an expression such as `L['self']._modules['embed']._parameters['weight']`. Only names, attributes and constant
+    subscripts are resolved, without `eval`, so that a source from the compile cache can look up objects and do nothing else.
+    """
+    try:
+        return _walk(_parse(source), roots)
+    except (SyntaxError, KeyError, IndexError, AttributeError, TypeError) as error:
+        raise SourceError(f"{source} does not exist ({type(error).__name__}: {error})") from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(source: str) -> ast.expr:
+    return ast.parse(source, mode="eval").body
+
+
+def _walk(tree: ast.expr, roots: Mapping[str, Any]) -> Any:
+    if isinstance(tree, ast.Name):
+        return roots[tree.id]
+    if isinstance(tree, ast.Attribute):
+        return getattr(_walk(tree.value, roots), tree.attr)
+    if isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):
+        return _walk(tree.value, roots)[tree.slice.value]
+    raise SourceError(f"{ast.unparse(tree)} is more than a look-up")

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -43,6 +44,12 @@ def token_count(symbols: Mapping[str, str]) -> str | None:
 def expression(size: Any) -> Any:
     """The expression of a symbolic size, which can be compared and hashed; a number is returned as it is."""
     return size.node.expr if isinstance(size, SYMBOLIC) else size
+
+
+def size_at(size: Any, number: int) -> int:
+    """A size, or the expression of one, with every symbol set to a number."""
+    symbolic = sympy.sympify(expression(size))
+    return int(symbolic.xreplace(dict.fromkeys(symbolic.free_symbols, sympy.Integer(number))))
 
 
 def symbol_name(size: Any) -> str | None:

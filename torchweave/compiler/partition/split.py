@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from torchweave.compiler.errors import InvariantError, TraceError, source_location
 from torchweave.compiler.ir.collectives import exchanges
-from torchweave.compiler.ir.graph import CapturedGraph, Constant, FakeGraph
-from torchweave.compiler.ir.mutation import mutated_aliased_inputs, mutated_args, storage_id
+from torchweave.compiler.ir.graph import CapturedGraph, FakeGraph
+from torchweave.compiler.ir.mutation import mutated_aliased_inputs, mutated_args, op_overload, storage_id
 from torchweave.compiler.ir.symbols import free_symbols, is_size, value
 from torchweave.report import Report
 
@@ -89,18 +89,21 @@ def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
     for node in graph.graph.nodes:
         op = boundary_op(node.target, graph.boundary_ops) if node.op == "call_function" else None
         if op is not None:
-            segments += [_boundary_call(op, node), []]
+            segments += [BoundaryCall(op, node, *normalize_call(op, node.args, node.kwargs)), []]
         elif node.op not in ("placeholder", "output") and not is_size(node):
             last = segments[-1]
             assert isinstance(last, list)
             last.append(node)
+    constants = frozenset(node for node, _ in graph.constants())
     parts: list[Piece | BoundaryCall] = []
     num_pieces = 0
     for segment in segments:
         if isinstance(segment, BoundaryCall):
             parts.append(segment)
         elif any(user not in set(segment) for node in segment for user in node.users) or _mutates_external(segment):
-            parts.append(_piece(graph, segment, num_pieces))
+            parts.append(
+                extract_subgraph(graph.module, segment, num_pieces, is_constant=constants.__contains__, is_free=is_size)
+            )
             num_pieces += 1
     check(graph, parts)
     return parts
@@ -116,36 +119,24 @@ def _mutates_external(segment: list[fx.Node]) -> bool:
 
 def boundary_op(target: Any, names: frozenset[str]) -> torch._ops.OpOverload | None:
     """The overload that a call's target resolves to if it is a boundary op, else None."""
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
-    if isinstance(target, torch._ops.OpOverload) and target._schema.name in names:
-        return target
-    return None
+    op = op_overload(target)
+    return op if op is not None and op._schema.name in names else None
 
 
-def normalize_call(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[tuple, dict[str, Any]]:
+def normalize_call(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """Arguments of a call with defaults filled in: all positional ones of the schema, and keyword-only ones by name."""
-    kwargs, positional, keywords = dict(kwargs), list(args), {}
+    positional, keywords = list(args), {}
     for index, argument in enumerate(op._schema.arguments):
         if not argument.kwarg_only and index < len(args):
             continue
-        argument_value = kwargs.pop(argument.name) if argument.name in kwargs else argument.default_value
+        argument_value = kwargs.get(argument.name, argument.default_value)
         if argument.kwarg_only:
             keywords[argument.name] = argument_value
         else:
             positional.append(argument_value)
     return tuple(positional), keywords
-
-
-def _boundary_call(op: torch._ops.OpOverload, node: fx.Node) -> BoundaryCall:
-    args, kwargs = normalize_call(op, tuple(node.args), dict(node.kwargs))
-    return BoundaryCall(op, node, args, kwargs)
-
-
-def _piece(graph: CapturedGraph, body: list[fx.Node], index: int) -> Piece:
-    return extract_subgraph(
-        graph.module, body, index, is_constant=lambda node: _is_constant(graph, node), is_free=is_size
-    )
 
 
 def extract_subgraph(
@@ -177,10 +168,10 @@ def extract_subgraph(
     new = fx.Graph()
     for position, node in enumerate(inputs + constants):
         if not isinstance(value(node), (Tensor, torch.SymInt)):
-            cause = (
-                "a context manager or another object that is no tensor stays open across a boundary op; close it before"
+            raise TraceError(
+                "a context manager or another object that is no tensor stays open across a boundary op; close it before",
+                source_location(node),
             )
-            raise TraceError(cause, source_location(node))
         copies[node] = new.placeholder(f"input_{position}" if position < len(inputs) else f"{_CONSTANT}{position}")
         copies[node].meta = dict(node.meta)
 
@@ -220,10 +211,6 @@ def _is_used_outside(user: fx.Node, inside: set[fx.Node], is_free: Callable[[fx.
     return True
 
 
-def _is_constant(graph: CapturedGraph, node: fx.Node) -> bool:
-    return node.op == "placeholder" and isinstance(graph.bindings[node.name], Constant)
-
-
 def check(graph: CapturedGraph, parts: list[Piece | BoundaryCall]) -> None:
     """Check the invariants of pieces and of their CUDA graphs.
 
@@ -237,7 +224,7 @@ def check(graph: CapturedGraph, parts: list[Piece | BoundaryCall]) -> None:
         if isinstance(part, BoundaryCall):
             _check_boundary(part, before)
         else:
-            _check_piece(graph, part, known)
+            _check_piece(part, known)
             before = part
 
 
@@ -265,7 +252,7 @@ def _check_boundary(call: BoundaryCall, before: Piece | None) -> None:
             )
 
 
-def _check_piece(graph: CapturedGraph, piece: Piece, known: set[str]) -> None:
+def _check_piece(piece: Piece, known: set[str]) -> None:
     for node in [*piece.inputs, *piece.outputs]:
         if unknown := free_symbols(value(node)) - known:
             raise InvariantError(
@@ -297,9 +284,9 @@ def structure(module: fx.GraphModule, num_inputs: int) -> str:
     texts, shared = _StructureWriter(), mutated_aliased_inputs(module.graph)
     lines = [f"inputs {num_inputs}"]
     for node in module.graph.nodes:
-        home = storage_id(node) if shared and node.op == "placeholder" else None
-        if home is not None and home in shared and shared[home] is not node:
-            lines.append(f"a write to %{texts.numbers[shared[home]]} changes it")
+        storage = storage_id(node) if shared and node.op == "placeholder" else None
+        if storage is not None and storage in shared and shared[storage] is not node:
+            lines.append(f"a write to %{texts.numbers[shared[storage]]} changes it")
         texts.numbers[node] = len(texts.numbers)
         arguments = "" if node.op == "placeholder" else texts.text([node.args, dict(sorted(node.kwargs.items()))])
         target = "" if node.op in ("placeholder", "output") else _target(node, module)

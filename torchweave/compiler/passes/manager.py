@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import traceback
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from torchweave.compiler.cache.keys import describe, source_digests
 from torchweave.compiler.dump import graph_text
 from torchweave.compiler.errors import CompileError
 from torchweave.compiler.ir.graph import CapturedGraph, FakeGraph, Input, run_fake, same_geometry
@@ -35,6 +37,7 @@ from torchweave.compiler.passes.collectives.user_buffers import (
 )
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
+from torchweave.compiler.passes.torch_ir.merge_int_linears import MergeIntLinears
 from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compiler.passes.torch_ir.rotary_attention import RotaryAttention
 from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
@@ -59,6 +62,7 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         RotaryAttention(),
         SmallLinears(table=table),
         MergeFp8Linears(),
+        MergeIntLinears(),
         Fp8Attention(),
         raise_rms_norm.FUSION,
         gated_activation.FUSION,
@@ -308,3 +312,32 @@ def _ops(graph: FakeGraph) -> Counter[str]:
         for node in graph.graph.nodes
         if node.op.startswith("call")
     )  # fmt: skip
+
+
+def aten_cache_keys(passes: Sequence[Pass]) -> dict[str, Any]:
+    """Compile-cache keys; empty when no pass runs."""
+    if not passes:
+        return {}
+    modules = {name for each in passes for name in _sources(each) if not name.startswith("torchweave.")}
+    return {
+        "aten_stage": {
+            "passes": [describe_pass(each) for each in passes],
+            "sources": source_digests(sorted(modules)),
+        }
+    }
+
+
+def describe_pass(each: Pass) -> str:
+    """Type and settings of a pass as text."""
+    if dataclasses.is_dataclass(each):
+        facts = {field.name: getattr(each, field.name) for field in dataclasses.fields(each)}
+    else:
+        own = type(each).__module__.startswith("torchweave.")  # their private attributes do not change results
+        facts = {key: fact for key, fact in vars(each).items() if not (own and key.startswith("_"))}
+        facts = {"name": each.name, **facts}
+    return f"{type(each).__module__}.{type(each).__qualname__}{describe(facts)}"
+
+
+def _sources(each: Pass) -> tuple[str, ...]:
+    """Modules that define a pass."""
+    return (type(each).__module__, *getattr(each, "sources", ()))

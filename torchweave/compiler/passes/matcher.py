@@ -172,8 +172,8 @@ class Pattern:
     def _external_reader(self, state: _State) -> str | None:
         """Why a complete match cannot be rewritten: a node outside it reads one of its intermediate results."""
         covered = set(state.calls.values())
-        kept = {state.node_of(node) for node in self.outputs}
-        for node in covered - kept:
+        output_nodes = {state.node_of(node) for node in self.outputs}
+        for node in covered - output_nodes:
             others = [user.name for user in node.users if user not in covered]
             if others:
                 return f"{node.name} is also read by {', '.join(others)}"
@@ -199,17 +199,21 @@ class _MatchSearch:
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
-        self.furthest, self.why = 0, ""
+        self.num_matched, self.why = 0, ""
 
     def note_mismatch(self, num_matched: int, why: str) -> None:
-        if num_matched > self.furthest:
-            self.furthest, self.why = num_matched, why
+        if num_matched > self.num_matched:
+            self.num_matched, self.why = num_matched, why
+
+    def _note_argument(self, name: str, actual: Any, expected: str, node: fx.Node, state: _State) -> None:
+        why = f"argument {name} of {node.name} is {_describe(actual)}, not {expected}"
+        self.note_mismatch(state.num_matched, why)
 
     def near_miss(self) -> PartialMatch | None:
         """The furthest mismatch, if at least half of the pattern and at least two operations match."""
         total = self.pattern.num_operations
-        enough = self.furthest >= min(2, total) and 2 * self.furthest >= total
-        return PartialMatch(self.why, min(1.0, self.furthest / total)) if enough and self.why else None
+        is_near_miss = self.num_matched >= min(2, total) and 2 * self.num_matched >= total
+        return PartialMatch(self.why, min(1.0, self.num_matched / total)) if is_near_miss and self.why else None
 
     def call(self, call: fx.Node, node: fx.Node, state: _State) -> Iterator[_State]:
         """Yield a state for each way in which a call of the pattern matches this call of the graph."""
@@ -250,9 +254,7 @@ class _MatchSearch:
             elif isinstance(actual, fx.Node):
                 yield from self.call(expected, actual, state)
             else:
-                self.note_mismatch(
-                    state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not computed"
-                )
+                self._note_argument(name, actual, "computed", node, state)
         elif isinstance(expected, (tuple, list)) and isinstance(actual, (tuple, list)) and len(expected) == len(actual):
             items = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(expected, actual, strict=True))]
             if _has_calls(expected) or not _same_dims(name, expected, actual, node):
@@ -262,9 +264,7 @@ class _MatchSearch:
         elif _equal(expected, actual) or _same_dims(name, expected, actual, node):
             yield state
         else:
-            self.note_mismatch(
-                state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not {_describe(expected)}"
-            )
+            self._note_argument(name, actual, _describe(expected), node, state)
 
     def _match_alternatives(
         self, name: str, expected: fx.Node, actual: Any, node: fx.Node, state: _State
@@ -280,9 +280,7 @@ class _MatchSearch:
         if same_value(known, actual):
             yield state
         else:
-            self.note_mismatch(
-                state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not {_describe(known)}"
-            )
+            self._note_argument(name, actual, _describe(known), node, state)
 
     def _bind_wildcard(
         self, name: str, expected: fx.Node, actual: Any, node: fx.Node, state: _State
@@ -294,9 +292,7 @@ class _MatchSearch:
         if _is_kind(actual, kind):
             yield _State({**state.bound, expected: actual}, state.calls, state.choices)
         else:
-            self.note_mismatch(
-                state.num_matched, f"argument {name} of {node.name} is {_describe(actual)}, not {_kind_name(kind)}"
-            )
+            self._note_argument(name, actual, getattr(kind, "__name__", str(kind)), node, state)
 
     def rest(self, state: _State) -> Iterator[_State]:
         """Match the outputs that the anchor does not reach, among the readers of matched nodes."""
@@ -350,7 +346,7 @@ def _plain_arguments(call: fx.Node, node: fx.Node) -> Iterator[list[tuple[str, A
 
 
 def _by_name(op: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
-    args, kwargs = normalize_call(op, tuple(node.args), dict(node.kwargs))
+    args, kwargs = normalize_call(op, node.args, node.kwargs)
     positional = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     return {**dict(zip(positional, args, strict=True)), **kwargs}
 
@@ -367,16 +363,11 @@ def _is_kind(actual: Any, kind: Any) -> bool:
         return actual is None
     if origin is Tensor:
         return isinstance(actual, fx.Node) and isinstance(fake, Tensor)
-    if origin is bool:
-        return isinstance(fake, bool)
-    if origin is int:
-        return isinstance(fake, (int, torch.SymInt)) and not isinstance(fake, bool)
-    if origin is float:
-        return isinstance(fake, (int, float, torch.SymFloat)) and not isinstance(fake, bool)
-    return isinstance(fake, (list, tuple) if origin in (list, tuple) else origin)
+    return isinstance(fake, _KINDS.get(origin, origin)) and (origin is bool or not isinstance(fake, bool))
 
 
 _UNION = type(int | None)
+_KINDS = {int: (int, torch.SymInt), float: (int, float, torch.SymFloat), list: (list, tuple), tuple: (list, tuple)}
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -424,10 +415,6 @@ def _name(target: Any) -> str:
     if isinstance(target, str):
         return "an input"
     return str(target) if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else target.__name__
-
-
-def _kind_name(kind: Any) -> str:
-    return getattr(kind, "__name__", str(kind))
 
 
 def _describe(thing: Any) -> str:

@@ -68,11 +68,13 @@ def check(
     with dynamic_shapes_mode("backed_size_oblivious"):
         result = run_pass(each, graph, debug=True)
     expected = (0 if near_miss is not None else 1) if matches is None else matches
-    whys = [f"{miss.node}: {miss.why}" for miss in result.near_misses]
+    reasons = [f"{miss.node}: {miss.why}" for miss in result.near_misses]
     assert result.matches == expected, (
-        f"{each.name} matched {result.matches} times, expected {expected}; {whys}\n{graph.module.code}"
+        f"{each.name} matched {result.matches} times, expected {expected}; {reasons}\n{graph.module.code}"
     )
-    assert near_miss is None or any(near_miss in why for why in whys), f"no near-miss contains {near_miss!r}: {whys}"
+    assert near_miss is None or any(near_miss in why for why in reasons), (
+        f"no near-miss contains {near_miss!r}: {reasons}"
+    )
     for tokens in TOKENS:
         _compare(graph, function, [_resized(item, tokens) for item in examples], rtol, atol)
     if opcheck:

@@ -14,24 +14,23 @@ A kernel that is missed is built at its first launch.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
 from torchweave.compiler.ir.collectives import collective_group, op_schema
 from torchweave.compiler.ir.mutation import op_overload
-from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.ir.symbols import expression, size_at, value
 from torchweave.compiler.partition.split import Piece, normalize_call
 from torchweave.compiler.precompile.kernel_jobs import KernelSpec, kernel_specs, missing_kernels
 from torchweave.compiler.precompile.workers import KernelWorkers
-from torchweave.distributed.fake_collectives import fake_collectives
+from torchweave.distributed.symmetric_memory import fake_collectives
 from torchweave.ops.collectives.user_buffers import operand_shape
 from torchweave.ops.linear import LinearFusion, run
 from torchweave.ops.linear_config import LinearConfig, parse_choices
@@ -62,9 +61,7 @@ class KernelPrecompiler:
     def __enter__(self) -> KernelPrecompiler:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._workers is not None:
             with self._workers:
                 if kind is None:
@@ -176,15 +173,16 @@ class Operand:
     strides: tuple[Any, ...] | None = None
 
     def shape(self, tokens: int) -> tuple[int, ...]:
-        return _numbers(self.sizes, tokens)
+        return tuple(size_at(size, tokens) for size in self.sizes)
 
     def bytes(self, tokens: int) -> int:
-        return int(sympy.prod(self.shape(tokens))) * self.dtype.itemsize
+        return math.prod(self.shape(tokens)) * self.dtype.itemsize
 
     def make(self, tokens: int, device: torch.device) -> Tensor:
         if self.strides is None:
             return torch.empty(self.shape(tokens), dtype=self.dtype, device=device)
-        return torch.empty_strided(self.shape(tokens), _numbers(self.strides, tokens), dtype=self.dtype, device=device)
+        strides = [size_at(stride, tokens) for stride in self.strides]
+        return torch.empty_strided(self.shape(tokens), strides, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -244,7 +242,7 @@ def _op_call(node: fx.Node, group: str | None) -> OpCall | None:
     """The call as values; None for an op of another project, or with computed arguments."""
     op = op_overload(node.target)
     assert op is not None, "a node with a schema calls an op"
-    args, keywords = normalize_call(op, tuple(node.args), dict(node.kwargs))
+    args, keywords = normalize_call(op, node.args, node.kwargs)
     if keywords or op.namespace != "torchweave":
         return None
     names = [argument.name for argument in op._schema.arguments]
@@ -270,12 +268,9 @@ def _plain(argument: Any) -> Any:
     return tuple(map(_plain, argument)) if isinstance(argument, (tuple, list)) else argument
 
 
-def _numbers(sizes: tuple[Any, ...], tokens: int) -> tuple[int, ...]:
-    return tuple(int(size.xreplace(dict.fromkeys(size.free_symbols, tokens))) for size in sizes)
-
-
 def _sizes(shape: Any) -> tuple[Any, ...]:
-    return tuple(size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in shape)
+    """Sizes that can be compared and hashed."""
+    return tuple(map(expression, shape))
 
 
 def _materialize(argument: Any, tokens: int, device: torch.device) -> Any:

@@ -35,11 +35,11 @@ class KernelWorkers:
     """
 
     def __init__(self, most: int = _MAX_PARALLEL_BUILDS) -> None:
-        self._connection, theirs = Pipe()
+        self._connection, child_end = Pipe()
         most = max(min(most, len(os.sched_getaffinity(0))), 1)
-        with theirs:
+        with child_end:
             self._process = ChildProcess(
-                main, theirs.fileno(), most, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL
+                main, child_end.fileno(), most, pass_fds=[child_end.fileno()], stdout=subprocess.DEVNULL
             )
         self._requested: dict[int, tuple[KernelSpec, Future[str | None]]] = {}
         self._finished = 0  # number of requests that `finish` has waited for
@@ -119,16 +119,16 @@ def main(fd: int, most: int) -> None:
 
 def _fork(spec: KernelSpec) -> Connection:
     """Build a kernel in a forked process; returns the connection that receives the result."""
-    ours, theirs = Pipe(duplex=False)
+    receiver, sender = Pipe(duplex=False)
     if os.fork() == 0:
         try:
-            theirs.send(spec.build())
+            sender.send(spec.build())
         except BaseException as error:
-            theirs.send(f"{spec.name}: {type(error).__name__}: {error}")
+            sender.send(f"{spec.name}: {type(error).__name__}: {error}")
         finally:
             os._exit(0)
-    theirs.close()
-    return ours
+    sender.close()
+    return receiver
 
 
 def _result(connection: Connection) -> BuiltKernel | str:

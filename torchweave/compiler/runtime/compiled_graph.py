@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class CompiledGraph:
         self.pieces = [part for part in parts if isinstance(part, Piece)]
         self.built = dict(built)
         self.sizes = sizes
-        self.code, namespace = generate_forward(graph, parts, built, sizes)
+        self.code, namespace = _ForwardGenerator(graph, parts, built, sizes).run()
         exec(compile(self.code, "<torchweave stitched>", "exec"), namespace)
         self._run = namespace["forward"]
         self.constants = {piece.index: namespace.get(f"constants_{piece.index}", ()) for piece in self.pieces}
@@ -85,14 +86,9 @@ class CompiledGraph:
         return piece.module.code
 
 
-def generate_forward(
-    graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
-) -> tuple[str, dict[str, Any]]:
-    """Straight-line code over the parts, and its namespace. Each value is deleted after its last use."""
-    return _ForwardGenerator(graph, parts, built, sizes).run()
-
-
 class _ForwardGenerator:
+    """Generates straight-line code over the parts, and its namespace. Each value is deleted after its last use."""
+
     def __init__(
         self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
     ) -> None:
@@ -283,13 +279,10 @@ class _ForwardGenerator:
         tree = self.graph.output
         if tree.is_single_tensor():
             return flat[0]
-        self.namespace["tree"] = _OutputBuilder(tree)
-        return f"tree(({''.join(f'{item}, ' for item in flat)}), {{{self._inputs_of(tree)}}})"
-
-    def _inputs_of(self, tree: OutputTree) -> str:
-        return ", ".join(
-            f"{leaf.name!r}: {self.arguments[leaf.name]}" for leaf in tree.leaves if isinstance(leaf, Input)
-        )
+        self.namespace["tree"] = partial(_build_output, tree)
+        names = {leaf.name for leaf in tree.leaves if isinstance(leaf, Input)}
+        inputs = ", ".join(f"{name!r}: {self.arguments[name]}" for name in sorted(names))
+        return f"tree(({''.join(f'{item}, ' for item in flat)}), {{{inputs}}})"
 
 
 def refuse(name: str, tensor: Tensor, expected: str) -> None:
@@ -309,16 +302,10 @@ def refuse_shared(name: str, changed: Tensor, *others: Tensor) -> None:
             )
 
 
-class _OutputBuilder:
-    """Builds forward's return value from flat outputs."""
+def _build_output(tree: OutputTree, flat: tuple[Any, ...], inputs: dict[str, Tensor]) -> Any:
+    """Forward's return value from flat outputs."""
 
-    def __init__(self, tree: OutputTree) -> None:
-        self.tree = tree
-
-    def __call__(self, flat: tuple[Any, ...], inputs: dict[str, Tensor]) -> Any:
-        return pytree.tree_unflatten([self._leaf(leaf, flat, inputs) for leaf in self.tree.leaves], self.tree.spec)
-
-    def _leaf(self, leaf: Any, flat: tuple[Any, ...], inputs: dict[str, Tensor]) -> Any:
+    def build(leaf: Any) -> Any:
         if isinstance(leaf, int):
             return flat[leaf]
         if isinstance(leaf, Attribute):
@@ -326,3 +313,5 @@ class _OutputBuilder:
         if isinstance(leaf, Input):
             return inputs[leaf.name]
         return leaf.tensor if isinstance(leaf, Constant) else leaf[1]
+
+    return pytree.tree_unflatten(list(map(build, tree.leaves)), tree.spec)

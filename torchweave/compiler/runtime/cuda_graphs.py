@@ -11,44 +11,20 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchweave.compiler.errors import InvariantError
-from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
+from torchweave.compiler.runtime.forward import BoundaryHandler
 from torchweave.utils.cuda_streams import side_stream
 from torchweave.utils.gc import gc_paused
 
-__all__ = ["BoundaryHandler", "Forward", "GraphPool", "Recorder", "Recording", "record"]
-
 T = TypeVar("T")
-
-
-class Recorder(Protocol):
-    """Records segments of a step; `GraphPool` with CUDA graphs, fakes in tests."""
-
-    def recording(self, may_load_kernels: bool) -> contextlib.AbstractContextManager[None]:
-        """Context of one recording: its warm-up and all segments. `may_load_kernels`: allow kernel loads during capture."""
-        ...
-
-    def begin(self) -> None:
-        """Start a segment."""
-        ...
-
-    def end(self) -> Callable[[], None]:
-        """End the segment; returns the function that replays it."""
-        ...
-
-    def weak_ref_tensor(self, tensor: Tensor) -> Tensor:
-        """A non-owning tensor at the same address if the pool owns the memory, else `tensor` itself."""
-        ...
-
-    def num_bytes(self) -> int:
-        """Memory of all recordings of the pool, in bytes."""
-        ...
+Step = Callable[[BoundaryHandler], None]
+"""A segment, or a boundary op between two segments."""
 
 
 class GraphPool:
@@ -68,9 +44,10 @@ class GraphPool:
 
     @contextlib.contextmanager
     def recording(self, may_load_kernels: bool = False) -> Iterator[None]:
-        """Capture on the current stream, or on the pool's own if that is the default stream, which cannot be captured.
+        """Context of one recording: its warm-up and all segments. `may_load_kernels`: allow kernel loads during capture.
 
-        Garbage collection pauses: freeing a tensor or graph would invalidate the capture.
+        Captures on the current stream, or on the pool's own if that is the default stream, which cannot be captured. Garbage
+        collection pauses: freeing a tensor or graph would invalidate the capture.
         """
         # The strict modes forbid loading a kernel.
         self._capture_error_mode = "relaxed" if may_load_kernels else "thread_local"
@@ -89,11 +66,13 @@ class GraphPool:
             current.wait_stream(stream)
 
     def begin(self) -> None:
+        """Start a segment."""
         assert self._graph is None, "a segment is being recorded"
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self.handle, capture_error_mode=self._capture_error_mode)
 
     def end(self) -> Callable[[], None]:
+        """End the segment; returns the function that replays it."""
         graph, self._graph = self._graph, None
         assert graph is not None, "no segment is being recorded"
         graph.capture_end()
@@ -111,6 +90,7 @@ class GraphPool:
         self.handle = torch.cuda.graph_pool_handle()
 
     def weak_ref_tensor(self, tensor: Tensor) -> Tensor:
+        """A non-owning tensor at the same address if the pool owns the memory, else `tensor` itself."""
         if not tensor.is_cuda:
             return tensor
         storage = tensor.untyped_storage()
@@ -138,6 +118,7 @@ class GraphPool:
         self._segments = [(segment["address"], segment["total_size"]) for segment in segments]
 
     def num_bytes(self) -> int:
+        """Memory of all recordings of the pool, in bytes."""
         self._refresh_segments()
         return sum(size for _, size in self._segments)
 
@@ -157,22 +138,13 @@ class Recording(Generic[T]):
     """
 
     def __init__(
-        self,
-        steps: list[Callable[[BoundaryHandler], None]],
-        boundary: BoundaryHandler,
-        output: T,
-        inputs: Sequence[Tensor],
-        debug: bool,
+        self, steps: list[Step], boundary: BoundaryHandler, output: T, inputs: Sequence[Tensor], debug: bool
     ) -> None:
-        self._steps = steps
-        self._boundary = boundary
-        self.output = output
-        self._inputs = tuple(inputs)
+        self._steps, self._boundary, self.output = steps, boundary, output
+        self._inputs, self._debug = tuple(inputs), debug
         self._data_ptrs = [(tensor.data_ptr(), tensor.shape) for tensor in inputs]
-        self._debug = debug
-        self.num_segments = sum(isinstance(step, _Segment) for step in steps)
-        self.bytes = 0
-        self.seconds = 0.0
+        self.num_segments = (len(steps) + 1) // 2  # a boundary op is between two segments
+        self.bytes, self.seconds = 0, 0.0
 
     def replay(self, boundary: BoundaryHandler | None = None, inputs: Sequence[Tensor] | None = None) -> T:
         """Run the step on the current contents of its inputs.
@@ -202,25 +174,20 @@ class Recording(Generic[T]):
                 )
 
 
-class _Segment:
-    def __init__(self, replay: Callable[[], None]) -> None:
-        self._replay = replay
-
-    def __call__(self, boundary: BoundaryHandler) -> None:
-        self._replay()
+def _segment(replay: Callable[[], None]) -> Step:
+    return lambda boundary: replay()
 
 
-class _BoundaryOpStep:
+def _boundary_op(op: Any, args: tuple, kwargs: dict, debug: bool) -> Step:
     """A boundary op between two segments; its arguments are fixed addresses."""
+    addresses = _data_ptrs((args, kwargs)) if debug else None
 
-    def __init__(self, op: Any, args: tuple, kwargs: dict, debug: bool) -> None:
-        self.op, self.args, self.kwargs = op, args, kwargs
-        self.addresses = _data_ptrs((args, kwargs)) if debug else None
+    def step(boundary: BoundaryHandler) -> None:
+        if addresses is not None and _data_ptrs((args, kwargs)) != addresses:
+            raise InvariantError(f"an argument of boundary op {op} moved since it was recorded")
+        boundary(op, args, kwargs)
 
-    def __call__(self, boundary: BoundaryHandler) -> None:
-        if self.addresses is not None and _data_ptrs((self.args, self.kwargs)) != self.addresses:
-            raise InvariantError(f"an argument of boundary op {self.op} moved since it was recorded")
-        boundary(self.op, self.args, self.kwargs)
+    return step
 
 
 def _data_ptrs(tree: Any) -> list[int]:
@@ -232,7 +199,7 @@ def record(
     boundary: BoundaryHandler,
     *,
     capture_boundary_ops: bool,
-    pool: Recorder,
+    pool: GraphPool,
     debug: bool = False,
     inputs: Sequence[Tensor] = (),
     warm_up: bool = True,
@@ -251,40 +218,33 @@ def record(
         warm_up: False for a step that already ran at another size: capture only, and load this size's own kernels meanwhile.
             After a failure the step is warmed up and recorded again.
     """
+
+    def record_segments(warm_up: bool) -> tuple[list[Step], T]:
+        """Segments and boundary ops of the step in order, and its output."""
+        steps: list[Step] = []
+
+        def cut(op: Any, args: tuple, kwargs: dict) -> None:
+            steps.append(_segment(pool.end()))
+            args, kwargs = pytree.tree_map_only(Tensor, pool.weak_ref_tensor, (args, kwargs))
+            steps.append(_boundary_op(op, args, kwargs, debug))
+            pool.begin()
+
+        with torch.no_grad(), pool.recording(may_load_kernels=not warm_up):
+            if warm_up:
+                fn(boundary)
+            pool.begin()
+            output = fn(boundary if capture_boundary_ops else cut)
+            steps.append(_segment(pool.end()))
+            return steps, pytree.tree_map_only(Tensor, pool.weak_ref_tensor, output)
+
     begin, before = time.monotonic(), pool.num_bytes()
     try:
-        steps, output = _record_segments(fn, boundary, capture_boundary_ops, pool, debug, warm_up)
+        steps, output = record_segments(warm_up)
     except RuntimeError:
         if warm_up:
             raise
-        steps, output = _record_segments(fn, boundary, capture_boundary_ops, pool, debug, True)
+        steps, output = record_segments(warm_up=True)
     recording = Recording(steps, boundary, output, inputs, debug)
     recording.bytes = pool.num_bytes() - before
     recording.seconds = time.monotonic() - begin
     return recording
-
-
-def _record_segments(
-    fn: Callable[[BoundaryHandler], T],
-    boundary: BoundaryHandler,
-    capture_boundary_ops: bool,
-    pool: Recorder,
-    debug: bool,
-    warm_up: bool,
-) -> tuple[list[Callable[[BoundaryHandler], None]], T]:
-    """Segments and boundary ops of a step in order, and the step's output."""
-    steps: list[Callable[[BoundaryHandler], None]] = []
-
-    def cut(op: Any, args: tuple, kwargs: dict) -> None:
-        steps.append(_Segment(pool.end()))
-        args, kwargs = pytree.tree_map_only(Tensor, pool.weak_ref_tensor, (args, kwargs))
-        steps.append(_BoundaryOpStep(op, args, kwargs, debug))
-        pool.begin()
-
-    with torch.no_grad(), pool.recording(may_load_kernels=not warm_up):
-        if warm_up:
-            fn(boundary)
-        pool.begin()
-        output = fn(boundary if capture_boundary_ops else cut)
-        steps.append(_Segment(pool.end()))
-        return steps, pytree.tree_map_only(Tensor, pool.weak_ref_tensor, output)

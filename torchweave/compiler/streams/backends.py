@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,40 +27,11 @@ from torchweave.compiler.codegen.pieces import Boxed
 from torchweave.utils.cuda_streams import side_stream
 
 
-class Event(Protocol):
-    """A point in the work of one stream."""
-
-    def record(self) -> None:
-        """Set the point after the current stream's enqueued work."""
-        ...
-
-    def wait(self) -> None:
-        """Make later work of the current stream wait for the point."""
-        ...
-
-
-class Streams(Protocol):
-    """Stream 0 is the caller's; enter the others with `with streams[1]:`."""
-
-    def __getitem__(self, stream: int) -> AbstractContextManager[Any]: ...
-
-    def event(self) -> Event: ...
-
-    def begin(self) -> None:
-        """Start a call of the piece on the caller's stream."""
-        ...
-
-    def end(self) -> None:
-        """End the call; the caller's stream is ordered after all others."""
-        ...
-
-    def with_race_checks(self, call: Boxed, written: Sequence[int]) -> Boxed:
-        """Wrap `call`, which mutates the arguments at positions `written`, in race checks."""
-        ...
-
-
 class CudaStreams:
-    """Streams of one device, shared by all pieces of a model, so that layers reuse each other's memory."""
+    """Streams of one device, shared by all pieces of a model, so that layers reuse each other's memory.
+
+    Stream 0 is the caller's; enter the others with `with streams[1]:`.
+    """
 
     def __init__(self, num_streams: int, device: torch.device) -> None:
         self._device = device
@@ -72,10 +42,12 @@ class CudaStreams:
         assert stream, "the caller's stream is the current one"
         return torch.cuda.stream(self._streams[stream - 1])
 
-    def event(self) -> Event:
+    def event(self) -> torch.cuda.Event:
+        """A point in the work of one stream, which `record` sets and `wait` makes another stream wait for."""
         return torch.cuda.Event()
 
     def begin(self) -> None:
+        """Start a call of the piece on the caller's stream."""
         caller = torch.cuda.current_stream(self._device)
         if caller == self._caller or torch.cuda.is_current_stream_capturing():
             return
@@ -85,9 +57,10 @@ class CudaStreams:
         self._caller = caller
 
     def end(self) -> None:
-        """Nothing: the generated code made the caller's stream wait for the others."""
+        """End the call: nothing, since the generated code made the caller's stream wait for the others."""
 
     def with_race_checks(self, call: Boxed, written: Sequence[int]) -> Boxed:
+        """Wrap `call`, which mutates the arguments at positions `written`, in race checks: none on a GPU."""
         return call
 
 
@@ -121,7 +94,7 @@ class CheckedStreams:
     def __getitem__(self, stream: int) -> AbstractContextManager[Any]:
         return _StreamContext(self._stack, stream)
 
-    def event(self) -> Event:
+    def event(self) -> _CheckedEvent:
         return _CheckedEvent(self)
 
     def begin(self) -> None:
@@ -186,9 +159,7 @@ class _StreamContext:
     def __enter__(self) -> None:
         self._stack.append(self._stream)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.pop()
 
 
@@ -208,6 +179,9 @@ class _CheckedEvent:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+Streams = CudaStreams | CheckedStreams
 
 
 def make_streams(num_streams: int, device: torch.device) -> Streams:

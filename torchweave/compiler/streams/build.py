@@ -16,10 +16,8 @@ from torchweave.compiler.ir.aliasing import AliasAnalysisError
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece, extract_subgraph
 from torchweave.compiler.streams.backends import Streams
-from torchweave.compiler.streams.cost import EVENT, Costs
-from torchweave.compiler.streams.program import Program, Timeline, program, simulate
-from torchweave.compiler.streams.schedule import schedule
-from torchweave.compiler.streams.tasks import TaskGraph, task_graph
+from torchweave.compiler.streams.schedule import Program, Timeline, program, schedule, simulate
+from torchweave.compiler.streams.tasks import EVENT, Costs, TaskGraph, task_graph
 from torchweave.report import Report
 
 Build = Callable[[Piece], BuiltPiece]
@@ -78,7 +76,7 @@ class StreamBuilder:
         except AliasAnalysisError as error:
             self._report.event("streams", piece=piece.digest, lanes=[], kept=False, why=str(error))
             return build_piece(piece)
-        kept, why = self._verdict(split)
+        pays, why = self._decide(split)
         names = [[node.name for node in split.nodes(run)] for run in range(len(split.parts))]
         self._report.event(
             "streams",
@@ -86,18 +84,18 @@ class StreamBuilder:
             lanes=split.timeline.span_rows(names),
             serial=split.timeline.serial,
             makespan=split.timeline.makespan,
-            kept=kept,
+            kept=pays,
             why=why,
         )
-        return self._build(split, build_piece) if kept else build_piece(piece)
+        return self._build(split, build_piece) if pays else build_piece(piece)
 
-    def _verdict(self, split: Split) -> tuple[bool, str]:
+    def _decide(self, split: Split) -> tuple[bool, str]:
         if split.program.num_streams < 2:
             return False, "its operations form one chain"
-        kept, why = split.timeline.verdict()
-        measured_saving = self._measured_saving(split.piece) if kept and self._measured_saving is not None else None
+        pays, why = split.timeline.decision()
+        measured_saving = self._measured_saving(split.piece) if pays and self._measured_saving is not None else None
         if measured_saving is None:
-            return kept, f"{why}; not measured" if kept else why
+            return pays, f"{why}; not measured" if pays else why
         return measured_saving > 0, f"{why}; measured to save {measured_saving:.3g} us"
 
     def _build(self, split: Split, build_piece: Build) -> BuiltPiece:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweave.compiler.tuning.measure import Call, copies_for
+from torchweave.compiler.tuning.measure import Call, TuningTask, copies_for
 from torchweave.compiler.tuning.table import Table
-from torchweave.compiler.tuning.tuner import TuningTask
 from torchweave.ops.linear import LinearFusion, run, run_unfused
 from torchweave.ops.linear_config import LinearConfig, default_choices, format_choices, parse_choices, supported
 
@@ -105,8 +104,8 @@ def candidates(tokens: int, around: str) -> list[LinearConfig]:
     configs = [replace(each, dependent=dependent) for each, dependent in product(plain, (0, 1, 2))]
     if "n" not in around or tokens == 1:
         return configs
-    apart = [replace(each, norm_apart=True) for each in configs]
-    return apart if tokens > 4 else configs + apart
+    separate = [replace(each, norm_apart=True) for each in configs]
+    return separate if tokens > 4 else configs + separate
 
 
 def tuning_task(shape: LinearShape, tokens: int, weights: ColdWeights) -> TuningTask:

@@ -15,13 +15,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
 import torch
+
+from torchweave.compiler.cache.store import CompileCache
+from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.report import Report
 
 FORMAT = 1
 
@@ -85,10 +89,6 @@ class Table:
     def matching_entries(self, subject: str, shape: str) -> tuple[Entry, ...]:
         """Entries of a subject on a shape, by increasing token count."""
         return self._index.get((subject, shape), ())
-
-    def entry_for(self, subject: str, shape: str, tokens: int) -> Entry | None:
-        """The entry for a token count: that of the smallest measured count that is not below it."""
-        return next((entry for entry in self.matching_entries(subject, shape) if entry.tokens >= tokens), None)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -181,10 +181,50 @@ def shipped_table(kind: str) -> Table:
     return table if table.device == kind else Table(kind)
 
 
-def merge_tables(tables: Iterable[Table], kind: str) -> Table:
-    """Merge the tables of this kind of device; earlier ones take precedence."""
-    result = Table(kind)
-    for table in tables:
-        if table.device == kind:
-            result = result.merged_over(table)
-    return result
+def load_tables(device: torch.device, cache: CompileCache | None, report: Report) -> Table:
+    """The merged table of a device: entries tuned on this machine, then entries of the package."""
+    kind = device_kind(device)
+    tuned_here = Table(kind) if cache is None else load_tuned(cache, kind)
+    try:
+        default = shipped_table(kind)
+    except DamagedTable as error:
+        report.event("warning", what="choice table", why=f"ignored the package's table for {kind}: {error}")
+        default = Table(kind)
+    return tuned_here.merged_over(default)
+
+
+def report_table(table: Table, graph: CapturedGraph, report: Report) -> None:
+    """Write an event `table`: the number of entries, and those for weight shapes of this graph."""
+    weights = (binding.tensor for _, binding in graph.constants())
+    shapes = {f"{each.shape[0]}x{each.shape[1]}" for each in weights if each.ndim == 2}
+    entries = [asdict(entry) for entry in table if entry.shape.partition("/")[0] in shapes]
+    report.event("table", device=table.device, answers=len(table.entries), entries=entries)
+
+
+def load_tuned(cache: CompileCache, kind: str) -> Table:
+    """The cached table of a kind of device; empty if absent, or, with a warning, if damaged."""
+    if not (cache.folder / "table").is_dir():  # avoids a cache-miss event where no device was ever tuned
+        return Table(kind)
+    entry = cache.load("table", _cache_factors(kind))
+    if entry is None:
+        return Table(kind)
+    try:
+        table = Table.read(entry.payload)
+        if table.device != kind:
+            raise DamagedTable(f"it is for {table.device}, not {kind}")
+    except DamagedTable as error:
+        cache.reject("table", entry.key, str(error))
+        return Table(kind)
+    cache.hit(entry)
+    return table
+
+
+def store_tuned(cache: CompileCache, table: Table) -> str:
+    """Store a table merged over the cached one; returns the cache key."""
+    whole = table.merged_over(load_tuned(cache, table.device))
+    facts = {"answers": len(whole.entries)}
+    return cache.store("table", _cache_factors(table.device), whole.write().encode(), facts)
+
+
+def _cache_factors(kind: str) -> dict[str, str | int]:
+    return {"device": kind, "table": FORMAT}

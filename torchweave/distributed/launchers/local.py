@@ -14,8 +14,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from torchweave.distributed.channel import Channel, MessageKind
 from torchweave.distributed.gpu_context import open_gpu_context
+from torchweave.distributed.worker_group import Channel, MessageKind
 from torchweave.utils import gc
 from torchweave.utils.child_process import ChildProcess
 
@@ -77,11 +77,11 @@ class WorkerPool:
 
 
 def _spawn(rank: int, function: str, gpu: int | None) -> LocalWorker:
-    ours, theirs = Pipe()
-    with theirs:
+    parent_end, child_end = Pipe()
+    with child_end:
         # A process group of its own: Ctrl-C ends the leader, which ends its ranks.
-        process = ChildProcess(_main, theirs.fileno(), function, gpu, pass_fds=[theirs.fileno()], new_group=True)
-    return LocalWorker(rank, process, Channel(ours))
+        process = ChildProcess(_main, child_end.fileno(), function, gpu, pass_fds=[child_end.fileno()], new_group=True)
+    return LocalWorker(rank, process, Channel(parent_end))
 
 
 def _main(fd: int, function: str, gpu: int | None) -> None:

@@ -64,8 +64,8 @@ def reserve_placement(num_ranks: int, on_gpus: bool) -> RankPlacement:
         [resources | {f"node:{host}": 0.001}, *[resources] * (num_ranks - 1)], strategy="PACK"
     )
     available = ray.cluster_resources()
-    enough = all(available.get(kind, 0.0) >= number * num_ranks for kind, number in resources.items())
-    if not enough or not group.wait(_PLACEMENT_SECONDS):
+    has_resources = all(available.get(kind, 0.0) >= number * num_ranks for kind, number in resources.items())
+    if not has_resources or not group.wait(_PLACEMENT_SECONDS):
         ray.util.remove_placement_group(group)
         if owns_ray:
             ray.shutdown()
@@ -108,7 +108,7 @@ def start_on_ray(placement: RankPlacement, function: str, tasks: list[Any], rank
             ray.kill(actor)
         raise
     return WorkerGroup(
-        [RemoteWorker(rank, *accepted[rank], kill=_ActorKiller(actors[rank])) for rank in sorted(accepted)],
+        [RemoteWorker(rank, *accepted[rank], kill=_KillActor(actors[rank])) for rank in sorted(accepted)],
         rank_timeout,
     )
 
@@ -119,7 +119,7 @@ def _options(ray: Any, group: Any, bundle: int, on_gpus: bool) -> Any:
     return lambda actor: actor.options(num_cpus=1, num_gpus=1 if on_gpus else 0, scheduling_strategy=strategy)
 
 
-class _ActorKiller:
+class _KillActor:
     """Kills an actor on the first call."""
 
     def __init__(self, actor: Any) -> None:

@@ -9,9 +9,8 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from torchweave.config.options import TorchrunEnv
-from torchweave.distributed.channel import Channel
 from torchweave.distributed.rendezvous import RemoteWorker, RendezvousServer, connect_to_rendezvous
-from torchweave.distributed.worker_group import WorkerGroup
+from torchweave.distributed.worker_group import Channel, WorkerGroup
 
 _LEADER_KEY = "torchweave/leader"
 _JOIN_SECONDS = 300.0  # scripts may do other work first

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchweave.engine.kv_cache.cpu_offload import BlockCopier
-from torchweave.ops.attention.call import LayerKVCache
+from torchweave.ops.attention.op import LayerKVCache
 from torchweave.utils.cuda_streams import side_stream
 
 _CHUNK = 1 << 30  # bytes per pinned allocation: torch rounds each up to a power of two

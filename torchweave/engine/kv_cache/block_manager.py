@@ -16,14 +16,51 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
-from torchweave.engine.kv_cache.layer_groups import AttentionWindow, max_blocks_needed
 from torchweave.engine.kv_cache.prefix_index import NO_BLOCK, BlockGrant, PrefixHit, PrefixIndex
 
 OFFLOAD_AHEAD_BLOCKS = 64  # below this many empty blocks, the next ones to be evicted are copied to the host in advance
+
+
+@dataclass(frozen=True)
+class AttentionWindow:
+    """Keys that a query attends to: the last `window` ones including itself, and those of its `chunk`; 0: no bound."""
+
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def max_keys(self) -> int:
+        """Most keys that a query attends to; 0: no bound."""
+        return min((size for size in (self.window, self.chunk) if size), default=0)
+
+    def first_visible(self, positions: np.ndarray) -> np.ndarray:
+        """First position that queries at `positions` attend to, or an earlier one."""
+        first_visible = np.zeros_like(positions)
+        if self.window:
+            first_visible = np.maximum(positions - self.window + 1, first_visible)
+        if self.chunk:
+            first_visible = np.maximum(positions // self.chunk * self.chunk, first_visible)
+        return first_visible
+
+    def resets_at(self, position: int) -> bool:
+        """Whether a query at `position` attends only to itself."""
+        return self.window == 1 or bool(self.chunk and position % self.chunk == 0)
+
+    def most_tokens(self, num_tokens: int, longest_step: int) -> int:
+        """Most tokens that a sequence of `num_tokens` stores at a time, if a step adds at most `longest_step`."""
+        return min(num_tokens, self.max_keys + longest_step) if self.max_keys else num_tokens
+
+
+def max_blocks_needed(windows: Sequence[AttentionWindow], num_tokens: int, step: int, block_size: int) -> np.ndarray:
+    """Most blocks `[groups]` that a sequence of `num_tokens` tokens holds at a time, if a step adds at most `step`."""
+    num_logical_blocks = -(-num_tokens // block_size)
+    tokens = (window.most_tokens(num_tokens, step) for window in windows)
+    return np.array([min(-(-each // block_size) + 1, num_logical_blocks) for each in tokens])
 
 
 class BlockManager:

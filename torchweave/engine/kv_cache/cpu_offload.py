@@ -153,8 +153,8 @@ class HostBlockPool:
 
     def check(self) -> None:
         """Raise AssertionError unless every host block is free or has one key."""
-        every = sorted([*self._free, *self._host_block_of.values()])
-        assert every == list(range(self.num_host_blocks)), "a host block was lost, or is used twice"
+        blocks = sorted([*self._free, *self._host_block_of.values()])
+        assert blocks == list(range(self.num_host_blocks)), "a host block was lost, or is used twice"
         assert not self._pinned, "a host block is pinned and was not read"
 
 

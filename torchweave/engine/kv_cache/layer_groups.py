@@ -10,48 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from torchweave.engine.kv_cache.block_manager import AttentionWindow, max_blocks_needed
 from torchweave.ops.attention.op import LayerSpec
 
 MAX_GROUPS = 8  # each has its own block table, which every step reads
-
-
-@dataclass(frozen=True)
-class AttentionWindow:
-    """Keys that a query attends to: the last `window` ones including itself, and those of its `chunk`; 0: no bound."""
-
-    window: int = 0
-    chunk: int = 0
-
-    @property
-    def max_keys(self) -> int:
-        """Most keys that a query attends to; 0: no bound."""
-        return min((size for size in (self.window, self.chunk) if size), default=0)
-
-    def first_visible(self, positions: np.ndarray) -> np.ndarray:
-        """First position that queries at `positions` attend to, or an earlier one."""
-        first_visible = np.zeros_like(positions)
-        if self.window:
-            first_visible = np.maximum(positions - self.window + 1, first_visible)
-        if self.chunk:
-            first_visible = np.maximum(positions // self.chunk * self.chunk, first_visible)
-        return first_visible
-
-    def resets_at(self, position: int) -> bool:
-        """Whether a query at `position` attends only to itself."""
-        return self.window == 1 or bool(self.chunk and position % self.chunk == 0)
-
-    def most_tokens(self, num_tokens: int, longest_step: int) -> int:
-        """Most tokens that a sequence of `num_tokens` stores at a time, if a step adds at most `longest_step`."""
-        return min(num_tokens, self.max_keys + longest_step) if self.max_keys else num_tokens
-
-
-def max_blocks_needed(windows: Sequence[AttentionWindow], num_tokens: int, step: int, block_size: int) -> np.ndarray:
-    """Most blocks `[groups]` that a sequence of `num_tokens` tokens holds at a time, if a step adds at most `step`."""
-    num_logical_blocks = -(-num_tokens // block_size)
-    tokens = (window.most_tokens(num_tokens, step) for window in windows)
-    return np.array([min(-(-each // block_size) + 1, num_logical_blocks) for each in tokens])
 
 
 def longest_sequence(
@@ -83,16 +45,19 @@ class KVLayout:
     @property
     def width(self) -> int:
         """Layers per block."""
-        return max(self.layer_slots) + 1
+        return max(self.layer_slots, default=-1) + 1
 
 
 def group_layers(layers: Sequence[LayerSpec], max_model_len: int) -> KVLayout:
     """Divide layers into groups; one group if that is as good, or if the layers have different sizes."""
+    if not layers:
+        return KVLayout((AttentionWindow(),), (), ())
     kinds: dict[AttentionWindow, list[int]] = {}
     for index, layer in enumerate(layers):
         window = AttentionWindow(layer.window, layer.chunk)
         kinds.setdefault(window if 0 < window.max_keys < max_model_len else AttentionWindow(), []).append(index)
-    sizes = {replace(layer, window=0, chunk=0, softcap=0.0, sinks=False, k_scale=1.0, v_scale=1.0) for layer in layers}
+    plain = {"window": 0, "chunk": 0, "softcap": 0.0, "sinks": False, "alibi": False, "k_scale": 1.0, "v_scale": 1.0}
+    sizes = {replace(layer, **plain) for layer in layers}
     width = _width([len(members) for members in kinds.values()]) if len(sizes) == 1 else 0
     if len(kinds) == 1:
         width = len(layers)

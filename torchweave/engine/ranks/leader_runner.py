@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchweave.distributed.channel import MessageKind
 from torchweave.distributed.process_groups import ProcessGroups, RendezvousStore, destroy_process_groups
-from torchweave.distributed.worker_group import RankFailure, WorkerGroup
+from torchweave.distributed.worker_group import MessageKind, RankFailure, WorkerGroup
 from torchweave.engine.ranks.step_message import StateDigest, encode
 from torchweave.engine.runner.model_runner import LaunchedStep, ModelRunner
 from torchweave.engine.scheduler.step import Step, StepResult

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from torchweave.compiler.runtime.cuda_graphs import Forward, GraphPool
+from torchweave.compiler.runtime.cuda_graphs import GraphPool
+from torchweave.compiler.runtime.forward import Forward
 from torchweave.config import Plan
-from torchweave.engine.kv_cache.layer_groups import AttentionWindow, KVLayout, longest_sequence, max_blocks_needed
+from torchweave.engine.kv_cache.block_manager import AttentionWindow, max_blocks_needed
+from torchweave.engine.kv_cache.layer_groups import KVLayout, longest_sequence
 from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
 from torchweave.ops.attention.op import AttentionBackend, LayerKVCache, LayerSpec
+from torchweave.ops.recurrent.op import RecurrentSpec
 from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
 
@@ -31,6 +35,7 @@ class KVCacheSpec:
         layout: their groups, and the layers that share memory.
         backend: allocates the cache and runs attention over it.
         dtype: of the model.
+        recurrent: states of the layers without keys and values.
     """
 
     layers: Sequence[LayerSpec]
@@ -39,6 +44,7 @@ class KVCacheSpec:
     dtype: torch.dtype
     block_size: int
     device: torch.device
+    recurrent: Sequence[RecurrentSpec] = ()
 
     @property
     def block_bytes(self) -> int:
@@ -54,6 +60,20 @@ class KVCacheSpec:
                 slots[slot] = self.backend.allocate(layer, num_blocks, self.block_size, self.dtype, self.device)
             caches.append(slots[slot]._replace(k_scale=layer.k_scale, v_scale=layer.v_scale, group=group))
         return caches
+
+    def allocate_recurrent_states(self, num_slots: int) -> list[Tensor]:
+        """Allocate the recurrent states of all slots, `[num_slots, ...]` each; a state is zeroed by the first token of a request.
+
+        Raises:
+            ValueError: the states do not fit into the GPU's memory.
+        """
+        need = num_slots * sum(spec.num_bytes for spec in self.recurrent)
+        if need and self.device.type == "cuda" and need > (free := torch.cuda.mem_get_info(self.device)[0]):
+            raise ValueError(
+                f"The recurrent states of max_batch_size={num_slots} requests take {_size(need)}, and {_size(free)} of the GPU's "
+                "memory are free; lower max_batch_size."
+            )
+        return [torch.zeros(num_slots, *spec.shape, dtype=spec.dtype, device=self.device) for spec in self.recurrent]
 
 
 @dataclass(frozen=True)
@@ -71,14 +91,19 @@ def bytes_per_block(layers: Sequence[LayerSpec], block_size: int, dtype: torch.d
 
 
 def measure_memory(
-    plan: Plan, forward: Forward, cache_spec: KVCacheSpec, state: SlotState, report: Report
+    plan: Plan,
+    forward: Forward,
+    cache_spec: KVCacheSpec,
+    state: SlotState,
+    report: Report,
+    recurrent_states: Sequence[Tensor] = (),
 ) -> MemoryUse | None:
     """Run and record the largest steps over a small KV cache; returns None on a CPU, where nothing is measured."""
     if not plan.device.startswith("cuda"):
         return None
     device = torch.device(plan.device)
     caches = cache_spec.allocate(_PROBE_BLOCKS)
-    runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, Report(show=False))
+    runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, Report(show=False), recurrent_states)
     runner.run_dummy_step(plan.max_num_tokens)  # kernels are compiled, and libraries allocate their workspaces
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -120,6 +145,8 @@ def blocks_that_fit(
     """
     config = plan.config
     per_request = _blocks_of_longest(plan, windows)
+    if not block_bytes:  # no layer has keys and values
+        return per_request * plan.max_batch_size
     if config.num_kv_blocks is not None:
         blocks, option = config.num_kv_blocks, "num_kv_blocks"
     elif use is None:

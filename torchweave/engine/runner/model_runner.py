@@ -12,10 +12,11 @@ first way that fits:
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,46 +24,59 @@ import torch
 from torch import Tensor
 
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
-from torchweave.compiler.runtime.cuda_graphs import BoundaryHandler, Forward, GraphPool, Recorder, Recording, record
+from torchweave.compiler.runtime.cuda_graphs import GraphPool, Recording, record
+from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
 from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_copy import copy_blocks
 from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
 from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
-from torchweave.ops.attention.call import run_attention_op
-from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, AttentionStep, LayerKVCache
+from torchweave.ops.attention.op import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionStep,
+    LayerKVCache,
+    run_attention_op,
+)
+from torchweave.ops.recurrent.op import RECURRENT_OPS, run_recurrent_op
 from torchweave.ops.sampling.sample import logprobs, sample
-from torchweave.ops.slot_state import SlotState
-from torchweave.ops.step_io import advance, carry, prepare, prepare_decode_inputs
+from torchweave.ops.slot_state import SlotState, StepInputs, advance, carry, prepare, prepare_decode_inputs
 from torchweave.report import Report
 from torchweave.utils.cuda_streams import side_stream, wait_until_idle
-from torchweave.utils.openmp import release_workers
 
 _DRAIN_SECONDS = 5.0  # as long as ranks have to abort collectives with a rank that has ended
+_SOFT_PAUSE = 1  # omp_pause_soft: frees resources, keeps settings
 BEGIN = "begin"  # passed to the boundary once a step's metadata is in place, before the model runs
 
 
-class AttentionBoundary:
-    """Runs the attention op of a layer with the layer's cache and the metadata of its layer group.
+class StepBoundary:
+    """Runs boundary ops: attention with the layer's cache and the metadata of its layer group, recurrent ops with their states.
 
     `BEGIN` runs the backend's host-side preparation of a step. It passes through the boundary like attention itself, so that a
     piecewise recording repeats it at every replay.
     """
 
     def __init__(
-        self, backend: AttentionBackend, caches: list[LayerKVCache], metas: Sequence[AttentionMetadata]
+        self,
+        backend: AttentionBackend,
+        caches: list[LayerKVCache],
+        recurrent_states: Sequence[Tensor],
+        metas: Sequence[AttentionMetadata],
     ) -> None:
         self._backend = backend
         self._caches = caches
+        self._recurrent_states = recurrent_states
         self._metas = metas
         self._steps: list[AttentionStep] = []
 
     def __call__(self, op: Any, args: tuple, kwargs: dict) -> None:
         if op is BEGIN:
             self._steps = [self._backend.begin(meta) for meta in self._metas]
-            return
-        run_attention_op(self._steps, self._caches, op, args, kwargs)
+        elif op in RECURRENT_OPS:
+            run_recurrent_op(self._metas[0], self._recurrent_states, op, args, kwargs)
+        else:
+            run_attention_op(self._steps, self._caches, op, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,7 @@ class ModelRunner:
         caches: paged KV cache, by layer.
         state: of the slots.
         report: receives one event a recording.
+        recurrent_states: `[slots, ...]` each, by the recurrent ops' `state` argument.
     """
 
     def __init__(
@@ -95,10 +110,12 @@ class ModelRunner:
         caches: list[LayerKVCache],
         state: SlotState,
         report: Report,
+        recurrent_states: Sequence[Tensor] = (),
     ) -> None:
         self.plan = plan
         self.state = state
         self.caches = caches
+        self.recurrent_states = recurrent_states
         self._forward = forward
         # Least number of tokens and rows of the model.
         self._min_size = forward.sizes[0] if isinstance(forward, (CompiledGraph, StageForward)) else 1
@@ -111,7 +128,7 @@ class ModelRunner:
         most = packed_size(plan.max_batch_size, plan.max_num_tokens)
         self._host_buffers = HostBufferRing(most, plan.max_batch_size, plan.run_ahead + 1, self._device)
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
-        self._decode_steps: dict[int, tuple[Callable[[BoundaryHandler], Tensor], AttentionBoundary]] = {}
+        self._decode_steps: dict[int, tuple[Callable[[BoundaryHandler], Tensor], StepBoundary]] = {}
         self._resample, self._sample_tokens, self._has_logits = Resampler(state), sample, True
         if isinstance(forward, StageForward):
             pipeline, self._sample_tokens = forward.pipeline, forward.sample_tokens
@@ -119,50 +136,31 @@ class ModelRunner:
 
     # -- computation of a step -----------------------------------------------------------------------------------------
 
-    def _decode_step(self, rows: int) -> tuple[Callable[[BoundaryHandler], Tensor], AttentionBoundary]:
+    def _decode_step(self, rows: int) -> tuple[Callable[[BoundaryHandler], Tensor], StepBoundary]:
         """The decode step of `rows` rows; row i runs the slot at index i of the device's list."""
         if rows in self._decode_steps:
             return self._decode_steps[rows]
         buffers, state = self._buffers, self.state
-        slots, ids, positions = state.slots[:rows], buffers.ids[:rows], buffers.positions[:rows]
-        seq_lens, mapping = buffers.seq_lens[:rows], buffers.slot_mapping[..., :rows]
+        slots, inputs = state.slots[:rows], buffers.inputs(rows, rows)
         tokens, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.row_index[:rows]
         emit_all = buffers.emit_all[:rows]
         block_size, sample_tokens = self.plan.block_size, self._sample_tokens
 
         def run(boundary: BoundaryHandler) -> Tensor:
-            prepare_decode_inputs(
-                state,
-                slots,
-                ids=ids,
-                positions=positions,
-                seq_lens=seq_lens,
-                slot_mapping=mapping,
-                block_size=block_size,
-            )
+            prepare_decode_inputs(state, slots, inputs, block_size)
             boundary(BEGIN, (), {})
-            logits = self._forward(boundary, ids, positions, index)
+            logits = self._forward(boundary, inputs.ids, inputs.positions, index)
             sample_tokens(logits, slots, state, tokens)
             advance(tokens, slots, emit_all, state, out)
             return logits
 
-        meta = AttentionMetadata(
-            slots=slots,
-            query_start=buffers.rows[: rows + 1],
-            seq_lens=seq_lens,
-            block_table=state.block_table,
-            slot_mapping=mapping,
-            num_rows=rows,
-            num_tokens=rows,
-            decode_only=True,
-            max_seq_len=self.plan.max_model_len,
-        )
-        self._decode_steps[rows] = run, self._attention_boundary(meta)
+        boundary = self._boundary(slots, buffers.rows[: rows + 1], inputs, self.plan.max_model_len, True)
+        self._decode_steps[rows] = run, boundary
         return self._decode_steps[rows]
 
     def _mixed_step(
         self, rows: int, tokens: int, max_seq_len: int, prompt_targets: Tensor | None = None
-    ) -> tuple[Callable[[BoundaryHandler], Tensor], AttentionBoundary]:
+    ) -> tuple[Callable[[BoundaryHandler], Tensor], StepBoundary]:
         """The step of `tokens` tokens in `rows` rows, from the packed inputs.
 
         Args:
@@ -170,52 +168,35 @@ class ModelRunner:
         """
         buffers, state = self._buffers, self.state
         packed = buffers.views(rows, tokens)
-        ids, positions, mapping = buffers.ids[:tokens], buffers.positions[:tokens], buffers.slot_mapping[..., :tokens]
-        seq_lens, sampled, out = buffers.seq_lens[:rows], buffers.tokens[:rows], buffers.out[:rows]
-        index = buffers.logits_index[:rows]
+        inputs = buffers.inputs(rows, tokens)
+        sampled, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.logits_index[:rows]
         block_size, sample_tokens = self.plan.block_size, self._sample_tokens
 
         def run(boundary: BoundaryHandler) -> Tensor:
             index.copy_(packed.logits_index)
-            prepare(
-                state,
-                packed.slots,
-                packed.query_start,
-                packed.ids,
-                packed.positions,
-                ids=ids,
-                positions=positions,
-                seq_lens=seq_lens,
-                slot_mapping=mapping,
-                block_size=block_size,
-            )
+            prepare(state, packed.slots, packed.query_start, packed.ids, packed.positions, inputs, block_size)
             boundary(BEGIN, (), {})
             logits_index = index if prompt_targets is None else torch.cat([index, prompt_targets])
-            logits = self._forward(boundary, ids, positions, logits_index)
+            logits = self._forward(boundary, inputs.ids, inputs.positions, logits_index)
             sample_tokens(logits[:rows], packed.slots, state, sampled)
             advance(sampled, packed.slots, packed.emit, state, out)
             return logits
 
-        meta = AttentionMetadata(
-            slots=packed.slots,
-            query_start=packed.query_start,
-            seq_lens=seq_lens,
-            block_table=state.block_table,
-            slot_mapping=mapping,
-            num_rows=rows,
-            num_tokens=tokens,
-            decode_only=False,
-            max_seq_len=max_seq_len,
-        )
-        return run, self._attention_boundary(meta)
+        return run, self._boundary(packed.slots, packed.query_start, inputs, max_seq_len, False)
 
-    def _attention_boundary(self, meta: AttentionMetadata) -> AttentionBoundary:
-        """Split `meta`, which has the slot mappings of all layer groups, by group."""
-        metas = [meta]
-        if self.state.num_tables > 1:
-            groups = zip(self.state.tables, meta.slot_mapping, strict=True)
-            metas = [replace(meta, block_table=table, slot_mapping=mapping) for table, mapping in groups]
-        return AttentionBoundary(self._backend, self.caches, metas)
+    def _boundary(
+        self, slots: Tensor, query_start: Tensor, inputs: StepInputs, max_seq_len: int, decode_only: bool
+    ) -> StepBoundary:
+        """The boundary of a step, with the metadata of each layer group."""
+        num_rows, num_tokens = slots.numel(), inputs.ids.numel()
+        group_mapping = inputs.slot_mapping if self.state.num_tables > 1 else [inputs.slot_mapping]
+        metas = [
+            AttentionMetadata(
+                slots, query_start, inputs.seq_lens, table, mapping, num_rows, num_tokens, decode_only, max_seq_len
+            )
+            for table, mapping in zip(self.state.tables, group_mapping, strict=True)
+        ]
+        return StepBoundary(self._backend, self.caches, self.recurrent_states, metas)
 
     def rows_of(self, tokens: int) -> int:
         """Row capacity of a recording of `tokens` tokens."""
@@ -254,7 +235,7 @@ class ModelRunner:
             self._decode_graphs.clear()
             self._mixed_graphs.clear()
 
-    def record_mixed(self, tokens: int, pool: Recorder, warm_up: bool = True) -> Recording:
+    def record_mixed(self, tokens: int, pool: GraphPool, warm_up: bool = True) -> Recording:
         rows, capture_boundary_ops = self.rows_of(tokens), self.plan.full_mixed_graphs
         self._upload_padding(rows, tokens)
         run, boundary = self._mixed_step(rows, tokens, self.plan.max_model_len)
@@ -262,16 +243,16 @@ class ModelRunner:
             "mixed", self._mixed_graphs, tokens, self._record(run, boundary, capture_boundary_ops, pool, warm_up)
         )
 
-    def record_decode(self, rows: int, pool: Recorder, warm_up: bool = True) -> Recording:
+    def record_decode(self, rows: int, pool: GraphPool, warm_up: bool = True) -> Recording:
         run, boundary = self._decode_step(rows)
         return self._store_graph("decode", self._decode_graphs, rows, self._record(run, boundary, True, pool, warm_up))
 
     def _record(
         self,
         run: Callable[[BoundaryHandler], Tensor],
-        boundary: AttentionBoundary,
+        boundary: StepBoundary,
         capture_boundary_ops: bool,
-        pool: Recorder,
+        pool: GraphPool,
         warm_up: bool,
     ) -> Recording:
         inputs, debug = self._inputs(), self.plan.config.torch_compile_config.debug
@@ -291,6 +272,7 @@ class ModelRunner:
         """Inputs of a replay besides weights; `debug` checks their addresses."""
         buffers = self._buffers
         cache = [tensor for layer in self.caches for tensor in layer.tensors]
+        cache += self.recurrent_states
         return (self.state.arena, buffers.packed, buffers.ids, buffers.positions, buffers.slot_mapping, *cache)
 
     def _store_graph(self, step: str, recordings: dict[int, Recording], size: int, recording: Recording) -> Recording:
@@ -323,8 +305,8 @@ class ModelRunner:
             run(boundary)
 
     def _upload_padding(self, rows: int, tokens: int) -> None:
-        ring_index, nothing = self._host_buffers.acquire(), np.empty(0, np.int32)
-        self._upload_inputs(Step(0, nothing, nothing, (), nothing, None, 0), rows, tokens, ring_index)
+        ring_index, no_rows = self._host_buffers.acquire(), np.empty(0, np.int32)
+        self._upload_inputs(Step(0, no_rows, no_rows, (), no_rows, None, 0), rows, tokens, ring_index)
         self._host_buffers.record_end(ring_index)
 
     def _upload_inputs(self, step: Step, rows: int, tokens: int, ring_index: int) -> None:
@@ -446,3 +428,14 @@ def _to_step_logprobs(tensors: tuple[np.ndarray, tuple[Tensor, ...]] | None) -> 
         return None
     rows, (chosen, values, ids, ranks) = tensors
     return StepLogprobs(rows, chosen.numpy(), ranks.numpy(), values.numpy(), ids.numpy())
+
+
+def release_workers() -> bool:
+    """End the calling thread's OpenMP workers, which its next parallel region starts again; False if the OpenMP cannot do this.
+
+    With more workers than processors, GNU OpenMP workers sleep between loops instead of spinning. A model is built on one thread
+    and runs on another, so each of the hundred short loops of a decode step would wake a thread: 8 ms instead of 3 on two
+    processors.
+    """
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    return pause is not None and pause(_SOFT_PAUSE) == 0

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
-from torchweave.compiler.runtime.cuda_graphs import BoundaryHandler
+from torchweave.compiler.runtime.forward import BoundaryHandler
 from torchweave.distributed.process_groups import PipelineTransport, ProcessGroups
 from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.scheduler.step import LogitsProcessorRows
 from torchweave.models.parallel import PipelineStage
-from torchweave.ops.sampling.logits_processors import ROW, SLOT
+from torchweave.ops.kernels.sampling.layout import ROW, SLOT
 from torchweave.ops.sampling.sample import sample
 from torchweave.ops.slot_state import SlotState
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from torchweave.engine.scheduler.step import LogitsProcessorRows
-from torchweave.ops.sampling.logits_processors import NUM_FIELDS, LogitsProcessorState, resample
+from torchweave.ops.kernels.sampling.layout import NUM_FIELDS
+from torchweave.ops.sampling.logits_processors import LogitsProcessorState, resample
 from torchweave.ops.slot_state import SlotState
 
 

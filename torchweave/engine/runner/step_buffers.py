@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchweave.engine.scheduler.step import Step
+from torchweave.ops.slot_state import StepInputs
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class StepBuffers:
         self.row_index = torch.arange(max_rows, dtype=torch.int64, device=device)
         self.emit_all = torch.ones(max_rows, dtype=torch.int32, device=device)  # `emit` of a decode step
         self.packed = torch.zeros(packed_size(max_rows, max_tokens), dtype=torch.int32, device=device)
+
+    def inputs(self, rows: int, tokens: int) -> StepInputs:
+        """The inputs of a step of `tokens` tokens in `rows` rows."""
+        mapping = self.slot_mapping[..., :tokens]
+        return StepInputs(self.ids[:tokens], self.positions[:tokens], self.seq_lens[:rows], mapping)
 
     def views(self, rows: int, tokens: int) -> PackedInputs:
         sizes = (rows, rows + 1, rows, rows, tokens, tokens)

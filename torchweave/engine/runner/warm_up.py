@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchweave.compiler.precompile.kernel_jobs import KernelSpec, kernel_specs, missing_kernels, wait_for_kernels
 from torchweave.compiler.precompile.workers import KernelWorkers
-from torchweave.compiler.runtime.cuda_graphs import BoundaryHandler
+from torchweave.compiler.runtime.forward import BoundaryHandler
 from torchweave.config import Plan
 from torchweave.engine.runner.memory import KVCacheSpec
 from torchweave.engine.runner.model_runner import ModelRunner
@@ -28,13 +28,15 @@ from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.scheduler.step import LogitsProcessorRows
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.experts import launch_samples
+from torchweave.models.weights.int_linear import distinct_int_linears
 from torchweave.models.weights.quantize import distinct_linears
 from torchweave.ops.attention.op import LayerSpec
-from torchweave.ops.sampling.logits_processors import MASK, NUM_FIELDS
+from torchweave.ops.kernels.sampling.layout import MASK, NUM_FIELDS
+from torchweave.ops.recurrent.op import RecurrentSpec
 from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
 
-_TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
 """Step sizes that together launch every kernel of steps of any size."""
 _LENGTHS = tuple(4**power for power in range(9))
 """Longest sequences of steps that are not recorded: attention splits a context by the longest one."""
@@ -44,15 +46,28 @@ _log = logging.getLogger("torchweave")
 
 
 class PlaceholderForward:
-    """A forward that launches the kernels of a model with these layers and weights, on zeros."""
+    """A forward that launches the kernels of a model with these layers and weights, on zeros.
 
-    def __init__(self, module: nn.Module, layers: Sequence[LayerSpec], vocab_size: int, dtype: torch.dtype) -> None:
+    Args:
+        recurrent: calls of recurrent ops, by the index of their state.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[LayerSpec],
+        vocab_size: int,
+        dtype: torch.dtype,
+        recurrent: Sequence[RecurrentSpec] = (),
+    ) -> None:
         self._module = module
+        self._recurrent = recurrent
         unscaled = [replace(layer, k_scale=1.0, v_scale=1.0) for layer in layers]
         self._layers = {layer: index for index, layer in reversed(list(enumerate(unscaled)))}
         self._vocab_size = vocab_size
         self._dtype = dtype
         self._fp8 = [each.detached() for each in distinct_linears(module)]
+        self._integer = [each.detached() for each in distinct_int_linears(module)]
 
     def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Tensor:
         ids, _, index = inputs
@@ -60,6 +75,8 @@ class PlaceholderForward:
         for quantized in self._fp8:
             # Not by calling the module: torch.fx, tracing in another thread, intercepts calls of every module.
             quantized.forward(torch.zeros(tokens, quantized.in_features, dtype=self._dtype, device=device))
+        for linear in self._integer:
+            linear.launch_samples(torch.zeros(tokens, linear.in_features, dtype=self._dtype, device=device))
         launch_samples(self._module, tokens)
         for layer, number in self._layers.items():
             q, k, v = (
@@ -75,7 +92,10 @@ class PlaceholderForward:
             # Attention applies RoPE in models that rotate whole heads, which are most.
             angles = torch.zeros(2, tokens, layer.head_dim, dtype=self._dtype, device=device).unbind()
             arguments = (q, k, v, out, number, 1.0, layer.window, layer.softcap, sinks, layer.chunk, *angles)
-            boundary(torch.ops.torchweave.attention.default, arguments, {})
+            slopes = {"alibi_slopes": torch.zeros(layer.num_heads, device=device)} if layer.alibi else {}
+            boundary(torch.ops.torchweave.attention.default, arguments, slopes)
+        for state, call in enumerate(self._recurrent):
+            boundary(call.op, call.zeros(tokens, state, device), {})
         return torch.zeros(index.shape[0], self._vocab_size, dtype=self._dtype, device=device)
 
 
@@ -124,9 +144,11 @@ def _build(
     state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=device)
     # One cache a layer, all in group 0: the layout of the real cache changes no kernel.
     caches = [cache_spec.backend.allocate(layer, _BLOCKS, plan.block_size, dtype, device) for layer in layers]
+    recurrent = list({call.key: call for call in cache_spec.recurrent}.values())
+    recurrent_states = [torch.zeros(1, *call.shape, dtype=call.dtype, device=device) for call in recurrent]
 
     def steps(forward: PlaceholderForward) -> None:
-        runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, Report(show=False))
+        runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, Report(show=False), recurrent_states)
         runner.start()
         state.write(np.zeros(1, np.int32), np.zeros(1, np.int32))  # as a new request does
         for tokens in _TOKENS:
@@ -140,7 +162,7 @@ def _build(
             launch_resample(state, torch.zeros(1, module.vocab_size, dtype=dtype, device=device))
 
     # Without experts: launches are recorded, not executed, and torch operations depend on the result of expert routing.
-    attention = PlaceholderForward(nn.Module(), layers, module.vocab_size, dtype)
+    attention = PlaceholderForward(nn.Module(), layers, module.vocab_size, dtype, recurrent)
     needed = missing_kernels(kernel_specs(lambda: steps(attention)))
     resample_kernels: list[KernelSpec] = []
     if builds_kernels:
@@ -151,7 +173,7 @@ def _build(
     if workers is not None:
         workers.begin(needed)
         _log_failed_builds(workers.finish())
-    steps(PlaceholderForward(module, layers, module.vocab_size, dtype))
+    steps(PlaceholderForward(module, layers, module.vocab_size, dtype, recurrent))
     torch.cuda.synchronize(device)
     return workers, resample_kernels
 

@@ -95,8 +95,8 @@ class BeamSearch:
         tokens = np.concatenate([each.ids for each in continuations])
         if self.num_generated < self._params.min_tokens:
             scores = np.where(np.isin(tokens, self._stops), np.float32(-np.inf), scores)
-        kept = np.argsort(-scores, kind="stable")[: max(2, 1 + len(self._stops)) * self._params.beam_width]
-        return scores[kept], parents[kept], tokens[kept]
+        top = np.argsort(-scores, kind="stable")[: max(2, 1 + len(self._stops)) * self._params.beam_width]
+        return scores[top], parents[top], tokens[top]
 
     def _add_hypotheses(
         self,

@@ -270,8 +270,8 @@ class GrammarManager:
             numbered = [(constraint.matcher, number) for number, constraint in enumerate(constraints)]
             self._executor().unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks[0].nbytes, len(masks))
         without_end = masks & ~token_bitmask(self.eos, num_words)
-        for constraint, *both in zip(constraints, masks, without_end, strict=True):
-            constraint.set_mask(*both)
+        for constraint, *mask_args in zip(constraints, masks, without_end, strict=True):
+            constraint.set_mask(*mask_args)
 
     def _executor(self) -> LLExecutor:
         with self._lock:

@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.request import Output
-from torchweave.engine.responses import NO_TOKENS, Response
+from torchweave.engine.request import NO_TOKENS, Output, Response
 from torchweave.engine.sampling.beam_search import BeamSearch, Continuations
-from torchweave.engine.scheduler.request_state import RequestState
-from torchweave.engine.scheduler.slot_table import SlotTable
+from torchweave.engine.scheduler.request_state import RequestState, SlotTable
 from torchweave.engine.scheduler.step import StepLogprobs
 from torchweave.ops.slot_state import SlotUpdates
 
@@ -61,7 +59,7 @@ class BeamGroup:
     @property
     def continued_slots(self) -> list[int]:
         """Slots that their beam keeps in the next step."""
-        return [slot for slot, stays in self.forks or () if stays]
+        return [slot for slot, is_continued in self.forks or () if is_continued]
 
     def sequence(self, beam: int) -> np.ndarray:
         return np.concatenate([self.state.prompt, self.search.beams[beam].tokens])
@@ -91,17 +89,6 @@ class BeamSearches:
     def __init__(self) -> None:
         self.groups: dict[int, BeamGroup] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.groups)
-
-    def group_of(self, slots: SlotTable, slot: int) -> BeamGroup | None:
-        """The search that a slot belongs to."""
-        return self.groups.get(int(slots.group[slot]))
-
-    def decoding(self) -> list[BeamGroup]:
-        """Searches whose beams are all computed."""
-        return [group for group in self.groups.values() if group.prefill_beam is None and not group.pending_release]
-
     # -- before a step -------------------------------------------------------------------------------------------------
 
     def start(self, slots: SlotTable, kv: BlockManager, leader: int, state: RequestState) -> BeamGroup:
@@ -118,8 +105,8 @@ class BeamSearches:
 
     def prefill_next_beam(self, slots: SlotTable, kv: BlockManager, updates: SlotUpdates, slot: int) -> int | None:
         """Begin the prefill of the beam after the one in `slot`; returns its slot, or None after the last beam."""
-        group = self.group_of(slots, slot)
-        assert group is not None and group.prefill_beam is not None
+        group = self.groups[int(slots.group[slot])]
+        assert group.prefill_beam is not None
         beam = group.prefill_beam + 1
         if beam == len(group.search.beams):
             group.prefill_beam = None
@@ -159,11 +146,11 @@ class BeamSearches:
             assert group.forks is not None
             num_tokens = int(slots.num_computed[group.forks[0][0]])
             continued = set(group.continued_slots)
-            spare = [slot for slot in group.slots if slot not in continued]
+            free_slots = [slot for slot in group.slots if slot not in continued]
             members = []
-            for slot, stays in group.forks:
-                members.append(slot if stays else spare.pop())
-                if not stays:
+            for slot, is_continued in group.forks:
+                members.append(slot if is_continued else free_slots.pop())
+                if not is_continued:
                     _fork(slots, kv, updates, slot, members[-1], num_tokens // kv.block_size)
                     slots.num_computed[members[-1]] = num_tokens
             if num_tokens % kv.block_size:
@@ -189,8 +176,7 @@ class BeamSearches:
         entry_of_row = {int(row): i for i, row in enumerate(logprobs.rows)}
         finished = []
         for slot, row in zip(beam_slots.tolist(), rows.tolist(), strict=True):
-            group, at = self.group_of(slots, slot), entry_of_row[row]
-            assert group is not None
+            group, at = self.groups[int(slots.group[slot])], entry_of_row[row]
             count = group.state.num_logprobs
             if group.update(slot, Continuations(logprobs.top_values[at][:count], logprobs.top_ids[at][:count])):
                 if group.search.finished:
@@ -221,10 +207,8 @@ def _free_dropped_beams(slots: SlotTable, kv: BlockManager, group: BeamGroup) ->
 
 def block_copies(
     slots: SlotTable, kv: BlockManager, copies: Sequence[tuple[int, int]]
-) -> tuple[np.ndarray, np.ndarray] | None:
+) -> tuple[np.ndarray, np.ndarray]:
     """Blocks to copy for (parent slot, slot) pairs, as (sources, targets), once the slots have their blocks."""
-    if not copies:
-        return None
     parents, children = np.array(copies).T
     block_indices = slots.num_computed[parents] // kv.block_size
     return kv.table[:, parents, block_indices].ravel(), kv.table[:, children, block_indices].ravel()

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.ops.sampling.logits_processors import MAX_BAD_WORD_TOKENS
+from torchweave.ops.kernels.sampling.layout import MAX_BAD_WORD_TOKENS
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Limits:
         equal_progress: prompts that do not fit together each advance by a part; else the oldest is first.
         mixed_step_sizes: tokens of steps with prefill and decode rows, see `step_token_budget`; empty: any number.
         batch_wait_timeout_iters, batch_wait_max_tokens_ratio: delay of prompts, see `should_delay_prefill`.
+        supports_beams: a sequence can continue from another's position; recurrent states cannot be shared.
     """
 
     max_batch_size: int
@@ -36,6 +37,7 @@ class Limits:
     mixed_step_sizes: tuple[int, ...] = ()
     batch_wait_timeout_iters: int = 0
     batch_wait_max_tokens_ratio: float = 0.0
+    supports_beams: bool = True
 
     def last_position(self, request: InferenceRequest) -> int:
         """Most tokens that a request stores in the KV cache: all but the last generated one."""
@@ -50,6 +52,8 @@ class Limits:
 
     def _beam_rejection(self, request: InferenceRequest) -> str:
         width = request.sampling.beam_width
+        if not self.supports_beams:
+            return "Beam search is not supported for models with recurrent layers; set beam_width to 1."
         if width > self.max_batch_size:
             return (
                 f"beam_width={width} needs {width} rows in a step, but max_batch_size is {self.max_batch_size}; lower beam_width "

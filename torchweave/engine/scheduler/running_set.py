@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.scheduler.beams import BeamSearches
+from torchweave.engine.scheduler.beams import BeamGroup, BeamSearches
 from torchweave.engine.scheduler.logits_processors import LogitsProcessors
-from torchweave.engine.scheduler.slot_table import SlotTable
+from torchweave.engine.scheduler.request_state import SlotTable
 from torchweave.ops.slot_state import SlotUpdates
 
 NO_SLOTS = np.empty(0, np.int32)
@@ -44,9 +44,19 @@ class RunningSet:
     def in_flight(self, slot: int) -> bool:
         return self.slots.last_step_index[slot] > self.completed
 
+    def search_of(self, slot: int) -> BeamGroup | None:
+        """The beam search that a slot belongs to."""
+        return self.beams.groups.get(int(self.slots.group[slot]))
+
+    @property
+    def searches(self) -> list[BeamGroup]:
+        """Beam searches that decode: all of their beams are computed."""
+        groups = self.beams.groups.values()
+        return [group for group in groups if group.prefill_beam is None and not group.pending_release]
+
     def stop(self, slot: int) -> None:
         """Schedule a request in no further step. Its slots are released when the steps in flight have completed."""
-        if (group := self.beams.group_of(self.slots, slot)) is not None:
+        if (group := self.search_of(slot)) is not None:
             group.pending_release = True
             self.prefill = [each for each in self.prefill if each not in group.members]
             slot = group.leader
@@ -82,7 +92,7 @@ class RunningSet:
             self.prefill = [slot for slot in following if slot is not None]
         if len(slots) > len(decoded) or skipped.size or not below_limit.all():
             decoding = slots[emits & below_limit]
-            if self.beams:
+            if self.beams.groups:
                 decoding = decoding[self.slots.group[decoding] < 0]
             self.decoding = np.concatenate([decoding, skipped])
 
@@ -103,7 +113,8 @@ class RunningSet:
 
     def release(self, kv: BlockManager, slot: int) -> None:
         """Free the slot or slots of a request, and their blocks."""
-        self.logits_processors.release(slot)
+        if self.logits_processors.enabled[slot]:
+            self.logits_processors.release(slot)
         group = self.beams.groups.pop(slot, None)
         for each in [slot] if group is None else group.slots:
             self.slots.release(each)

@@ -18,8 +18,7 @@ import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
-from torchweave.engine.request import FinishReason, InferenceRequest, Output
-from torchweave.engine.responses import Response, Responses, refusal
+from torchweave.engine.request import FinishReason, InferenceRequest, Output, Response, Responses, refusal
 from torchweave.engine.sampling.beam_search import BeamSearch, num_candidates
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.beams import BeamGroup, beam_response
@@ -195,13 +194,14 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step; None if no request can run before a step in flight has completed."""
         running, build = self._running, self._step_builder.build
-        if self._step_builder.steps_before_alloc and not self._waiting and not running.prefill and not running.beams:
-            decoding = running.logits_processors.runnable(running.decoding)
+        only_decode = not (self._waiting or running.prefill or running.beams.groups)
+        if only_decode and self._step_builder.steps_before_alloc:
+            decoding = self._with_mask(running.decoding)
             return build(running, self.kv, decoding) if decoding.size else None
         while True:
             self._free_out_of_window()
             decision = self._decide()
-            decoding, searches, chunks = running.decoding, running.beams.decoding(), []
+            decoding, searches, chunks = running.decoding, running.searches, []
             if decision is not None:
                 chunks = [(slot, size) for slot, size in zip(running.prefill, decision.chunks, strict=True) if size]
                 if decision.skipped or decision.paused:
@@ -209,7 +209,7 @@ class Scheduler:
                 chunks += [(self._start(self._waiting.pop()), size) for size in decision.admitted]
                 ready = [(slot, size) for slot, size in chunks if self.kv.ready(slot)]
                 chunks = [(slot, running.slots.state_of(slot).chunk_size(size)) for slot, size in ready]
-            decoding = running.logits_processors.runnable(decoding)
+            decoding = self._with_mask(decoding)
             searches = [group for group in searches if group.num_rows]
             if chunks or searches or decoding.size:
                 return build(running, self.kv, decoding, chunks, searches)
@@ -218,12 +218,17 @@ class Scheduler:
             responses = self._release()  # no step in flight has the paused requests: their blocks can be used at once
             assert not responses, "finished requests are released when their last step has completed"
 
+    def _with_mask(self, slots: np.ndarray) -> np.ndarray:
+        """The decode slots that do not wait for a token mask."""
+        processors = self._running.logits_processors
+        return slots[~processors.skipped[slots]] if processors.constraints else slots
+
     def _free_out_of_window(self) -> None:
         """Free the blocks that have left the attention window of a running request."""
         if self.kv.has_windows:
             running = self._running
             slots = [*running.decoding.tolist(), *running.prefill]
-            slots += [slot for group in running.beams.decoding() for slot in group.continued_slots]
+            slots += [slot for group in running.searches for slot in group.continued_slots]
             self.kv.free_out_of_window(np.array(slots, np.int64), running.slots.num_computed[slots])
 
     def _decide(self) -> Decision | None:
@@ -257,7 +262,8 @@ class Scheduler:
         kv.missed_total += state.prefill_len // kv.block_size - hit.num_blocks
         kv.reserve(slot, last_position)
         running.prefill.append(slot)
-        running.logits_processors.start(slot, state)
+        if state.constraint is not None or state.processor_flags:
+            running.logits_processors.start(slot, state)
         searching = state.search is not None
         for each in running.beams.start(running.slots, kv, slot, state).slots if searching else (slot,):
             self._step_builder.write_request(each, state)
@@ -266,7 +272,7 @@ class Scheduler:
     def _apply_pauses(self, decision: Decision) -> tuple[np.ndarray, list[BeamGroup]]:
         """Pause requests; returns the decode slots and the searches that are neither paused nor skipped."""
         running = self._running
-        decoding, searches = running.decoding, running.beams.decoding()
+        decoding, searches = running.decoding, running.searches
         slots = [*decoding.tolist(), *(group.leader for group in searches), *running.prefill]
         for index in decision.paused:
             running.stop(slots[index])
@@ -286,7 +292,7 @@ class Scheduler:
         if step.prompt_targets is not None and result.prompt_logprobs is not None:
             store_prompt_logprobs(step.prompt_targets, result.prompt_logprobs, table.state)
         rows = np.flatnonzero(step.emits & ~table.done[step.slots])
-        if self._running.beams:
+        if self._running.beams.groups:
             rows = self._update_beams(step, rows, result)
         slots = step.slots[rows]
         tokens = result.tokens[rows]
@@ -361,7 +367,7 @@ class Scheduler:
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
         slots = self._running.slots
-        group = self._running.beams.group_of(slots, slot)
+        group = self._running.search_of(slot)
         slots.state_of(slot).reason = reason
         slots.done[slot if group is None else group.slots] = True
         self._running.stop(slot)

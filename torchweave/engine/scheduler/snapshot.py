@@ -41,7 +41,7 @@ class LazySequence(Sequence[WaitingRequest]):
 
 def blocks_needed(running: RunningSet, kv: BlockManager) -> np.ndarray:
     """Logical blocks that each decode request needs for its next step; beam searches are last."""
-    decoding, slots, searches = running.decoding, running.slots, running.beams.decoding()
+    decoding, slots, searches = running.decoding, running.slots, running.searches
     needed = kv.blocks_needed(decoding, slots.num_computed[decoding] + 1)
     if searches:
         needed = np.append(needed, [running.beams.blocks_needed(slots, kv, group) for group in searches])
@@ -83,7 +83,7 @@ def take_snapshot(
 def _decode_requests(
     running: RunningSet, kv: BlockManager, needed: np.ndarray, exclusive: np.ndarray
 ) -> DecodeRequests:
-    slots, decoding, searches = running.slots, running.decoding, running.beams.decoding()
+    slots, decoding, searches = running.slots, running.decoding, running.searches
     held_blocks, start_order = exclusive[decoding], slots.start_order[decoding]
     if not searches:
         return DecodeRequests(needed, held_blocks, start_order)
@@ -101,7 +101,7 @@ def _prefill_request(running: RunningSet, kv: BlockManager, slot: int, held_bloc
     slots = running.slots
     remaining_tokens = slots.remaining_prefill(slot) if kv.ready(slot) else 0
     free_tokens = int(kv.held_blocks[slot]) * kv.block_size - int(slots.num_computed[slot])
-    if (group := running.beams.group_of(slots, slot)) is not None:
+    if (group := running.search_of(slot)) is not None:
         held_blocks = kv.num_freeable(group.slots)
     start_order = int(slots.start_order[slot])
     return PrefillRequest(remaining_tokens, min(remaining_tokens, free_tokens), held_blocks, start_order)

@@ -11,10 +11,9 @@ from torchweave.engine.kv_cache.prefix_index import BlockGrant
 from torchweave.engine.scheduler.beams import BeamGroup, block_copies
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.prompt_logprobs import make_prompt_targets
-from torchweave.engine.scheduler.request_state import RequestState
+from torchweave.engine.scheduler.request_state import RequestState, SlotTable
 from torchweave.engine.scheduler.running_set import NO_SLOTS, RunningSet
-from torchweave.engine.scheduler.slot_table import SlotTable
-from torchweave.engine.scheduler.step import Chunk, Step
+from torchweave.engine.scheduler.step import Chunk, PromptTargets, Step
 from torchweave.ops.slot_state import SlotUpdates
 
 LOOKAHEAD_TOKENS = 16  # tokens: a sequence gets its next block this early, together with others that need one soon
@@ -88,9 +87,9 @@ class StepBuilder:
             self.steps_before_alloc -= 1
         else:
             self._allocate_blocks(kv, slots, after, table.limit[slots])
-            all_decode = not chunks and not running.beams and len(decoding) == len(running.decoding)
+            all_decode = not chunks and not running.beams.groups and len(decoding) == len(running.decoding)
             self.steps_before_alloc = int((kv.held_blocks[slots] * kv.block_size - after).min()) if all_decode else 0
-        copies = block_copies(table, kv, forked)
+        copies = block_copies(table, kv, forked) if forked else None
         num_computed[slots] = after
         emits = np.ones(len(slots), bool)
         for row, (slot, _) in enumerate(chunks, start=len(decode_rows)):
@@ -99,7 +98,7 @@ class StepBuilder:
             if emits[row]:
                 kv.shrink_reservation(slot, int(num_computed[slot]), int(table.limit[slot]), 1 + LOOKAHEAD_TOKENS)
 
-        chunk_states = [(slot, table.state_of(slot)) for slot, _ in chunks]
+        processors = running.logits_processors
         step = Step(
             index=self._next_index,
             slots=slots,
@@ -109,13 +108,13 @@ class StepBuilder:
             updates=self._take_updates(None if chunks else decode_rows),
             max_seq_len=int(after.max()),
             logprobs=_logprob_rows(table, slots, emits),
-            logits_processors=running.logits_processors.rows_of_step(slots, emits),
-            prompt_targets=make_prompt_targets(chunk_states, prefill_chunks, len(decode_rows)) if chunks else None,
+            logits_processors=processors.rows_of_step(slots, emits) if processors.count else None,
+            prompt_targets=_prompt_targets(table, chunks, prefill_chunks, len(decode_rows)),
             copies=copies,
             extra_rows=len(decode_rows) - len(decoding) - len(searches),
         )
         table.last_step_index[slots] = step.index
-        if running.beams:
+        if running.beams.groups:
             running.beams.mark_scheduled(table, slots, step.index)
         self._next_index += 1
         running.advance(kv, self._updates, decoding, slots, after, emits)
@@ -146,6 +145,16 @@ class StepBuilder:
 def _chunk(slots: SlotTable, slot: int, size: int) -> Chunk:
     start = int(slots.num_computed[slot])
     return Chunk(start, slots.prefill_tokens[slot][start : start + size])
+
+
+def _prompt_targets(
+    table: SlotTable, chunks: Sequence[tuple[int, int]], prefill_chunks: Sequence[Chunk], first: int
+) -> PromptTargets | None:
+    """Prompt tokens that a step scores; its tokens before the chunks are `first`."""
+    states = [(slot, table.state_of(slot)) for slot, _ in chunks]
+    if all(state.num_prompt_logprobs < 0 for _, state in states):
+        return None
+    return make_prompt_targets(states, prefill_chunks, first)
 
 
 def _logprob_rows(table: SlotTable, slots: np.ndarray, emits: np.ndarray) -> tuple[np.ndarray, int] | None:

@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 
-from torchweave.compiler.runtime.cuda_graphs import Forward, GraphPool
+from torchweave.compiler.runtime.cuda_graphs import GraphPool
+from torchweave.compiler.runtime.forward import Forward
 from torchweave.config import ModelFacts, Plan, resolve
 from torchweave.config.options import EngineConfig
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.distributed.symmetric_memory import enable_symmetric_memory
+from torchweave.engine.batch_manager import StepRunner
 from torchweave.engine.kv_cache.block_copy import make_block_copier
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
 from torchweave.engine.kv_cache.layer_groups import KVLayout, group_layers, longest_sequence
-from torchweave.engine.loop import StepRunner
 from torchweave.engine.ranks.leader_runner import Executor
 from torchweave.engine.runner import warm_up
 from torchweave.engine.runner.memory import GIB, KVCacheSpec, MemoryUse, blocks_that_fit, longest_step, measure_memory
-from torchweave.engine.runner.model_runner import ModelRunner
+from torchweave.engine.runner.model_runner import ModelRunner, release_workers
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
@@ -35,7 +36,6 @@ from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.ops.attention.op import AttentionBackend, LayerSpec, get_backend
 from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
-from torchweave.utils.openmp import release_workers
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,18 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
     state = SlotState(
         plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=plan.device, num_tables=len(windows)
     )
+    recurrent_states = cache_spec.allocate_recurrent_states(plan.max_batch_size)
+    if recurrent_states:
+        num_bytes = sum(tensor.nbytes for tensor in recurrent_states)
+        report.event("recurrent_states", bytes=num_bytes, bytes_per_request=num_bytes // plan.max_batch_size)
     with report.stage("measuring memory"):
-        use = measure_memory(plan, forward, cache_spec, state, report)
+        use = measure_memory(plan, forward, cache_spec, state, report, recurrent_states)
     num_blocks = process_groups.all_reduce_min(blocks_that_fit(plan, cache_spec.block_bytes, use, windows))
     plan = _with_num_blocks(plan, num_blocks, use, cache_spec.layout)
 
     with report.stage("allocating the KV cache"):
-        runner = ModelRunner(plan, forward, cache_spec.backend, cache_spec.allocate(num_blocks), state, report)
+        caches = cache_spec.allocate(num_blocks)
+        runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, report, recurrent_states)
     report.event("kv_cache", **_cache_facts(plan, cache_spec, num_blocks))
 
     if plan.device.startswith("cuda"):
@@ -168,7 +173,12 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan) -> tuple[KVCacheSpec, Plan]:
     dtype = getattr(torch, plan.dtype)
     backend, plan = _choose_attention(plan, layers, dtype)
     layout = _kv_layout(layers, loaded.stage, plan)
-    return KVCacheSpec(layers, layout, backend, dtype, plan.block_size, torch.device(plan.device)), plan
+    if loaded.module.recurrent_layers and plan.config.enable_prefix_caching:
+        why = "layers with a recurrent state keep no state of earlier positions"
+        plan = plan.with_effective("enable_prefix_caching", False, why)
+        plan = plan.with_effective("kv_offload_gb", 0.0, "no block is reused", kv_offload_gb=0.0)
+    device = torch.device(plan.device)
+    return KVCacheSpec(layers, layout, backend, dtype, plan.block_size, device, loaded.module.recurrent_layers), plan
 
 
 def _with_cache_dtype(layers: Sequence[LayerSpec], plan: Plan) -> list[LayerSpec]:
@@ -268,6 +278,7 @@ def _build_scheduler(
         mixed_step_sizes=plan.mixed_step_sizes,
         batch_wait_timeout_iters=config.batch_wait_timeout_iters,
         batch_wait_max_tokens_ratio=config.batch_wait_max_tokens_ratio,
+        supports_beams=not runner.recurrent_states,
     )
     kv = BlockManager(
         num_blocks,
@@ -279,7 +290,7 @@ def _build_scheduler(
         host=_host_pool(runner, report),
     )
     policy = POLICIES[config.capacity_scheduler_policy]
-    reuse = config.enable_prefix_caching
+    reuse = config.enable_prefix_caching and not runner.recurrent_states
     eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
     grammars = None if tokenizer is None else GrammarManager(tokenizer, limits.vocab_size, eos)
     return Scheduler(limits, kv, policy, state.updates(), eos, reuse, grammars)

@@ -17,12 +17,9 @@ from torchweave.compiler.cache.store import CompileCache, open_cache
 from torchweave.compiler.codegen.inductor import stop_inductor_workers
 from torchweave.compiler.errors import TraceError
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
-from torchweave.compiler.runtime.cuda_graphs import Forward
-from torchweave.compiler.runtime.eager import eager_forward
-from torchweave.compiler.runtime.forward import call_op
-from torchweave.compiler.tuning import table_store
+from torchweave.compiler.runtime.forward import Forward, call_op, eager_forward
 from torchweave.compiler.tuning.measure import GraphClock
-from torchweave.compiler.tuning.table import Table, device_kind
+from torchweave.compiler.tuning.table import Table, device_kind, load_tables, store_tuned
 from torchweave.config import Plan
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import ProcessGroups
@@ -81,7 +78,7 @@ def tune_model(
     remeasure: bool = False,
 ) -> Table:
     """Time the candidates without stored results (`remeasure`: all), store the results in the cache, and return them."""
-    known = Table(device_kind(device)) if remeasure else table_store.load_tables(device, cache, report)
+    known = Table(device_kind(device)) if remeasure else load_tables(device, cache, report)
 
     def compile_candidate(candidate: TorchCompileConfig) -> CompiledGraph:
         return compile_model(module, candidate, device, cache, Report(show=False))
@@ -92,7 +89,7 @@ def tune_model(
 
     measured = tune_module(Module(compile_candidate, step, device), config, GraphClock(), known, report)
     if measured.entries:
-        table_store.store(cache, measured)
+        store_tuned(cache, measured)
     return measured
 
 
@@ -158,7 +155,7 @@ def build_forward(
         if plan.tune and cache is not None:
             with report.stage("tuning"):
                 tune_model(module, config, device, cache, report)
-        with report.stage("weaving"), stop_inductor_workers():
+        with report.stage("compilation"), stop_inductor_workers():
             compiled_graph = compile_model(module, config, device, cache, report, lock_cache)
         return (compiled_graph if stage is None else StageForward(compiled_graph, stage, process_groups)), plan
     except TraceError as error:

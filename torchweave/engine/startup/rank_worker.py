@@ -18,7 +18,6 @@ import torch
 
 from torchweave.compiler.codegen.inductor import import_inductor_in_background
 from torchweave.config.options import EngineConfig
-from torchweave.distributed.channel import Channel, MessageKind
 from torchweave.distributed.process_groups import (
     ProcessGroups,
     RendezvousStore,
@@ -26,7 +25,7 @@ from torchweave.distributed.process_groups import (
     init_process_groups,
     join_rendezvous_store,
 )
-from torchweave.distributed.worker_group import LeaderConnection
+from torchweave.distributed.worker_group import Channel, LeaderConnection, MessageKind
 from torchweave.engine.ranks.step_message import StateDigest, decode
 from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.startup.build import build

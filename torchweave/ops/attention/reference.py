@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.ops.attention.call import AttentionCall
+if TYPE_CHECKING:
+    from torchweave.ops.attention.op import AttentionCall
 
 
 def causal_attention(call: AttentionCall) -> None:
@@ -14,8 +17,11 @@ def causal_attention(call: AttentionCall) -> None:
     wide = call.with_rope_applied()
     positions = torch.arange(wide.q.shape[0], device=wide.q.device)[None]
     bias = None
-    if wide.window or wide.chunk:
+    if wide.window or wide.chunk or wide.alibi_slopes is not None:
         bias = additive_mask(positions, positions, wide.window, wide.chunk, wide.q.dtype)
+    if wide.alibi_slopes is not None:
+        assert bias is not None
+        bias = bias + alibi_bias(positions, positions, wide.alibi_slopes, wide.q.dtype)
     q, k, v = wide.q[None], wide.k[None], wide.v[None]
     result = padded_attention(q, k, v, bias, scale=wide.scale, softcap=wide.softcap, sinks=wide.sinks)[0]
     if call.quantized:
@@ -35,20 +41,26 @@ def additive_mask(q_pos: Tensor, k_pos: Tensor, window: int, chunk: int, dtype: 
     return torch.where(visible, 0.0, float("-inf")).to(dtype)[:, None]
 
 
+def alibi_bias(q_pos: Tensor, k_pos: Tensor, slopes: Tensor, dtype: torch.dtype) -> Tensor:
+    """ALiBi `[rows, H, N, L]`: `-slope * (q_pos - k_pos)` from positions `[rows, N]` and `[rows, L]` and slopes `[H]`."""
+    distance = q_pos[:, None, :, None] - k_pos[:, None, None, :]
+    return (distance * -slopes.to(torch.promote_types(dtype, torch.float32))[None, :, None, None]).to(dtype)
+
+
 def padded_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
     """Attention of padded rows: `q [R, N, H, D]`, `k [R, L, KH, D]`, `v [R, L, KH, Dv]` to `[R, N, KH, H // KH, Dv]`.
 
-    `bias` is `[R, 1, N, L]`, 0 or -inf; None if N == L and the rows are causal. The result may be a strided view, which the
-    caller copies.
+    `bias` is `[R, 1 or H, N, L]`, -inf where a key is not seen; None if N == L and the rows are causal. The result may be a
+    strided view, which the caller copies.
     """
     rows, queries, heads, _ = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if softcap == 0.0 and sinks is None:
-        if queries == 1 and bias is not None:
+        if queries == 1 and bias is not None and bias.shape[1] == 1:
             # Query heads that share a key head become queries of one head, which saves repeating the keys.
             packed = q.view(rows, kv_heads, group, -1)
             result = F.scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=scale)
@@ -78,6 +90,7 @@ def _eager_attention(
     if bias is None:
         scores = scores + torch.full((queries, keys), float("-inf"), dtype=wide, device=q.device).triu(1)
     else:
+        assert bias.shape[1] == 1, "ALiBi is not combined with a soft cap or sinks"
         scores = scores + bias[:, :, None]
     if sinks is not None:
         sink = sinks.to(wide).view(1, kv_heads, group, 1, 1).expand(rows, -1, -1, queries, 1)

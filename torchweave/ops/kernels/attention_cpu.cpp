@@ -106,12 +106,13 @@ inline void mix(const float* weights, const float* value, int64_t stride, int64_
     for (int64_t i = 0; i < PARTS; ++i) parts[i].store(sum + i * WIDTH);
 }
 
-// In place: softmax of the scaled, capped scores; `sink` is added to the denominator, -inf for none. `scores` has padded(count)
-// elements.
-inline void softmax(float* scores, int64_t count, float scale, float softcap, float sink) {
+// In place: softmax of the scaled, capped scores; `slope` is ALiBi's, the last key is the token itself; `sink` is added to the
+// denominator, -inf for none. `scores` has padded(count) elements.
+inline void softmax(float* scores, int64_t count, float scale, float softcap, float slope, float sink) {
     for (int64_t i = 0; i < count; i += WIDTH) {
         Vec x = Vec::loadu(scores + i) * Vec(scale);
         if (softcap > 0) x = Vec(softcap) * (x / Vec(softcap)).tanh();
+        if (slope != 0) x = x + Vec(slope) * Vec::arange(static_cast<float>(i - count + 1), 1.0f);
         x.store(scores + i);
     }
     for (int64_t i = count; i < padded(count); ++i) scores[i] = -std::numeric_limits<float>::infinity();
@@ -131,11 +132,11 @@ inline void softmax(float* scores, int64_t count, float scale, float softcap, fl
 // mapping[T]: its cache slot, or -1 for padding. Strides are in elements; the last dimension is contiguous, the cache and
 // out are contiguous.
 extern "C" void kernel(const float* q, const float* k, const float* v, float* out, void* k_cached, void* v_cached,
-                       const float* sinks, const int32_t* slots, const int32_t* lengths, const int64_t* mapping,
-                       const int32_t* block_table, int64_t tokens, int64_t kv_heads, int64_t q_token, int64_t q_head,
+                       const float* sinks, const float* slopes, const int32_t* slots, const int32_t* lengths,
+                       const int64_t* mapping, const int32_t* block_table, int64_t tokens, int64_t kv_heads, int64_t q_token, int64_t q_head,
                        int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int64_t max_blocks,
-                       int64_t block_size, int64_t window, int64_t chunk, int64_t has_sinks, int64_t threads, float scale,
-                       float softcap, float k_scale, float v_scale) {
+                       int64_t block_size, int64_t window, int64_t chunk, int64_t has_sinks, int64_t has_slopes, int64_t threads,
+                       float scale, float softcap, float k_scale, float v_scale) {
     Cached *k_cache = static_cast<Cached*>(k_cached), *v_cache = static_cast<Cached*>(v_cached);
     const int64_t key_stride = kv_heads * HEAD_DIM, value_stride = kv_heads * VALUE_DIM;
     const int64_t share = tokens < 4 * threads ? 1 : kv_heads;  // key heads of a token that one thread takes
@@ -179,7 +180,8 @@ extern "C" void kernel(const float* q, const float* k, const float* v, float* ou
             std::fill(sums.begin(), sums.end(), 0.0f);
             for (int64_t h = 0; h < heads; ++h) {
                 const float sink = has_sinks ? sinks[head + h] : -std::numeric_limits<float>::infinity();
-                softmax(scores.data() + h * width, count, scale * k_scale, softcap, sink);
+                const float slope = has_slopes ? slopes[head + h] : 0.0f;
+                softmax(scores.data() + h * width, count, scale * k_scale, softcap, slope, sink);
             }
             for_runs(blocks, block_size, first, count, [&](int64_t from, int64_t place, int64_t n) {
                 int64_t step;

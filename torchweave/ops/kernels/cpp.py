@@ -27,6 +27,6 @@ def attention(head_dim: int, value_dim: int, group: int, cache: int) -> Callable
 
 
 _ATTENTION_ARGUMENTS = (
-    *["const float*"] * 3, "float*", *["void*"] * 2, "const float*", "const int32_t*", "const int32_t*", "const int64_t*",
-    "const int32_t*", *["int64_t"] * 14, *["float"] * 4,
+    *["const float*"] * 3, "float*", *["void*"] * 2, *["const float*"] * 2, *["const int32_t*"] * 2, "const int64_t*",
+    "const int32_t*", *["int64_t"] * 15, *["float"] * 4,
 )  # fmt: skip

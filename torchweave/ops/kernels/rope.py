@@ -63,13 +63,13 @@ def load_heads_with_rope(
     x = tl.load(rows + dim[None, :], mask=mask, other=0.0)
     if HALF > 0:
         dtype = x.dtype
-        partner = tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
-        other = tl.load(rows + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+        pair_dim = tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
+        other = tl.load(rows + pair_dim[None, :], mask=mask, other=0.0).to(tl.float32)
         own = x.to(tl.float32)
         if NORM:
             norm = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
             own_weight = tl.load(weight + dim, mask=inside, other=0.0)[None, :]
-            other_weight = tl.load(weight + partner, mask=inside, other=0.0)[None, :]
+            other_weight = tl.load(weight + pair_dim, mask=inside, other=0.0)[None, :]
             own = scale_rows(own, norm, own_weight, offset, True, WIDE, dtype)
             other = scale_rows(other, norm, other_weight, offset, True, WIDE, dtype)
         angle = dim < 2 * HALF

@@ -7,13 +7,140 @@ known when the op runs, which is when a graph is recorded, so the op chooses its
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.ops.moe.reference import ACTIVATIONS, ExpertForm, ExpertsCall, dense_experts, loop_over_experts
+from torchweave.ops.quant.fp8 import GROUP
+from torchweave.ops.quant.mxfp4 import dequantize_mxfp4
 from torchweave.ops.registry import define
 
-__all__ = ["ACTIVATIONS", "experts"]
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """Activation of an expert and layout of its weights; see `torchweave::experts`."""
+
+    activation: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
+class ExpertsCall:
+    """Operands of one call of `torchweave::experts`, or of `torchweave::quantized_experts`, whose weights have scales."""
+
+    x: Tensor
+    index: Tensor
+    weight: Tensor
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    out: Tensor
+    form: ExpertForm
+    up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        return self.index.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        return self.up.shape[0]
+
+    @property
+    def inner(self) -> int:
+        """I: columns between the two products."""
+        if self.down.dtype == torch.uint8:
+            return self.down.shape[2] * 2
+        return self.down.shape[1 if self.form.transposed else 2]
+
+    def up_of(self, e: int) -> Tensor:
+        """The first weight of expert e, in x's dtype."""
+        return _dequantize(self.up[e], None if self.up_scale is None else self.up_scale[e], self.x.dtype)
+
+    def down_of(self, e: int) -> Tensor:
+        """The second weight of expert e, in x's dtype."""
+        return _dequantize(self.down[e], None if self.down_scale is None else self.down_scale[e], self.x.dtype)
+
+    def tokens(self, begin: int, end: int) -> ExpertsCall:
+        """The same call for tokens `[begin, end)`."""
+        part = slice(begin, end)
+        return replace(self, x=self.x[part], index=self.index[part], weight=self.weight[part], out=self.out[part])
+
+
+def _dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A weight of one expert in `dtype`; scale: of MXFP4 or FP8, as `torchweave::quantized_experts` takes it."""
+    if scale is None:
+        return weight
+    if weight.dtype == torch.uint8:
+        return dequantize_mxfp4(weight, scale, dtype)
+    if scale.shape[0] != weight.shape[0]:
+        scale = scale.repeat_interleave(GROUP, 0)[: weight.shape[0]]
+    if scale.shape[1] > 1:
+        scale = scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    return (weight.float() * scale).to(dtype)
+
+
+def activate(h: Tensor, form: ExpertForm) -> Tensor:
+    """[..., 2 I] (or [..., I] when not gated) -> [..., I]."""
+    if not form.gated:
+        return ACTIVATIONS[form.activation](h)
+    gate, up = (h[..., ::2], h[..., 1::2]) if form.interleaved else h.chunk(2, dim=-1)
+    if form.limit > 0:
+        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    if form.alpha > 0:
+        return (up + 1) * (gate * torch.sigmoid(gate * form.alpha))
+    return ACTIVATIONS[form.activation](gate) * up
+
+
+def apply_expert(call: ExpertsCall, x: Tensor, e: int) -> Tensor:
+    """Expert e on the rows of x."""
+    form = call.form
+    h = x @ call.up_of(e) if form.transposed else F.linear(x, call.up_of(e))
+    if call.up_bias is not None:
+        h = h + call.up_bias[e]
+    h = activate(h, form)
+    y = h @ call.down_of(e) if form.transposed else F.linear(h, call.down_of(e))
+    return y if call.down_bias is None else y + call.down_bias[e]
+
+
+def loop_over_experts(call: ExpertsCall) -> None:
+    """Run the chosen experts in ascending order. Reads the routing on the host: for CPUs."""
+    call.out.zero_()
+    for e in call.index.unique().tolist():
+        if e >= call.num_experts:
+            continue
+        slot, token = torch.where(call.index.t() == e)
+        y = apply_expert(call, call.x[token], e)
+        call.out.index_add_(0, token, (y * call.weight[token, slot, None]).to(call.out.dtype))
+
+
+def dense_experts(call: ExpertsCall) -> None:
+    """Run every expert on every token, weighted by 0 where it was not chosen. Slow, capture-safe, any dtype."""
+    total = torch.zeros(call.out.shape, dtype=torch.float32, device=call.out.device)
+    for e in range(call.num_experts):
+        share = torch.where(call.index == e, call.weight, 0).sum(dim=1, keepdim=True)
+        total += apply_expert(call, call.x, e).float() * share
+    call.out.copy_(total)
 
 
 def _fake(x: Tensor, *_: object, **__: object) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweave.ops.moe.reference import ExpertsCall
+from torchweave.ops.moe.experts import ExpertsCall
 
 WORKSPACE_BYTES = 512 << 20
 """Temporaries of one chunk of tokens; a larger step runs in chunks, which leaves the memory to the KV cache.
@@ -77,22 +77,28 @@ _FEW_PAIRS, _MORE_PAIRS = 8, 32
 
 
 def choose(
-    num_tokens: int, top_k: int, shape: tuple[int, int, int], dtype: torch.dtype, transposed: bool = False
+    num_tokens: int,
+    top_k: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    transposed: bool = False,
+    quantized: bool = False,
 ) -> Strategy:
     """The strategy for a number of tokens and experts of `shape`: their number, K and I.
 
     Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading
-    the weights dominates. On an H100, experts of Qwen3-30B-A3B (bench/results/experts_h100_202611.json): rows 27.5 against
-    tiles 36.1 us at one token, tiles 362 against grouped 436 at 32, 458 against 509 at 512; 1910 against 944 at 4096.
+    the weights dominates; tiles always if the weights are quantized. On an H100, experts of Qwen3-30B-A3B
+    (bench/results/experts_h100_202611.json): rows 27.5 against tiles 36.1 us at one token, tiles 362 against grouped 436 at 32,
+    458 against 509 at 512; 1910 against 944 at 4096.
     """
     num_experts, width, inner = shape
-    if num_tokens <= ROW_TOKENS and not transposed:
+    if num_tokens <= ROW_TOKENS and not transposed and not quantized:
         return _ROWS
     if num_tokens * top_k <= _FEW_PAIRS * num_experts:
         return _TILES
     if num_tokens * top_k <= _MORE_PAIRS * num_experts and dtype.itemsize == 2:
         return _MIDDLE_TILES
-    if dtype == torch.bfloat16 and width % 8 == 0 and inner % 8 == 0:
+    if dtype == torch.bfloat16 and width % 8 == 0 and inner % 8 == 0 and not quantized:
         return Grouped()
     return _WIDE_TILES
 
@@ -103,9 +109,10 @@ def run(call: ExpertsCall, strategy: Strategy | None = None, workspace: int = WO
         return
     call = _with_contiguous_rows(call)
     shape = (call.num_experts, call.x.shape[1], call.inner)
-    strategy = strategy or _supported_strategy(
-        choose(call.num_tokens, call.top_k, shape, call.x.dtype, call.form.transposed), call
-    )
+    if strategy is None:
+        quantized = call.up_scale is not None
+        strategy = choose(call.num_tokens, call.top_k, shape, call.x.dtype, call.form.transposed, quantized)
+        strategy = _supported_strategy(strategy, call)
     size = tokens_per_chunk(call, strategy, workspace)
     for begin in range(0, call.num_tokens, size):
         _run_chunk(call.tokens(begin, min(begin + size, call.num_tokens)), strategy)
@@ -196,10 +203,20 @@ def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
     h = call.x.new_empty(call.index.numel(), call.inner)
     tile = {"block_m": strategy.block_m, "dependent": strategy.dependent}
     kernels.launch_tiles_up(
-        call.x, up, call.up_bias, h, ends, rows, call.top_k, **_activation(call), **_launch(strategy.up), **tile
+        call.x,
+        up,
+        call.up_bias,
+        h,
+        ends,
+        rows,
+        call.top_k,
+        call.up_scale,
+        **_activation(call),
+        **_launch(strategy.up),
+        **tile,
     )
     y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
-    kernels.launch_tiles_down(h, down, y, ends, rows, **_launch(strategy.down), **tile)
+    kernels.launch_tiles_down(h, down, y, ends, rows, call.down_scale, **_launch(strategy.down), **tile)
     kernels.launch_combine(
         y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out, dependent=strategy.dependent
     )

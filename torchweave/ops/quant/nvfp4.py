@@ -33,7 +33,7 @@ def fp4_scale_from_amax(amax: Tensor) -> Tensor:
     return (amax.float() / (FP4_MAX * FP8_MAX)).clamp(min=torch.finfo(torch.float32).tiny).reshape(1)
 
 
-def _codes(size: Tensor) -> Tensor:
+def nearest_codes(size: Tensor) -> Tensor:
     """Codes of the VALUES nearest to sizes; ties to the even code."""
     code = torch.zeros_like(size, dtype=torch.uint8)
     for number, (low, high) in enumerate(pairwise(VALUES)):
@@ -49,7 +49,7 @@ def quantize_fp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     s = (blocks.abs().amax(-1) / FP4_MAX / scale).clamp(max=FP8_MAX).to(FP8)
     divisor = (s.float() * scale)[..., None]
     scaled = torch.where(divisor > 0, blocks / divisor, 0.0)
-    codes = (_codes(scaled.abs()) | (scaled.signbit().to(torch.uint8) << 3)).flatten(-2)
+    codes = (nearest_codes(scaled.abs()) | (scaled.signbit().to(torch.uint8) << 3)).flatten(-2)
     return codes[..., ::2] | (codes[..., 1::2] << 4), s
 
 

@@ -17,28 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.kernels.sampling.layout import (
-    BAD_WORD_LOGIT,
-    FLAGS,
-    HAS_BAD_WORDS,
-    HAS_BIAS,
-    HAS_COUNTS,
-    IN_PROMPT,
-    MASK,
-    MAX_BAD_WORD_TOKENS,
-    NUM_FIELDS,
-    PRESENCE,
-    REPETITION,
-    ROW,
-    SLOT,
-    STATE_ROW,
-)
+from torchweave.ops.kernels.sampling import layout
 from torchweave.ops.sampling.sample import sample
-from torchweave.ops.slot_state import SlotState
-from torchweave.ops.step_io import advance
+from torchweave.ops.slot_state import SlotState, advance
 
 _MIN_STATE_ROWS = 8
-_LOOKBACK = np.arange(1, MAX_BAD_WORD_TOKENS)
+_LOOKBACK = np.arange(1, layout.MAX_BAD_WORD_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -72,8 +56,8 @@ class LogitsProcessorState:
         self.device = device
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.bias = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
-        self.words = torch.zeros(0, 1, MAX_BAD_WORD_TOKENS, dtype=torch.int32, device=device)
-        self.recent_tokens = torch.zeros(0, MAX_BAD_WORD_TOKENS, dtype=torch.int32, device=device)
+        self.words = torch.zeros(0, 1, layout.MAX_BAD_WORD_TOKENS, dtype=torch.int32, device=device)
+        self.recent_tokens = torch.zeros(0, layout.MAX_BAD_WORD_TOKENS, dtype=torch.int32, device=device)
 
     def join(self, join: LogitsStateInit) -> None:
         """Write a state row, in the order of the current stream."""
@@ -84,8 +68,8 @@ class LogitsProcessorState:
             self.counts[at].zero_().index_copy_(0, ids.long(), counts)
         if join.bias is not None:
             self.bias = _grow(self.bias, at)
-            others, *some = join.bias
-            ids, biases = (self._on_device(values) for values in some)
+            others, *arrays = join.bias
+            ids, biases = (self._on_device(values) for values in arrays)
             self.bias[at].fill_(others).index_copy_(0, ids.long(), biases)
         if join.words is not None and join.recent_tokens is not None:
             self.words = _grow_words(_grow(self.words, at), len(join.words))
@@ -113,7 +97,7 @@ def _grow_words(words: Tensor, count: int) -> Tensor:
     """`words` with capacity for `count` words a row."""
     if count <= words.shape[1]:
         return words
-    larger = words.new_full((len(words), 1 << (count - 1).bit_length(), MAX_BAD_WORD_TOKENS), -1)
+    larger = words.new_full((len(words), 1 << (count - 1).bit_length(), layout.MAX_BAD_WORD_TOKENS), -1)
     larger[:, : words.shape[1]] = words
     return larger
 
@@ -133,8 +117,8 @@ def resample(
     int32 [M, ceil(V / 32)] or None: bit v % 32 of word v / 32 allows token v. Writes the rows of tokens and out, int32 [N],
     `out` as in `advance`; updates slots and state rows.
     """
-    assert rows.shape[0] == NUM_FIELDS, rows.shape
-    slots, size = rows[SLOT], rows.shape[1]
+    assert rows.shape[0] == layout.NUM_FIELDS, rows.shape
+    slots, size = rows[layout.SLOT], rows.shape[1]
     processed = torch.empty(size, logits.shape[1], dtype=torch.float32, device=logits.device)
     encoded, emit_all = torch.empty_like(slots), torch.ones_like(slots)
     if state.device.type == "cuda":
@@ -162,14 +146,14 @@ def process_logits_reference(
 ) -> None:
     """processed float32 [K, V] = the logits of `rows` with bias, penalties and mask."""
     records, values = rows.numpy(), processed.numpy()
-    processed.copy_(logits[rows[ROW].long()])
-    state_row, flags, mask = records[STATE_ROW], records[FLAGS], records[MASK]
-    biased = np.flatnonzero(flags & HAS_BIAS)
+    processed.copy_(logits[rows[layout.ROW].long()])
+    state_row, flags, mask = records[layout.STATE_ROW], records[layout.FLAGS], records[layout.MASK]
+    biased = np.flatnonzero(flags & layout.HAS_BIAS)
     if biased.size:
         values[biased] += processor_state.bias.numpy()[state_row[biased]]
-    counted = np.flatnonzero(flags & HAS_COUNTS)
+    counted = np.flatnonzero(flags & layout.HAS_COUNTS)
     if counted.size:
-        penalties = records[PRESENCE : REPETITION + 1, counted, None].view(np.float32)
+        penalties = records[layout.PRESENCE : layout.REPETITION + 1, counted, None].view(np.float32)
         values[counted] = _apply_penalties(
             values[counted], processor_state.counts.numpy()[state_row[counted]], *penalties
         )
@@ -186,7 +170,7 @@ def _apply_penalties(
 ) -> np.ndarray:
     """values float32 [K, V] and counts int32 [K, V] with penalties float32 [K, 1]."""
     repeated = np.where(values > 0, values / repetition, values * repetition)
-    output_count = (counts & (IN_PROMPT - 1)).astype(np.float32)
+    output_count = (counts & (layout.IN_PROMPT - 1)).astype(np.float32)
     values = np.where(counts != 0, repeated, values) - frequency * output_count
     return values - np.where(output_count > 0, presence, np.float32(0))
 
@@ -194,16 +178,18 @@ def _apply_penalties(
 def rewind_reference(rows: Tensor, state: SlotState, processor_state: LogitsProcessorState, processed: Tensor) -> None:
     """Exclude tokens that would complete a bad word or stop below min_position; move each slot's position back by one."""
     records, values = rows.numpy(), processed.numpy()
-    at = state.host_arrays["position"][records[SLOT]]
-    state.host_arrays["position"][records[SLOT]] = at - 1
-    for i in np.flatnonzero(records[FLAGS] & HAS_BAD_WORDS):
-        words = processor_state.words.numpy()[records[STATE_ROW, i]]
-        before = processor_state.recent_tokens.numpy()[records[STATE_ROW, i], (at[i] - _LOOKBACK) % MAX_BAD_WORD_TOKENS]
+    at = state.host_arrays["position"][records[layout.SLOT]]
+    state.host_arrays["position"][records[layout.SLOT]] = at - 1
+    for i in np.flatnonzero(records[layout.FLAGS] & layout.HAS_BAD_WORDS):
+        words = processor_state.words.numpy()[records[layout.STATE_ROW, i]]
+        before = processor_state.recent_tokens.numpy()[
+            records[layout.STATE_ROW, i], (at[i] - _LOOKBACK) % layout.MAX_BAD_WORD_TOKENS
+        ]
         matches = ((words[:, 1:] < 0) | (words[:, 1:] == before)).all(axis=1) & (words[:, 0] >= 0)
-        if at[i] >= state.host_arrays["min_position"][records[SLOT, i]]:
+        if at[i] >= state.host_arrays["min_position"][records[layout.SLOT, i]]:
             matches &= words[:, 1] >= 0
         ids = words[matches, 0]
-        values[i, ids] = np.minimum(values[i, ids], np.float32(BAD_WORD_LOGIT))
+        values[i, ids] = np.minimum(values[i, ids], np.float32(layout.BAD_WORD_LOGIT))
 
 
 def commit_reference(
@@ -217,12 +203,12 @@ def commit_reference(
 ) -> None:
     """Write the new tokens to the step's results and to the state rows."""
     records, new = rows.numpy(), sampled.numpy()
-    tokens.numpy()[records[ROW]] = new
-    out.numpy()[records[ROW]] = encoded.numpy()
-    counted = np.flatnonzero(records[FLAGS] & HAS_COUNTS)
+    tokens.numpy()[records[layout.ROW]] = new
+    out.numpy()[records[layout.ROW]] = encoded.numpy()
+    counted = np.flatnonzero(records[layout.FLAGS] & layout.HAS_COUNTS)
     if counted.size:
-        processor_state.counts.numpy()[records[STATE_ROW, counted], new[counted]] += 1
-    worded = np.flatnonzero(records[FLAGS] & HAS_BAD_WORDS)
+        processor_state.counts.numpy()[records[layout.STATE_ROW, counted], new[counted]] += 1
+    worded = np.flatnonzero(records[layout.FLAGS] & layout.HAS_BAD_WORDS)
     if worded.size:
-        at = state.host_arrays["position"][records[SLOT, worded]] % MAX_BAD_WORD_TOKENS
-        processor_state.recent_tokens.numpy()[records[STATE_ROW, worded], at] = new[worded]
+        at = state.host_arrays["position"][records[layout.SLOT, worded]] % layout.MAX_BAD_WORD_TOKENS
+        processor_state.recent_tokens.numpy()[records[layout.STATE_ROW, worded], at] = new[worded]

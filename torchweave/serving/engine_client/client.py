@@ -11,14 +11,12 @@ import json
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.responses import Response, refusal
+from torchweave.engine.request import InferenceRequest, Response, refusal
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
 from torchweave.serving.engine_client.request_metrics import RequestMetrics, RequestMetricsData, ServingCounters
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
@@ -105,17 +103,8 @@ class EngineClient(ABC):
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        request_stream: RequestStream,
-        prompt: np.ndarray,
-        params: SamplingParams,
-        streaming: bool,
-        priority: int = 0,
-        cache_salt: str = "",
-        num_cached_tokens: int = 0,
-    ) -> int:
-        """Submit a request whose responses go to `request_stream`; returns its id.
+    def submit(self, request_stream: RequestStream, request: InferenceRequest, num_cached_tokens: int = 0) -> int:
+        """Submit a request under a new id, which is returned; its responses go to `request_stream`.
 
         Args:
             num_cached_tokens: prompt tokens that the engine's prefix cache probably holds.
@@ -126,7 +115,7 @@ class EngineClient(ABC):
         """
         if self.state != "ready":
             raise EngineUnavailable(self.failure or "The engine is starting; see /ready.")
-        request = InferenceRequest(next(self._ids), prompt, params, streaming, priority, cache_salt)
+        request = replace(request, id=next(self._ids))
         try:
             message = messages.encode(messages.submit(request))
         except (UnicodeEncodeError, OverflowError):
@@ -136,7 +125,7 @@ class EngineClient(ABC):
             ) from None
         self._send_bytes(message)
         self._request_streams[request.id] = request_stream
-        self.request_metrics.submitted(request.id, len(prompt), streaming, num_cached_tokens)
+        self.request_metrics.submitted(request.id, len(request.input_ids), request.streaming, num_cached_tokens)
         self._publish_load()
         return request.id
 
@@ -243,7 +232,7 @@ class EngineClient(ABC):
         if isinstance(message, messages.Outputs):
             engine_failing = message.failing or self.state != "ready"
             self._deliver_tokens(message.new_tokens())
-            for response in message.responses():
+            for response in message.others:
                 self._deliver(response, engine_failing)
         elif isinstance(message, messages.Accepted):
             self._on_accepted(message.id, message.refusal)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from multiprocessing.context import SpawnProcess
+from functools import partial
 
 from torchweave.config.options import EngineConfig
 from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.ipc import messages
-from torchweave.serving.ipc.processes import exit_with_parent, kill_and_wait, make_socket_dir, process_exit, spawn
+from torchweave.serving.ipc.processes import make_socket_dir, process_exit, spawn
 from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.utils import gc
+from torchweave.utils.child_process import ChildProcess, exit_with_parent
 
 _END_SECONDS = 5.0  # for the engine process to end by itself
 
@@ -37,7 +38,7 @@ class EngineSupervisor(EngineClient):
         self._config = config
         self._restart = restart
         self._task: asyncio.Task[None] | None = None
-        self._process: SpawnProcess | None = None
+        self._process: ChildProcess | None = None
 
     async def start(self) -> None:
         """Start the engine process; returns at once."""
@@ -84,7 +85,7 @@ class EngineSupervisor(EngineClient):
         self._record_event(0.0, "progress", messages.PROCESS_START_PROGRESS)
         name = f"tw-engine-{self.replica_info.index}"
         self._process = spawn(_run_engine, self._config, addresses, self.replica_info, name=name)
-        exit_stack.push_async_callback(asyncio.to_thread, kill_and_wait, self._process)
+        exit_stack.push_async_callback(asyncio.to_thread, self._process.kill_and_wait)
         await self._read_messages_until(process_exit(self._process), from_engine)
 
     def _on_ready(self, message: messages.Ready) -> None:
@@ -115,7 +116,7 @@ class EngineSupervisor(EngineClient):
 
 
 def _run_engine(config: EngineConfig, addresses: messages.Addresses, replica_info: messages.ReplicaInfo) -> None:
-    exit_with_parent(addresses.folder)  # before imports, which take seconds
+    exit_with_parent(partial(shutil.rmtree, addresses.folder, ignore_errors=True))  # before imports, which take seconds
     with prestart_workers(config, replica_info.index) as worker_pool:
         with gc.gc_frozen_after():
             from torchweave.serving.engine_process import main  # torch is imported in that process

@@ -31,7 +31,7 @@ class Load:
 
     Attributes:
         replica: its number.
-        incarnation: restarts of its engine; the cache is empty after a restart.
+        num_restarts: restarts of its engine; the cache is empty after a restart.
         num_requests: unfinished requests.
         pending_prefill_tokens: prompt tokens that are not prefilled.
         is_full: the next step has no room for a further request.
@@ -39,7 +39,7 @@ class Load:
     """
 
     replica: int
-    incarnation: int
+    num_restarts: int
     num_requests: int
     pending_prefill_tokens: int
     is_full: bool
@@ -83,7 +83,7 @@ class LoadBalancer:
         """
         prefix_hashes = hash_prefixes(prompt, cache_salt) if self._prefixes else []
         num_cached = [
-            self._prefix_history(load.replica, load.incarnation).num_matching(prefix_hashes) * PREFIX_CHUNK
+            self._prefix_history(load.replica, load.num_restarts).num_matching(prefix_hashes) * PREFIX_CHUNK
             for load in loads
         ]
         last = self._shared_load.last
@@ -97,7 +97,7 @@ class LoadBalancer:
         chosen = self._shared_load.last = loads[best].replica
         if prefix_hashes:
             routed = PromptRouted(
-                chosen, loads[best].incarnation, prefix_hashes, loads[best].cache_tokens // PREFIX_CHUNK
+                chosen, loads[best].num_restarts, prefix_hashes, loads[best].cache_tokens // PREFIX_CHUNK
             )
             self.on_prompt_routed(routed)
             self._announce(routed)
@@ -105,20 +105,20 @@ class LoadBalancer:
 
     def on_prompt_routed(self, routed: PromptRouted) -> None:
         """Record a prompt in its replica's history."""
-        self._prefix_history(routed.replica, routed.incarnation).add(routed.prefix_hashes, routed.capacity)
+        self._prefix_history(routed.replica, routed.num_restarts).add(routed.prefix_hashes, routed.capacity)
 
-    def _prefix_history(self, replica: int, incarnation: int) -> PrefixHistory:
+    def _prefix_history(self, replica: int, num_restarts: int) -> PrefixHistory:
         history = self._prefix_histories.get(replica)
-        if history is None or history.incarnation != incarnation:
-            history = self._prefix_histories[replica] = PrefixHistory(incarnation)
+        if history is None or history.num_restarts != num_restarts:
+            history = self._prefix_histories[replica] = PrefixHistory(num_restarts)
         return history
 
 
 class PrefixHistory:
     """Prefix hashes of the prompts of one engine process in LRU order, as many as its cache holds."""
 
-    def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
+    def __init__(self, num_restarts: int) -> None:
+        self.num_restarts = num_restarts
         self._prefix_hashes: OrderedDict[int, None] = OrderedDict()
 
     def num_matching(self, prefix_hashes: Sequence[int]) -> int:

@@ -11,10 +11,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from torchweave.config.options import EngineConfig
-from torchweave.engine.request import SamplingParams
+from torchweave.engine.request import InferenceRequest
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext, Listener
 from torchweave.serving.engine_client.load_balancer import Load, LoadBalancer
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
@@ -100,15 +98,7 @@ class Replicas:
     def request_stream(self) -> RequestStream:
         return RequestStream(self)
 
-    def submit(
-        self,
-        request_stream: RequestStream,
-        prompt: np.ndarray,
-        params: SamplingParams,
-        streaming: bool,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> int:
+    def submit(self, request_stream: RequestStream, request: InferenceRequest) -> int:
         """Submit a request whose responses go to `request_stream`; returns its id.
 
         Raises:
@@ -119,9 +109,9 @@ class Replicas:
         if len(self.engines) > 1:
             if not (loads := [_load(each) for each in self._ready]):
                 raise EngineUnavailable(self.failure or "The engines are starting; see /ready.")
-            number, num_cached_tokens = self._load_balancer.choose(prompt, cache_salt, loads)
+            number, num_cached_tokens = self._load_balancer.choose(request.input_ids, request.cache_salt, loads)
             engine = self.engines[number]
-        return engine.submit(request_stream, prompt, params, streaming, priority, cache_salt, num_cached_tokens)
+        return engine.submit(request_stream, request, num_cached_tokens)
 
     def on_prompt_routed(self, routed: PromptRouted) -> None:
         """Record that another HTTP process sent a prompt to an engine."""
@@ -182,7 +172,7 @@ def _load(engine: EngineClient) -> Load:
     cache = card.num_kv_blocks * card.block_size if card is not None else 0
     return Load(
         replica=engine.replica_info.index,
-        incarnation=engine.restarts,
+        num_restarts=engine.restarts,
         num_requests=engine.num_in_flight,
         pending_prefill_tokens=engine.pending_prefill_tokens,
         is_full=engine.num_waiting >= 0,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import numpy as np
+from torchweave.engine.request import InferenceRequest, Response
 
-from torchweave.engine.request import SamplingParams
-from torchweave.engine.responses import Response
+if TYPE_CHECKING:
+    from torchweave.serving.engine_client.client import EngineClient
+    from torchweave.serving.engine_client.replicas import Replicas
 
 StreamOutput = Response | tuple[int, int]
 """A response, or (request id, token) for the one token of a stream in a step."""
@@ -23,26 +23,10 @@ class RequestFailed(ValueError):
     """A request failed; the engine continues with the others."""
 
 
-class RequestSink(Protocol):
-    """Interface that requests are submitted to."""
-
-    def submit(
-        self,
-        request_stream: RequestStream,
-        prompt: np.ndarray,
-        params: SamplingParams,
-        streaming: bool,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> int: ...
-
-    def cancel(self, ids: Sequence[int], by_stop_string: bool = False) -> None: ...
-
-
 class RequestStream:
     """The requests of one caller. Leaving its `with` block cancels the unfinished ones."""
 
-    def __init__(self, engines: RequestSink) -> None:
+    def __init__(self, engines: EngineClient | Replicas) -> None:
         self._engines = engines
         self._open: set[int] = set()
         self._unaccepted: set[int] = set()  # neither accepted nor refused yet
@@ -51,15 +35,13 @@ class RequestStream:
         self._pending_output: list[StreamOutput] = []
         self._wakeup: asyncio.Future[None] | None = None
 
-    def submit(
-        self, prompt: np.ndarray, params: SamplingParams, streaming: bool, priority: int = 0, cache_salt: str = ""
-    ) -> int:
-        """Submit a request for one answer, regardless of `n`; returns its id.
+    def submit(self, request: InferenceRequest) -> int:
+        """Submit a request for one answer, regardless of `n`; returns the id that the engine's client gives it.
 
         Raises:
             EngineUnavailable: the engine is not ready.
         """
-        request_id = self._engines.submit(self, prompt, params, streaming, priority, cache_salt)
+        request_id = self._engines.submit(self, request)
         self._open.add(request_id)
         self._unaccepted.add(request_id)
         return request_id

@@ -8,7 +8,6 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing.context import SpawnProcess
 
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
@@ -25,11 +24,11 @@ from torchweave.serving.frontends.messages import (
 )
 from torchweave.serving.ipc import socket_stream
 from torchweave.serving.ipc.messages import PromptRouted, encode
-from torchweave.serving.ipc.processes import critical_task, kill_and_wait, make_socket_dir, process_exit, spawn
-from torchweave.serving.ipc.shared_load import SharedLoad
+from torchweave.serving.ipc.processes import critical_task, make_socket_dir, process_exit, spawn
 from torchweave.serving.ipc.socket_stream import Sender
 from torchweave.serving.metrics.prometheus import HttpRequestCounters
 from torchweave.utils import gc
+from torchweave.utils.child_process import ChildProcess
 
 _POLL_TIMEOUT_SECONDS = 1.0  # for the others' metrics; a process that is later is shown with its previous ones
 _END_SECONDS = 7.0  # for the others to end by themselves
@@ -49,12 +48,12 @@ class FrontendGroup:
     def __init__(self, count: int, frontend_context: FrontendContext) -> None:
         self.failure = ""
         self._count, self._frontend_context = count, frontend_context
-        self._processes: dict[int, SpawnProcess] = {}
+        self._processes: dict[int, ChildProcess] = {}
         self._to_frontends: dict[int, Sender] = {}
         self._joined: set[int] = set()
         self._frontend_metrics: dict[int, FrontendMetrics] = {}
         self._num_polls = 0
-        self._next_message: asyncio.Future[None] | None = None
+        self._arrived = asyncio.Event()  # a process has sent a message or ended
         self._read_tasks: list[asyncio.Task[None]] = []
         self._watch_tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -80,7 +79,8 @@ class FrontendGroup:
         self._frontend_context.announce = self.announce
         folder = make_socket_dir()
         self._exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        frontend_infos = [FrontendInfo(number, self._count, folder, *address) for number in range(1, self._count)]
+        fd = self._frontend_context.shared_load.fd
+        frontend_infos = [FrontendInfo(number, self._count, folder, *address, fd) for number in range(1, self._count)]
         proxy_socket = socket.socket(socket.AF_UNIX)
         proxy_socket.bind(frontend_infos[0].proxy_socket)
         for frontend_info in frontend_infos:
@@ -89,7 +89,7 @@ class FrontendGroup:
             to_frontend = self._to_frontends[frontend_info.number] = Sender(frontend_info.from_first)
             self._exit_stack.callback(to_frontend.close, 0)
             name = f"tw-http-{frontend_info.number}"
-            process = spawn(_run, config, settings, frontend_info, self._frontend_context.shared_load, name=name)
+            process = spawn(_run, config, settings, frontend_info, name=name, pass_fds=[frontend_info.shared_load_fd])
             self._processes[frontend_info.number] = process
             self._watch_tasks.append(asyncio.create_task(self._watch(process)))
         return [proxy_socket]
@@ -130,7 +130,7 @@ class FrontendGroup:
         if self._watch_tasks and not at_once and len(self._joined) == len(self._processes):
             await asyncio.wait(self._watch_tasks, timeout=_END_SECONDS)
         for process in self._processes.values():
-            await asyncio.to_thread(kill_and_wait, process)
+            await asyncio.to_thread(process.kill_and_wait)
         await asyncio.gather(*self._watch_tasks)
         for task in self._read_tasks:
             task.cancel()
@@ -138,14 +138,8 @@ class FrontendGroup:
         self._exit_stack.close()
 
     async def _wait_for_message(self) -> None:
-        """Wait until a process has sent a message or ended."""
-        self._next_message = self._next_message or asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._next_message)
-
-    def _notify_waiters(self) -> None:
-        if self._next_message is not None:
-            self._next_message.set_result(None)
-            self._next_message = None
+        self._arrived.clear()
+        await self._arrived.wait()
 
     async def _read(
         self, from_frontend: socket.socket, number: int, on_prompt_routed: Callable[[PromptRouted], None]
@@ -162,22 +156,22 @@ class FrontendGroup:
                 self._fail(message.why or "An HTTP process of the server could not start.")
             else:
                 self._frontend_metrics[number] = message
-            self._notify_waiters()
+            self._arrived.set()
 
         await socket_stream.read(from_frontend, on_message)
 
-    async def _watch(self, process: SpawnProcess) -> None:
+    async def _watch(self, process: ChildProcess) -> None:
         await process_exit(process)
         if not self._stopping:
             self._fail("An HTTP process of the server ended unexpectedly.")
-        self._notify_waiters()
+        self._arrived.set()
 
     def _fail(self, why: str) -> None:
         self.failure = self.failure or why
         self._frontend_context.changed.set()
 
 
-def _run(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo, shared_load: SharedLoad) -> None:
+def _run(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo) -> None:
     with gc.gc_frozen_after():
         from torchweave.serving.frontends.process import main  # imports the whole server
-    main(config, settings, frontend_info, shared_load)
+    main(config, settings, frontend_info)

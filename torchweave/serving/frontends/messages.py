@@ -27,6 +27,7 @@ class FrontendInfo:
     Attributes:
         folder: of the processes' Unix sockets.
         host, port: address of the server.
+        shared_load_fd: see `SharedLoad`.
     """
 
     number: int
@@ -34,6 +35,7 @@ class FrontendInfo:
     folder: str
     host: str
     port: int
+    shared_load_fd: int
 
     @property
     def proxy_socket(self) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from torchweave.config.options import EngineConfig, ServerConfig
@@ -34,18 +36,19 @@ from torchweave.serving.ipc.messages import (
     ReplicaInfo,
     encode,
 )
-from torchweave.serving.ipc.processes import critical_task, exit_with_parent
+from torchweave.serving.ipc.processes import critical_task
 from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.ipc.socket_stream import Sender
 from torchweave.serving.service import Service
 from torchweave.utils import gc
+from torchweave.utils.child_process import exit_with_parent
 
 
-def main(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo, shared_load: SharedLoad) -> None:
+def main(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo) -> None:
     """Serve until the first HTTP process ends this process, or ends itself."""
-    exit_with_parent(frontend_info.folder)
+    exit_with_parent(partial(shutil.rmtree, frontend_info.folder, ignore_errors=True))
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    frontend = Frontend(config, settings, frontend_info, shared_load)
+    frontend = Frontend(config, settings, frontend_info)
     with frontend.uvicorn.runner() as runner:
         runner.run(frontend.run())
 
@@ -57,12 +60,11 @@ class Frontend:
         uvicorn: listens at the server's address once the engines take requests.
     """
 
-    def __init__(
-        self, config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo, shared_load: SharedLoad
-    ) -> None:
+    def __init__(self, config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo) -> None:
         self._frontend_info = frontend_info
-        frontend_context = FrontendContext(frontend_info.number, shared_load, announce=self._send)
         count = settings.data_parallel_size
+        shared_load = SharedLoad(count, frontend_info.count, frontend_info.shared_load_fd)
+        frontend_context = FrontendContext(frontend_info.number, shared_load, announce=self._send)
         self._engines = [
             SharedEngineClient(ReplicaInfo(index, count, frontend_info.count), frontend_context)
             for index in range(count)

@@ -15,18 +15,19 @@ from torchweave.config.options import ServerConfig
 from torchweave.serving.engine_client.client import EngineClient
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.errors import add_error_handlers
-from torchweave.serving.http.fast_path import FastPathMiddleware
+from torchweave.serving.http import generation_routes, routes
 from torchweave.serving.http.middleware import (
     AuthLimitsMiddleware,
+    FastPathMiddleware,
     HeadMethodMiddleware,
+    HttpMetricsMiddleware,
     RequestIdMiddleware,
     read_keys,
 )
 from torchweave.serving.http.openapi import install_openapi
 from torchweave.serving.http.proxy import ProxyMiddleware
-from torchweave.serving.http.routes import chat, completions, live, metrics, models, status, tokens
 from torchweave.serving.metrics.live import Live
-from torchweave.serving.metrics.prometheus import HttpMetricsMiddleware, HttpRequestCounters, PrometheusMetrics
+from torchweave.serving.metrics.prometheus import HttpRequestCounters, PrometheusMetrics
 from torchweave.serving.service import Service
 
 
@@ -66,7 +67,7 @@ def create_app(
     app = FastAPI(title="Torchweave", version=torchweave.__version__, lifespan=lifespan, redoc_url=None)
     app.state.service = service
     add_error_handlers(app)
-    routers = [each.router for each in (chat, completions, status, models, tokens, metrics, live)]
+    routers = generation_routes.router, routes.router
     for router in routers:  # matched in this order
         app.include_router(router)
     install_openapi(app)
@@ -86,7 +87,7 @@ def create_app(
     app.add_middleware(HeadMethodMiddleware)  # type: ignore[arg-type]
     if primary_socket is not None:
         app.add_middleware(ProxyMiddleware, address=primary_socket)  # type: ignore[arg-type]
-    app.add_middleware(FastPathMiddleware, routers=(chat.router, completions.router))  # type: ignore[arg-type]
+    app.add_middleware(FastPathMiddleware, router=generation_routes.router)  # type: ignore[arg-type]
     app.add_middleware(AuthLimitsMiddleware, settings=settings, keys=keys, admission_pacer=client.admission_pacer)  # type: ignore[arg-type]
     app.add_middleware(RequestIdMiddleware)  # type: ignore[arg-type]
     if settings.allowed_origins:  # outside the key check: browsers send preflight requests without the key

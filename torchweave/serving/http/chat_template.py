@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message
-from torchweave.serving.openai.tools import ToolCallParser, forced_schema, make_forced_parser, make_tool_parser
+from torchweave.serving.openai.tools import (
+    ToolUse,
+    detect_tool_format,
+    forced_schema,
+    make_forced_parser,
+    make_tool_parser,
+)
 from torchweave.serving.service import Service
 
 # Arguments of the tokenizer, which `chat_template_kwargs` must not set.
@@ -21,25 +25,6 @@ _RESERVED = frozenset(
         "tokenizer_kwargs",
     )
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ToolUse:
-    """Tool settings of a request.
-
-    Attributes:
-        tools: definitions for the template; None: no tools.
-        forced: JSON schema that constrains the answer to tool calls.
-        parser: creates a tool-call parser for one answer; None: answers are not parsed.
-        keep_special: the model's tool calls use special tokens.
-        new_id: creates the id of a call.
-    """
-
-    tools: list[dict[str, Any]] | None = None
-    forced: dict[str, Any] | None = None
-    parser: Callable[[], ToolCallParser] | None = None
-    keep_special: bool = False
-    new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
 
 
 def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
@@ -62,7 +47,7 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
         )
     if choice == "none":
         return ToolUse()
-    template = service.chat_template()
+    template = service.require_tokenizer().chat_template
     if "tools" not in template:
         sentence = (
             "The chat template of this model does not support tools; leave tools out, or serve the model with a chat_template "
@@ -70,7 +55,8 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
         )
         raise ApiError(400, sentence, param="tools")
     tool_definitions = [tool.model_dump(exclude_none=True) for tool in tools]
-    tool_format = service.tool_format(template)
+    configured = service.settings.tool_call_parser
+    tool_format = detect_tool_format(template) if configured == "auto" else configured
     if named is not None or choice == "required":
         schema = forced_schema(tools, named, body.parallel_tool_calls is not False)
         return ToolUse(tool_definitions, schema, lambda: make_forced_parser(tools, named))
@@ -101,7 +87,7 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
     if tools is not None:
         variables["tools"] = tools
     if body.reasoning_effort is not None:
-        if "reasoning_effort" not in service.chat_template():
+        if "reasoning_effort" not in service.require_tokenizer().chat_template:
             sentence = "The chat template of this model does not support reasoning_effort; leave it out."
             raise ApiError(400, sentence, param="reasoning_effort")
         variables["reasoning_effort"] = body.reasoning_effort

@@ -1,18 +1,26 @@
-"""Middleware before the routes: API keys, body limits, request ids, HEAD. Plain ASGI, so that streams pass unbuffered."""
+"""Middleware before the routes: API keys, body limits, fast path, request ids, HEAD; plain ASGI, so streams pass unbuffered."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import json
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, get_type_hints
+
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from torchweave.config.options import ServerConfig, read_text_file
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
-from torchweave.serving.errors import ApiError
+from torchweave.serving.engine_client.request_stream import EngineUnavailable
+from torchweave.serving.errors import ApiError, api_error
+from torchweave.serving.metrics.prometheus import HttpRequestCounters
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -23,6 +31,11 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi
 """Accessible without a key."""
 REQUEST_ID = "torchweave.request_id"
 """Scope key of the request id, which the response's header and body contain."""
+STREAM_SEND = "torchweave.send"
+"""Scope key of a `send` that bypasses the middleware, for body parts after the response's start."""
+PROXIED = "torchweave.relayed"
+"""Scope key of requests that another HTTP process answers and counts."""
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a disconnected client; used in logs and metrics only
 _CLIENT_ID = re.compile(rb"[!-~]{1,128}")
 _BODY_SECONDS = 60.0  # time limit for receiving a body
 
@@ -45,7 +58,50 @@ def read_keys(settings: ServerConfig) -> list[str]:
     return keys
 
 
-class AuthLimitsMiddleware:
+class HttpMiddleware(ABC):
+    """ASGI middleware for HTTP requests; passes all others, such as the lifespan, to `app`."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        await (self._handle if scope["type"] == "http" else self._app)(scope, receive, send)
+
+    @abstractmethod
+    async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+
+
+class HttpMetricsMiddleware(HttpMiddleware):
+    """Counts finished requests. Status 499 (from nginx): the client disconnected before the response."""
+
+    def __init__(self, app: App, counts: HttpRequestCounters) -> None:
+        super().__init__(app)
+        self._counts = counts
+
+    async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
+        status = CLIENT_CLOSED_REQUEST
+        scope[STREAM_SEND] = send
+
+        async def counting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting_send)
+        except Exception:
+            status = 500 if status == CLIENT_CLOSED_REQUEST else status
+            raise
+        finally:
+            # Breaks the reference cycle of scope and `send`, which only the garbage collector would free.
+            del scope[STREAM_SEND]
+            if not scope.get(PROXIED):
+                self._counts.count(scope, status)
+
+
+class AuthLimitsMiddleware(HttpMiddleware):
     """Checks a request's API key and body, and passes it to `app` with the body read.
 
     Args:
@@ -54,15 +110,12 @@ class AuthLimitsMiddleware:
     """
 
     def __init__(self, app: App, settings: ServerConfig, keys: list[str], admission_pacer: AdmissionPacer) -> None:
-        self._app = app
+        super().__init__(app)
         self._admission_pacer = admission_pacer
         self._settings = settings
         self._digests = [_digest(key.encode()) for key in keys]
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
         try:
             self._check_key(scope)
             body = await self._body(scope, receive)
@@ -118,16 +171,47 @@ class AuthLimitsMiddleware:
             raise ApiError(408, sentence, headers={"Connection": "close"}) from None
 
 
-class RequestIdMiddleware:
-    """ASGI middleware that returns the request id, the client's own if it sent one, in `x-request-id`."""
+class FastPathMiddleware(HttpMiddleware):
+    """Inside `AuthLimitsMiddleware` (which has read the body) that calls a route's function directly.
 
-    def __init__(self, app: App) -> None:
-        self._app = app
+    FastAPI's routing would double the cost of a request. It still has the routes: it documents them and reports invalid bodies.
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+    Args:
+        router: its routes must be `POST` with the arguments `body` and `request`.
+    """
+
+    def __init__(self, app: App, router: APIRouter) -> None:
+        super().__init__(app)
+        self._routes: dict[str, tuple[APIRoute, type[BaseModel]]] = {
+            route.path: (route, get_type_hints(route.endpoint)["body"])
+            for route in router.routes
+            if isinstance(route, APIRoute)
+        }
+
+    async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
+        match = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
+        if match is None or header(scope, b"content-type").partition(b";")[0].strip().lower() != b"application/json":
             await self._app(scope, receive, send)
             return
+        route, kind = match
+        body = (await receive())["body"]
+        try:
+            request_body = kind.model_validate(json.loads(body))
+        except (ValueError, RecursionError):  # FastAPI repeats the validation and reports the error
+            await self._app(scope, replay(body, receive), send)
+            return
+        scope["route"] = route
+        try:
+            response = await route.endpoint(request_body, Request(scope, receive))
+        except (ApiError, EngineUnavailable, ValueError) as error:
+            response = api_error(error).response
+        await response(scope, receive, send)
+
+
+class RequestIdMiddleware(HttpMiddleware):
+    """Returns the request id, the client's own if it sent one, in `x-request-id`."""
+
+    async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
         client_id = header(scope, b"x-request-id")
         request_id = client_id if _CLIENT_ID.fullmatch(client_id) else uuid.uuid4().hex.encode()
         scope[REQUEST_ID] = request_id.decode()
@@ -142,14 +226,11 @@ class RequestIdMiddleware:
         await self._app(scope, receive, with_id)
 
 
-class HeadMethodMiddleware:
-    """ASGI middleware that answers HEAD (`wget --spider`, `curl -I`) as GET without the body; the routes support GET only."""
+class HeadMethodMiddleware(HttpMiddleware):
+    """Answers HEAD (`wget --spider`, `curl -I`) as GET without the body; the routes support GET only."""
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+    async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
 

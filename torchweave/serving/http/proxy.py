@@ -8,9 +8,8 @@ from typing import Any
 import httptools
 
 from torchweave.serving.errors import ApiError
-from torchweave.serving.http.middleware import App, Receive, Send
+from torchweave.serving.http.middleware import PROXIED, App, HttpMiddleware, Receive, Send
 from torchweave.serving.http.responses import cancel_on_disconnect
-from torchweave.serving.metrics.prometheus import PROXIED
 
 _HOP_BY_HOP_HEADERS = frozenset({
     b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
@@ -19,21 +18,18 @@ _HOP_BY_HOP_HEADERS = frozenset({
 _READ_BYTES = 1 << 16
 
 
-class ProxyMiddleware:
-    """ASGI middleware that forwards every HTTP request to the first HTTP process and streams its response.
+class ProxyMiddleware(HttpMiddleware):
+    """Forwards every HTTP request to the first HTTP process and streams its response.
 
     Args:
         address: Unix socket of the first process.
     """
 
     def __init__(self, app: App, address: str) -> None:
-        self._app = app
+        super().__init__(app)
         self._address = address
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
         scope[PROXIED] = True
         bodyless = scope["method"] in ("GET", "HEAD", "OPTIONS")
         body = b"" if bodyless else (await receive())["body"]  # complete: `AuthLimitsMiddleware` has read it

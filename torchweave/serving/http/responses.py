@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi.responses import Response
 
 from torchweave.serving.errors import ApiError, api_error
-from torchweave.serving.metrics.prometheus import STREAM_SEND
-from torchweave.serving.openai.generation import AnswerStream, Delta
-from torchweave.serving.openai.sse import event
+from torchweave.serving.http.middleware import CLIENT_CLOSED_REQUEST, STREAM_SEND, Receive, Send
+from torchweave.serving.openai.generation import AnswerStream
+from torchweave.serving.openai.response_builders import ResponseBuilder, event
 
 Value = TypeVar("Value")
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
-_CLIENT_CLOSED_REQUEST = 499  # nginx's status for a disconnected client; used in logs and metrics only
 _DONE = b"data: [DONE]\n\n"
-
-
-class ResponseBuilder(Protocol):
-    """Builds the response bodies of one request."""
-
-    def events(self, delta: Delta) -> bytes:
-        """Encode the stream events of a delta; may be empty."""
-        ...
-
-    def last_chunk(self) -> dict[str, Any]:
-        """The final event, with token counts."""
-        ...
-
-    def full(self, answers: list[Delta]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
-        ...
-
-
-def json_response(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 async def full_response(
@@ -51,10 +28,15 @@ async def full_response(
         EngineUnavailable: the engine ended.
     """
     try:
-        answers = await cancel_on_disconnect(_with_timeout(answer_stream.full(), seconds), receive)
+        async with asyncio.timeout(seconds or None):
+            answers = await cancel_on_disconnect(answer_stream.full(), receive)
+    except TimeoutError:
+        raise _timeout_error(seconds) from None
     finally:
         answer_stream.close()
-    return Response(status_code=_CLIENT_CLOSED_REQUEST) if answers is None else json_response(builder.full(answers))
+    if answers is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return Response(msgspec.json.encode(builder.full(answers)), media_type="application/json")
 
 
 class EventStream(Response):
@@ -78,14 +60,14 @@ class EventStream(Response):
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         send_part = scope.get(STREAM_SEND, send)
 
-        async def pump() -> bool:
+        async def send_all() -> bool:
             last = await self._send_answers(send_part)
             await send_part({"type": "http.response.body", "body": last + _DONE, "more_body": True})
             return True
 
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if await cancel_on_disconnect(pump(), receive):
+            if await cancel_on_disconnect(send_all(), receive):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._answer_stream.close()
@@ -103,14 +85,6 @@ class EventStream(Response):
         except Exception as error:
             answer_stream.close()  # before the final event is sent, which may block on a slow client
             return event((_timeout_error(self._seconds) if isinstance(error, TimeoutError) else api_error(error)).body)
-
-
-async def _with_timeout(work: Coroutine[Any, Any, Value], seconds: float) -> Value:
-    try:
-        async with asyncio.timeout(seconds or None):
-            return await work
-    except TimeoutError:
-        raise _timeout_error(seconds) from None
 
 
 def _timeout_error(seconds: float) -> ApiError:

@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 import numpy as np
 
-from torchweave.engine.request import FinishReason, InferenceRequest, Output, SamplingParams, StructuredOutputs
-from torchweave.engine.responses import Response, Responses
+from torchweave.engine.request import InferenceRequest, Response, Responses, SamplingParams, StructuredOutputs
 
 Ids = TypeVar("Ids", int, np.ndarray)
 State = Literal["starting", "ready", "failed", "stopped"]
@@ -54,6 +53,10 @@ class ReplicaInfo:
 
 PROCESS_START_PROGRESS = {"title": "engine process", "done": 0, "total": 1, "note": "importing"}
 """First progress event: the imports take seconds and precede the engine's report."""
+
+
+GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling parameters that a checkpoint may set."""
 
 
 @dataclass(frozen=True)
@@ -141,22 +144,6 @@ class Accepted(msgspec.Struct, tag=True, array_like=True):
     refusal: str = ""
 
 
-class EncodedResponse(msgspec.Struct, array_like=True):
-    """One response. `full_output` is set if its `Output` has more than tokens and a finish reason."""
-
-    id: int
-    token_ids: bytes
-    finish_reason: FinishReason | None
-    final: bool
-    error: str
-    full_output: Output | None = None
-
-    def output(self) -> Output:
-        if self.full_output is not None:
-            return self.full_output
-        return Output(np.frombuffer(self.token_ids, np.int32), self.finish_reason)
-
-
 class Outputs(msgspec.Struct, tag=True, array_like=True):
     """Outputs of an iteration: one token (int32) for each of `ids` (uint64), then all other responses.
 
@@ -167,7 +154,7 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
 
     ids: bytes
     tokens: bytes
-    others: list[EncodedResponse]
+    others: list[Response]
     failing: bool = False
 
     def new_tokens(self) -> Iterator[tuple[int, int]]:
@@ -175,11 +162,6 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
         return zip(
             np.frombuffer(self.ids, np.uint64).tolist(), np.frombuffer(self.tokens, np.int32).tolist(), strict=True
         )
-
-    def responses(self) -> Iterator[Response]:
-        """Yield the other responses."""
-        for encoded in self.others:
-            yield Response(encoded.id, encoded.output(), encoded.final, encoded.error)
 
 
 class RequestStateChanges(msgspec.Struct, tag=True, array_like=True):
@@ -239,13 +221,13 @@ class PromptRouted(msgspec.Struct, tag=True, array_like=True):
     """A prompt was sent to a replica.
 
     Attributes:
-        incarnation: number of the replica's engine process.
+        num_restarts: number of the replica's engine process.
         prefix_hashes: of the prompt, see `hash_prefixes`.
         capacity: prefixes that fit in the replica's KV cache.
     """
 
     replica: int
-    incarnation: int
+    num_restarts: int
     prefix_hashes: list[int]
     capacity: int
 
@@ -256,7 +238,7 @@ class PromptRouted(msgspec.Struct, tag=True, array_like=True):
 def _to_msgpack(value: Any) -> Any:
     """Encode the types that msgspec does not support (an `enc_hook`)."""
     if isinstance(value, np.ndarray):
-        return value.tolist()
+        return value.tobytes() if value.dtype == np.int32 else value.tolist()
     if isinstance(value, deque):
         return list(value)
     if isinstance(value, np.generic):
@@ -267,7 +249,7 @@ def _to_msgpack(value: Any) -> Any:
 def from_msgpack(hint: type, value: Any) -> Any:
     """Decode the types that msgspec does not support (a `dec_hook`)."""
     if hint is np.ndarray:
-        return np.asarray(value, np.int32)
+        return np.frombuffer(value, np.int32) if isinstance(value, bytes) else np.asarray(value, np.int32)
     if get_origin(hint) is deque:
         return deque(msgspec.convert(value, list[get_args(hint)[0]]))
     raise NotImplementedError(hint)
@@ -329,9 +311,9 @@ def messages(
 def _encode_outputs(responses: Responses, replica_info: ReplicaInfo, failing: bool) -> Iterator[tuple[int, bytes]]:
     """Send all tokens to each HTTP process with one of the streams: to split them costs more than to skip foreign ones."""
     ids, tokens = responses.ids.tobytes(), responses.tokens.tobytes()
-    others: dict[int, list[EncodedResponse]] = {}
+    others: dict[int, list[Response]] = {}
     for each in responses.others:
-        others.setdefault(replica_info.frontend_of(each.id), []).append(_encode_response(each))
+        others.setdefault(replica_info.frontend_of(each.id), []).append(each)
     owners = set(others) | set(
         replica_info.frontend_of(responses.ids).tolist() if replica_info.frontends > 1 else range(len(ids) > 0)
     )
@@ -339,16 +321,6 @@ def _encode_outputs(responses: Responses, replica_info: ReplicaInfo, failing: bo
     for frontend in sorted(owners):
         encoded = others.get(frontend)
         yield frontend, shared_message if encoded is None else encode(Outputs(ids, tokens, encoded, failing))
-
-
-def _encode_response(response: Response) -> EncodedResponse:
-    output = response.output
-    full_output = output if any(getattr(output, name) for name in _EXTRAS) else None
-    ids = b"" if full_output is not None else np.ascontiguousarray(output.token_ids, np.int32).tobytes()
-    return EncodedResponse(response.id, ids, output.finish_reason, response.final, response.error, full_output)
-
-
-_EXTRAS = tuple(name for name in Output._fields if name not in ("token_ids", "finish_reason"))
 
 
 def _non_default_fields(params: SamplingParams) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,32 +18,12 @@ from prometheus_client.registry import Collector
 from starlette.routing import Match, Route
 
 import torchweave
+from torchweave.serving.engine_client.client import EngineClient
 from torchweave.serving.engine_client.counters import BucketHistogram
 from torchweave.serving.engine_client.request_metrics import ServingCounters
-from torchweave.serving.ipc.messages import ModelCard
 
 PREFIX = "torchweave_"
-_CLIENT_CLOSED_REQUEST = 499
 _Scope = dict[str, Any]
-
-
-class Engine(Protocol):
-    """The attributes of an engine client that metrics read."""
-
-    restarts: int
-    model: ModelCard | None
-
-    @property
-    def counts(self) -> ServingCounters: ...
-
-    @property
-    def state(self) -> str: ...
-
-    @property
-    def stats(self) -> dict[str, Any]: ...
-
-    @property
-    def prefix_cache_tokens(self) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -134,44 +114,6 @@ class HttpRequestCounters:
         self.requests[str(scope["method"]), path, str(status)] += 1
 
 
-STREAM_SEND = "torchweave.send"
-"""Scope key of a `send` that bypasses the middleware, for body parts after the response's start."""
-PROXIED = "torchweave.relayed"
-"""Scope key of requests that another HTTP process answers and counts."""
-
-
-class HttpMetricsMiddleware:
-    """ASGI middleware that counts finished requests. Status 499 (from nginx): the client disconnected before the response."""
-
-    def __init__(self, app: Any, counts: HttpRequestCounters) -> None:
-        self._app = app
-        self._counts = counts
-
-    async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = _CLIENT_CLOSED_REQUEST
-        scope[STREAM_SEND] = send
-
-        async def counting_send(message: dict[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counting_send)
-        except Exception:
-            status = 500 if status == _CLIENT_CLOSED_REQUEST else status
-            raise
-        finally:
-            # Breaks the reference cycle of scope and `send`, which only the garbage collector would free.
-            del scope[STREAM_SEND]
-            if not scope.get(PROXIED):
-                self._counts.count(scope, status)
-
-
 class PrometheusMetrics(Collector):
     """The metrics of one server.
 
@@ -181,11 +123,11 @@ class PrometheusMetrics(Collector):
         model_name: the label of everything about the model.
     """
 
-    def __init__(self, engines: Sequence[Engine], http: HttpRequestCounters, model_name: str) -> None:
+    def __init__(self, engines: Sequence[EngineClient], http: HttpRequestCounters, model_name: str) -> None:
         self._engines, self._http = engines, http
-        several = len(engines) > 1
-        self._labels = ["model_name", "replica"] if several else ["model_name"]
-        self._values = [[model_name, str(number)] if several else [model_name] for number in range(len(engines))]
+        has_replicas = len(engines) > 1
+        self._labels = ["model_name", "replica"] if has_replicas else ["model_name"]
+        self._values = [[model_name, str(number)] if has_replicas else [model_name] for number in range(len(engines))]
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -211,7 +153,12 @@ class PrometheusMetrics(Collector):
             for reason, count in each.reasons.items():
                 ended.add_metric([*labels, reason], count)
         yield ended
-        yield self._of_http()
+        requests = CounterMetricFamily(
+            PREFIX + "http_requests", "Answered HTTP requests", labels=["method", "path", "status"]
+        )
+        for labels, count in sorted(self._http.all_requests.items()):
+            requests.add_metric(labels, count)
+        yield requests
         build = {"version": torchweave.__version__, "python": platform.python_version()}
         info = GaugeMetricFamily(PREFIX + "build_info", "Versions; always 1", labels=list(build))
         info.add_metric(list(build.values()), 1)
@@ -228,24 +175,15 @@ class PrometheusMetrics(Collector):
         for name, meaning, value in CACHE_COUNTERS:
             yield self._counter(name, meaning, map(value, now))
 
-    def _of_http(self) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "http_requests", "Answered HTTP requests", labels=["method", "path", "status"]
-        )
-        for labels, count in sorted(self._http.all_requests.items()):
-            family.add_metric(labels, count)
-        return family
-
     # -- one family, with a value of each engine -----------------------------------------------------------------------
 
     def _gauge(self, name: str, meaning: str, values: Iterable[float]) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, meaning, labels=self._labels)
-        for labels, value in zip(self._values, values, strict=True):
-            family.add_metric(labels, value)
-        return family
+        return self._filled(GaugeMetricFamily(PREFIX + name, meaning, labels=self._labels), values)
 
     def _counter(self, name: str, meaning: str, values: Iterable[Any]) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, meaning, labels=self._labels)
+        return self._filled(CounterMetricFamily(PREFIX + name, meaning, labels=self._labels), values)
+
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, values: Iterable[float]) -> Metric:
         for labels, value in zip(self._values, values, strict=True):
             family.add_metric(labels, value)
         return family
@@ -275,7 +213,7 @@ class EngineSnapshot:
     hits: int
 
     @classmethod
-    def of(cls, engine: Engine) -> EngineSnapshot:
+    def of(cls, engine: EngineClient) -> EngineSnapshot:
         stats, card = engine.stats, engine.model
         num_blocks, block_size = (card.num_kv_blocks, card.block_size) if card is not None else (0, 0)
         queries, hits = engine.prefix_cache_tokens

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from torchweave.engine.detokenizer import CompletionBuilder
-from torchweave.engine.request import SamplingParams, TokenLogprobs
-from torchweave.engine.responses import Response
+from torchweave.engine.request import InferenceRequest, Response, SamplingParams, TokenLogprobs
 from torchweave.serving.engine_client.request_stream import RequestStream, StreamOutput
 from torchweave.serving.tokenization import AsyncTokenizer
 
@@ -25,34 +24,27 @@ class Delta:
     logprobs: list[TokenLogprobs]
 
 
-class AnswerBuilder:
+class AnswerBuilder(CompletionBuilder):
     """Builds one answer. `index` counts all answers of the request, those to the first prompt first."""
 
-    def __init__(self, index: int, answer: CompletionBuilder) -> None:
-        self.index = index
-        self.answer = answer
-        self.reported = False  # completely
-        self._logprobs: list[TokenLogprobs] = []
-
-    def add(self, token_ids: Sequence[int], reason: str | None, logprobs: Sequence[TokenLogprobs]) -> bool:
-        """Add an output; returns whether a stop string ended the answer."""
-        self._logprobs += logprobs
-        return self.answer.add(token_ids, reason, logprobs)  # type: ignore[arg-type]
+    reported = False  # completely
 
     def take(self) -> Delta:
-        answer = self.answer
-        text, ids = answer.new()
-        self.reported = answer.finish_reason is not None
-        logprobs: list[TokenLogprobs] = []
-        if self._logprobs:
-            logprobs, self._logprobs = self._logprobs[: len(ids)], self._logprobs[len(ids) :]
-        return Delta(self.index, text, ids, answer.finish_reason, logprobs)
+        first = self._num_tokens_taken
+        text, ids = self.new()
+        self.reported = self.finished
+        return Delta(self.index, text, ids, self.finish_reason, self._logprobs[first : first + len(ids)])
+
+    def whole(self) -> Delta:
+        """The whole answer."""
+        return Delta(self.index, self.text, self.token_ids, self.finish_reason, self._logprobs[: len(self.token_ids)])
 
 
 class AnswerStream:
     """All answers of one HTTP request. `close` cancels the unfinished ones.
 
     Args:
+        tokenizer: None for a model without one.
         finished: called when an engine request has finished.
         prompt_only: the answers are empty; sampled tokens are discarded.
     """
@@ -69,32 +61,31 @@ class AnswerStream:
         self._answer_builders: dict[int, list[AnswerBuilder]] = {}  # by request id; a beam search has several answers
         self._num_answers = 0
         self.prompts: list[list[int]] = []
-        self._tokenizer = tokenizer
-        self._params = params
+        self.tokenizer = tokenizer
+        self.params = params
         self._finished = finished
         self._prompt_only = prompt_only
 
     def submit(self, prompts: Sequence[Sequence[int]], stream: bool, priority: int, cache_salt: str) -> None:
-        params = self._params
+        params = self.params
         streamed = (stream or bool(params.stop_strings)) and not self._prompt_only
         for prompt in prompts:
             ids = list(prompt)
             self.prompts.append(ids)
-            tokens = _as_tokens(ids)
+            request = InferenceRequest(0, _as_tokens(ids), params, stream, priority, cache_salt)
             if params.beam_width > 1:
-                answers = [self._answer(ids, index) for index in range(params.n)]
-                request_id = self.request_stream.submit(tokens, params, stream, priority, cache_salt)
-                self._answer_builders[request_id] = answers
+                answers = [self._answer(ids) for _ in range(params.n)]
+                self._answer_builders[self.request_stream.submit(request)] = answers
                 continue
-            for index, seeded in enumerate(params.each()):
-                answer = self._answer(ids, index)
-                request_id = self.request_stream.submit(tokens, seeded, streamed, priority, cache_salt)
+            for seeded in params.each():
+                answer = self._answer(ids)
+                request_id = self.request_stream.submit(replace(request, sampling=seeded, streaming=streamed))
                 self._answer_builders[request_id] = [answer]
 
-    def _answer(self, prompt: list[int], index: int) -> AnswerBuilder:
-        text = None if self._tokenizer is None else self._tokenizer.stream(prompt, self._params.skip_special_tokens)
+    def _answer(self, prompt: list[int]) -> AnswerBuilder:
+        text = None if self.tokenizer is None else self.tokenizer.stream(prompt, self.params.skip_special_tokens)
         self._num_answers += 1
-        return AnswerBuilder(self._num_answers - 1, CompletionBuilder(self._params, text, index))
+        return AnswerBuilder(self.params, text, self._num_answers - 1)
 
     async def next(self) -> list[Delta]:
         """Wait for new deltas; empty once all answers have ended.
@@ -123,7 +114,7 @@ class AnswerStream:
     def _read_response(self, response: Response, reported: dict[int, AnswerBuilder]) -> None:
         output, answers = response.output, self._answer_builders[response.id]
         if output.prompt_logprobs:
-            answers[0].answer.prompt_logprobs += output.prompt_logprobs
+            answers[0].prompt_logprobs += output.prompt_logprobs
         for answer_builder, beam_output in zip(answers, output.beams or (output,), strict=False):
             if self._prompt_only:
                 answer_builder.add((), "length", ())
@@ -135,16 +126,18 @@ class AnswerStream:
 
     async def full(self) -> list[Delta]:
         """Wait for the end of all answers and return them in order."""
-        parts: list[list[Delta]] = [[] for _ in range(self._num_answers)]
-        while deltas := await self.next():
-            for delta in deltas:
-                parts[delta.index].append(delta)
-        return [_joined(index, deltas) for index, deltas in enumerate(parts)]
+        while await self.next():
+            pass
+        return [answer_builder.whole() for answer_builder in self._all_answers]
 
     def prompt_logprobs(self, prompt: int) -> list[TokenLogprobs | None]:
         """Log-probabilities of a prompt's tokens, None for the first; available with the first response, if requested."""
-        answers = [answer_builder for builders in self._answer_builders.values() for answer_builder in builders]
-        return [None, *answers[prompt * self._params.n].answer.prompt_logprobs]
+        return [None, *self._all_answers[prompt * self.params.n].prompt_logprobs]
+
+    @property
+    def _all_answers(self) -> list[AnswerBuilder]:
+        """In the order of their indices."""
+        return [answer_builder for builders in self._answer_builders.values() for answer_builder in builders]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -152,24 +145,10 @@ class AnswerStream:
 
     @property
     def num_answer_tokens(self) -> int:
-        return sum(
-            len(answer_builder.answer.token_ids)
-            for builders in self._answer_builders.values()
-            for answer_builder in builders
-        )
+        return sum(len(answer_builder.token_ids) for answer_builder in self._all_answers)
 
     def close(self) -> None:
         self.request_stream.close()
-
-
-def _joined(index: int, deltas: Sequence[Delta]) -> Delta:
-    return Delta(
-        index,
-        "".join(delta.text for delta in deltas),
-        [token for delta in deltas for token in delta.token_ids],
-        deltas[-1].finish_reason if deltas else None,
-        [entry for delta in deltas for entry in delta.logprobs],
-    )
 
 
 def _as_tokens(ids: Sequence[int]) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchweave.engine.request import SamplingParams, StructuredOutputs
-from torchweave.serving.ipc.messages import ModelCard
+from torchweave.serving.ipc.messages import GENERATION_DEFAULTS, ModelCard
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation
 
 _SAME_NAME_FIELDS = (
@@ -14,7 +14,6 @@ _SAME_NAME_FIELDS = (
     "prompt_logprobs", "beam_width", "length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens",
     "include_stop_str_in_output",
 )  # fmt: skip
-_CHECKPOINT_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingParams:
@@ -94,7 +93,7 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
         width = others.setdefault("beam_width", body.beam_width or body.n or 1)  # in vLLM, `n` is the beam width
         if width == 1:  # greedy
             others["temperature"] = 0.0
-    defaults = {name: getattr(model, name) for name in _CHECKPOINT_FIELDS}
+    defaults = {name: getattr(model, name) for name in GENERATION_DEFAULTS}
     given = {name: getattr(body, name) for name in _SAME_NAME_FIELDS}
     fields = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
     beam_search = body.use_beam_search or (fields.get("beam_width") or 1) > 1  # supports neither sampling nor penalties
@@ -114,20 +113,20 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
 
 def _structured_outputs(body: Generation) -> StructuredOutputs | None:
     """Structured-output constraint of the answer, from any of its fields."""
-    found: dict[str, StructuredOutputs] = {}
+    constraints: dict[str, StructuredOutputs] = {}
     if body.structured_outputs is not None:
-        found["structured_outputs"] = StructuredOutputs(**body.structured_outputs.model_dump(by_alias=True))
+        constraints["structured_outputs"] = StructuredOutputs(**body.structured_outputs.model_dump(by_alias=True))
     for name in ("json", "regex", "choice", "grammar"):
         value = getattr(body, f"guided_{name}")
         if value is not None:
-            found[f"guided_{name}"] = StructuredOutputs(**{name: value})
+            constraints[f"guided_{name}"] = StructuredOutputs(**{name: value})
     response_format = body.response_format
     if response_format is not None and response_format.type == "json_object":
-        found["response_format"] = StructuredOutputs(json_object=True)
+        constraints["response_format"] = StructuredOutputs(json_object=True)
     elif response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None:
             raise ValueError('response_format of type json_schema needs json_schema: {"name": ..., "schema": {...}}.')
-        found["response_format"] = StructuredOutputs(json=response_format.json_schema.schema_)
-    if len(found) > 1:
-        raise ValueError(f"{' and '.join(found)} conflict: each constrains the answer; send only one of them.")
-    return next(iter(found.values()), None)
+        constraints["response_format"] = StructuredOutputs(json=response_format.json_schema.schema_)
+    if len(constraints) > 1:
+        raise ValueError(f"{' and '.join(constraints)} conflict: each constrains the answer; send only one of them.")
+    return next(iter(constraints.values()), None)

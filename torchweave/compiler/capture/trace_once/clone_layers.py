@@ -1,26 +1,39 @@
-"""Replace each placeholder in a captured graph by a clone of the nodes that tracing made of the first layer of its kind."""
+"""Capture each repeated layer as one opaque node, a placeholder, and replace it by a clone of the first layer of its kind.
+
+The first layer of each kind is traced between two marks; the others are only called, and the tail of a list is one call
+behind the last layer before it. The classes of the layers' instances are exchanged inside a `with`; nothing else of them
+changes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 from torchweave.compiler.capture.trace_once.layer_recorder import LayerRecord, own_tensors
-from torchweave.compiler.capture.trace_once.placeholders import PlaceholderMap, begin, end, layer_placeholder
-from torchweave.compiler.capture.trace_once.repeated_layers import Layer, LayerKind, Tail, Wire
+from torchweave.compiler.capture.trace_once.repeated_layers import (
+    Layer,
+    LayerKind,
+    RepeatedLayers,
+    Tail,
+    Wire,
+    skipped_paths,
+)
 from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, TensorGeometry, geometry
-from torchweave.compiler.ir.graph import CapturedGraph, Constant, run_fake, same_geometry
+from torchweave.compiler.ir.graph import CapturedGraph, Constant, SourceError, resolve, run_fake, same_geometry
 from torchweave.compiler.ir.mutation import op_overload, storage_id
-from torchweave.compiler.ir.sources import SourceError, resolve
 from torchweave.compiler.ir.symbols import SYMBOLIC, value
 
 _NUMBERED = re.compile(r"_\d+$")
@@ -253,26 +266,28 @@ class _Clone:
         traced = self._traced
         if len(given) != len(traced.arguments):
             raise CloneError(f"{self._layer.path} is called with other arguments than {traced.layer.path}")
-        for theirs, mine in zip(traced.arguments, given, strict=True):
-            if self._copies.setdefault(theirs, mine) is not mine or not _alike(value(theirs), value(mine)):
+        for traced_arg, own_arg in zip(traced.arguments, given, strict=True):
+            if self._copies.setdefault(traced_arg, own_arg) is not own_arg or not _has_same_geometry(
+                value(traced_arg), value(own_arg)
+            ):
                 raise CloneError(f"{self._layer.path} is called with tensors of another geometry")
         for index, fake in expected.items():
             self._fakes.expect(value(traced.results[index]), fake)
         for node, name in zip(traced.body, traced.names, strict=True):
             self._copy(node, name)
         results = [self._copies[node] for node in traced.results]
-        if any(not _alike(value(results[index]), fake) for index, fake in expected.items()):
+        if any(not _has_same_geometry(value(results[index]), fake) for index, fake in expected.items()):
             raise CloneError(f"a result of {self._layer.path} has another geometry than its placeholder")
         return results
 
-    def _copy(self, theirs: fx.Node, name: str) -> None:
-        args, kwargs = map_arg((theirs.args, theirs.kwargs), self._counterpart)
-        copy = self._graph.graph.create_node(theirs.op, theirs.target, args, kwargs, name, theirs.type)
-        copy.meta = dict(theirs.meta)
-        if theirs in self._traced.layer_numbers:
-            self._renumber(theirs, copy)
-        self._copies[theirs] = copy
-        fake = self._fakes.like(value(theirs))
+    def _copy(self, traced_node: fx.Node, name: str) -> None:
+        args, kwargs = map_arg((traced_node.args, traced_node.kwargs), self._counterpart)
+        copy = self._graph.graph.create_node(traced_node.op, traced_node.target, args, kwargs, name, traced_node.type)
+        copy.meta = dict(traced_node.meta)
+        if traced_node in self._traced.layer_numbers:
+            self._renumber(traced_node, copy)
+        self._copies[traced_node] = copy
+        fake = self._fakes.like(value(traced_node))
         if fake is _UNKNOWN:
             with self._graph.enable_fake_mode():
                 fake = run_fake(copy, {})
@@ -306,23 +321,23 @@ class _Clone:
         new_name = _renamed(node, self._traced.layer, self._layer)
         return self._constants.node(counterpart, source, new_name, value(node))
 
-    def _renumber(self, theirs: fx.Node, copy: fx.Node) -> None:
+    def _renumber(self, traced_node: fx.Node, copy: fx.Node) -> None:
         """Set the integers of a custom op to those of this layer."""
-        name, index_of_call, indices = self._traced.layer_numbers[theirs]
+        name, index_of_call, indices = self._traced.layer_numbers[traced_node]
         for index in indices:
             where = (name, index_of_call, index)
             before, number = self._traced.record.numbers[where], self._numbers[where]
             if number == before:
                 continue
-            if index < len(theirs.args):
-                if theirs.args[index] != before:
-                    raise CloneError(f"{name} has {theirs.args[index]} where {before} was recorded")
+            if index < len(traced_node.args):
+                if traced_node.args[index] != before:
+                    raise CloneError(f"{name} has {traced_node.args[index]} where {before} was recorded")
                 copy.update_arg(index, number)
             else:
-                op = op_overload(theirs.target)
+                op = op_overload(traced_node.target)
                 assert op is not None, "only custom ops are numbered"
                 keyword = op._schema.arguments[index].name
-                if theirs.kwargs.get(keyword) != before:
+                if traced_node.kwargs.get(keyword) != before:
                     raise CloneError(f"{name} has no {keyword}={before}, which was recorded")
                 copy.update_kwarg(keyword, number)
 
@@ -342,13 +357,13 @@ class _FreshFakes:
         self._bases: dict[int, Tensor | None] = {}
         self._fresh: dict[int, Any] = {}
 
-    def expect(self, theirs: Tensor, mine: Tensor) -> None:
-        """Use `mine` as the value of a result: the readers of the placeholder hold views of it."""
-        storage = theirs.untyped_storage()._cdata
+    def expect(self, traced_result: Tensor, own_result: Tensor) -> None:
+        """Use `own_result` as the value of a result: the readers of the placeholder hold views of it."""
+        storage = traced_result.untyped_storage()._cdata
         if storage in self._traced.outer_storages:
             raise CloneError("a layer returns one of its inputs, or a view of one")
-        self._fresh[id(theirs)] = mine
-        self._storages.bind_storage(mine, storage)
+        self._fresh[id(traced_result)] = own_result
+        self._storages.bind_storage(own_result, storage)
 
     def like(self, thing: Any) -> Any:
         """A copy of a value of the traced layer; `_UNKNOWN` when it has to be computed."""
@@ -367,16 +382,16 @@ class _FreshFakes:
     def _has_base(self, storage: int, thing: Tensor) -> bool:
         """Whether a view of an outer storage can be the same view of the clone's counterpart of that storage."""
         if storage not in self._bases:
-            mine = [value(self._counterpart(node)) for node in self._traced.outer_storages[storage]]
-            is_single = len({fake.untyped_storage()._cdata for fake in mine}) == 1
-            self._bases[storage] = mine[0] if is_single else None
+            own_values = [value(self._counterpart(node)) for node in self._traced.outer_storages[storage]]
+            is_single = len({fake.untyped_storage()._cdata for fake in own_values}) == 1
+            self._bases[storage] = own_values[0] if is_single else None
             if is_single:
-                self._storages.bind_storage(mine[0], storage)
+                self._storages.bind_storage(own_values[0], storage)
         base = self._bases[storage]
         return base is not None and base.dtype == thing.dtype
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _has_same_geometry(one: Tensor, other: Tensor) -> bool:
     return geometry(one) == geometry(other) or same_geometry(one, other)
 
 
@@ -385,7 +400,115 @@ def _source_of(path: str) -> str:
     return "L['self']" + "".join(f"._modules['{name}']" for name in path.split("."))
 
 
-def _renamed(node: fx.Node, theirs: Layer, mine: Layer) -> str:
+def _renamed(node: fx.Node, traced_layer: Layer, own_layer: Layer) -> str:
     """The placeholder's name for another layer, close to the name that tracing would choose."""
-    old, new = (path.replace(".", "_modules_") for path in (theirs.path, mine.path))
+    old, new = (path.replace(".", "_modules_") for path in (traced_layer.path, own_layer.path))
     return node.name.replace(f"self_modules_{old}_", f"self_modules_{new}_", 1)
+
+
+PlaceholderMap = dict[int, tuple[LayerKind, Layer] | Tail]
+"""The meaning of the numbers of marks and placeholders in a graph: a layer and its kind, or a tail."""
+
+
+def begin(number: int, *tensors: Tensor) -> None:
+    """Mark the begin of layer `number`, with its arguments."""
+
+
+def end(number: int, *tensors: Tensor) -> None:
+    """Mark the end of layer `number`, with its results."""
+
+
+def layer_placeholder(number: int, like: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The call of layer or tail `number`; result i has the geometry of argument `like[i]`."""
+    return tuple(torch.empty_like(tensors[index]) for index in like)
+
+
+@contextlib.contextmanager
+def placeholder_layers(repeated: RepeatedLayers) -> Iterator[PlaceholderMap]:
+    """Replace the forwards of all layers but the first of each kind. Yields the meaning of the numbers in the graph."""
+    from torch._dynamo import allow_in_graph
+
+    for function in (begin, end, layer_placeholder):
+        allow_in_graph(function)
+    meanings: PlaceholderMap = {}
+    last = {tail.last.path: tail for tail in repeated.tails}
+    skipped = skipped_paths(repeated.tails)
+    with contextlib.ExitStack() as patches:
+        for kind in repeated.kinds:
+            for layer in (kind.first, *(other for other, _ in kind.others)):
+                if layer.path in skipped:
+                    continue
+                number = len(meanings)
+                meanings[number] = (kind, layer)
+                if layer is not kind.first:
+                    patches.enter_context(_patched_forward(layer, _placeholder_forward(number, kind)))
+                    continue
+                tail_call = _identity
+                if layer.path in last:  # always the first of its kind: otherwise it would be in the tail itself
+                    tail_call = _tail_call(len(meanings), last[layer.path].record)
+                    meanings[len(meanings)] = last[layer.path]
+                patches.enter_context(_patched_forward(layer, _traced_forward(number, kind, tail_call)))
+        yield meanings
+
+
+def _traced_forward(number: int, kind: LayerKind, tail_call: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The first layer of a kind between its marks, followed by the tail of its list, a function of the layer's result."""
+    arguments, results = _tuple_of(kind.record.tensors, "args, kwargs"), _tuple_of(kind.record.outputs, "out")
+    module = kind.first.module
+    own = vars(module).get("forward")
+    original = type(module).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin(number, *arguments(args, kwargs))
+        out = original(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        end(number, *results(out))
+        return tail_call(out)
+
+    return forward
+
+
+def _placeholder_forward(number: int, kind: LayerKind) -> Callable[..., Any]:
+    """A repeated layer as one call."""
+    arguments, like = _tuple_of(kind.record.tensors, "args, kwargs"), kind.record.like
+    rebuild = eval(f"lambda t: {kind.record.rebuild}")
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return rebuild(layer_placeholder(number, like, *arguments(args, kwargs)))
+
+    return forward
+
+
+def _tail_call(number: int, record: LayerRecord) -> Callable[[Any], Any]:
+    """The tail of a list as one call on the result of the layer before it, which has this record."""
+    results, like = _tuple_of(record.outputs, "out"), tuple(range(len(record.outputs)))
+    rebuild = eval(f"lambda t: {record.rebuild}")
+    return lambda out: rebuild(layer_placeholder(number, like, *results(out)))
+
+
+def _identity(out: Any) -> Any:
+    return out
+
+
+def _tuple_of(expressions: Sequence[str], names: str) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of `names` that returns a tuple of the expressions, which are subscripts of those names alone."""
+    return eval(f"lambda {names}: ({''.join(f'{item}, ' for item in expressions)})")
+
+
+@contextlib.contextmanager
+def _patched_forward(layer: Layer, forward: Callable[..., Any]) -> Iterator[None]:
+    """Give the layer another forward: by a subclass for this one instance, or, where the instance has a forward of its own,
+    as that (it may call the forward of its class)."""
+    module, original = layer.module, type(layer.module)
+    own = vars(module).get("forward")
+    if own is not None:
+        module.forward = MethodType(forward, module)
+    else:
+        body = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+        module.__class__ = subclass = type(original.__name__, (original,), body)
+        subclass.forward = forward  # set last: a base class may wrap the forward that a new class defines
+    try:
+        yield
+    finally:
+        module.__class__ = original
+        if own is not None:
+            module.forward = own

@@ -64,9 +64,9 @@ class LayerRecord:
             return refusal
         if (self.arguments, self.result) != (other.arguments, other.result):
             return "arguments or result differ"
-        for mine, theirs in zip(self.calls, other.calls, strict=False):
-            if mine != theirs:
-                return f"{mine[0]} differs"
+        for own_call, other_call in zip(self.calls, other.calls, strict=False):
+            if own_call != other_call:
+                return f"{own_call[0]} differs"
         if len(self.calls) != len(other.calls):
             return "the number of operations differs"
         for where, number in self.numbers.items():  # both have the same keys, or the calls would differ

@@ -59,7 +59,7 @@ class Layer:
         """Whether both have the same structure, and each number is the same or moves with the position."""
         position_offset = self.position - other.position
         return self.structure == other.structure and all(
-            mine - theirs in (0, position_offset) for mine, theirs in zip(self.numbers, other.numbers, strict=True)
+            own - number in (0, position_offset) for own, number in zip(self.numbers, other.numbers, strict=True)
         )
 
 
@@ -253,7 +253,7 @@ def _tail(module: nn.Module, layers: list[Layer], kinds: Sequence[LayerKind], re
         return None
     last, tail = layers[first - 1], layers[first:]
     _check_nothing_between([last, *tail], recording)
-    _check_results_alike(last, tail[-1], recording)
+    _check_same_results(last, tail[-1], recording)
     origins = _ArgumentOrigins(recording, [last.path, *(kind.first.path for kind in kinds), *repeats], tail[0].path)
     skipped_layers = []
     for layer in tail:
@@ -274,12 +274,12 @@ def _check_nothing_between(layers: Sequence[Layer], recording: Recording) -> Non
             raise NotRepeatableError(f"{entry[1]} is called where {path} was expected")
 
 
-def _check_results_alike(traced: Layer, last: Layer, recording: Recording) -> None:
+def _check_same_results(traced: Layer, last: Layer, recording: Recording) -> None:
     """Refuse a last layer whose results differ in kind from those of the last traced layer."""
-    mine, theirs = recording.records[traced.path], recording.records[last.path]
-    if mine.refusal:
-        raise NotRepeatableError(mine.refusal)
-    if (mine.rebuild, mine.result[1]) != (theirs.rebuild, theirs.result[1]):
+    traced_record, last_record = recording.records[traced.path], recording.records[last.path]
+    if traced_record.refusal:
+        raise NotRepeatableError(traced_record.refusal)
+    if (traced_record.rebuild, traced_record.result[1]) != (last_record.rebuild, last_record.result[1]):
         raise NotRepeatableError(f"{last.path} returns another kind of result than {traced.path}")
 
 
@@ -322,9 +322,9 @@ def _check_same_forward(whole: Recording, short: Recording, tails: Sequence[Tail
         for entry in whole.outline.entries
         if entry[:1] != ("layer",) or entry[1] not in skipped
     ]
-    for theirs, mine in zip(expected, short.outline.entries, strict=False):
-        if theirs != mine:
-            name = theirs[1] if theirs[0] != "returns" else "the result"
+    for expected_entry, entry in zip(expected, short.outline.entries, strict=False):
+        if expected_entry != entry:
+            name = expected_entry[1] if expected_entry[0] != "returns" else "the result"
             raise NotRepeatableError(f"{name} depends on the number of layers")
     if len(expected) != len(short.outline.entries):
         raise NotRepeatableError("the number of calls in forward depends on the number of layers")

@@ -40,9 +40,9 @@ def norm_fp8(x: Tensor, weight: Any, eps: float, offset: float, wide: bool, grou
 def add_norm(
     x: Tensor, residual: Tensor, weight: Any, eps: float, offset: float, wide: bool, group: int, scale: Any
 ) -> Any:
-    both = ops.add_rms_norm.default(x, residual, weight, eps, offset, wide)
-    quantized = ops.fp8_quant.default(both[0], group, scale)
-    return quantized[0], quantized[1], both[1]
+    outputs = ops.add_rms_norm.default(x, residual, weight, eps, offset, wide)
+    quantized = ops.fp8_quant.default(outputs[0], group, scale)
+    return quantized[0], quantized[1], outputs[1]
 
 
 def add_norm_fp8(

@@ -161,19 +161,9 @@ def _other_readers(x: fx.Node) -> str:
 
 def _replace(graph: FakeGraph, fusable: _FusableLinear, choices: str) -> bool:
     """Insert the op before the last fused node; return whether its result has the same layout and dtype."""
-    weight, eps, offset, wide = (None, 0.0, 0.0, False) if fusable.norm is None else fusable.norm[1:]
-    arguments = (
-        fusable.x,
-        fusable.weight,
-        fusable.bias,
-        weight,
-        eps,
-        offset,
-        wide,
-        fusable.residual,
-        fusable.activation,
-        choices,
-    )
+    norm = (None, 0.0, 0.0, False) if fusable.norm is None else fusable.norm[1:]
+    linear, epilogue = (fusable.x, fusable.weight, fusable.bias), (fusable.residual, fusable.activation)
+    arguments = (*linear, *norm, *epilogue, choices)
     with graph.enable_fake_mode():
         result = _FUSED(*fx.map_arg(arguments, value))
     if not same_geometry(result, value(fusable.last)):

@@ -77,7 +77,6 @@ _VARIANTS = [form(name) for form in (_merged, _pair) for name in _ACTIVATIONS]
 
 FUSION = Fusion(
     "gated_activation",
-    tuple(pattern for pattern, _ in _VARIANTS),
-    tuple(replacement for _, replacement in _VARIANTS),
+    *zip(*_VARIANTS, strict=True),
     extra_check=extra_check,
 )

@@ -32,8 +32,8 @@ def pattern(
         torchweave_ops.rms_norm.default(x, weight, eps, offset, wide) for x, weight in ((q, q_weight), (k, k_weight))
     )
     q_heads, k_heads = (aten.transpose.int(aten.transpose.int(x, 1, 2), 1, 2) for x in (q_heads, k_heads))
-    both = torchweave_ops.rope.default(q_heads, k_heads, cos, sin)
-    return both[0], both[1]
+    rotated = torchweave_ops.rope.default(q_heads, k_heads, cos, sin)
+    return rotated[0], rotated[1]
 
 
 def replacement(

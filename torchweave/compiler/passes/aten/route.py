@@ -277,8 +277,7 @@ _PAIRS = (
 
 FUSION = RouterFusion(
     "route",
-    [pattern for pattern, _ in _PAIRS],
-    [replacement for _, replacement in _PAIRS],
+    *zip(*_PAIRS, strict=True),
     extra_check=extra_check,
     fixpoint=True,
 )

@@ -70,8 +70,7 @@ _VARIANTS = [_variant(residual, total) for residual in (True, False) for total i
 
 FUSION = Fusion(
     "all_reduce_norm",
-    [pattern for pattern, _ in _VARIANTS],
-    [replacement for _, replacement in _VARIANTS],
+    *zip(*_VARIANTS, strict=True),
     extra_check=extra_check,
     needs=("ranks",),
 )

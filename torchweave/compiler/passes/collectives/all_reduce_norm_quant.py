@@ -33,8 +33,8 @@ def _fp8(norm: bool, total: bool) -> Rewrite:
     def pattern(
         x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, summed: bool, by: int, scale: Any, group: str
     ) -> Any:
-        both = _reduced(x, r, w, eps, offset, wide, summed, group)
-        read = [both[0], *([both[1]] if total else [])]
+        reduced = _reduced(x, r, w, eps, offset, wide, summed, group)
+        read = [reduced[0], *([reduced[1]] if total else [])]
         quantized = ops.fp8_quant.default(read[0], by, scale)
         return quantized[0], quantized[1], *read[0 if norm else 1 :]
 
@@ -42,7 +42,7 @@ def _fp8(norm: bool, total: bool) -> Rewrite:
         x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, by: int, scale: Any, group: str
     ) -> Any:
         fused = ops.all_reduce_add_rms_norm_fp8.default
-        return _kept(fused(x, r, w, eps, offset, wide, by, scale, norm, total, group), norm, total)
+        return _read_outputs(fused(x, r, w, eps, offset, wide, by, scale, norm, total, group), norm, total)
 
     return pattern, replacement
 
@@ -51,31 +51,27 @@ def _fp4(norm: bool, total: bool) -> Rewrite:
     def pattern(
         x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, summed: bool, scale: Tensor, group: str
     ) -> Any:
-        both = _reduced(x, r, w, eps, offset, wide, summed, group)
-        read = [both[0], *([both[1]] if total else [])]
+        reduced = _reduced(x, r, w, eps, offset, wide, summed, group)
+        read = [reduced[0], *([reduced[1]] if total else [])]
         quantized = ops.fp4_quant.default(read[0], scale)
         return quantized[0], quantized[1], *read[0 if norm else 1 :]
 
     def replacement(x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, scale: Tensor, group: str) -> Any:
         fused = ops.all_reduce_add_rms_norm_fp4.default
-        return _kept(fused(x, r, w, eps, offset, wide, scale, norm, total, group), norm, total)
+        return _read_outputs(fused(x, r, w, eps, offset, wide, scale, norm, total, group), norm, total)
 
     return pattern, replacement
 
 
-def _kept(results: tuple[Tensor, ...], norm: bool, total: bool) -> list[Tensor]:
+def _read_outputs(results: tuple[Tensor, ...], norm: bool, total: bool) -> list[Tensor]:
     q, s, y, h = results
     return [q, s, *([y] if norm else []), *([h] if total else [])]
 
 
 def _fusion(name: str, variant: Callable[..., Rewrite]) -> Fusion:
     variants = [variant(norm, total) for norm in (False, True) for total in (False, True)]
-    return Fusion(
-        name,
-        tuple(pattern for pattern, _ in variants),
-        tuple(replacement for _, replacement in variants),
-        needs=("ranks",),
-    )
+    patterns, replacements = zip(*variants, strict=True)
+    return Fusion(name, patterns, replacements, needs=("ranks",))
 
 
 FP8 = _fusion("all_reduce_norm_fp8", _fp8)

@@ -97,9 +97,7 @@ def _rewrite(graph: FakeGraph, node: fx.Node, local_rows: fx.Node | None, leaves
         The node of this rank's rows of the sum if `leaves_rows`, else None.
     """
     target: Any = node.target
-    x, residual, weight, eps, offset, wide, *quant, group = normalize_call(target, tuple(node.args), dict(node.kwargs))[
-        0
-    ]
+    x, residual, weight, eps, offset, wide, *quant, group = normalize_call(target, node.args, node.kwargs)[0]
     read: dict[int, fx.Node] = {int(user.args[1]): user for user in node.users if user.users}  # type: ignore[arg-type]
     last = len(value(node)) - 1
     keep_norm, keep_sum = last - 1 in read, last in read

@@ -107,7 +107,7 @@ def _sources(node: fx.Node, oldest: fx.Node) -> set[fx.Node]:
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
     target: Any = node.target
-    return normalize_call(target, tuple(node.args), dict(node.kwargs))[0]
+    return normalize_call(target, node.args, node.kwargs)[0]
 
 
 def _convert(node: fx.Node, slot: int) -> None:
@@ -167,8 +167,12 @@ def _producer(x: fx.Node) -> tuple[str, list[fx.Node], str] | str:
             return "fp8_linear", [q, x_scale, w, w_scale, *([] if bias is None else [bias])], ""
         if x.target is aten.add.Tensor:
             a, b = GraphPass.bind(x, "self", "other")
-            alike = isinstance(b, fx.Node) and isinstance(value(b), Tensor) and same_geometry(value(a), value(b))
-            return ("add", [a, b], "") if alike else f"{x.name} has an addend of another shape, layout or dtype"
+            is_equal_shape = (
+                isinstance(b, fx.Node) and isinstance(value(b), Tensor) and same_geometry(value(a), value(b))
+            )
+            return (
+                ("add", [a, b], "") if is_equal_shape else f"{x.name} has an addend of another shape, layout or dtype"
+            )
     except Mismatch as mismatch:
         return f"{x.name} has an {mismatch}"
     return f"{x.name} is {_name(x)}, which cannot write to a given buffer"

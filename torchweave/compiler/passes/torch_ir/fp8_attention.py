@@ -44,7 +44,7 @@ class Fp8Attention(GraphPass):
         matches = 0
         for node, arguments in list(calls_of(graph, _ATTENTION)):
             out = arguments[_NAMES.index("out")]
-            quant = _sole_reader(out, node)
+            quant = _single_reader(out, node)
             if quant is None or quant not in quants:
                 continue
             x, group, given = quants[quant]
@@ -58,7 +58,7 @@ class Fp8Attention(GraphPass):
         return PassResult(matches, matches, tuple(near_misses))
 
 
-def _sole_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
+def _single_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
     """The only reader of `out` behind attention, past order-preserving views; None if several calls read it."""
     node, users = out, [user for user in out.users if user is not attention]
     while len(users) == 1 and users[0].op == "call_method" and users[0].target in _VIEWS and users[0].args[0] is node:

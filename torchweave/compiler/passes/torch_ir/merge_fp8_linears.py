@@ -55,7 +55,7 @@ def calls_of(graph: CapturedGraph, op: Any) -> Iterator[tuple[fx.Node, tuple[Any
     """Yield each call of a custom op, by packet or overload, with its arguments in schema order."""
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target in (op, op.overloadpacket):
-            yield node, normalize_call(op, tuple(node.args), dict(node.kwargs))[0]
+            yield node, normalize_call(op, node.args, node.kwargs)[0]
 
 
 def _share_quants(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[int]:

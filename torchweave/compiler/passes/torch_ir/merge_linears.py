@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class MergeLinears(GraphPass):
 
 def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[StackableCall]]:
     """Groups of two or more linears over parameters that read one tensor and agree in kind, in graph order."""
-    by_input: dict[fx.Node, dict[_Kind, list[StackableCall]]] = {}
+    by_input: dict[fx.Node, dict[tuple[Any, ...], list[StackableCall]]] = {}
     for node, x, weight, bias in _linears(graph, near_misses):
         tensor = graph.constant(weight)
         if tensor is None or (bias is not None and graph.constant(bias) is None):
@@ -56,25 +55,18 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
         if tensor.ndim != 2 or tensor.shape[0] % _ALIGNED:
             near_misses.append(NearMiss(node.name, f"its {tensor.shape[0]} rows would misalign the rows behind it"))
             continue
-        kind = _Kind(bias is not None, tensor.dtype, tensor.device)
+        kind = (bias is not None, tensor.dtype, tensor.device)
         constants = (weight,) if bias is None else (weight, bias)
         by_input.setdefault(x, {}).setdefault(kind, []).append(StackableCall(node, x, constants, _arguments(x)))
     for x, kinds in by_input.items():
         largest = max(kinds.values(), key=len)
         for group in kinds.values():
             if group is not largest:
-                beside = ", ".join(item.node.name for item in largest)
+                largest_names = ", ".join(item.node.name for item in largest)
                 near_misses.append(
-                    NearMiss(group[0].node.name, f"reads {x.name} like {beside}, but differs in bias or dtype")
+                    NearMiss(group[0].node.name, f"reads {x.name} like {largest_names}, but differs in bias or dtype")
                 )
             yield from mergeable_groups(graph, group, near_misses)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    has_bias: bool
-    dtype: torch.dtype
-    device: torch.device
 
 
 def _linears(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[tuple[fx.Node, Any, Any, Any]]:

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -55,17 +55,17 @@ def mergeable_groups(
     graph: CapturedGraph, group: Sequence[StackableCall], near_misses: list[NearMiss]
 ) -> Iterator[list[StackableCall]]:
     """Split a group, in graph order, at boundary ops and at writes to its input."""
-    stretch = list(group[:1])
+    adjacent = list(group[:1])
     for last, item in pairwise(group):
         why = find_barrier(graph, last.node, item.node, storage_id(item.x))
         if why is not None:
             near_misses.append(NearMiss(item.node.name, f"reads {item.x.name} like {last.node.name}, but {why}"))
-            if len(stretch) > 1:
-                yield stretch
-            stretch = []
-        stretch.append(item)
-    if len(stretch) > 1:
-        yield stretch
+            if len(adjacent) > 1:
+                yield adjacent
+            adjacent = []
+        adjacent.append(item)
+    if len(adjacent) > 1:
+        yield adjacent
 
 
 def find_barrier(graph: CapturedGraph, node: fx.Node, last: fx.Node, read: int | None) -> str | None:
@@ -113,16 +113,14 @@ def _merge_calls(graph: CapturedGraph, group: Sequence[StackableCall], stacked: 
     return None
 
 
-class _FakeOutputs(NamedTuple):
-    """Fake values of the merged call, its parts, and every downstream node whose geometry changes."""
-
-    whole: Any
-    parts: tuple[Any, ...]
-    changed: dict[fx.Node, Any]
+_FakeOutputs = tuple[Any, tuple[Any, ...], dict[fx.Node, Any]]
 
 
 def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _FakeOutputs:
-    """Fake values after stacking; raises the error of a reader that cannot take a strided view."""
+    """Fake values of the merged call, its parts, and every downstream node whose geometry changes.
+
+    Raises the error of a reader that cannot take a strided view.
+    """
     sizes = [value(item.constants[0]).shape[0] for item in group]
     target: Any = group[0].node.target
     columns = zip(*(item.constants for item in group), strict=True)
@@ -132,7 +130,7 @@ def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _Fake
     changed = update_fake_values(
         graph, {item.node: part for item, part in zip(group, parts, strict=True)}, commit=False
     )
-    return _FakeOutputs(whole, parts, changed)
+    return whole, parts, changed
 
 
 def _rewrite(

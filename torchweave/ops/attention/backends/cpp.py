@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.attention.backends.torch_native import TorchBackend, TorchStep
-from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache
-from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
+from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, AttentionStep, LayerKVCache, LayerSpec
 from torchweave.ops.kernels import cpp
 
 LONG_PREFILL_TOKENS = 256
@@ -51,17 +50,18 @@ class CppStep:
             torch_step.forward(call, cache)
         if call.q.dtype != torch.float32:
             return
-        meta, out, sinks = self._meta, call.out, call.sinks
+        meta, out, sinks, slopes = self._meta, call.out, call.sinks, call.alibi_slopes
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
         (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
         assert out.is_contiguous()
         run = cpp.attention(head_dim, v.shape[2], heads // kv_heads, _CACHE_KINDS[cache.k.dtype])
         run(
-            q, k, v, out, cache.k, cache.v, q if sinks is None else sinks.float(), self._slots, self._lengths,
+            q, k, v, out, cache.k, cache.v, q if sinks is None else sinks.float(),
+            q if slopes is None else slopes.float(), self._slots, self._lengths,
             meta.slot_mapping, meta.block_table, tokens, kv_heads, q_token, q_head, k_token, k_head, v_token, v_head,
             meta.block_table.shape[1], cache.k.shape[1], call.window, call.chunk, sinks is not None,
-            min(self._threads, tokens * kv_heads // _PAIRS_PER_THREAD or 1), call.scale, call.softcap,
+            slopes is not None, min(self._threads, tokens * kv_heads // _PAIRS_PER_THREAD or 1), call.scale, call.softcap,
             cache.k_scale, cache.v_scale,
         )  # fmt: skip
 

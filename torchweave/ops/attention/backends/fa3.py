@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.attention.backends.triton import TritonBackend, rope_and_write_kv, write_kv_cache
-from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache
-from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
+from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, AttentionStep, LayerKVCache, LayerSpec
 
 PAGE_SIZE = 128
 LONG_QUERY = 256
@@ -29,8 +28,8 @@ def unsupported_reason(spec: LayerSpec, dtype: torch.dtype) -> str | None:
         return f"FlashAttention 3 takes heads of 64 or 128, not {spec.head_dim} with values of {spec.value_dim}"
     if spec.cache_dtype is not None:
         return "FlashAttention 3 reads a cache in FP8 only with queries in FP8"
-    if spec.window or spec.chunk or spec.softcap or spec.sinks:
-        return "FlashAttention 3 is built without windows, chunks, soft caps and sinks"
+    if spec.window or spec.chunk or spec.softcap or spec.sinks or spec.alibi:
+        return "FlashAttention 3 is built without windows, chunks, soft caps, sinks and ALiBi"
     return None
 
 

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache
 from torchweave.ops.attention.kv_cache_dtype import as_indexable, dequantize_kv, quantize_kv
-from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
-from torchweave.ops.attention.reference import padded_attention
+from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, AttentionStep, LayerKVCache, LayerSpec
+from torchweave.ops.attention.reference import additive_mask, alibi_bias, padded_attention
 
 MAX_GROUP_SCORES = 1 << 22
 """Scores per head of a group of several prefill rows; bounds the mask and the padding of a group."""
@@ -71,7 +70,7 @@ class TorchStep:
 
     def forward(self, call: AttentionCall, cache: LayerKVCache) -> None:
         """See `AttentionStep.forward`."""
-        q, out = call.q, call.out
+        q, out, slopes = call.q, call.out, call.alibi_slopes
         k_cache, v_cache = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
         k = quantize_kv(call.k, k_cache.dtype, cache.k_scale)
         v = quantize_kv(call.v, v_cache.dtype, cache.v_scale)
@@ -82,6 +81,8 @@ class TorchStep:
         for group in self.groups:
             rows, queries = group.tokens.shape
             index, bias = self._keys_and_mask(group, call.window, call.chunk, block_size, q.dtype)
+            if slopes is not None:
+                bias = self._with_alibi(group, bias, slopes, call, q.dtype)
             token_index = group.token_index
             query_rows = q[slice(*group.span)] if token_index is None else q.index_select(0, token_index)
             if index is None:
@@ -127,15 +128,22 @@ class TorchStep:
             group.views[key] = self._build_keys_and_mask(group, window, chunk, block_size, dtype)
         return group.views[key]
 
+    def _with_alibi(
+        self, group: _RowGroup, bias: Tensor | None, slopes: Tensor, call: AttentionCall, dtype: torch.dtype
+    ) -> Tensor:
+        """The mask with ALiBi, `[rows, H, N, L]`; keys are consecutive from each row's first visible one."""
+        positions = torch.from_numpy(group.positions).to(self.device)
+        if bias is None:  # one sequence from its beginning
+            return additive_mask(positions, positions, 0, 0, dtype) + alibi_bias(positions, positions, slopes, dtype)
+        first = torch.from_numpy(_first_visible(group.positions[:, :1], call.window, call.chunk)).to(self.device)
+        keys = first + torch.arange(bias.shape[-1], device=self.device)
+        return bias + alibi_bias(positions, keys, slopes, dtype)
+
     def _build_keys_and_mask(
         self, group: _RowGroup, window: int, chunk: int, block_size: int, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
         positions = group.positions
-        first_visible = np.zeros_like(positions)
-        if window:
-            first_visible = np.maximum(first_visible, positions - window + 1)
-        if chunk:
-            first_visible = np.maximum(first_visible, positions // chunk * chunk)
+        first_visible = _first_visible(positions, window, chunk)
         whole = len(positions) == 1 and positions[0, 0] == 0 and group.token_index is None
         if whole and not first_visible.any():
             return None, None  # one sequence from its beginning: all of its keys are in the step
@@ -149,6 +157,16 @@ class TorchStep:
         )
         bias = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
         return index, torch.from_numpy(bias).to(self.device, dtype)
+
+
+def _first_visible(positions: np.ndarray, window: int, chunk: int) -> np.ndarray:
+    """First key that is visible at each position."""
+    first_visible = np.zeros_like(positions)
+    if window:
+        first_visible = np.maximum(first_visible, positions - window + 1)
+    if chunk:
+        first_visible = np.maximum(first_visible, positions // chunk * chunk)
+    return first_visible
 
 
 class _HostMetadata:

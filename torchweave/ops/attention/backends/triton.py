@@ -18,9 +18,15 @@ import torch
 import triton
 from torch import Tensor
 
-from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache, forward_then_quantize
 from torchweave.ops.attention.kv_cache_dtype import kv_fp8_max
-from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
+from torchweave.ops.attention.op import (
+    AttentionCall,
+    AttentionMetadata,
+    AttentionStep,
+    LayerKVCache,
+    LayerSpec,
+    forward_then_quantize,
+)
 from torchweave.ops.kernels.attention.paged_decode import paged_decode
 from torchweave.ops.kernels.attention.paged_prefill import paged_prefill, write_kv
 from torchweave.ops.kernels.dependent_launch import pdl_options, supports_pdl
@@ -242,7 +248,8 @@ class TritonStep:
         self, call: AttentionCall, rotary: Rotary | None, q: Tensor, k: Tensor, v: Tensor, cache: LayerKVCache
     ) -> None:
         """Launch the decode kernel on q, k and v of the call, which still need `rotary`."""
-        meta, backend, window, softcap, sinks = self.meta, self.backend, call.window, call.softcap, call.sinks
+        meta, backend, window, softcap = self.meta, self.backend, call.window, call.softcap
+        sinks, slopes = call.sinks, call.alibi_slopes
         heads, kv_heads, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         group = heads // kv_heads
         config = backend.decode_config(head_dim, q.dtype)
@@ -258,6 +265,7 @@ class TritonStep:
         paged_decode[(kv_heads, splits, meta.num_rows)](
             q, k, v, call.out, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping, q if sinks is None else sinks,
+            q if slopes is None else slopes,
             work.partial, work.maxima, work.sums, work.counters, *tensors,
             q if call.out_scale is None else call.out_scale, q if call.given_scale is None else call.given_scale,
             call.scale * cache.k_scale, softcap, window, call.chunk, splits, config.min_tiles, rope_args.eps, rope_args.offset,
@@ -266,7 +274,8 @@ class TritonStep:
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=_padded_splits(splits),
-            DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, DOT=config.dot,
+            DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, ALIBI=slopes is not None,
+            DOT=config.dot,
             HALF=half, NORM=rope_args.q_weight is not None, WIDE=rope_args.wide,
             QUANT=1 if call.given_scale is not None else 2 if call.out_scale is not None else 0,
             DEPENDENT=config.dependent, KV_FP8_MAX=kv_fp8_max(cache.k.dtype), num_warps=config.num_warps,
@@ -276,14 +285,8 @@ class TritonStep:
         )  # fmt: skip
 
     def _prefill(self, call: AttentionCall, q: Tensor, cache: LayerKVCache) -> None:
-        meta, out, window, softcap, sinks, chunk = (
-            self.meta,
-            call.out,
-            call.window,
-            call.softcap,
-            call.sinks,
-            call.chunk,
-        )
+        meta, out, window, softcap, chunk = self.meta, call.out, call.window, call.softcap, call.chunk
+        sinks, slopes = call.sinks, call.alibi_slopes
         kv_heads, head_dim, value_dim = cache.k.shape[2], q.shape[2], out.shape[2]
         group = q.shape[1] // kv_heads
         config = self.backend.prefill_config(head_dim, q.shape[1], kv_heads, q.dtype, meta.num_tokens)
@@ -293,12 +296,13 @@ class TritonStep:
         paged_prefill[(kv_heads, tiles)](
             q, out, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, q if sinks is None else sinks,
+            q if slopes is None else slopes,
             meta.num_rows, meta.num_tokens, call.scale * cache.k_scale, cache.v_scale, softcap, window, chunk,
             meta.block_table.stride(0), q.stride(0), q.stride(1),
             KV_HEADS=kv_heads, GROUP=group,
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            SOFTCAP=softcap > 0.0, SINKS=sinks is not None, LOCAL=window > 0 or chunk > 0,
+            SOFTCAP=softcap > 0.0, SINKS=sinks is not None, ALIBI=slopes is not None, LOCAL=window > 0 or chunk > 0,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 

@@ -104,9 +104,9 @@ def _combine_splits(
     split = tl.arange(0, SPLITS_PAD)
     dim = tl.arange(0, VALUE_PAD)
     valid_splits = split < used_splits
-    for some in tl.range(0, GROUP, 4):
+    for first_member in tl.range(0, GROUP, 4):
         for nth in tl.static_range(4 if GROUP > 4 else GROUP):  # unrolled, so that the loads overlap
-            member = some + nth
+            member = first_member + nth
             valid = valid_splits & (member < GROUP)
             index = (first + split) * GROUP + member
             maximum = tl.load(maxima + index, mask=valid, other=LOWEST, cache_modifier=".cg")
@@ -172,14 +172,18 @@ def _attend_new_token(
 @triton.jit
 def _attend_cached_tokens(
     maximum, total, acc, query, table_row, k_cache, v_cache, head, first_visible, begin, end, scale, softcap,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
+    slopes, query_head, position,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Continue a running softmax over the cached keys `[begin, end)` from `first_visible` on; `begin` is a multiple of
-    BLOCK_N."""
+    BLOCK_N. ALIBI: bias scores by the slopes of `query_head` for a query at `position`."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
+    if ALIBI:
+        slope = tl.load(slopes + query_head, mask=query_head < (head + 1) * GROUP, other=0.0) * LOG2_E
     for tile in tl.range(begin, end, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
         visible = (keys >= first_visible) & (keys < end)
@@ -191,6 +195,8 @@ def _attend_cached_tokens(
         v = tl.load(v_cache + key_slots * VALUE_DIM + value_dim[None, :], mask=v_mask, other=0.0)
         scores = _scores(query, k.to(query.dtype), DOT) * scale
         scores = softcap_log2(scores, softcap) if SOFTCAP else scores * LOG2_E
+        if ALIBI:
+            scores += slope[:, None] * (keys - position).to(tl.float32)[None, :]
         scores = tl.where(visible[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - new_maximum[:, None])
@@ -207,15 +213,15 @@ def _attend_cached_tokens(
 )
 def paged_decode(
     q, k_new, v_new, out, k_cache, v_cache,
-    slots, query_start, seq_lens, block_table, slot_mapping, sinks,
+    slots, query_start, seq_lens, block_table, slot_mapping, sinks, slopes,
     partial, maxima, sums, counters, q_weight, k_weight, cos, sin, out_scale, static_scale,
     scale, softcap, window, chunk, num_splits, min_tiles, eps, offset, k_scale, v_scale, num_tokens,
     table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr, DECODE_ONLY: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
-    WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr, KV_FP8_MAX: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, DOT: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr, KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """One row, one key head, one split.
 
@@ -265,8 +271,7 @@ def paged_decode(
     query = load_heads_with_rope(
         query_rows, (group < GROUP)[:, None], q_weight, cos, sin, eps, offset, HEAD_DIM, HEAD_PAD, HALF, NORM, WIDE
     )
-    maximum = tl.full([GROUP_PAD], LOWEST, tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
+    maximum, total = tl.full([GROUP_PAD], LOWEST, tl.float32), tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
     if split == 0:
         maximum, total, acc = _attend_new_token(
@@ -277,7 +282,8 @@ def paged_decode(
         )  # fmt: skip
     maximum, total, acc = _attend_cached_tokens(
         maximum, total, acc, query, block_table + slot * table_stride, k_cache, v_cache, head, first_visible, begin, end,
-        scale, softcap, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N, SOFTCAP, DOT,
+        scale, softcap, slopes, query_head, position, KV_HEADS, GROUP, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
+        BLOCK_N, SOFTCAP, ALIBI, DOT,
     )  # fmt: skip
     if KV_FP8_MAX > 0:
         acc *= v_scale

@@ -59,12 +59,13 @@ def _find_row(query_start, tile, num_rows, BQ: tl.constexpr, CHUNK: tl.constexpr
 @triton.jit
 def _attend_tiles(
     acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, begin, end,
-    scale, softcap, window, chunk, first_visible,
+    scale, softcap, slope, window, chunk, first_visible,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, LOCAL: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LOCAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend keys `[begin, end)`, where `begin` is a multiple of BLOCK_N. Not MASKED: so is `end`, and all keys are visible.
+    slope: ALiBi's slopes `[BLOCK_M]`, in units of log2(e).
     Blocks of keys below `first_visible` may belong to another sequence."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
@@ -86,6 +87,8 @@ def _attend_tiles(
             k = tl.load(k_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="ieee")
         scores = softcap_log2(scores * scale, softcap) if SOFTCAP else scores * (scale * LOG2_E)
+        if ALIBI:
+            scores += slope[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
         if MASKED:
             visible = keys[None, :] <= positions[:, None]
             if LOCAL:
@@ -111,12 +114,12 @@ def _attend_tiles(
     do_not_specialize=["num_rows", "num_tokens", "window", "chunk"], do_not_specialize_on_alignment=["query_start"]
 )
 def paged_prefill(
-    q, out, k_cache, v_cache, slots, query_start, seq_lens, block_table, sinks,
+    q, out, k_cache, v_cache, slots, query_start, seq_lens, block_table, sinks, slopes,
     num_rows, num_tokens, scale, v_scale, softcap, window, chunk, table_stride, q_stride, q_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LOCAL: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of `BLOCK_M // GROUP` tokens of one row, for one key head; the decode kernel runs rows with one token.
     scale, v_scale: of the scores over cached keys, and of the cached values."""
@@ -161,6 +164,9 @@ def paged_prefill(
     if SINKS:
         maximum = tl.load(sinks + query_head, mask=valid_rows, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if ALIBI:
+        slope = tl.load(slopes + query_head, mask=valid_rows, other=0.0) * LOG2_E
 
     # Keys [base, edge) are outside the window of some queries, [edge, diagonal) are visible to all, the rest is causal.
     diagonal = (first_position + 1) // BLOCK_N * BLOCK_N
@@ -172,17 +178,17 @@ def paged_prefill(
         edge = tl.maximum(tl.minimum(reached, diagonal), base)
         acc, maximum, total = _attend_tiles(
             acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, base, edge,
-            scale, softcap, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
-            SOFTCAP, LOCAL, True,
+            scale, softcap, slope, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
+            BLOCK_N, SOFTCAP, ALIBI, LOCAL, True,
         )  # fmt: skip
     acc, maximum, total = _attend_tiles(
         acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, edge, diagonal,
-        scale, softcap, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
-        SOFTCAP, LOCAL, False,
+        scale, softcap, slope, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
+        BLOCK_N, SOFTCAP, ALIBI, LOCAL, False,
     )  # fmt: skip
     acc, maximum, total = _attend_tiles(
         acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, diagonal, last_position + 1,
-        scale, softcap, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE, BLOCK_N,
-        SOFTCAP, LOCAL, True,
+        scale, softcap, slope, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
+        BLOCK_N, SOFTCAP, ALIBI, LOCAL, True,
     )  # fmt: skip
     tl.store(out_at, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=out_mask)

@@ -10,6 +10,9 @@ depend on sizes only, never on the routing, and every sum has a fixed order, so 
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +30,7 @@ def sort_pairs_kernel(
 
     rows[position] = pair and, with POSITIONS, positions[pair] = position.
     """
-    mine = tl.program_id(0)
+    own_expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     pdl_wait(DEPENDENT)
     below = tl.zeros([BLOCK], tl.int32)
@@ -35,23 +38,23 @@ def sort_pairs_kernel(
     for start in range(0, num_pairs, BLOCK):
         real = start + lane < num_pairs
         expert = tl.minimum(tl.load(index + start + lane, mask=real, other=0), num_experts)
-        below += (real & (expert < mine)).to(tl.int32)
-        equal += (real & (expert == mine)).to(tl.int32)
+        below += (real & (expert < own_expert)).to(tl.int32)
+        equal += (real & (expert == own_expert)).to(tl.int32)
     position = tl.sum(below)
     count = tl.sum(equal)
-    if mine < num_experts:
-        tl.store(ends + mine, position + count)
+    if own_expert < num_experts:
+        tl.store(ends + own_expert, position + count)
     if count > 0:
         for start in range(0, num_pairs, BLOCK):
             pair = start + lane
             real = pair < num_pairs
             expert = tl.minimum(tl.load(index + pair, mask=real, other=0), num_experts)
-            found = (real & (expert == mine)).to(tl.int32)
-            at = position + tl.cumsum(found, 0) - 1
-            tl.store(rows + at, pair, mask=found == 1)
+            selected = (real & (expert == own_expert)).to(tl.int32)
+            at = position + tl.cumsum(selected, 0) - 1
+            tl.store(rows + at, pair, mask=selected == 1)
             if POSITIONS:
-                tl.store(positions + pair, at, mask=found == 1)
-            position += tl.sum(found)
+                tl.store(positions + pair, at, mask=selected == 1)
+            position += tl.sum(selected)
 
 
 @triton.jit
@@ -72,8 +75,58 @@ def _product(
 
 
 @triton.jit
+def _e2m1(code, scale):
+    """Values in float32 of e2m1 codes in the low 4 bits, times scales: exponent and mantissa as a float's, less its bias."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale  # 2 ** 126
+
+
+@triton.jit
+def _mxfp4_product(
+    weights, scales, inputs, inside, real,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_product` of rows in MXFP4: bytes of an even and an odd input, which are multiplied apart, and a scale for 16 bytes."""
+    k, block = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K // 32)
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        here = start // 2 + k
+        left = here < WIDTH // 2
+        code = tl.load(weights[:, None] + here[None, :], mask=inside[:, None] & left[None, :], other=0).to(tl.int32)
+        at = start // 32 + block
+        exponent = tl.load(scales[:, None] + at[None, :], mask=inside[:, None] & (at < WIDTH // 32)[None, :], other=0)
+        scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, :, None]
+        scale = tl.reshape(tl.broadcast_to(scale, [ROWS, BLOCK_K // 32, 16]), [ROWS, BLOCK_K // 2])
+        mask = left[:, None] & real[None, :]
+        even = tl.load(inputs[None, :] + 2 * here[:, None], mask=mask, other=0.0)
+        odd = tl.load(inputs[None, :] + 2 * here[:, None] + 1, mask=mask, other=0.0)
+        total = tl.dot(_e2m1(code, scale).to(even.dtype), even, total, input_precision="ieee")
+        total = tl.dot(_e2m1(code >> 4, scale).to(odd.dtype), odd, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _fp8_product(
+    weights, scales, inputs, inside, real,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_product` of rows in e4m3 with a scale, or (GROUPS above 1) one for each 128 inputs; BLOCK_K divides 128."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        here = start + k
+        left = here < WIDTH
+        b = tl.load(inputs[None, :] + here[:, None], mask=left[:, None] & real[None, :], other=0.0)
+        a = tl.load(weights[:, None] + here[None, :], mask=inside[:, None] & left[None, :], other=0.0).to(b.dtype)
+        scale = tl.load(scales + (start // 128 if GROUPS > 1 else 0), mask=inside, other=0.0)
+        total += tl.dot(a, b, input_precision="ieee") * scale[:, None]
+    return total
+
+
+@triton.jit
 def tiles_up_kernel(
-    x, up, bias, h, ends, rows, inner, x_stride, expert_stride, row_stride, k_stride,
+    x, up, scales, bias, h, ends, rows, inner, x_stride, expert_stride, row_stride, k_stride, scale_rows,
+    FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -96,6 +149,7 @@ def tiles_up_kernel(
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     weights = up + expert * expert_stride + weight_row * row_stride
+    weight_scales = scales + (expert * scale_rows + weight_row // SCALE_BLOCK) * GROUPS
     dtype = h.dtype.element_ty
     column = first_column + tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_M):
@@ -103,7 +157,12 @@ def tiles_up_kernel(
         real = position < end
         token = tl.load(rows + position, mask=real, other=0) // TOP
         inputs = x + token.to(tl.int64) * x_stride
-        total = _product(weights, inputs, inside, real, k_stride, WIDTH, ROWS, BLOCK_M, BLOCK_K)
+        if FORMAT == "mxfp4":
+            total = _mxfp4_product(weights, weight_scales, inputs, inside, real, WIDTH, ROWS, BLOCK_M, BLOCK_K)
+        elif FORMAT == "fp8":
+            total = _fp8_product(weights, weight_scales, inputs, inside, real, GROUPS, WIDTH, ROWS, BLOCK_M, BLOCK_K)
+        else:
+            total = _product(weights, inputs, inside, real, k_stride, WIDTH, ROWS, BLOCK_M, BLOCK_K)
         if HAS_BIAS:
             biases = bias + expert * (inner * 2 if GATED else inner) + weight_row
             total += tl.load(biases, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -123,7 +182,8 @@ def tiles_up_kernel(
 
 @triton.jit
 def tiles_down_kernel(
-    h, down, y, ends, rows, num_outputs, expert_stride, row_stride, k_stride,
+    h, down, scales, y, ends, rows, num_outputs, expert_stride, row_stride, k_stride, scale_rows,
+    FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y[pair, N], unweighted: a program computes BLOCK_N columns of all pairs of one expert."""
@@ -134,11 +194,17 @@ def tiles_down_kernel(
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     weights = down + expert * expert_stride + n * row_stride
+    weight_scales = scales + (expert * scale_rows + n // SCALE_BLOCK) * GROUPS
     for start in range(begin, end, BLOCK_M):
         position = start + tl.arange(0, BLOCK_M)
         real = position < end
         inputs = h + position.to(tl.int64) * INNER
-        total = _product(weights, inputs, inside, real, k_stride, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
+        if FORMAT == "mxfp4":
+            total = _mxfp4_product(weights, weight_scales, inputs, inside, real, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
+        elif FORMAT == "fp8":
+            total = _fp8_product(weights, weight_scales, inputs, inside, real, GROUPS, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
+        else:
+            total = _product(weights, inputs, inside, real, k_stride, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
         pair = tl.load(rows + position, mask=real, other=0).to(tl.int64)
         at = y + pair[None, :] * num_outputs + n[:, None]
         tl.store(at, total.to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
@@ -216,29 +282,42 @@ def launch_sort_pairs(
     )  # fmt: skip
 
 
+def _format(weight: Tensor, scales: Tensor | None) -> dict[str, Any]:
+    """Arguments of the tile kernels for a weight `[E, rows, .]` and its scales, if it has any."""
+    if scales is None:
+        return {"scale_rows": 0, "FORMAT": "", "SCALE_BLOCK": 1, "GROUPS": 1}
+    return {
+        "scale_rows": scales.shape[1], "FORMAT": "mxfp4" if weight.dtype == torch.uint8 else "fp8",
+        "SCALE_BLOCK": 1 if scales.shape[1] == weight.shape[1] else 128, "GROUPS": scales.shape[2],
+    }  # fmt: skip
+
+
 def launch_tiles_up(
-    x: Tensor, up: Tensor, bias: Tensor | None, h: Tensor, ends: Tensor, rows: Tensor, top: int,
+    x: Tensor, up: Tensor, bias: Tensor | None, h: Tensor, ends: Tensor, rows: Tensor, top: int, scales: Tensor | None = None,
     *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
     block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
-    """x [T, K], up as [E, 2 I or I, K] with any strides, h [T k, I] by position; rows of x and h contiguous."""
+    """x [T, K], up as [E, 2 I or I, K] with any strides, h [T k, I] by position; rows of x and h contiguous.
+
+    scales: of up in MXFP4 or FP8, which is then contiguous; see `torchweave::quantized_experts`.
+    """
     inner = h.shape[1]
     tiles_up_kernel[(triton.cdiv(inner, block_n), up.shape[0])](
-        x, up, up if bias is None else bias, h, ends, rows, inner, x.stride(0), *up.stride(),
-        WIDTH=up.shape[2], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
+        x, up, up if scales is None else scales, x if bias is None else bias, h, ends, rows, inner, x.stride(0), *up.stride(),
+        **_format(up, scales), WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
     )  # fmt: skip
 
 
 def launch_tiles_down(
-    h: Tensor, down: Tensor, y: Tensor, ends: Tensor, rows: Tensor,
+    h: Tensor, down: Tensor, y: Tensor, ends: Tensor, rows: Tensor, scales: Tensor | None = None,
     *, block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
     """h [T k, I] by position, down as [E, K, I] with any strides, y [T k, K] by pair."""
     tiles_down_kernel[(triton.cdiv(down.shape[1], block_n), down.shape[0])](
-        h, down, y, ends, rows, down.shape[1], *down.stride(),
-        INNER=down.shape[2], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, DEPENDENT=dependent,
+        h, down, down if scales is None else scales, y, ends, rows, down.shape[1], *down.stride(),
+        **_format(down, scales), INNER=h.shape[1], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, DEPENDENT=dependent,
         num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
     )  # fmt: skip
 

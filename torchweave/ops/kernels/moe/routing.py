@@ -64,10 +64,10 @@ def route_kernel(
         best = tl.max(tl.max(tl.where(free, choice, float("-inf")), axis=1), axis=0)
         at = tl.min(tl.min(tl.where(free & (choice == best), expert, num_experts), axis=1), axis=0)
         taken = expert == at
-        found = tl.sum(tl.sum(tl.where(taken & real, score, 0.0), axis=1), axis=0)
+        top_score = tl.sum(tl.sum(tl.where(taken & real, score, 0.0), axis=1), axis=0)
         free = free & (expert != at)
         chosen = tl.where(slot == j, at, chosen)
-        value = tl.where(slot == j, found, value)
+        value = tl.where(slot == j, top_score, value)
     used = slot < TOP
     if SCORE == "chosen_softmax":
         share = tl.where(used, tl.exp(value - tl.max(tl.where(used, value, float("-inf")), axis=0)), 0.0)

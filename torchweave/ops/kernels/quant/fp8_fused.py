@@ -139,8 +139,8 @@ def gated_part_kernel(
     at = gate_up + row // inner * outer_stride + row % inner * inner_stride + column
     gate = tl.load(at, mask=inside, other=0.0)
     up = tl.load(at + WIDTH, mask=inside, other=0.0)
-    acted = activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
-    result = (acted.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    activated = activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
+    result = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
     tl.store(active + row * WIDTH + column, result, mask=inside)
     size = tl.max(tl.where(inside, tl.abs(result.to(tl.float32)), 0.0), 0)
     tl.store(largest + row * parts + tl.program_id(1), size)

@@ -28,10 +28,10 @@ def _scales(scale, first, stride, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, BLO
     """float32 scale of each run of channels of `[first, first + BLOCK_K)`, one per 128; a dummy without BLOCKS."""
     if BLOCKS:
         block = (first + tl.arange(0, BLOCK_K // RUN) * RUN) // 128
-        found = tl.load(scale + block * stride, mask=block < (WIDTH + 127) // 128, other=0.0)
+        scales = tl.load(scale + block * stride, mask=block < (WIDTH + 127) // 128, other=0.0)
     else:
-        found = tl.zeros([BLOCK_K // RUN], tl.float32)
-    return found
+        scales = tl.zeros([BLOCK_K // RUN], tl.float32)
+    return scales
 
 
 @triton.jit

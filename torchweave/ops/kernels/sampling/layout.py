@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 LANES = 64
-"""Distance of the vocabulary indices that share a Philox call; see `torchweave.ops.sampling.philox`."""
+"""Distance of the vocabulary indices that share a Philox call; see `torchweave.ops.sampling.sample`."""
 
 MAX_STOP_IDS = 8
 """Stop ids per slot that the device checks; the host checks the rest of a request's stop ids."""

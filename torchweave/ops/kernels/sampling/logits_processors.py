@@ -14,34 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.sampling.layout import (
-    BAD_WORD_LOGIT,
-    FLAGS,
-    FREQUENCY,
-    HAS_BAD_WORDS,
-    HAS_BIAS,
-    HAS_COUNTS,
-    IN_PROMPT,
-    MASK,
-    MAX_BAD_WORD_TOKENS,
-    PRESENCE,
-    REPETITION,
-    ROW,
-    SLOT,
-    STATE_ROW,
-    LogitsProcessorTensors,
-    SlotTensors,
-)
+from torchweave.ops.kernels.sampling import layout
+from torchweave.ops.kernels.sampling.layout import LogitsProcessorTensors, SlotTensors
 
-_ROW, _SLOT, _STATE_ROW, _FLAGS = tl.constexpr(ROW), tl.constexpr(SLOT), tl.constexpr(STATE_ROW), tl.constexpr(FLAGS)
-_MASK, _PRESENCE = tl.constexpr(MASK), tl.constexpr(PRESENCE)
-_FREQUENCY, _REPETITION = tl.constexpr(FREQUENCY), tl.constexpr(REPETITION)
-_COUNTS, _BIAS, _WORDS = tl.constexpr(HAS_COUNTS), tl.constexpr(HAS_BIAS), tl.constexpr(HAS_BAD_WORDS)
-_IN_PROMPT, _BAD_WORD_LOGIT, _MAX_BAD_WORD_TOKENS = (
-    tl.constexpr(IN_PROMPT),
-    tl.constexpr(BAD_WORD_LOGIT),
-    tl.constexpr(MAX_BAD_WORD_TOKENS),
-)
+_ROW, _SLOT, _STATE_ROW, _FLAGS = map(tl.constexpr, (layout.ROW, layout.SLOT, layout.STATE_ROW, layout.FLAGS))
+_MASK, _PRESENCE = map(tl.constexpr, (layout.MASK, layout.PRESENCE))
+_FREQUENCY, _REPETITION = map(tl.constexpr, (layout.FREQUENCY, layout.REPETITION))
+_COUNTS, _BIAS, _WORDS = map(tl.constexpr, (layout.HAS_COUNTS, layout.HAS_BIAS, layout.HAS_BAD_WORDS))
+_IN_PROMPT, _BAD_WORD_LOGIT = map(tl.constexpr, (layout.IN_PROMPT, layout.BAD_WORD_LOGIT))
+_MAX_BAD_WORD_TOKENS = tl.constexpr(layout.MAX_BAD_WORD_TOKENS)
 _CHUNK = 4096
 _WORDS_AT_ONCE = 16
 

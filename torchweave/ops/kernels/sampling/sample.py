@@ -35,7 +35,7 @@ _KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bi
 
 @triton.jit
 def philox(counter, position, seed_lo, seed_hi):
-    """`torchweave.ops.sampling.philox.philox_4x32` on (counter, position, 0, 0): the same words."""
+    """`torchweave.ops.sampling.sample.philox_4x32` on (counter, position, 0, 0): the same words."""
     c0 = counter.to(tl.uint32)
     c1 = (counter * 0 + position).to(tl.uint32)
     c2 = (counter * 0).to(tl.uint32)
@@ -47,7 +47,7 @@ def philox(counter, position, seed_lo, seed_hi):
 
 @triton.jit
 def gumbel(word):
-    """`torchweave.ops.sampling.philox.gumbel`, up to the rounding of `log`."""
+    """`torchweave.ops.sampling.sample.gumbel`, up to the rounding of `log`."""
     u = ((word & 0x7FFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = u * (1.0 + u * (0.5 + u * 0.3333333432674408))
     complement = (16777216 - (word >> 8).to(tl.int32)).to(tl.float32) * 5.960464477539063e-08
@@ -105,8 +105,8 @@ def _draw_tile(
         value = _load(row_logits, stop_ids, stop_masked, index, inside)
         word = w0 if i == 0 else (w1 if i == 1 else (w2 if i == 2 else w3))
         score = _key(value * inverse_temperature + gumbel(word))
-        kept = inside & _passes_filters(_key(value), value, cutoff, largest, inverse_temperature, log_min_p)
-        score = tl.where(kept, score, INT_MIN)
+        passes = inside & _passes_filters(_key(value), value, cutoff, largest, inverse_temperature, log_min_p)
+        score = tl.where(passes, score, INT_MIN)
         better = (score > best) | ((score == best) & (index < best_index))
         best = tl.where(better, score, best)
         best_index = tl.where(better, index, best_index)
@@ -126,8 +126,8 @@ def _search(key, weight, floor, target, KEY_SHIFT: tl.constexpr):
     bit = tl.full((), 0x80000000, tl.uint32)
     for _ in range(32 - KEY_SHIFT):
         trial = cutoff ^ bit.to(tl.int32, bitcast=True)  # INT_MIN is the sign bit only: clear it, then set lower bits
-        heavy = tl.sum(tl.where(key >= tl.maximum(trial, floor), weight, 0), axis=0) >= target
-        cutoff = tl.where(heavy, trial, cutoff)
+        reaches_target = tl.sum(tl.where(key >= tl.maximum(trial, floor), weight, 0), axis=0) >= target
+        cutoff = tl.where(reaches_target, trial, cutoff)
         bit = bit >> 1
     return cutoff
 
@@ -383,9 +383,9 @@ def finish_kernel(
         key = tl.load(candidate_key + row * CAPACITY + lane, mask=lane < num_candidates, other=INT_MIN)
         index = tl.load(candidate_index + row * CAPACITY + lane, mask=lane < num_candidates, other=INT_MAX)
         candidate_mass = tl.sum(_fixed_mass(key, largest, inverse), axis=0).to(tl.float32) * 9.094947017729282e-13
-        enough = by_k | ((k == vocab_size) & (p < 1.0) & (candidate_mass >= p * whole_mass))
-        enough |= (m > 0.0) & (k == vocab_size) & (p >= 1.0) & ((_value(bound) - largest) * inverse < log_min_p)
-        if (num_candidates <= CAPACITY) & (row_fits | enough):
+        is_complete = by_k | ((k == vocab_size) & (p < 1.0) & (candidate_mass >= p * whole_mass))
+        is_complete |= (m > 0.0) & (k == vocab_size) & (p >= 1.0) & ((_value(bound) - largest) * inverse < log_min_p)
+        if (num_candidates <= CAPACITY) & (row_fits | is_complete):
             token = _draw_candidates(
                 key, index, k, p, whole_mass, largest, inverse, log_min_p, lo, hi, at, vocab_size, KEY_SHIFT
             )

@@ -18,13 +18,10 @@ class JsonValueScanner:
     def __init__(self) -> None:
         self.done = False
         self._depth = 0
-        self._in_string = False
-        self._escaped = False
+        self._in_string = self._escaped = False
 
-    def take(self, char: str) -> bool:
-        """Add a character; returns whether it belongs to the value."""
-        if self.done or (self._depth == 0 and char in _SPACE):
-            return False
+    def take(self, char: str) -> None:
+        """Add a character."""
         if self._in_string:
             self._in_string = self._escaped or char != '"'
             self._escaped = char == "\\" and not self._escaped
@@ -35,10 +32,9 @@ class JsonValueScanner:
         elif char in _CLOSING:
             self._depth -= 1
             self.done = self._depth <= 0
-        return True
 
 
-class JsonCallScanner:
+class JsonCallScanner(JsonValueScanner):
     """Scans one call.
 
     Args:
@@ -53,12 +49,11 @@ class JsonCallScanner:
     """
 
     def __init__(self, index: int, tool_names: Collection[str]) -> None:
-        self.done = self.failed = self.started = False
+        super().__init__()
+        self.failed = self.started = False
         self.raw = ""
         self._index = index
         self._tool_names = tool_names
-        self._depth = 0
-        self._in_string = self._escaped = False
         self._key: str | None = None  # of the current value; None inside a key
         self._part: list[str] = []  # text of the key or value
         self._early_arguments = ""  # arguments before the name
@@ -91,26 +86,17 @@ class JsonCallScanner:
             self._depth = int(char == "{")
             self.failed = char != "{" and char not in _SPACE
             return
-        if self._in_string:
-            self._in_string = self._escaped or char != '"'
-            self._escaped = char == "\\" and not self._escaped
-        elif char == '"':
-            self._in_string = True
-        elif char in _OPENING:
-            self._depth += 1
-        elif char in _CLOSING:
-            self._depth -= 1
-            if self._depth == 0:
-                self._end_value(pieces)
-                self._end(pieces)
-                return
-        elif self._depth == 1 and char == ":" and self._key is None:
-            self._begin_value()
-            return
-        elif self._depth == 1 and char == ",":
+        between_values = self._depth == 1 and not self._in_string
+        self.take(char)
+        if self.done:
             self._end_value(pieces)
-            return
-        self._collect(char, pieces)
+            self._end(pieces)
+        elif between_values and char == ":" and self._key is None:
+            self._begin_value()
+        elif between_values and char == ",":
+            self._end_value(pieces)
+        else:
+            self._collect(char, pieces)
 
     def _begin_value(self) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
 from torchweave.serving.openai.tools.base import (
@@ -20,17 +21,15 @@ _AFTER_CALL = " \t\r\n}"
 """Skipped after a call: small models write a surplus closing brace."""
 
 
-class HermesParser:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several of them, with text before (Hermes, Qwen)."""
+class MarkedCallsParser(ABC):
+    """Parser of answers in which a marker opens each call; text before it is part of the answer."""
 
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+    _OPEN: str
 
     def __init__(self, known: Collection[str]) -> None:
         self._tool_names = known
         self._text_buffer = WhitespaceBuffer()
         self._buffer = ""  # ambiguous text
-        self._scanner: JsonCallScanner | None = None
-        self._closing = False  # after a call, before its closing marker
         self._num_calls = 0
 
     def feed(self, text: str) -> list[ParserDelta]:
@@ -40,8 +39,35 @@ class HermesParser:
             pass
         return pieces
 
+    @abstractmethod
     def _step(self, pieces: list[ParserDelta]) -> bool:
         """Parse the next part of the buffer; returns whether the rest can be parsed further."""
+
+    def _read_text(self, pieces: list[ParserDelta]) -> bool:
+        """Take the text before a marker from the buffer, and the marker; returns whether there is one."""
+        before, marker, after = self._buffer.partition(self._OPEN)
+        if not marker:
+            keep = len(before) - partial_match_length(before, self._OPEN)
+            before, after = before[:keep], before[keep:]
+        pieces += self._text_buffer.text(before)
+        self._buffer = after
+        return bool(marker)
+
+    def _end(self, rest: str) -> list[ParserDelta]:
+        return self._text_buffer.text(rest) + self._text_buffer.finish(had_calls=self._num_calls > 0)
+
+
+class HermesParser(MarkedCallsParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several of them, with text before (Hermes, Qwen)."""
+
+    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+    def __init__(self, known: Collection[str]) -> None:
+        super().__init__(known)
+        self._scanner: JsonCallScanner | None = None
+        self._closing = False  # after a call, before its closing marker
+
+    def _step(self, pieces: list[ParserDelta]) -> bool:
         if self._scanner is not None:
             return self._read_call(self._scanner, pieces)
         if self._closing:
@@ -52,16 +78,9 @@ class HermesParser:
                 return False
             self._closing = False
             return True
-        before, marker, after = self._buffer.partition(self._OPEN)
-        if marker:
-            pieces += self._text_buffer.text(before)
-            self._buffer = after
+        if self._read_text(pieces):
             self._scanner = JsonCallScanner(self._num_calls, self._tool_names)
-            return True
-        keep = partial_match_length(self._buffer, self._OPEN)
-        pieces += self._text_buffer.text(self._buffer[: len(self._buffer) - keep])
-        self._buffer = self._buffer[len(self._buffer) - keep :]
-        return False
+        return self._scanner is not None
 
     def _read_call(self, scanner: JsonCallScanner, pieces: list[ParserDelta]) -> bool:
         new, self._buffer = scanner.feed(self._buffer)
@@ -81,8 +100,7 @@ class HermesParser:
         rest = self._buffer
         if self._scanner is not None and not self._scanner.started:
             rest = self._OPEN + self._scanner.raw + rest
-        pieces = self._text_buffer.text("" if self._closing else rest)
-        return pieces + self._text_buffer.finish(had_calls=self._num_calls > 0)
+        return self._end("" if self._closing else rest)
 
 
 class JsonObjectsParser:
@@ -164,49 +182,33 @@ class JsonObjectsParser:
         return self._as_text(self._head) if self._num_calls == 0 else []
 
 
-class MistralParser:
+class MistralParser(MarkedCallsParser):
     """`[TOOL_CALLS]` followed by a JSON list of calls, or one or more of `name{...}`, `name[ARGS]{...}` and
     `name[CALL_ID]id[ARGS]{...}`, each after the marker."""
 
-    _MARK = "[TOOL_CALLS]"
+    _OPEN = "[TOOL_CALLS]"
 
     def __init__(self, known: Collection[str]) -> None:
-        self._tool_names = known
-        self._text_buffer = WhitespaceBuffer()
-        self._buffer = ""
+        super().__init__(known)
         self._list: JsonObjectsParser | None = None
         self._value: JsonValueScanner | None = None  # of the current arguments
         self._in_name = False
-        self._num_calls = 0
 
     def feed(self, text: str) -> list[ParserDelta]:
-        if self._list is not None:
-            return self._of_list(self._list.feed(text))
-        self._buffer += text
-        pieces: list[ParserDelta] = []
-        while self._buffer and self._step(pieces):
-            pass
-        return pieces
+        return super().feed(text) if self._list is None else self._of_list(self._list.feed(text))
 
     def _step(self, pieces: list[ParserDelta]) -> bool:
         if self._value is not None:
             return self._read_arguments(self._value, pieces)
         if self._in_name:
             return self._read_name(pieces)
-        before, marker, after = self._buffer.partition(self._MARK)
-        if marker:
-            pieces += self._text_buffer.text(before)
-            self._buffer, self._in_name = after, True
-            return True
-        keep = partial_match_length(self._buffer, self._MARK)
-        pieces += self._text_buffer.text(self._buffer[: len(self._buffer) - keep])
-        self._buffer = self._buffer[len(self._buffer) - keep :]
-        return False
+        self._in_name = self._read_text(pieces)
+        return self._in_name
 
     def _read_name(self, pieces: list[ParserDelta]) -> bool:
         if self._buffer.lstrip().startswith("[") and not self._num_calls:
-            self._list = JsonObjectsParser(self._tool_names, marker=self._MARK, opening="[", between=",")
-            pieces += self._of_list(self._list.feed(self._MARK + self._buffer))
+            self._list = JsonObjectsParser(self._tool_names, marker=self._OPEN, opening="[", between=",")
+            pieces += self._of_list(self._list.feed(self._OPEN + self._buffer))
             self._buffer = ""
             return False
         name, brace, _ = self._buffer.partition("{")
@@ -215,7 +217,7 @@ class MistralParser:
         tool_name = name.partition("[")[0].strip()
         self._in_name = False
         if tool_name not in self._tool_names:
-            pieces += self._text_buffer.text(self._MARK + name)
+            pieces += self._text_buffer.text(self._OPEN + name)
             self._buffer = self._buffer[len(name) :]
             return True
         self._text_buffer.call()
@@ -252,8 +254,7 @@ class MistralParser:
     def finish(self) -> list[ParserDelta]:
         if self._list is not None:
             return [*self._of_list(self._list.finish()), *self._text_buffer.finish(had_calls=self._num_calls > 0)]
-        rest = self._MARK + self._buffer if self._in_name else self._buffer
-        return [*self._text_buffer.text(rest), *self._text_buffer.finish(had_calls=self._num_calls > 0)]
+        return self._end(self._OPEN + self._buffer if self._in_name else self._buffer)
 
 
 class PythonicParser:

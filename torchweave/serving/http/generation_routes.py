@@ -1,0 +1,103 @@
+"""`/v1/completions` continues a prompt of text or token ids; `/v1/chat/completions` generates the next message."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from torchweave.serving.errors import ApiError
+from torchweave.serving.http.chat_template import encode, resolve_tool_use
+from torchweave.serving.http.middleware import REQUEST_ID
+from torchweave.serving.http.responses import EventStream, full_response
+from torchweave.serving.openai.generation import AnswerStream
+from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation, Prompt
+from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
+from torchweave.serving.openai.sampling_fields import chat_params, completion_params, is_prompt_only
+from torchweave.serving.service import Service, service_of
+
+router = APIRouter(prefix="/v1", tags=["generation"])
+
+
+@router.post("/chat/completions", summary="Generate the next message of a conversation")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    service = service_of(request)
+    name = service.check_model(body.model)
+    _check_stream_options(body)
+    tools = resolve_tool_use(service, body)
+    params = chat_params(body, service.model, tools.forced, tools.keep_special)
+    ids = await encode(service, body, tools.tools)
+    answer_stream = await service.generate(
+        [ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
+    )
+    builder = ChatResponseBuilder(answer_stream, body, request.scope[REQUEST_ID], name, tools)
+    return await _response(request, body, answer_stream, builder)
+
+
+@router.post("/completions", summary="Complete a prompt")
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    service = service_of(request)
+    name = service.check_model(body.model)
+    _check_stream_options(body)
+    if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
+        raise ApiError(
+            400, "echo with logprobs cannot be streamed for n above 1; set stream=false or n=1.", param="echo"
+        )
+    params = completion_params(body, service.model)
+    prompts = await _encode_prompts(service, body)
+    answer_stream = await service.generate(
+        prompts,
+        params,
+        stream=bool(body.stream),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        prompt_only=is_prompt_only(body),
+    )
+    echoes = _texts(service, body, prompts) if body.echo else None
+    builder = CompletionResponseBuilder(
+        answer_stream, body, request.scope[REQUEST_ID], name, echoes, echoes_special=not _is_text(body.prompt)
+    )
+    return await _response(request, body, answer_stream, builder)
+
+
+async def _response(
+    request: Request, body: Generation, answer_stream: AnswerStream, builder: ResponseBuilder
+) -> Response:
+    seconds = service_of(request).settings.request_timeout
+    if body.stream:
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        return EventStream(answer_stream, builder, seconds, with_usage)
+    return await full_response(answer_stream, builder, request.receive, seconds)
+
+
+async def _encode_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+    """Encode the prompts as token ids."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [await service.require_tokenizer().encode(prompt, body.add_special_tokens)]
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    if isinstance(prompt[0], list):
+        return prompt  # type: ignore[return-value]
+    tokenizer = service.require_tokenizer()
+    return [await tokenizer.encode(text, body.add_special_tokens) for text in prompt]  # type: ignore[arg-type]
+
+
+def _is_text(prompt: Prompt) -> bool:
+    return isinstance(prompt if isinstance(prompt, str) else prompt[0], str)
+
+
+def _texts(service: Service, body: CompletionRequest, prompts: list[list[int]]) -> list[str]:
+    """Decode the prompts."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], str):
+        return prompt  # type: ignore[return-value]
+    tokenizer = service.require_tokenizer()
+    return [tokenizer.decode(ids) for ids in prompts]
+
+
+def _check_stream_options(body: Generation) -> None:
+    """Raise ApiError 400 for `stream_options` without `stream`."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options requires stream=true.", param="stream_options")

@@ -1,0 +1,172 @@
+"""Routes beside generation: health, readiness, statistics, models, tokens, metrics and the live page."""
+
+from __future__ import annotations
+
+import functools
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+import torchweave
+from torchweave.serving.engine_client.replicas import Replicas
+from torchweave.serving.errors import ApiError
+from torchweave.serving.http.chat_template import encode
+from torchweave.serving.openai.protocol import AnyTokenizeRequest, DetokenizeRequest, TokenizeRequest
+from torchweave.serving.service import Service, service_of
+
+router = APIRouter()
+
+# The page is self-contained and must not load anything from other origins.
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+)
+
+
+def _status(client: Replicas) -> str:
+    """`failed`, `ok`, or `degraded` if only some replicas serve."""
+    if not client.alive:
+        return "failed"
+    return "ok" if client.state == "starting" or all(each.state == "ready" for each in client.engines) else "degraded"
+
+
+@router.get(
+    "/health",
+    tags=["status"],
+    summary="200 while an engine process runs, else 503; with several replicas, the state of each",
+)
+async def health(request: Request) -> JSONResponse:
+    client = service_of(request).client
+    body: dict[str, Any] = {"status": _status(client), "engine": client.state}
+    if client.failure:
+        body["reason"] = client.failure
+    if len(client.engines) > 1:
+        body["replicas"] = [
+            {"replica": engine.replica_info.index, "engine": engine.state, "restarts": engine.restarts}
+            | ({"reason": engine.failure} if engine.failure else {})
+            for engine in client.engines
+        ]
+    return JSONResponse(body, 200 if client.alive else 503)
+
+
+@router.get(
+    "/ready",
+    tags=["status"],
+    summary="200 once requests are accepted; 503 with progress before, and while the server shuts down",
+)
+async def ready(request: Request) -> JSONResponse:
+    service = service_of(request)
+    client = service.client
+    body: dict[str, Any] = {"ready": service.ready, "engine": "draining" if service.draining else client.state}
+    if client.failure:
+        body["reason"] = client.failure
+    if not service.ready:
+        body["progress"] = client.progress
+    return JSONResponse(body, 200 if service.ready else 503)
+
+
+@router.get(
+    "/statistics",
+    tags=["status"],
+    summary="Statistics of the engine's last iteration with TensorRT-LLM's keys, empty before the first; with several replicas "
+    "a list `replicas` of these records",
+)
+async def statistics(request: Request) -> dict[str, Any]:
+    engines = service_of(request).client.engines
+    return engines[0].stats if len(engines) == 1 else {"replicas": [engine.stats for engine in engines]}
+
+
+@router.get("/version", tags=["status"], summary="The version of Torchweave")
+async def version() -> dict[str, str]:
+    return {"version": torchweave.__version__}
+
+
+@router.get("/v1/models", tags=["models"], summary="List the names of the served model")
+async def models(request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    return {"object": "list", "data": [_entry(service, name) for name in service.names]}
+
+
+@router.get("/v1/models/{name:path}", tags=["models"], summary="Describe the model of a name")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    if not name:  # `/v1/models/`
+        return await models(request)
+    service = service_of(request)
+    return _entry(service, service.check_model(name))
+
+
+def _entry(service: Service, name: str) -> dict[str, Any]:
+    model = service.model
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "torchweave",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }
+
+
+@router.post("/tokenize", tags=["tokens"], summary="Tokenize a text or a conversation")
+async def tokenize(body: AnyTokenizeRequest, request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    service.check_model(body.model)
+    tokenizer = service.require_tokenizer()
+    if isinstance(body, TokenizeRequest):
+        ids = await tokenizer.encode(body.prompt, body.add_special_tokens)
+    else:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+        ids = await encode(service, body, tools)
+    texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}
+
+
+@router.post("/detokenize", tags=["tokens"], summary="Convert tokens to text")
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    service = service_of(request)
+    service.check_model(body.model)
+    size = service.model.vocab_size
+    if any(not 0 <= token < size for token in body.tokens):
+        raise ApiError(
+            400, f"tokens contains an id outside 0..{size - 1}, the vocabulary of this model.", param="tokens"
+        )
+    return {"prompt": service.require_tokenizer().decode(body.tokens)}
+
+
+@router.get(
+    "/metrics",
+    tags=["status"],
+    summary="Counters, gauges and histograms in Prometheus' text format",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def metrics(request: Request) -> Response:
+    await request.app.state.poll_metrics()
+    text, content_type = request.app.state.metrics.exposition(request.headers.get("accept", ""))
+    return Response(text, media_type=content_type)
+
+
+@functools.cache
+def page() -> str:
+    """Text of the page."""
+    return files("torchweave.serving.http").joinpath("page.html").read_text(encoding="utf-8")
+
+
+@router.get("/", tags=["status"], response_class=HTMLResponse, summary="The live page")
+async def root() -> HTMLResponse:
+    return HTMLResponse(page(), headers={"Content-Security-Policy": _POLICY})
+
+
+@router.get(
+    "/live",
+    tags=["status"],
+    summary="The data of the live page",
+    response_class=Response,
+    responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}},
+)
+async def live(request: Request) -> Response:
+    text = await request.app.state.live.text()
+    return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -1,1 +1,0 @@
-"""Routes of the server; each module has a `router`."""
