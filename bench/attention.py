@@ -28,9 +28,9 @@ from torchweave.ops.attention.backends.triton import (
     default_decode_config,
     default_prefill_config,
 )
-from torchweave.ops.attention.call import AttentionCall
 from torchweave.ops.attention.op import (
     AttentionBackend,
+    AttentionCall,
     AttentionMetadata,
     LayerKVCache,
     LayerSpec,
@@ -265,10 +265,10 @@ def summary(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Run the benchmark and write its JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where the results go, as JSON")
+    parser.add_argument("--out", type=Path, required=True, help="write the results to this JSON file")
     parser.add_argument("--only", choices=("decode", "prefill", "mixed"))
     parser.add_argument("--block-size", type=int, default=TritonBackend.block_size)
-    parser.add_argument("--defaults", action="store_true", help="only the configurations that the backend chooses")
+    parser.add_argument("--defaults", action="store_true", help="time only the backend's default configurations")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.attention needs a CUDA GPU")

@@ -25,8 +25,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.process_groups import (
+    ProcessGroupCommunicator,
     ProcessGroups,
     create_rendezvous_store,
     destroy_process_groups,
@@ -191,7 +191,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
-    parser.add_argument("--json", type=Path, help="where to write every measurement; a Markdown table goes beside it")
+    parser.add_argument(
+        "--json", type=Path, help="write every measurement to this JSON file, and a Markdown table next to it"
+    )
     arguments = parser.parse_args()
     if torch.cuda.device_count() < arguments.ranks:
         sys.exit(f"this benchmark needs {arguments.ranks} GPUs; there are {torch.cuda.device_count()}")

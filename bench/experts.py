@@ -1,6 +1,7 @@
 """Routed experts on a GPU: torch's grouped matmul against Torchweave's kernels, in a CUDA graph with cold weights.
 
     python bench/experts.py --json bench/results/experts_h100_202611.json [--model mixtral-8x7b] [--tokens 1 2 4]
+    python bench/experts.py --weights mxfp4 --model gpt-oss-20b      # or fp8, fp8_per_block
 
 A sample replays a graph that runs the op on several layers' weights with different random routings, so that the experts come from
 memory instead of a cache. `torch` is the plain path: sort, gather, two grouped matmuls, weighted sum. Candidates vary the first
@@ -25,8 +26,13 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from torchweave.ops.moe.experts import ExpertForm, ExpertsCall, activate
 from torchweave.ops.moe.fused_experts import GemmConfig, Grouped, Rows, Strategy, Tiles, choose, run
-from torchweave.ops.moe.reference import ExpertForm, ExpertsCall, activate
+from torchweave.ops.quant.fp8 import GROUP, scale_from_amax, to_fp8
+from torchweave.ops.quant.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+
+BYTES = {"bfloat16": 2.0, "fp8": 1.0, "fp8_per_block": 1.0, "mxfp4": 17 / 32}
+"""Bytes of a weight with its scales."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,32 @@ def make_layers(model: Model) -> list[ExpertsCall]:
     ]  # fmt: skip
 
 
+def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight `[E, rows, width]` as `torchweave::quantized_experts` takes it, its scales, and its values in bfloat16."""
+    if kind == "mxfp4":
+        q, scale = quantize_mxfp4(weight)
+        return q, scale, dequantize_mxfp4(q, scale, torch.bfloat16)
+    if kind == "fp8":
+        scale = scale_from_amax(weight.abs().amax(2, keepdim=True))
+        wide = scale
+    else:
+        blocks = weight.unflatten(2, (-1, GROUP)).unflatten(1, (-1, GROUP))
+        scale = scale_from_amax(blocks.abs().amax((2, 4)))
+        wide = scale.repeat_interleave(GROUP, 1).repeat_interleave(GROUP, 2)
+    q = to_fp8(weight, wide)
+    return q, scale, (q.float() * wide).to(torch.bfloat16)
+
+
+def quantized_layer(layer: ExpertsCall, kind: str) -> tuple[ExpertsCall, ExpertsCall]:
+    """A layer in a format, rows of outputs first, and the same with the values of its weights."""
+    ups, downs = (
+        quantized(w.transpose(1, 2).contiguous() if layer.form.transposed else w, kind) for w in (layer.up, layer.down)
+    )
+    form = replace(layer.form, transposed=False)
+    plain = replace(layer, up=ups[2], down=downs[2], form=form)
+    return replace(plain, up=ups[0], up_scale=ups[1], down=downs[0], down_scale=downs[1]), plain
+
+
 def make_calls(layers: list[ExpertsCall], model: Model, tokens: int) -> list[ExpertsCall]:
     """Calls on all layers with different routings: at least COLD_BYTES or 8 calls."""
     count = max(len(layers), 8 if tokens <= 64 else 4)
@@ -184,21 +216,32 @@ def measure(execute: Callable[[ExpertsCall], None], calls: list[ExpertsCall]) ->
 class Bench:
     """Measurements of one model's experts."""
 
-    def __init__(self, name: str, deadline: float) -> None:
-        self.name, self.model, self.deadline = name, MODELS[name], deadline
-        self.layers = make_layers(self.model)
+    def __init__(self, name: str, deadline: float, weights: str) -> None:
+        self.name, self.model, self.deadline, self.weights = name, MODELS[name], deadline, weights
+        self.layers = self.plain = make_layers(self.model)
+        if weights != "bfloat16":
+            self.model = replace(self.model, form=replace(self.model.form, transposed=False))
+            self.layers, self.plain = map(
+                list, zip(*(quantized_layer(layer, weights) for layer in self.layers), strict=True)
+            )
         self.results: list[dict] = []
 
     def at(self, tokens: int) -> None:
         """All candidates for a token count."""
-        calls = make_calls(self.layers, self.model, tokens)
-        self._record(tokens, calls, "torch", by_torch, None)
-        by_torch(calls[0])
-        right = calls[0].out.float()
+        plain = make_calls(self.plain, self.model, tokens)
+        pairs = zip(plain, (self.layers[at % len(self.layers)] for at in range(len(plain))), strict=True)
+        calls = [
+            replace(layer, x=c.x, index=c.index, weight=c.weight, out=torch.empty_like(c.out)) for c, layer in pairs
+        ]
+        self._record(tokens, plain, "torch", by_torch, None)
+        by_torch(plain[0])
+        right = plain[0].out.float()
         chosen = self._chosen(tokens)
-        for strategy in dict.fromkeys((Grouped(), chosen)):
+        for strategy in dict.fromkeys((Grouped(), chosen) if self.weights == "bfloat16" else (chosen,)):
             self._try(tokens, calls, right, strategy)
         for strategy, ups, downs in starts(tokens, self.model):
+            if isinstance(strategy, Rows) and self.weights != "bfloat16":
+                continue
             strategy = self._best(tokens, calls, right, [replace(strategy, up=up) for up in ups])
             if strategy is not None:
                 strategy = self._best(tokens, calls, right, [replace(strategy, down=down) for down in downs])
@@ -207,7 +250,8 @@ class Bench:
 
     def _chosen(self, tokens: int) -> Strategy:
         shape = (self.model.num_experts, self.model.width, self.model.inner)
-        return choose(tokens, self.model.top_k, shape, torch.bfloat16, self.model.form.transposed)
+        quantized = self.weights != "bfloat16"
+        return choose(tokens, self.model.top_k, shape, torch.bfloat16, self.model.form.transposed, quantized)
 
     def _best(self, tokens: int, calls: list[ExpertsCall], right: Tensor, ways: list[Strategy]) -> Strategy | None:
         timed = [
@@ -244,7 +288,7 @@ class Bench:
     ) -> float:
         us = measure(execute, calls)
         read = sum(call.index.unique().numel() for call in calls) / len(calls)
-        size = read * 3 * self.model.width * self.model.inner * 2
+        size = read * 3 * self.model.width * self.model.inner * (2 if kind == "torch" else BYTES[self.weights])
         self.results.append({
             "model": self.name, "tokens": tokens, "kind": kind, "us": round(us, 2), "gb_per_s": round(size / us / 1e3, 1),
             "experts_read": round(read, 1), "way": None if strategy is None else asdict(strategy),
@@ -297,15 +341,18 @@ def table(results: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write every measurement")
+    parser.add_argument("--json", type=Path, help="write every measurement to this JSON file")
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-30b-a3b")
+    parser.add_argument("--weights", choices=list(BYTES), default="bfloat16", help="format of the experts")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 512, 4096])
-    parser.add_argument("--seconds", type=float, default=120, help="stop trying candidates after this long")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="time limit of the search over candidates, in seconds"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")
     started = time.monotonic()
-    bench = Bench(arguments.model, started + arguments.seconds)
+    bench = Bench(arguments.model, started + arguments.seconds, arguments.weights)
     bench.build_kernels(arguments.tokens)
     print(f"kernels built in {time.monotonic() - started:.1f} s", flush=True)
     for tokens in arguments.tokens:

@@ -2,7 +2,7 @@
 
     python bench/fp8.py --json bench/results/fp8_h100_202611.json [--tokens 1 2 4] [--shapes qkv down] [--part products]
 
-A sample replays a graph that runs the product on 256 MB of distinct weights (or 4 products). Contenders: cuBLAS in bf16,
+A sample replays a graph that runs the product on 256 MB of distinct weights (or 4 products). Candidates: cuBLAS in bf16,
 `_scaled_mm` (scales per row with fast and exact accumulation; 1 x 128 by 128 x 128 blocks), and configurations of Torchweave's
 kernels. Each must agree with the reference before it is timed. `--part fused` times ops with FP8 output: quantization alone, the
 preceding op alone, and the fused op, over distinct tensors.
@@ -126,7 +126,7 @@ class Product:
         self.by_block = block_scales(torch.rand(-(-outputs // GROUP), -(-width // GROUP), device="cuda") / 1e4)
 
     def rows(self, tokens: int, deadline: float) -> list[dict[str, Any]]:
-        """Every contender for a token count."""
+        """Every candidate for a token count."""
         x = torch.randn(tokens, self.width, device="cuda", dtype=torch.bfloat16)
         found = [
             self._row(
@@ -141,7 +141,7 @@ class Product:
             operands = (q[:few], s[:, :few] if blocks else s[:few], self.weights[0], scale)
             right = torch.ops.torchweave.fp8_linear(*(each.cpu() for each in operands), None, torch.float32).cuda()
             library = scaled_mm_blocks if blocks else scaled_mm_rows
-            contenders: list[tuple[str, Fp8Config | None, Callable[[int, Tensor], Tensor]]] = [
+            kernels: list[tuple[str, Fp8Config | None, Callable[[int, Tensor], Tensor]]] = [
                 (
                     "scaled_mm",
                     None,
@@ -151,7 +151,7 @@ class Product:
                 )
             ]
             if not blocks:
-                contenders.append(
+                kernels.append(
                     (
                         "scaled_mm exact",
                         None,
@@ -161,7 +161,7 @@ class Product:
                     )
                 )
             for config in candidates(tokens, blocks):
-                contenders.append(
+                kernels.append(
                     (
                         config.kernel + ("+pdl" if config.dependent else ""),
                         config,
@@ -171,7 +171,7 @@ class Product:
                         )[1],
                     )
                 )
-            for kind, config, run in contenders:
+            for kind, config, run in kernels:
                 if time.monotonic() > deadline:
                     print(f"out of time at {self.name}, {tokens} tokens", flush=True)
                     return found
@@ -259,11 +259,13 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write every measurement")
+    parser.add_argument("--json", type=Path, help="write every measurement to this JSON file")
     parser.add_argument("--part", choices=["products", "fused", "all"], default="all")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 256, 2048])
-    parser.add_argument("--seconds", type=float, default=200, help="stop trying candidates after this long")
+    parser.add_argument(
+        "--seconds", type=float, default=200, help="time limit of the search over candidates, in seconds"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")

@@ -30,8 +30,7 @@ from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning.measure import Call, GraphClock
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.attention.backends.triton import TritonBackend
-from torchweave.ops.attention.call import AttentionCall
-from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
+from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, LayerSpec
 
 EPS = 1e-5
 COPIES_BYTES = 256 << 20
@@ -231,7 +230,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write every measurement")
+    parser.add_argument("--json", type=Path, help="write every measurement to this JSON file")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 32, 256, 2048])
     arguments = parser.parse_args()

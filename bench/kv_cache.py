@@ -86,9 +86,9 @@ def copy_results() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time the formats of the KV cache, and copies to host memory.")
+    parser = argparse.ArgumentParser(description="Time KV cache dtypes and block copies to and from host memory.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="a third of the shapes")
+    parser.add_argument("--quick", action="store_true", help="time a third of the shapes")
     options = parser.parse_args()
     results = []
     for result in (*attention_results(options.quick), *copy_results()):

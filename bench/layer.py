@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.linear import SUBJECTS, kind
 from torchweave.compiler.tuning.measure import GraphClock
 from torchweave.ops.attention.backends.triton import DecodeConfig, TritonBackend
-from torchweave.ops.attention.call import AttentionCall, run_attention
-from torchweave.ops.attention.op import AttentionMetadata, LayerKVCache, LayerSpec
+from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, LayerKVCache, LayerSpec, run_attention
 from torchweave.ops.linear import LinearFusion, run, run_unfused
 from torchweave.ops.linear_config import LinearConfig, choose
 
@@ -247,13 +246,13 @@ def compare(model: str, tokens: int, layers: list[Layer], linears: list[dict[str
                 "noise": round(timing.noise / len(layers), 3),
             }
         )
-        print(f"{model} T={tokens:<3} {name:38} {us:8.2f} us a layer  {timing.microseconds / base:.3f}", flush=True)
+        print(f"{model} T={tokens:<3} {name:38} {us:8.2f} us per layer  {timing.microseconds / base:.3f}", flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--linears", type=Path, required=True, help="what bench/linear.py wrote")
+    parser.add_argument("--linears", type=Path, required=True, help="JSON file of bench/linear.py")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", nargs="+", choices=list(SPECS), default=list(SPECS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])

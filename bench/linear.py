@@ -1,6 +1,7 @@
 """Matrix products of few tokens on a GPU: cuBLAS against Torchweave's kernels, with the neighbouring ops of a decoder layer.
 
     python bench/linear.py --json bench/results/linear_h100_202611.json [--models 1b 8b] [--tokens 1 2 4] [--dtype float16]
+    python bench/linear.py --weights int4 [--group 128] [--zero_points]   # weights in 4 bits, or int8; see bench/int_linear.py
     python bench/linear.py --read bench/results/linear*_h100_202611.json --table torchweave/compiler/tuning/tables/KIND.json
 
 A candidate is a CUDA graph over 256 MB of distinct weights, so that caches stay cold; the graphs of a row's candidates are replayed
@@ -25,10 +26,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import int_linear
+
 from torchweave.compiler.tuning.linears import FUSED_TOKENS, TOKENS, LinearShape, candidates, cold_weights
-from torchweave.compiler.tuning.measure import Call, GraphClock, Timing
+from torchweave.compiler.tuning.measure import Call, GraphClock, Timing, best_entry
 from torchweave.compiler.tuning.table import Entry, Table
-from torchweave.compiler.tuning.tuner import best_entry
 from torchweave.ops.linear import run, run_unfused
 from torchweave.ops.linear_config import LinearConfig
 
@@ -150,6 +152,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all requested products until the time is up."""
     started, dtype = time.monotonic(), getattr(torch, arguments.dtype)
     subjects = {f"{model} {name}": shape for model in arguments.models for name, shape in SUBJECTS[model].items()}
+    if arguments.weights != "float":
+        shapes = {name: (shape.outputs, shape.width) for name, shape in subjects.items() if not name.endswith("head")}
+        bits, counts = int(arguments.weights.removeprefix("int")), arguments.tokens or int_linear.TOKENS
+        results = int_linear.measure(
+            shapes, counts, bits, arguments.group, arguments.zero_points, dtype, arguments.seconds
+        )
+        return facts_of(arguments, results)
+    arguments.tokens = arguments.tokens or list(TOKENS)
     build_all(list(subjects.values()), arguments.tokens, dtype)
     print(f"kernels built in {time.monotonic() - started:.1f} s", flush=True)
     results: list[dict[str, Any]] = []
@@ -161,6 +171,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 break
             results += compare(name, _as_it_runs(shape, count), count, weights, dtype)
     print(f"{len(results)} measurements in {time.monotonic() - started:.1f} s")
+    return facts_of(arguments, results)
+
+
+def facts_of(arguments: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results with what they depend on."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -172,13 +187,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write every measurement")
-    parser.add_argument("--read", type=Path, nargs="+", help="take the measurements from here instead of making them")
-    parser.add_argument("--table", type=Path, help="where to write the table of choices")
+    parser.add_argument("--json", type=Path, help="write every measurement to this JSON file")
+    parser.add_argument(
+        "--read", type=Path, nargs="+", help="read the measurements from these JSON files instead of measuring"
+    )
+    parser.add_argument("--table", type=Path, help="write the tuning table to this file")
     parser.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--tokens", nargs="+", type=int)
+    parser.add_argument("--weights", choices=["float", "int4", "int8"], default="float", help="weights of the products")
+    parser.add_argument("--group", type=int, default=128, help="inputs that share a scale of integer weights")
+    parser.add_argument("--zero_points", action="store_true", help="integer weights have zero points")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=230, help="stop trying candidates after this long")
+    parser.add_argument(
+        "--seconds", type=float, default=230, help="time limit of the search over candidates, in seconds"
+    )
     arguments = parser.parse_args()
     if arguments.read:
         read = [json.loads(path.read_text()) for path in arguments.read]
@@ -187,7 +209,7 @@ def main() -> None:
     else:
         sys.exit("this benchmark needs a CUDA GPU")
     facts = {**read[0], "results": [row for each in read for row in each["results"]]}
-    print(table(facts["results"]))
+    print((table if arguments.weights == "float" else int_linear.table)(facts["results"]))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(facts, indent=1) + "\n")

@@ -66,16 +66,16 @@ def measure(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
         for kind, beside in cases:
             times[kind, beside].append(round_of(llm, args.others, beside, kind, args.tokens))
     found: list[dict[str, Any]] = []
-    for (kind, beside), mine in times.items():
-        mine, plain = mine[1:], times["plain", beside][1:]
-        ratio = statistics.median(a / b for a, b in zip(mine, plain, strict=True))
+    for (kind, beside), own in times.items():
+        own, plain = own[1:], times["plain", beside][1:]
+        ratio = statistics.median(a / b for a, b in zip(own, plain, strict=True))
         found.append(
             {
                 "beside": beside,
                 "kind": kind,
-                "ms_per_token": round(statistics.median(mine), 3),
+                "ms_per_token": round(statistics.median(own), 3),
                 "to_plain": round(ratio, 3),
-                "rounds": [round(value, 3) for value in mine],
+                "rounds": [round(value, 3) for value in own],
             }
         )
     return found + [{"kind": kind, "skipped": why} for kind, why in refused.items()]
@@ -100,7 +100,7 @@ def main() -> None:
             print(f"{row['kind']:<10} skipped: {row['skipped']}")
         else:
             print(
-                f"{row['kind']:<10} {row['beside']} beside {row['ms_per_token']:>8.3f} ms a token, {row['to_plain']:.2f} of plain"
+                f"{row['kind']:<10} {row['beside']} more {row['ms_per_token']:>8.3f} ms/token, {row['to_plain']:.2f} x plain"
             )
     if args.json:
         whole = {"scenario": "mixed_batch", "model": args.model, "others": args.others, "tokens": args.tokens}

@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.bench.result import environment
 from torchweave.bench.serving.workload import Lengths, arrivals
-from torchweave.engine.scheduler.policies.admission import step_token_budget
+from torchweave.engine.scheduler.policies import step_token_budget
 
 RECORDED = {1: 1.9, 64: 2.0, 128: 2.2, 192: 2.4, 256: 2.65, 384: 3.4, 512: 4.2, 768: 5.2}  # tokens: milliseconds
 DECODE, ROW, READ, HTTP = (

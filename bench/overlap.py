@@ -28,8 +28,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.process_groups import (
+    ProcessGroupCommunicator,
     ProcessGroups,
     create_rendezvous_store,
     destroy_process_groups,
@@ -166,7 +166,7 @@ def rank_main(rank: int, address: tuple[str, int], tokens: list[int], out: str) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--json", type=Path, help="where to write every measurement")
+    parser.add_argument("--json", type=Path, help="write every measurement to this JSON file")
     arguments = parser.parse_args()
     if torch.cuda.device_count() < 2:
         sys.exit(f"this benchmark needs 2 GPUs; there are {torch.cuda.device_count()}")

@@ -44,7 +44,7 @@ def measure(config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
     return {
         "ms": {str(row["batch_size"]): row["median_tpot_ms"] for row in rows if "median_tpot_ms" in row},
         "matches": matches,
-        "startup_s": sum(event["seconds"] for event in report.select("stage") if event["name"] == "weaving"),
+        "startup_s": sum(event["seconds"] for event in report.select("stage") if event["name"] == "compilation"),
     }
 
 
@@ -85,14 +85,14 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="shape:llama-1b")
-    parser.add_argument("--json", type=Path, help="where to write every measurement; the table goes beside it")
+    parser.add_argument("--json", type=Path, help="write every measurement to this JSON file, and the table next to it")
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--output_len", type=int, default=128)
-    parser.add_argument("--passes", nargs="+", help="leave out these alone, one at a time")
-    parser.add_argument("--quantization", help="of the engines, fp8 for instance")
-    parser.add_argument("--fx", action="store_true", help="also without Inductor")
+    parser.add_argument("--passes", nargs="+", help="disable only these passes, one at a time")
+    parser.add_argument("--quantization", help="quantization of the engines, such as fp8")
+    parser.add_argument("--fx", action="store_true", help="measure without Inductor as well")
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
-    parser.add_argument("--num_kv_blocks", type=int, help="fixed, so that engines do not differ in it")
+    parser.add_argument("--num_kv_blocks", type=int, help="number of KV cache blocks, equal for all engines")
     arguments = parser.parse_args()
     sizes = Sizes(batch_sizes=tuple(arguments.batch_sizes), output_len=arguments.output_len)
     only_fx = arguments.fx and arguments.passes is not None

@@ -33,8 +33,8 @@ from torchweave.compiler.passes.collectives.user_buffers import table_shape
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning.table import Entry
 from torchweave.config.options import TorchCompileConfig
-from torchweave.distributed.communicator import ProcessGroupCommunicator
 from torchweave.distributed.process_groups import (
+    ProcessGroupCommunicator,
     ProcessGroups,
     create_rendezvous_store,
     destroy_process_groups,
@@ -208,8 +208,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--fp8", action="store_true", help="products in FP8, a scale for each token")
-    parser.add_argument("--cpu", action="store_true", help="on CPUs over gloo: whether it runs, not how fast")
+    parser.add_argument("--fp8", action="store_true", help="FP8 linears with per-token scales")
+    parser.add_argument("--cpu", action="store_true", help="run on CPUs over gloo, to check that it works")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     store, address = create_rendezvous_store("127.0.0.1")

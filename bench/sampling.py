@@ -78,7 +78,7 @@ def main() -> None:
     results = {
         kind: {rows: round(measure(rows, arguments.vocab, kind), 2) for rows in arguments.rows} for kind in KINDS
     }
-    print(f"{'us a step':22}" + "".join(f"{rows:>10}" for rows in arguments.rows))
+    print(f"{'us per step':22}" + "".join(f"{rows:>10}" for rows in arguments.rows))
     for kind, times in results.items():
         print(f"{kind:22}" + "".join(f"{times[rows]:>10.1f}" for rows in arguments.rows))
     if arguments.json:

@@ -162,7 +162,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pid", type=int, required=True, help="of the server")
+    parser.add_argument("--pid", type=int, required=True, help="process id of the server")
     parser.add_argument("--base_url", default="http://127.0.0.1:8000")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--streams", type=int, default=100)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.bench.result import environment
 from torchweave.engine.runner.step_buffers import packed_size
 from torchweave.ops.kernels.step_io import launch_scatter
-from torchweave.ops.step_io import carry
+from torchweave.ops.slot_state import carry
 
 Launch = Callable[[], object]
 
@@ -102,8 +102,8 @@ def measure(launch: Launch) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time what passes between host and device at the ends of a step.")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser = argparse.ArgumentParser(description="Time the host-device transfers at the start and end of a step.")
+    parser.add_argument("--json", type=Path, help="write the results to this JSON file")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("This machine has no GPU; there is nothing to copy to.")

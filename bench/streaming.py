@@ -23,6 +23,7 @@ import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.engine.request import Output, Response
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.http.app import create_app
@@ -73,7 +74,7 @@ class Speaker(EngineClient):
         self._on_message(messages.decode_from_engine(messages.encode(messages.Outputs(ids, tokens.tobytes(), []))))
 
     def end(self) -> None:
-        last = [messages.EncodedResponse(each, TOKENS[:1].tobytes(), "length", True, "") for each in self.ids]
+        last = [Response(each, Output(TOKENS[:1], "length"), True) for each in self.ids]
         self._on_message(messages.Outputs(b"", b"", last))
 
 
@@ -128,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 128, 512])
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--json", type=Path, help="where to write every measurement")
+    parser.add_argument("--json", type=Path, help="write every measurement to this JSON file")
     arguments = parser.parse_args()
     results = []
     for streams in arguments.streams:

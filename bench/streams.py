@@ -166,7 +166,7 @@ def compare(name: str, shape: Shape, arguments: argparse.Namespace) -> list[dict
                 "ratio": round(found / times[1], 4), "bit_equal": bool(outputs[streams].equal(outputs[1])),
                 "kept": events[streams],
             })  # fmt: skip
-            row = f"{name:18} T={tokens:<4} streams={streams} {found / shape.layers:8.2f} us a layer   {found / times[1]:.3f}"
+            row = f"{name:18} T={tokens:<4} streams={streams} {found / shape.layers:8.2f} us per layer   {found / times[1]:.3f}"
             print(row, flush=True)
     return results
 
@@ -191,11 +191,13 @@ def measure(replays: dict[int, Any]) -> dict[int, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write every measurement")
+    parser.add_argument("--json", type=Path, help="write every measurement to this JSON file")
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--streams", nargs="+", type=int, default=[2], help="numbers of streams to compare with one")
-    parser.add_argument("--layers", type=int, help="layers of each model instead of its own number")
+    parser.add_argument(
+        "--streams", nargs="+", type=int, default=[2], help="numbers of streams, each compared with one stream"
+    )
+    parser.add_argument("--layers", type=int, help="number of layers of each model")
     parser.add_argument(
         "--fx", action="store_true", help="run pieces as plain FX code instead of building them with Inductor"
     )

@@ -2,7 +2,7 @@
 
     python bench/waiting.py [--json FILE]
 
-`new`: a prompt without a cached prefix arrives while eight requests decode. `known`: a prompt with a cached prefix. `behind a full
+`new`: a prompt without a cached prefix arrives while eight requests decode. `cached`: a prompt with a cached prefix. `full
 cache`: 150 requests with a common prefix, most of which wait for blocks.
 """
 
@@ -22,8 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchweave.bench.result import environment
-from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.kv_cache.layer_groups import AttentionWindow
+from torchweave.engine.kv_cache.block_manager import AttentionWindow, BlockManager
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
@@ -86,7 +85,7 @@ def new(tokens: int, window: AttentionWindow) -> dict[str, float]:
     return {"first": reading[0], "median of the rest": float(np.median(reading[1:] or reading)), "sum": sum(reading)}
 
 
-def known(tokens: int, window: AttentionWindow) -> dict[str, float]:
+def cached(tokens: int, window: AttentionWindow) -> dict[str, float]:
     engine = Engine(POLICY, 3 * tokens // BLOCK + 4000, tokens + 4000, window)
     prompt = engine.prompt(tokens)
     engine.add(prompt, 16)
@@ -111,13 +110,13 @@ def main() -> None:
     args = parser.parse_args()
     rows: dict[str, dict[str, float]] = {}
     for tokens in (2_000, 32_000, 128_000):
-        rows[f"new, {tokens:,} tokens"] = new(tokens, AttentionWindow())
-        rows[f"known, {tokens:,} tokens"] = known(tokens, AttentionWindow())
+        rows[f"new prompt, {tokens:,} tokens"] = new(tokens, AttentionWindow())
+        rows[f"cached prefix, {tokens:,} tokens"] = cached(tokens, AttentionWindow())
     for tokens in (8_000, 32_000):
-        rows[f"new, {tokens:,} tokens, all layers with a window of 4,096"] = new(tokens, AttentionWindow(4096))
+        rows[f"new prompt, {tokens:,} tokens, all layers with a window of 4,096"] = new(tokens, AttentionWindow(4096))
     for policy in ("guaranteed_no_evict", "max_utilization"):
         for tokens in (2_000, 32_000):
-            rows[f"behind a full cache, {tokens:,} in common, {policy}"] = full(tokens, policy)
+            rows[f"full cache, common prefix of {tokens:,} tokens, {policy}"] = full(tokens, policy)
     for name, row in rows.items():
         print(f"{name:75}", ", ".join(f"{key} {value:.2f} ms" for key, value in row.items()), flush=True)
     if args.json:

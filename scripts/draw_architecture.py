@@ -54,7 +54,7 @@ STEP = (
     Station("engine/runner/model_runner.py", "ModelRunner.launch"),
     Station("ops/slot_state.py", "SlotState"),
     Station("compiler/runtime/cuda_graphs.py", "Recording.replay"),
-    Station("ops/attention/call.py", "run_attention"),
+    Station("ops/attention/op.py", "run_attention"),
     Station("ops/sampling/sample.py", "sample"),
     Station("engine/runner/model_runner.py", "ModelRunner.collect"),
     Station("engine/detokenizer.py", "CompletionBuilder"),

@@ -60,20 +60,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--draft-out", type=Path, help="folder of the draft model; none is trained without it")
     parser.add_argument("--seconds", type=float, default=300.0, help="seconds of training, both models together")
-    parser.add_argument("--steps", type=int, help="end each training after this many steps, if that is earlier")
+    parser.add_argument("--steps", type=int, help="maximum number of training steps per model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--preset", choices=PRESETS, default="full")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the saved weights")
-    parser.add_argument(
-        "--tasks", nargs="+", choices=tasks.TASKS, default=tasks.TASKS, help="for experiments: fewer tasks"
-    )
+    parser.add_argument("--tasks", nargs="+", choices=tasks.TASKS, default=tasks.TASKS, help="train these tasks only")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, help="processes that make text (default: cores less two, at most 14)")
-    parser.add_argument("--questions", type=int, default=2000, help="held-out questions of each task, in each form")
-    parser.add_argument("--report", type=Path, help="write the figures as JSON to this file")
+    parser.add_argument(
+        "--workers", type=int, help="data-loading processes (default: number of cores minus two, at most 14)"
+    )
+    parser.add_argument("--questions", type=int, default=2000, help="number of held-out questions per task and form")
+    parser.add_argument("--report", type=Path, help="write the results to this JSON file")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
     parser.add_argument("--learning-rate", type=float, help="peak learning rate of `demo` instead of the preset's")
-    parser.add_argument("--tokens-per-step", type=int, help="instead of the preset's")
+    parser.add_argument("--tokens-per-step", type=int, help="tokens per training step instead of the preset's")
     return parser.parse_args(arguments)
 
 
@@ -120,7 +120,7 @@ def grade(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(name: str, graded: dict[str, Any]) -> None:
-    table = Table(title=f"{name}: exact answers on held-out questions")
+    table = Table(title=f"{name}: exact matches on held-out questions")
     table.add_column("task")
     for dtype, result in graded.items():
         for form in next(iter(result["accuracy"].values())):

@@ -14,8 +14,6 @@ from torchweave.cli import main
 from torchweave.cli.arguments import ENGINE_GROUPS, OPTIMIZATION_LEVELS, Parser
 from torchweave.cli.commands import (
     bench,
-    bench_profile,
-    bench_serve,
     cache,
     chat,
     doctor,
@@ -103,9 +101,9 @@ def page() -> str:
     lines += ["`shape:qwen3-30b-a3b` are models without weights, for `--load_format dummy`.", ""]
     lines += ["| scenario | measures |", "|---|---|"]
     lines += [f"| `{name}` | {text} |" for name, text in bench.SCENARIOS.items()]
-    lines += ["", *_own_options(bench.parser("suite")), *_options("### Benchmark options", bench.Options)]
-    lines += _options("### `bench profile` options", bench_profile.Options)
-    lines += _options("### `bench serve` options", bench_serve.Options)
+    lines += ["", *_own_options(bench.parser("suite")), *_options("### Benchmark options", bench.Sizes)]
+    lines += _options("### `bench profile` options", bench.ProfileOptions)
+    lines += _options("### `bench serve` options", bench.LoadTest)
     lines += [
         "## Engine options",
         "",

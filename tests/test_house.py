@@ -1,4 +1,4 @@
-"""The rules of the house, as far as a machine can hold them."""
+"""Checks of the code style, the docs and the generated pages."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _functions(path: Path) -> set[str]:
 
 
 def test_every_test_of_a_requirement_exists():
-    """docs/requirements.md names tests by file and function; a row without tests says that it is not built."""
+    """docs/requirements.md names tests by file and function; a row without tests is marked as not built."""
     page = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
     rows = re.findall(r"^## ([A-Z]\d+): .+?$\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE)
     assert len(rows) >= 55

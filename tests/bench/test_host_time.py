@@ -1,4 +1,4 @@
-"""Host work of a decode step: it is small, and it does not grow with the batch as work per request would."""
+"""Host time of a decode step stays small and does not grow with the batch."""
 
 from __future__ import annotations
 

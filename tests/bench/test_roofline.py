@@ -1,4 +1,4 @@
-"""The least that a decode step reads, by which a measured step is judged."""
+"""Memory-bandwidth lower bound of a decode step (roofline)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def fake_llm(name: str) -> Any:
     return SimpleNamespace(engine=SimpleNamespace(loaded=loaded))
 
 
-def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
-    """The specimen has 8 experts, of which a token chooses 2."""
+def test_moe_step_reads_only_the_routed_experts() -> None:
+    """The example model has 8 experts; each token selects 2."""
     llm = fake_llm("qwen3_moe")
     loaded = llm.engine.loaded
     experts = sum(weight.numel() * 4 for weight in loaded.module.parameters() if weight.ndim == 3)
@@ -28,7 +28,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
         assert decode_bytes(llm, batch_size, 0) == pytest.approx(every - (1 - read) * experts, rel=1e-6)
 
 
-def test_a_dense_model_reads_its_weights_and_each_request_its_own_tokens() -> None:
+def test_dense_step_reads_weights_once_and_kv_cache_per_request() -> None:
     llm = fake_llm("llama-tied")
     loaded = llm.engine.loaded
     layer = loaded.module.attention_layers[0]

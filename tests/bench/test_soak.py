@@ -1,4 +1,4 @@
-"""`bench/soak.py`: what it says of answers that are none, and of processes that end while it looks."""
+"""`bench/soak.py`: malformed responses and processes that exit during the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def script() -> ModuleType:
 
 
 class Server:
-    """Answers with nothing, then not at all, then as it should."""
+    """Responds with an empty body, then with an error, then correctly."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -41,7 +41,7 @@ class Server:
         return 200
 
 
-def test_an_answer_that_is_none_has_failed_and_the_stream_goes_on(script: ModuleType):
+def test_malformed_response_counts_as_failed_and_the_run_continues(script: ModuleType):
     soak = script.Soak(Server(), "demo", (1, 2), (1, 2))
     asyncio.run(soak.stream(time.monotonic() + 0.1))
     assert soak.counts["failed"] == 2 == len(soak.faults)
@@ -49,7 +49,7 @@ def test_an_answer_that_is_none_has_failed_and_the_stream_goes_on(script: Module
     assert soak.counts["whole"] > 1 and soak.counts["begun"] == sum(soak.counts.values()) - soak.counts["begun"]
 
 
-def test_a_process_that_has_ended_takes_no_memory(script: ModuleType):
+def test_exited_process_has_zero_memory(script: ModuleType):
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     assert script.memory(ended.pid) == {}

@@ -11,7 +11,7 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-=:,. "
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of three layers over single characters; what it says is noise, but always the same noise."""
+    """A llama of three layers over single characters; its output is deterministic noise."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

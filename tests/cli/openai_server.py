@@ -1,4 +1,4 @@
-"""A server that answers like an OpenAI server, at times that are known: what a load generator is checked against."""
+"""Fake OpenAI server with known latencies, for the tests of the load generator."""
 
 from __future__ import annotations
 

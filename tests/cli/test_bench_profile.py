@@ -1,4 +1,4 @@
-"""`bench profile`: which steps are looked at, and what is told of them."""
+"""`bench profile`: the profiled steps and the reported kernel times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchweave.bench.result import rows
 from torchweave.cli.main import main
 
 
-def test_a_decode_step_and_one_that_reads_prompts(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+def test_profiles_a_decode_step_and_a_mixed_step(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
     argv = ["bench", "profile", "--model", *tiny_args, "--running", "3", "--input_len", "20", "--steps", "4"]
     assert main([*argv, "--mixed_step_tokens", "16", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -52,21 +52,21 @@ def test_a_decode_step_and_one_that_reads_prompts(tiny_args: list[str], capsys: 
         (["--running", "2", "--input_len", "20", "--num_kv_blocks", "7"], "running=2 requests leave no room"),
     ],
 )
-def test_impossible_profile_options_are_refused(
+def test_invalid_profile_options_are_rejected(
     options: list[str], sentence: str, tiny_args: list[str], capsys: pytest.CaptureFixture[str]
 ):
     assert main(["bench", "profile", "--model", *tiny_args, "--max_batch_size", "8", "--steps", "2", *options]) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_a_mixed_step_is_full(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+def test_mixed_step_fills_a_token_bucket(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
     argv = ["bench", "profile", "--model", *tiny_args, "--running", "7", "--input_len", "8", "--steps", "3"]
     assert main([*argv, "--mixed_step_tokens", "8", "--json"]) == 0
     mixed = json.loads(capsys.readouterr().out)["steps"][1]
     assert mixed["tokens"] == 16, "the first size with room for 4 beside those 7 holds 9, more than the least size"
 
 
-def test_what_runs_fits_the_model(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+def test_requests_fit_max_model_len(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
     argv = [
         "bench",
         "profile",
@@ -86,7 +86,7 @@ def test_what_runs_fits_the_model(tiny_args: list[str], capsys: pytest.CaptureFi
     )
 
 
-def test_a_profiler_that_sees_no_kernel_is_a_fault(monkeypatch: pytest.MonkeyPatch):
+def test_profile_without_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch):
     blind = SimpleNamespace(step=lambda: None, events=list)
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(blind))
     step = SimpleNamespace(num_rows=1, num_tokens=1)
@@ -95,12 +95,12 @@ def test_a_profiler_that_sees_no_kernel_is_a_fault(monkeypatch: pytest.MonkeyPat
         profile(cast(StepDriver, cast(Any, work)), "decode", lambda: None)
 
 
-def test_kernels_at_the_same_time_count_once():
+def test_overlapping_kernels_count_once():
     gaps, busy = _gaps([("d", 8, 9), ("a", 0, 4), ("b", 1, 2), ("c", 3, 6)])
     assert busy == 7 and gaps == [("d", 2, 1)]
     assert _gaps([]) == ([], 0)
 
 
-def test_launches_of_a_kernel_are_added():
+def test_launches_of_a_kernel_are_summed():
     found = _by_name([("a", 4.0, 1), ("b", 10.0, 1), ("a", 2.0, 3)], num_steps=2)
     assert found == [{"name": "b", "us": 5.0, "launches": 0.5}, {"name": "a", "us": 3.0, "launches": 2.0}]

@@ -1,4 +1,4 @@
-"""`bench serve` against a server whose times are known, and against what the public client sees of the same server."""
+"""`bench serve` against a server with known latencies, compared with the openai client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bench(server: FakeServer, capsys: pytest.CaptureFixture[str], *options: str)
     return json.loads(capsys.readouterr().out)
 
 
-def test_figures_are_those_of_the_server(capsys: pytest.CaptureFixture[str]):
+def test_metrics_equal_the_server_latencies(capsys: pytest.CaptureFixture[str]):
     with serving(FakeServer(first=0.06, gap=0.02)) as server:
         found = bench(
             server, capsys, "--num_prompts", "8", "--output_len", "6", "--save_detailed", "--goodput", "e2el:9000"
@@ -58,7 +58,7 @@ def test_figures_are_those_of_the_server(capsys: pytest.CaptureFixture[str]):
     assert set(found["machine_stalls"]) == {"longest_ms", "over_2_ms", "slow_spells", "slow_s"}
 
 
-def test_the_public_client_sees_the_same(capsys: pytest.CaptureFixture[str]):
+def test_metrics_equal_those_of_the_openai_client(capsys: pytest.CaptureFixture[str]):
     """Counts are equal and latencies agree within noise with what the `openai` client measures on the same server."""
     openai = pytest.importorskip("openai")
     count, length = 8, 8
@@ -110,7 +110,7 @@ def test_failed_requests_are_counted_and_named(capsys: pytest.CaptureFixture[str
     assert "none failed" in capsys.readouterr().out
 
 
-def test_at_most_so_many_are_open(capsys: pytest.CaptureFixture[str]):
+def test_max_concurrency_limits_open_requests(capsys: pytest.CaptureFixture[str]):
     with serving(FakeServer(first=0.02, gap=0.005)) as server:
         options = ("--num_prompts", "9", "--output_len", "4", "--max_concurrency", "3", "--save_detailed")
         found = bench(server, capsys, *options)
@@ -119,7 +119,7 @@ def test_at_most_so_many_are_open(capsys: pytest.CaptureFixture[str]):
     assert sorted(found["queue_times"])[2] < 0.02 < max(found["queue_times"])
 
 
-def test_chat_and_further_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_chat_endpoint_and_extra_body(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with serving(FakeServer(first=0.0, gap=0.001)) as server:
         options = ("--endpoint", "/v1/chat/completions", "--num_prompts", "2", "--output_len", "3", "--ignore_eos")
@@ -131,14 +131,14 @@ def test_chat_and_further_fields(capsys: pytest.CaptureFixture[str], monkeypatch
     assert found["exact_prompts"] is False and found["completed"] == 2
 
 
-def test_a_server_without_tokenize_gets_words(capsys: pytest.CaptureFixture[str]):
+def test_server_without_tokenize_endpoint_gets_text_prompts(capsys: pytest.CaptureFixture[str]):
     with serving(FakeServer(first=0.0, gap=0.001, with_tokenize=False)) as server:
         found = bench(server, capsys, "--num_prompts", "2", "--output_len", "2")
     assert isinstance(server.bodies[-1]["prompt"], str) and found["exact_prompts"] is False
     assert found["total_input_tokens"] == 32  # as the server counts
 
 
-def test_prompts_share_what_was_asked_and_no_more():
+def test_prompts_share_exactly_prefix_len_tokens():
     lengths = Lengths(input_len=40, output_len=20, range_ratio=0.5, prefix_len=16)
     vocabulary = Vocabulary("/v1/completions", range(50, 90))
     work = prompts(lengths, 200, 7, vocabulary, {"stream": True})
@@ -153,7 +153,7 @@ def test_prompts_share_what_was_asked_and_no_more():
     assert prompts(lengths, 1, 8, vocabulary, {})[0].body != work[0].body
 
 
-def test_arrivals_keep_the_rate_and_the_burstiness():
+def test_arrivals_follow_request_rate_and_burstiness():
     assert arrivals(3, float("inf"), 1.0, 0) == [0.0] * 3
     for burstiness, spread in ((1.0, 1.0), (0.25, 2.0), (16.0, 0.25)):
         times = arrivals(4000, 10.0, burstiness, 1)
@@ -163,7 +163,7 @@ def test_arrivals_keep_the_rate_and_the_burstiness():
     assert arrivals(4, 2.0, float("inf"), 0) == [0.5, 1.0, 1.5, 2.0]
 
 
-def test_requests_come_at_the_rate(capsys: pytest.CaptureFixture[str]):
+def test_requests_are_sent_at_the_request_rate(capsys: pytest.CaptureFixture[str]):
     with serving(FakeServer(first=0.0, gap=0.001)) as server:
         options = ("--num_prompts", "30", "--output_len", "2", "--request_rate", "60", "--save_detailed")
         found = bench(server, capsys, *options)
@@ -202,14 +202,14 @@ def test_slow_periods_are_detected():
     )
 
 
-def test_stalls_are_no_part_of_a_run_whose_watch_died():
+def test_stalls_are_omitted_when_the_monitor_process_died():
     with StallMonitor() as machine:
         assert machine._process is not None
         machine._process.kill()
     assert machine.stats == {}
 
 
-def test_goodput_and_single_tokens():
+def test_goodput_with_single_token_outputs():
     stats = [RequestStats(4, start=at, ttft=0.1, latency=0.1 + 0.01 * (n - 1), itl=[0.01] * (n - 1), output_tokens=n) for at, n in
             ((0.0, 1), (0.0, 11), (5.0, 101))]  # fmt: skip
     found = figures(stats, 10.0, (50,), {"ttft": 150, "e2el": 250})
@@ -232,19 +232,19 @@ def test_goodput_and_single_tokens():
         (["--base_url", "http://127.0.0.1:1", "--ready_check_timeout_sec", "0"], "no ready server"),
     ],
 )
-def test_faults_are_told_in_a_sentence(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]):
+def test_invalid_options_give_one_line_errors(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "serve", "--quiet", "--num_prompts", "1", *options]) == 2
     assert expected in capsys.readouterr().err
 
 
-def test_a_server_with_a_key_says_where_it_goes(capsys: pytest.CaptureFixture[str]):
+def test_missing_api_key_error_names_the_environment_variable(capsys: pytest.CaptureFixture[str]):
     with serving(FakeServer(locked=True)) as server:
         assert main(["bench", "serve", "--quiet", "--base_url", server.url]) == 2
     sentence = f"{server.url} requires an API key; set OPENAI_API_KEY\n"
     assert capsys.readouterr().err == f"torchweave: {sentence}"
 
 
-def test_a_result_is_kept_with_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_output_writes_json_and_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "served.json"
     with serving(FakeServer(first=0.0, gap=0.001)) as server:
         bench(server, capsys, "--num_prompts", "2", "--output_len", "3", "--output", str(path))

@@ -1,4 +1,4 @@
-"""What `bench startup` says of a start beside its seconds."""
+"""`bench startup`: facts reported next to the start-up seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweave.bench.result import rows
 from torchweave.cli.commands.start_once import modules_without_bytecode
 
 
-def test_modules_that_are_compiled_at_every_start_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_modules_without_bytecode_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = modules_without_bytecode()
     for name, there in (("kept", True), ("compiled_again", False)):
         module, cached = ModuleType(name), tmp_path / f"{name}.pyc"

@@ -1,4 +1,4 @@
-"""The commands, run as a user runs them, on a tiny model."""
+"""Commands of the command line on a tiny model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchweave.verify.hf_baseline import TransformersBaseline
 Lines = pytest.MonkeyPatch
 
 
-def test_one_prompt_prints_its_answer_alone(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+def test_one_prompt_prints_only_its_output(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(["generate", *tiny_args, "ab", "--max_tokens", "5", "--ignore_eos"]) == 0
     alone = capsys.readouterr().out
     assert alone.endswith("\n") and len(alone.rstrip("\n")) == 5
@@ -34,7 +34,7 @@ def test_one_prompt_prints_its_answer_alone(tiny_args: list[str], capsys: pytest
     assert first == "ab → " + alone.rstrip("\n") and second.startswith("cd → ")
 
 
-def test_json_and_stdin(tiny_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Lines):
+def test_generate_json_from_stdin(tiny_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Lines):
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\n\ncd\n"))
     assert main(["generate", *tiny_args, "--json", "--max_tokens", "4", "--ignore_eos", "-n", "2"][:-2]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -43,7 +43,7 @@ def test_json_and_stdin(tiny_args: list[str], capsys: pytest.CaptureFixture[str]
     assert all(row["outputs"][0]["finish_reason"] == "length" for row in rows)
 
 
-def test_json_tells_logprobs_and_text_has_no_place_for_them(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+def test_logprobs_need_json_output(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
     asked = ["generate", *tiny_args, "ab", "--max_tokens", "6", "--ignore_eos", "--logprobs", "2"]
     assert main([*asked, "--json"]) == 0
     (output,) = json.loads(capsys.readouterr().out)["outputs"]
@@ -56,7 +56,7 @@ def test_json_tells_logprobs_and_text_has_no_place_for_them(tiny_args: list[str]
     assert "--logprobs needs --json" in capsys.readouterr().err
 
 
-def test_an_output_without_all_characters_gets_those_that_it_lacks_escaped(tiny_args: list[str], monkeypatch: Lines):
+def test_characters_outside_stdout_encoding_are_escaped(tiny_args: list[str], monkeypatch: Lines):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", out)
     asked = ["generate", *tiny_args, "\N{EURO SIGN}", "ab", "--allowed_token_ids", "3", "--max_tokens", "1"]
@@ -67,7 +67,7 @@ def test_an_output_without_all_characters_gets_those_that_it_lacks_escaped(tiny_
     assert sorted(json.loads(row)["prompt"] for row in rows) == ["ab", "\N{EURO SIGN}"]
 
 
-def test_streams_that_were_closed_are_empty_ones(
+def test_closed_standard_streams_are_treated_as_empty(
     tiny_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Lines
 ):
     monkeypatch.setattr("sys.stdin", None)
@@ -77,7 +77,7 @@ def test_streams_that_were_closed_are_empty_ones(
     assert main(["generate", *tiny_args, "ab", "--max_tokens", "2"]) == 0
 
 
-def test_several_answers_of_one_prompt(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+def test_n_prints_every_output_of_a_prompt(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
     options = ["--n", "3", "--temperature", "1", "--seed", "5", "--max_tokens", "3", "--json"]
     assert main(["generate", *tiny_args, *options, "ab"]) == 0
     (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -87,7 +87,7 @@ def test_several_answers_of_one_prompt(tiny_args: list[str], capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out) == first
 
 
-def test_a_beam_search_is_not_told_how_its_checkpoint_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_beam_search_ignores_sampling_defaults_of_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = shutil.copytree(resolve("demo").folder, tmp_path / "demo")
     asked = {"do_sample": True, "temperature": 3.0, "top_k": 20, "repetition_penalty": 1.3}
     (folder / "generation_config.json").write_text(json.dumps(asked))
@@ -106,7 +106,7 @@ def test_chat_keeps_the_turns(tiny_args: list[str], capsys: pytest.CaptureFixtur
     assert first == again != second
 
 
-def test_chat_survives_a_turn_that_is_too_long(
+def test_chat_continues_after_a_turn_that_exceeds_max_model_len(
     tiny_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Lines
 ):
     def turns(prompt: str = "") -> str:
@@ -121,7 +121,7 @@ def test_chat_survives_a_turn_that_is_too_long(
     assert len(captured.out.splitlines()) == 1 and "/new starts a new conversation" in captured.err
 
 
-def test_explain_shows_the_plan_and_what_was_built(
+def test_explain_shows_the_plan_and_compiled_pieces(
     tiny_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     asked = ["-O2", "--torch_compile_config.enable_inductor=false", "--torch_compile_config.no_compile_cache"]
@@ -143,9 +143,7 @@ def test_explain_shows_the_plan_and_what_was_built(
         assert word in text
 
 
-def test_explain_names_the_near_misses_of_a_model_that_fuses_in_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_explain_lists_near_misses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from torchweave.verify.zoo import build, zoo_model
 
     build(zoo_model("cohere2")).save_pretrained(tmp_path / "model")
@@ -211,7 +209,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("argv", "sentence"), FAULTS)
-def test_a_fault_is_one_sentence_and_exit_code_2(
+def test_invalid_input_prints_one_line_and_exits_with_2(
     argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: Lines
 ):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
@@ -221,7 +219,7 @@ def test_a_fault_is_one_sentence_and_exit_code_2(
     assert captured.err.startswith("torchweave: ") and captured.out == ""
 
 
-def test_a_rank_that_ends_is_one_sentence_and_exit_code_1(monkeypatch: Lines, capsys: pytest.CaptureFixture[str]):
+def test_dead_rank_prints_one_line_and_exits_with_1(monkeypatch: Lines, capsys: pytest.CaptureFixture[str]):
     def run(argv: list[str]) -> int:
         ended = RankFailure("Rank 1 (process 7)\nhas ended")
         if argv[0] == "building":
@@ -238,7 +236,7 @@ def test_a_rank_that_ends_is_one_sentence_and_exit_code_1(monkeypatch: Lines, ca
         main(["generate", "otherwise"])
 
 
-def test_a_result_that_cannot_be_kept_is_printed_all_the_same(
+def test_result_is_printed_when_the_output_file_is_not_writable(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Lines
 ):
     def full(result: object, path: Path) -> None:
@@ -252,40 +250,40 @@ def test_a_result_that_cannot_be_kept_is_printed_all_the_same(
     assert captured.err.endswith("a.json cannot be written: No space left on device; the result is printed above\n")
 
 
-def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path):
+def test_unwritable_report_page_gives_a_one_line_error(tmp_path: Path):
     with pytest.raises(ValueError, match=r"--html .* cannot be written: Is a directory; name another file"):
         write_output("--html", tmp_path, "a page")
 
 
-def test_what_an_engine_is_compared_with_loads_without_a_bar(tiny_model: Path, capfd: pytest.CaptureFixture[str]):
+def test_reference_model_loads_without_a_progress_bar(tiny_model: Path, capfd: pytest.CaptureFixture[str]):
     TransformersBaseline(str(tiny_model), torch.float32, "cpu").close()
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_prompt_longer_than_the_context(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+def test_prompt_longer_than_max_model_len_is_rejected(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(["generate", *tiny_args, "a" * 600]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_bytes_that_are_no_text_are_refused_as_a_prompt(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
+def test_stdin_that_is_not_utf8_is_rejected(tiny_args: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(["generate", *tiny_args, "ab\udcff"]) == 2
     assert capsys.readouterr().err == (
         "torchweave: The text holds half of a surrogate pair at character 2; send whole characters.\n"
     )
 
 
-def test_a_folder_without_weights(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_folder_without_weights_is_rejected(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
     assert main(["generate", str(tmp_path), "ab", "--quiet"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_the_traceback_is_there_for_who_asks():
+def test_traceback_flag_prints_the_traceback():
     with pytest.raises(ValueError, match="max_model_len"):
         main(["generate", "demo", "x", "--max_model_len", "0", "--traceback"])
 
 
-def test_help_needs_no_torch():
+def test_help_does_not_import_torch():
     code = "import sys; from torchweave.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "generate" in done.stdout
@@ -302,7 +300,7 @@ def delta(text: str, reason: str | None = None, index: int = 0) -> CompletionOut
     return CompletionOutput(index, text, [len(text)], reason)
 
 
-def test_answers_are_printed_in_order_however_they_come():
+def test_outputs_are_printed_in_prompt_order():
     out = io.StringIO()
     deltas = [
         (1, delta("B")),
@@ -315,7 +313,7 @@ def test_answers_are_printed_in_order_however_they_come():
     assert out.getvalue() == "x → Aa\ny → Bb\nz → C\n"
 
 
-def test_json_lines_wait_for_all_answers_of_a_prompt():
+def test_json_line_is_written_when_all_outputs_of_a_prompt_finished():
     deltas = [(0, delta("A", "stop", 1)), (0, delta("b")), (0, delta("c", "length"))]
     (line,) = generate.json_lines(["x"], iter(deltas), 2)
     assert [output["text"] for output in json.loads(line)["outputs"]] == ["bc", "A"]

@@ -1,4 +1,4 @@
-"""Options from YAML and the command line become dataclasses by annotation, or are refused with one sentence."""
+"""Conversion of YAML and command-line options to dataclasses, and its one-line errors."""
 
 import re
 from dataclasses import dataclass, field, fields
@@ -70,7 +70,7 @@ class Outer:
         ("inner.names", "a,b", ("a", "b")),
     ],
 )
-def test_values_take_the_annotated_type(name: str, text: Any, value: Any):
+def test_values_convert_to_the_annotated_type(name: str, text: Any, value: Any):
     built: Any = build_config(Outer, {"title": "x", name: text})
     for part in name.split("."):
         built = getattr(built, part)
@@ -101,7 +101,7 @@ def test_values_take_the_annotated_type(name: str, text: Any, value: Any):
         ("inner", 3, "inner is a group of options; set one of them, such as inner."),
     ],
 )
-def test_other_values_and_names_are_refused(name: str, text: Any, sentence: str):
+def test_unknown_names_and_wrong_types_are_rejected(name: str, text: Any, sentence: str):
     with pytest.raises(ValueError) as caught:
         build_config(Outer, {"title": "x", name: text})
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
@@ -112,20 +112,20 @@ def test_a_missing_field_is_named():
         build_config(Outer, {"scale": "2"})
 
 
-def test_later_sources_win_and_keep_what_they_do_not_name():
+def test_later_sources_override_only_the_options_they_name():
     built = build_config(Outer, {"title": "a", "inner.depth": 2, "scale": 3}, {"title": "b"}, {"inner.names": ["q"]})
     assert built == Outer("b", scale=3.0, inner=Inner(2, ("q",)))
 
 
 @given(st.dictionaries(st.sampled_from(["limit", "inner.depth"]), st.integers()), st.booleans(), st.floats(-9, 9))
-def test_text_and_value_build_the_same(numbers: dict[str, int], on: bool, scale: float):
+def test_text_and_typed_values_build_the_same_config(numbers: dict[str, int], on: bool, scale: float):
     values: dict[str, Any] = {"title": "t", "on": on, "scale": scale, **numbers}
     texts = {name: str(value) for name, value in values.items()}
     assert build_config(Outer, values) == build_config(Outer, texts)
 
 
 @given(st.text())
-def test_any_text_either_converts_or_is_one_sentence(text: str):
+def test_any_text_converts_or_gives_a_one_line_error(text: str):
     for option in options_of(Outer).values():
         try:
             convert(option.hint, text, option.name)
@@ -133,14 +133,14 @@ def test_any_text_either_converts_or_is_one_sentence(text: str):
             assert str(error).startswith(f"{option.name}=")
 
 
-def test_every_annotation_of_the_real_configs_is_understood():
+def test_every_annotation_of_the_configs_is_supported():
     for config in (EngineConfig, SamplingParams):
         for option in options_of(config).values():
             assert "VALUE" not in option.metavar, option
             assert option.text, f"the docstring of {config.__name__} does not say what {option.name} is"
 
 
-def test_texts_of_options_come_from_the_docstring():
+def test_option_help_comes_from_the_docstring():
     class Documented:
         """Something.
 
@@ -156,7 +156,7 @@ def test_texts_of_options_come_from_the_docstring():
     assert attribute_docs(Documented) == {"one": "first line and more: of it.", "two": "both.", "three": "both."}
 
 
-def test_yaml_nested_and_dotted_are_the_same(tmp_path: Path):
+def test_nested_and_dotted_yaml_keys_are_equal(tmp_path: Path):
     nested, dotted = tmp_path / "nested.yaml", tmp_path / "dotted.yaml"
     nested.write_text("max_model_len: 64\ntorch_compile_config:\n  capture_num_tokens: [1, 2]\n  debug: true\n")
     dotted.write_text(
@@ -177,7 +177,7 @@ def test_yaml_nested_and_dotted_are_the_same(tmp_path: Path):
         (None, "cannot be read: No such file"),
     ],
 )
-def test_a_bad_file_is_one_sentence(tmp_path: Path, content: bytes | None, sentence: str):
+def test_malformed_yaml_gives_a_one_line_error(tmp_path: Path, content: bytes | None, sentence: str):
     path = tmp_path / "x.yaml"
     if content is not None:
         path.write_bytes(content)
@@ -186,17 +186,17 @@ def test_a_bad_file_is_one_sentence(tmp_path: Path, content: bytes | None, sente
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_empty_file_holds_no_option(tmp_path: Path):
+def test_empty_yaml_sets_no_option(tmp_path: Path):
     (tmp_path / "x.yaml").write_text("# nothing\n")
     assert read_yaml(tmp_path / "x.yaml") == {} and flatten({"a": {}}) == {}
 
 
-def test_a_section_without_a_line_holds_no_option(tmp_path: Path):
+def test_empty_yaml_section_sets_no_option(tmp_path: Path):
     (tmp_path / "x.yaml").write_text("torch_compile_config:\n  # debug: true\nmax_model_len: null\n")
     assert parse_argv("--config", str(tmp_path / "x.yaml")) == EngineConfig("demo")
 
 
-def test_a_file_holds_every_option_that_the_command_has(tmp_path: Path):
+def test_yaml_accepts_every_option_of_the_command(tmp_path: Path):
     (tmp_path / "serve.yaml").write_text("max_batch_size: 4\nport: 8123\nserved_model_name: [a, b]\ndp: 2\n")
     args = serve.parser().parse_argv(["demo", "--config", str(tmp_path / "serve.yaml"), "--port", "0"])
     assert engine_config(args) == EngineConfig("demo", max_batch_size=4)
@@ -233,11 +233,11 @@ def parse_argv(*argv: str) -> EngineConfig:
         ["-cc.no-enable-inductor"],
     ],
 )
-def test_spellings_of_one_option(argv: list[str]):
+def test_every_spelling_of_an_option_is_accepted(argv: list[str]):
     assert parse_argv(*argv) == EngineConfig("demo", torch_compile_config=TorchCompileConfig(enable_inductor=False))
 
 
-def test_flags_do_not_swallow_the_prompt():
+def test_flag_before_the_prompt_does_not_consume_it():
     assert parse_argv("--trust-remote-code").trust_remote_code
     parser = engine_parser("generate", "")
     parser.add_argument("prompts", nargs="*")
@@ -245,13 +245,13 @@ def test_flags_do_not_swallow_the_prompt():
     assert args.prompts == ["1+1=", "2+2="] and engine_config(args).max_model_len == 64
 
 
-def test_text_after_two_dashes_is_left_alone():
+def test_arguments_after_double_dash_are_positional():
     parser = engine_parser("generate", "")
     parser.add_argument("prompts", nargs="*")
     assert parser.parse_argv(["demo", "--", "--max-model-len", "-5+3="]).prompts == ["--max-model-len", "-5+3="]
 
 
-def test_levels_lie_under_what_is_asked(tmp_path: Path):
+def test_explicit_options_override_optimization_levels(tmp_path: Path):
     plain = parse_argv("-O0")
     assert not plain.torch_compile_config.enable_fullgraph and plain.cuda_graph_config.max_batch_size == -1
     assert parse_argv("-O1").torch_compile_config == TorchCompileConfig()
@@ -266,7 +266,7 @@ def test_levels_lie_under_what_is_asked(tmp_path: Path):
     assert mixed.enable_fullgraph and not mixed.enable_inductor and not mixed.debug
 
 
-def test_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
+def test_repeated_list_options_and_vllm_aliases(tmp_path: Path):
     assert parse_argv(
         "--cudagraph-capture-sizes", "1,2", "-cc.capture_num_tokens=4"
     ).torch_compile_config == TorchCompileConfig(capture_num_tokens=(1, 2, 4))
@@ -293,7 +293,7 @@ def test_lists_may_be_repeated_and_vllm_names_work(tmp_path: Path):
         (["extra"], "unexpected argument 'extra'"),
     ],
 )
-def test_the_command_line_refuses_with_one_sentence(argv: list[str], sentence: str):
+def test_command_line_errors_are_one_line(argv: list[str], sentence: str):
     with pytest.raises(ValueError) as caught:
         parse_argv(*argv)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
@@ -313,7 +313,7 @@ def test_sampling_options_fill_the_dataclass():
         config_from_args(SamplingParams, parser.parse_argv(["--temperature", "-1"]))
 
 
-def test_maps_lists_and_the_form_of_the_answer_are_options_too():
+def test_mapping_list_and_structured_output_options():
     parser = Parser(prog="x")
     parser.add_config(SamplingParams, "sampling")
     schema = '{"type": "integer"}'
@@ -343,7 +343,7 @@ def test_normalize_argv_is_idempotent(argv: list[str]):
     assert normalize_argv(once, options) == once
 
 
-def test_the_names_of_tensorrt_llm_from_yaml(tmp_path: Path):
+def test_yaml_accepts_tensorrt_llm_names(tmp_path: Path):
     (tmp_path / "x.yaml").write_text(
         "torch_compile_config: {enable_fullgraph: true, enable_inductor: true, enable_piecewise_cuda_graph: true,\n"
         "  capture_num_tokens: null, enable_userbuffers: true, max_num_streams: 1}\n"
@@ -352,7 +352,7 @@ def test_the_names_of_tensorrt_llm_from_yaml(tmp_path: Path):
     assert parse_argv("--config", str(tmp_path / "x.yaml")) == EngineConfig("demo")
 
 
-def test_where_the_compile_cache_is_and_whether():
+def test_compile_cache_location_and_switch():
     assert parse_argv("--compile-cache-dir", "/x").torch_compile_config.compile_cache_dir == "/x"
     assert not parse_argv("--no-compile-cache").torch_compile_config.compile_cache
 

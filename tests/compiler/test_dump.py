@@ -67,7 +67,7 @@ def test_a_piece_from_the_cache_is_dumped_with_its_code(tmp_path: Path) -> None:
         assert "def call" in texts[f"pieces/{piece['hash']}/inductor.py"]
 
 
-def test_an_artifact_that_nobody_keeps_is_not_made() -> None:
+def test_artifacts_are_generated_for_a_listener_only() -> None:
     report, made = Report(show=False), []
     report.artifact("a.txt", lambda: made.append("a") or "a")
     texts: dict[str, str] = {}
@@ -78,7 +78,7 @@ def test_an_artifact_that_nobody_keeps_is_not_made() -> None:
     assert "ZeroDivisionError" in texts["c.txt"]
 
 
-def test_a_folder_that_can_no_more_be_written_ends_the_dump_and_nothing_else(tmp_path: Path) -> None:
+def test_unwritable_folder_ends_the_dump_only(tmp_path: Path) -> None:
     report = Report(show=False)
     folder = open_dump(TorchCompileConfig(dump_dir=str(tmp_path / "dump")), report)
     assert folder is not None

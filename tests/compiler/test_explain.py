@@ -36,7 +36,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """A toy decoder of five layers with a cache, and events that need a GPU, a tuner or a fallback."""
     report = Report(show=False)
     cache = CompileCache(tmp_path_factory.mktemp("cache"), report)
-    with report.stage("weaving"):
+    with report.stage("compilation"):
         compile_graph(toy(layers=5), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, cache=cache, report=report)
     piece = report.select("piece")[1]["hash"]
     measured = {"shape": "64x64", "choice": "row", "microseconds": 5.0, "baseline": 9.0}
@@ -54,7 +54,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return report
 
 
-def test_explain_holds_every_part_and_keeps_to_the_schema(report: Report) -> None:
+def test_explain_has_every_section_and_follows_the_schema(report: Report) -> None:
     facts = valid(explain(None, report))
     (merged,) = [row for row in facts["passes"] if row["name"] == "merge_linears"]
     assert merged["matches"] == 10 and merged["ops_after"] != merged["ops_before"] > 0
@@ -74,7 +74,7 @@ def test_explain_holds_every_part_and_keeps_to_the_schema(report: Report) -> Non
         (("extra",), 1),
     ],
 )
-def test_what_breaks_the_schema_is_refused(report: Report, path: tuple, value: Any) -> None:
+def test_schema_violations_are_rejected(report: Report, path: tuple, value: Any) -> None:
     facts = json.loads(as_json(explain(None, report)))
     place = facts
     for step in path[:-1]:
@@ -110,7 +110,7 @@ class _Text(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_one_sound_file_without_network(report: Report) -> None:
+def test_page_is_one_valid_file_without_network_access(report: Report) -> None:
     text = page(explain(None, report))
     read = _Text()
     read.feed(text)
@@ -118,13 +118,13 @@ def test_the_page_is_one_sound_file_without_network(report: Report) -> None:
     assert all(link.startswith("#") and link[1:] in read.ids for link in read.links)
     assert not re.search(r"https?://|@import|url\(|<script", text)
     assert "prefers-color-scheme: dark" in text and "max-width: 640px" in text
-    for piece in report.select("piece"):
-        assert piece["hash"] in text
+    pieces = report.select("piece")
+    assert pieces and all(piece["hash"] in text for piece in pieces)
     assert "4 &times;" in text, "repeated layers are folded"
     assert "something &lt;b&gt;bold&lt;/b&gt;" in text and "saves 4.0 us at T = 1" in text
 
 
-def test_the_page_of_an_empty_report_says_that_nothing_happened() -> None:
+def test_page_of_an_empty_report() -> None:
     text = page(valid(explain(None, Report(show=False))))
     assert "Nothing was captured" in text and "No pass ran" in text
 

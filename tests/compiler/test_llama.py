@@ -61,7 +61,7 @@ def llama() -> Any:
 
 
 @pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked"])
-def test_llama_is_woven_whole(llama: Any, mode: Any) -> None:
+def test_llama_is_captured_as_one_graph(llama: Any, mode: Any) -> None:
     module, batches, want = llama
     report = Report(show=False)
     config = TorchCompileConfig(enable_inductor=False, dynamic_shapes=mode)

@@ -29,7 +29,7 @@ FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
         "import torchweave.compiler.backend",
     ],
 )
-def test_callable_whatever_was_imported_first(first: str) -> None:
+def test_compile_is_callable_after_any_import_order(first: str) -> None:
     code = f"""
 {first}
 import torchweave
@@ -45,7 +45,7 @@ assert callable(compile_graph) and callable(eager_forward)
 
 
 def test_importing_the_package_needs_no_torch() -> None:
-    code = "import sys, torchweave; torchweave.compile; assert 'torch' not in sys.modules"
+    code = "import sys, torchweave; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -69,7 +69,7 @@ def test_a_plain_module_with_a_dictionary_result() -> None:
         assert not got["logits"].requires_grad
 
 
-def test_a_boundary_op_of_the_project_is_called_as_it_is() -> None:
+def test_builtin_boundary_op_needs_no_handler() -> None:
     from torchweave.ops.attention.op import attention
 
     class Attends(nn.Module):
@@ -98,13 +98,13 @@ def test_a_boundary_op_of_the_project_is_called_as_it_is() -> None:
         ({"input": torch.zeros(3, 8)}, {"input": ["T"]}, "dynamic names dimensions of inputs, counted from 0"),
     ],
 )
-def test_examples_that_are_none_are_refused_with_what_they_should_be(inputs: Any, dynamic: Any, said: str) -> None:
+def test_invalid_example_inputs_are_rejected(inputs: Any, dynamic: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         torchweave.compile(nn.Linear(8, 4), inputs, dynamic, FX)
 
 
 @pytest.mark.parametrize("given", [(), (3,), (torch.zeros(3, 8), torch.zeros(3, 8))])
-def test_a_call_with_something_else_than_the_inputs_is_refused(given: Any) -> None:
+def test_call_with_unknown_inputs_is_rejected(given: Any) -> None:
     compiled = torchweave.compile(nn.Linear(8, 4), {"input": torch.zeros(3, 8)}, {"input": {0: "T"}}, FX)
     with pytest.raises(ValueError, match=r"^expected one tensor for each of input, not "):
         compiled(*given)
@@ -159,7 +159,7 @@ def of_no_file(by: float) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "kept"), [(Scale, True), (scaling, True), (of_no_file, False)], ids=["class", "made", "typed"]
 )
-def test_a_module_of_ones_own_is_kept_in_the_compile_cache(make: Any, kept: bool, tmp_path: Path) -> None:
+def test_user_module_is_stored_in_the_compile_cache(make: Any, kept: bool, tmp_path: Path) -> None:
     config = TorchCompileConfig(enable_inductor=False, compile_cache_dir=str(tmp_path))
     outcomes = []
     for by in (2.0, 2.0, 3.0):

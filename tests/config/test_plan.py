@@ -1,4 +1,4 @@
-"""The plan: defaults by device, clamping that never invents a size, and one clear sentence for each contradiction."""
+"""The plan: defaults by device, clamping that adds no size, and a one-line error for each conflict."""
 
 import re
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
@@ -48,7 +48,7 @@ def test_defaults_on_a_gpu():
     assert plan.decode_graphs and plan.piecewise_graphs and plan.full_mixed_graphs and plan.inductor and plan.fullgraph
 
 
-def test_a_model_may_stretch_where_that_is_asked_for():
+def test_explicit_max_model_len_may_reach_longest_model_len():
     model = replace(MODEL, longest_model_len=16384)
     assert (plan_of(model=model).max_model_len, plan_of(model=model, max_model_len=9000).max_model_len) == (4096, 9000)
     with pytest.raises(ValueError, match="max_model_len=16385 is above the 16384"):
@@ -112,14 +112,14 @@ def test_default_batch_sizes_follow_the_rule(largest: int):
 
 
 @given(st.lists(st.integers(1, 5000), max_size=20), st.integers(1, 4096))
-def test_token_buckets_are_clamped_and_none_is_invented(asked: list[int], budget: int):
+def test_token_buckets_are_clamped_without_new_sizes(asked: list[int], budget: int):
     config = TorchCompileConfig(capture_num_tokens=tuple(asked))
     plan = plan_of(max_num_tokens=budget, torch_compile_config=config)
     assert list(plan.token_buckets) == sorted({size for size in asked if size <= budget})
     assert plan.piecewise_graphs == bool(plan.token_buckets)
 
 
-def test_batch_sizes_above_the_limit_are_left_out_and_said():
+def test_batch_sizes_above_the_limit_are_dropped_and_reported():
     plan = plan_of(max_batch_size=64, cuda_graph_config=CudaGraphConfig(batch_sizes=(8, 100, 1)))
     assert plan.batch_sizes == (1, 8)
     assert "1 above max_batch_size=64 left out" in entry(plan, "cuda_graph_config.batch_sizes").why
@@ -149,7 +149,7 @@ def test_batch_and_token_budget_follow_each_other_when_only_one_is_asked():
     assert plan_of(CPU, max_batch_size=4000).max_num_tokens == 4000
 
 
-def test_inductor_yields_with_its_reason():
+def test_inductor_is_disabled_with_a_reason():
     plan = plan_of(torch_compile_config=TorchCompileConfig(enable_fullgraph=False))
     assert not plan.inductor and entry(plan, "torch_compile_config.enable_inductor").why == "needs enable_fullgraph"
     plan = plan_of(replace(CPU, inductor_refusal="no C++ compiler was found"))
@@ -224,7 +224,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("options", "sentence"), FAULTS)
-def test_each_fault_is_one_clear_sentence(options: dict[str, Any], sentence: str):
+def test_each_conflict_gives_a_one_line_error(options: dict[str, Any], sentence: str):
     with pytest.raises(ValueError) as caught:
         plan_of(**options)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
@@ -305,14 +305,14 @@ def test_quantization_that_cannot_be() -> None:
     stored = replace(MODEL, quantization="fp8_per_block")
     with pytest.raises(ValueError, match="fp8_per_block already"):
         resolve(EngineConfig("m", quantization="fp8"), CPU, stored)
-    with pytest.raises(ValueError, match=r"quantization='fp4' is not known.*did you mean 'fp8'"):
-        resolve(EngineConfig("m", quantization="fp4"), CPU, MODEL)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"quantization='fp9' is not known.*did you mean 'fp8'"):
+        resolve(EngineConfig("m", quantization="fp9"), CPU, MODEL)  # type: ignore[arg-type]
     old = replace(GPU, capability=(8, 0))
     with pytest.raises(ValueError, match=r"needs compute capability 8\.9"):
         resolve(EngineConfig("m", quantization="fp8"), old, MODEL)
 
 
-def test_several_ranks_need_as_many_gpus_and_say_so() -> None:
+def test_several_ranks_need_as_many_gpus() -> None:
     two = replace(GPU, num_gpus=2)
     with pytest.raises(
         ValueError, match=r"needs 4 GPUs, but this machine has 2 from cuda:0 on; lower it, or use executor=ray"
@@ -328,7 +328,7 @@ def test_several_ranks_need_as_many_gpus_and_say_so() -> None:
         plan_of(two, tensor_parallel_size=2, kv_offload_gb=1.0)
 
 
-def test_one_rank_has_no_use_for_options_of_several() -> None:
+def test_single_rank_disables_multi_rank_options() -> None:
     plan = plan_of(executor="ray", enable_expert_parallel=True)
     for name in ("executor", "rank_timeout", "enable_expert_parallel"):
         assert not entry(plan, name).effective and entry(plan, name).why == "there is one rank"
@@ -349,14 +349,14 @@ def test_one_rank_has_no_use_for_options_of_several() -> None:
         ({"torch_compile_config": {"compile_sizes": [1, "2"]}}, "torch_compile_config.compile_sizes="),
     ],
 )
-def test_an_option_of_another_kind_is_refused(options: dict[str, Any], words: str) -> None:
+def test_option_of_a_wrong_type_is_rejected(options: dict[str, Any], words: str) -> None:
     config = config_from(EngineConfig, {"model": "demo", **options})
     with pytest.raises(ValueError, match=re.escape(words)):
         check_names(config, None)
         check_value_ranges(config)
 
 
-def test_options_are_taken_by_vllms_names_too() -> None:
+def test_vllm_option_names_are_accepted() -> None:
     options = {
         "max_num_seqs": 3,
         "max_num_batched_tokens": 40,
@@ -385,7 +385,7 @@ def test_options_are_taken_by_vllms_names_too() -> None:
         ({"api_key": "secret"}, "api_key='secret' must be a list"),
     ],
 )
-def test_limits_that_let_nothing_through_are_refused(limits: dict[str, Any], words: str) -> None:
+def test_limits_that_admit_no_request_are_rejected(limits: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         check_server(EngineConfig("demo"), ServerConfig(**limits))
     check_server(EngineConfig("demo"), ServerConfig(max_waiting_requests=0, drain_timeout=0))
@@ -402,5 +402,5 @@ def test_heads_that_do_not_divide_are_refused_before_ranks_start(heads: int, sen
     config = EngineConfig("llama", tensor_parallel_size=3)
     with pytest.raises(ValueError, match=sentence):
         resolve(config, CPU, replace(MODEL, num_heads=heads))
-    for kept in (None, 6):  # unknown: the model itself says so where it is divided
+    for kept in (None, 6):  # unknown here; sharding the model raises the error
         assert resolve(config, CPU, replace(MODEL, num_heads=kept)).config.tensor_parallel_size == 3

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from torchweave.distributed.channel import Channel, MessageKind
 from torchweave.distributed.launchers.local import WorkerPool
-from torchweave.distributed.worker_group import LeaderConnection, WorkerGroup
+from torchweave.distributed.worker_group import Channel, LeaderConnection, MessageKind, WorkerGroup
 
 WORKER_ENTRYPOINT = "tests.distributed.light:run_worker"
 

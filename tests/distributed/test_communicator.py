@@ -1,4 +1,4 @@
-"""Collectives and the fusions on them over gloo, 2 ranks: exact sums in the order of ranks, the same bits everywhere."""
+"""Collectives and their fusions over gloo, 2 ranks: exact sums in rank order, bitwise equal on all ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from tests.ops.fusion_cases import DIALECTS, norm64
 from tests.ranks import run_ranks
 from torchweave.distributed import symmetric_memory
-from torchweave.distributed.communicator import ProcessGroupCommunicator, sum_of_ranks
-from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.distributed.process_groups import ProcessGroupCommunicator, ProcessGroups, sum_of_ranks
 from torchweave.ops.collectives.all_reduce_norm import (
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_fp4,
@@ -107,7 +106,7 @@ def _again(process_groups: ProcessGroups) -> tuple[str, str]:
     return first, symmetric_memory.agreed_refusal(group)
 
 
-def test_ranks_agree_that_a_second_engine_of_a_process_leaves_sums_to_nccl():
+def test_second_engine_of_a_process_uses_nccl_on_all_ranks():
     found = run_ranks(_again, 2)
     assert found[0] == found[1]
     assert found[0][0] == "" and "before" in found[0][1]

@@ -1,4 +1,4 @@
-"""A GPU's context is begun without torch, on the GPU that the rank will have, and never where torch uses none."""
+"""The CUDA context is created without torch, on the rank's GPU, and never where torch uses no GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def torch_with_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("torch_with_cuda")
-def test_the_context_is_made_by_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_creates_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = shutil.which("gcc") or pytest.skip("there is no compiler of C")
     source, called = tmp_path / "driver.c", tmp_path / "called"
     source.write_text(DRIVER % called)
@@ -80,7 +80,7 @@ def test_a_torch_without_cuda_opens_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ({"device": "cuda:x"}, 0, None, []),
     ],
 )
-def test_each_rank_opens_the_gpu_that_it_will_have(
+def test_each_rank_opens_its_own_gpu(
     options: dict[str, Any], replica: int, leader: int | None, others: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []

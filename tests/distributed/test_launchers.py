@@ -1,4 +1,4 @@
-"""Ranks that torchrun or Ray has started, and the door through which they come."""
+"""Ranks started by torchrun or Ray, and the rendezvous that connects them."""
 
 from __future__ import annotations
 

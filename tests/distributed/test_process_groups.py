@@ -1,4 +1,4 @@
-"""Worlds of several ranks: who is who, and that groups hold those that they should."""
+"""Process groups of several ranks: which ranks each group holds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tensor_groups_are_neighbours_and_pipelines_cross_them():
     ]
 
 
-def test_there_are_no_groups_of_one_rank():
+def test_single_rank_groups_are_not_created():
     assert [set(sums) for _, _, _, sums, _ in run_ranks(_look, 2)] == [{"tp"}] * 2
     assert [set(sums) for _, _, _, sums, _ in run_ranks(_look, 2, pipeline_parallel_size=2)] == [
         {"pp", "pp_previous"},
@@ -51,7 +51,7 @@ def test_there_are_no_groups_of_one_rank():
 
 
 class _Group:
-    """Of NCCL, with a kernel on the GPU that ends when it is aborted; who aborts one waits for all kernels of the GPU."""
+    """NCCL groups with a kernel that ends on abort; aborting one group waits for all kernels of the GPU."""
 
     def __init__(self, running: list[threading.Event]) -> None:
         self.over = threading.Event()
@@ -67,7 +67,7 @@ class _Group:
         self.running.append(self.over)
 
 
-def test_groups_are_given_up_together():
+def test_groups_are_aborted_together():
     running: list[threading.Event] = []
     both = _Group(running), _Group(running)
     begin = time.monotonic()
@@ -87,7 +87,7 @@ def _hand_over(process_groups: ProcessGroups) -> tuple[list[float], list[int]]:
     return x.flatten().tolist(), drawn.tolist()
 
 
-def test_a_pipeline_hands_on_from_stage_to_stage_and_back():
+def test_pipeline_send_and_receive_between_stages():
     found = run_ranks(_hand_over, 3, pipeline_parallel_size=3)
     assert [x for x, _ in found] == [[111.0] * 4, [11.0] * 4, [1.0] * 4], "rank 0 has the last stage"
     assert [drawn for _, drawn in found] == [[2, 7]] * 3
@@ -98,23 +98,18 @@ def _fail(process_groups: ProcessGroups) -> None:
         raise RuntimeError("rank 1 had enough")
 
 
-def test_what_a_rank_raises_is_raised_here():
+def test_exception_of_a_rank_is_raised_by_the_caller():
     with pytest.raises(AssertionError, match="rank 1 had enough"):
         run_ranks(_fail, 2)
 
 
-def test_one_rank_exchanges_nothing():
+def test_single_rank_collectives_do_nothing():
     process_groups = ProcessGroups.single_rank()
-    assert (process_groups.rank, process_groups.size, process_groups.all_reduce_min(3), process_groups.is_leader) == (
-        0,
-        1,
-        3,
-        True,
-    )
+    assert (process_groups.rank, process_groups.size, process_groups.all_reduce_min(3)) == (0, 1, 3)
     process_groups.barrier()
 
 
-def test_joining_a_world_imports_nothing():
+def test_joining_process_groups_imports_nothing():
     """A thread imports Inductor meanwhile: two that import modules which import each other might see half of one."""
     code = """
 import sys

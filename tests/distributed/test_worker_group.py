@@ -1,4 +1,4 @@
-"""The other ranks as their leader sees them, and the leader as they do: whoever ends or falls silent ends all."""
+"""Leader and workers: a rank that exits or sends no heartbeat ends all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.distributed.light import WORKER_ENTRYPOINT
-from torchweave.distributed.channel import MessageKind
 from torchweave.distributed.launchers.local import LocalWorker, WorkerPool
 from torchweave.distributed.process_groups import ProcessGroups
-from torchweave.distributed.worker_group import RankFailure, WorkerGroup
+from torchweave.distributed.worker_group import MessageKind, RankFailure, WorkerGroup
 from torchweave.engine.ranks.leader_runner import Executor
 
 LIMIT = 10.0
@@ -55,7 +54,7 @@ def wait_for_failure(worker_group: WorkerGroup) -> RankFailure:
     return cause
 
 
-def test_every_rank_hears_the_same_and_ends_when_told():
+def test_workers_get_the_same_messages_and_exit_on_request():
     with worker_group_of("", "") as (worker_group, processes):
         worker_group.wait_until_joined()
         worker_group.wait_until_built()
@@ -120,7 +119,7 @@ def test_killed_worker_ends_the_group():
         assert failures == [worker_group.failure]
 
 
-def test_a_stopped_rank_counts_as_gone_once_it_was_silent_for_long():
+def test_rank_without_heartbeat_counts_as_dead_after_the_timeout():
     with worker_group_of("", "", rank_timeout=2.0) as (worker_group, processes):
         worker_group.wait_until_built()
         time.sleep(2.5)  # silence is about signs of life, not about work
@@ -130,7 +129,7 @@ def test_a_stopped_rank_counts_as_gone_once_it_was_silent_for_long():
         assert all(map(is_gone, processes))
 
 
-def test_what_a_rank_refuses_and_how_it_crashes_are_told():
+def test_errors_and_crashes_of_a_worker_are_reported():
     with (
         worker_group_of("refuse") as (worker_group, _),
         pytest.raises(RankFailure, match=r"^this cannot be; do that\.$") as refused,
@@ -146,7 +145,7 @@ def test_what_a_rank_refuses_and_how_it_crashes_are_told():
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_ranks_end_with_their_leader(how: signal.Signals):
+def test_workers_exit_with_their_leader(how: signal.Signals):
     command = [sys.executable, "-m", "tests.distributed.light"]
     leader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

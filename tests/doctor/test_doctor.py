@@ -1,4 +1,4 @@
-"""T12: the doctor names every problem of the zoo by line and rule, and finds nothing in clean modules."""
+"""The doctor names every problem of the zoo by line and rule, and finds nothing in clean modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def specimens(module: object) -> list[type[nn.Module]]:
 
 
 def expected(specimen: type[nn.Module]) -> set[tuple[int, str]]:
-    """(line, rule) of each `# FIND rule` in the class, or of `# FIND rule (torch 2.11: rule)`, where Dynamo says less."""
+    """(line, rule) of each `# FIND rule` in the class, or of `# FIND rule (torch 2.11: rule)`, where Dynamo gives less detail."""
     lines, start = inspect.getsourcelines(specimen)
     marks = [(at, re.search(r"# FIND (\w+)(?: \(torch 2\.11: (\w+)\))?", line)) for at, line in enumerate(lines, start)]
     old = torch.__version__.startswith("2.11.")
@@ -82,7 +82,7 @@ def test_a_branch_in_a_function_that_forward_calls_is_named_by_its_line() -> Non
     assert found(findings) == {(function.__code__.co_firstlineno + 1, "size_branch")}
 
 
-def test_the_command_prints_findings_and_says_so_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_findings_and_sets_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{ZOO / 'graph_breaks.py'}:SliceByData"
     assert main.main(["doctor", name]) == 1
     text = capsys.readouterr().out
@@ -97,9 +97,7 @@ def test_the_command_prints_findings_and_says_so_by_its_exit_code(capsys: pytest
     )
 
 
-def test_the_last_line_names_what_was_asked_as_it_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_line_repeats_the_subject_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "import torch\nclass M(torch.nn.Identity):\n    doctor_inputs = {'input': 'float32[T]'}\n"
     (tmp_path / "short.py").write_text(text)
     assert main.main(["doctor", f"{tmp_path / 'short.py'}:M"]) == 0
@@ -121,7 +119,7 @@ def test_the_last_line_names_what_was_asked_as_it_is_written(
         (["demo", "--input", "x=float32[T]"], "--input applies to module:function"),
     ],
 )
-def test_what_cannot_be_examined_is_refused_in_one_sentence(
+def test_invalid_subject_gives_a_one_line_error(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["doctor", *arguments]) == 2
@@ -157,7 +155,7 @@ def whole(x): return x
         (_ODD, ["whole", "--input", "self=float32[T]"], "an input cannot be called 'self' here"),
     ],
 )
-def test_a_module_that_is_odd_is_one_sentence(
+def test_unusable_module_gives_a_one_line_error(
     text: str, arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "odd.py").write_text(text)
@@ -172,7 +170,7 @@ def test_inputs_are_read_from_text() -> None:
     assert not InputSpec.parse("ints").is_tensor
 
 
-def test_findings_at_one_line_are_one_and_the_worst_come_first() -> None:
+def test_findings_are_merged_by_line_and_sorted_by_severity() -> None:
     note = Finding("performance", "near_miss", "a.py:9", "c", "f", "note")
     first = Finding("graph_break", "item", "a.py:12", "c", "f")
     follows = Finding("recompile", "data_dependent_size", "a.py:12", "c", "f")

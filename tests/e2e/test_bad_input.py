@@ -1,4 +1,4 @@
-"""What cannot be is refused in one sentence that says what to do, from Python and from the command line."""
+"""Invalid input gives one-line errors that say what to do, from Python and from the command line."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def demo(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """A model or an option that cannot be, and words that its sentence must have: what is wrong, and what to do."""
+    """An invalid model or option, and words that the error must contain: what is wrong and what to do."""
 
     name: str
     model: Callable[[Path], Path | str]
@@ -98,14 +98,14 @@ def check_sentence(text: str, words: tuple[str, ...]) -> None:
 
 
 @BY_NAME
-def test_from_python_it_is_a_value_error(fault: Fault, tmp_path: Path) -> None:
+def test_invalid_option_raises_value_error_in_python(fault: Fault, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         LLM(str(fault.model(tmp_path)), report=Report(show=False), **(FAST | fault.options))
     check_sentence(str(error.value), fault.words)
 
 
 @BY_NAME
-def test_from_the_command_line_it_is_exit_code_2(
+def test_invalid_option_exits_with_2_on_the_command_line(
     fault: Fault, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [
@@ -125,7 +125,7 @@ def test_from_the_command_line_it_is_exit_code_2(
         (["12+30=", "--temprature", "0"], ("unknown option --temprature", "--temperature")),
     ],
 )
-def test_a_fault_of_a_request_on_the_command_line(
+def test_invalid_sampling_parameter_on_the_command_line(
     arguments: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "demo", "--device", "cpu", "-O0", "--quiet", *arguments]) == 2
@@ -134,14 +134,14 @@ def test_a_fault_of_a_request_on_the_command_line(
     check_sentence(captured.err, words)
 
 
-def test_an_unknown_key_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_yaml_key_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("torch_compile_config:\n  enable_inducter: false\n")
     assert main(["generate", "demo", "12+30=", "--config", str(file), "--quiet"]) == 2
     check_sentence(capsys.readouterr().err, ("enable_inducter", "did you mean", "enable_inductor"))
 
 
-def test_an_unknown_key_of_a_config_within_the_config() -> None:
+def test_unknown_nested_config_key_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"torch_compile_config\.enable_inducter; did you mean .*enable_inductor\?"):
         LLM("demo", torch_compile_config={"enable_inducter": False})
 
@@ -149,10 +149,10 @@ def test_an_unknown_key_of_a_config_within_the_config() -> None:
 @pytest.mark.parametrize(
     ("model", "prompt"), [(truncated, "12+30="), (demo, "1" * 600)], ids=["truncated", "prompt too long"]
 )
-def test_a_process_says_one_line_and_ends_with_2(
+def test_process_prints_one_line_and_exits_with_2(
     model: Callable[[Path], Path | str], prompt: str, tmp_path: Path
 ) -> None:
-    """As a process, where a library's own warnings would show too."""
+    """As a process, so that warnings of libraries are seen, too."""
     command = [sys.executable, "-m", "torchweave.cli.main", "generate", str(model(tmp_path)), prompt, "-O0", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and done.stdout == ""
@@ -175,7 +175,9 @@ def test_a_process_says_one_line_and_ends_with_2(
         ),
     ],
 )
-def test_running_out_of_memory(error: Exception, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_gives_a_one_line_error(
+    error: Exception, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load(*_: object, **__: object) -> None:
         raise error
 
@@ -186,7 +188,7 @@ def test_running_out_of_memory(error: Exception, words: tuple[str, ...], monkeyp
     assert found.value.__context__ is None, "the failed frames would keep what they had allocated"
 
 
-def test_an_error_of_another_kind_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_exceptions_are_not_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise RuntimeError("a kernel is broken")
 
@@ -236,7 +238,7 @@ def right(llm: LLM) -> list[int]:
 
 
 @pytest.mark.parametrize(("ask", "sentence"), [case[1:] for case in REQUESTS], ids=[case[0] for case in REQUESTS])
-def test_a_bad_request_is_refused_and_others_finish(
+def test_invalid_request_is_rejected_and_others_finish(
     llm: LLM, right: list[int], ask: Callable[[LLM], object], sentence: str
 ) -> None:
     begun = threading.Event()

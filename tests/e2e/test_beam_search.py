@@ -1,4 +1,4 @@
-"""Beam search by the engine and by transformers: the same tokens, in fp32, whatever the penalty, the stopping or the cache."""
+"""Beam search equals that of transformers in float32, for every length penalty, early stopping mode and cache size."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_beams_of_the_demo_model_equal_those_of_transformers(demo: tuple[LLM, li
     assert tokens(found) == [by_transformers(model, llm.encode(text), 12, stops, settings) for text in DEMO]
 
 
-def test_a_search_answers_with_its_n_best(demo: tuple[LLM, list[RequestOutput]]) -> None:
+def test_beam_search_returns_the_n_best_beams(demo: tuple[LLM, list[RequestOutput]]) -> None:
     output = demo[1][0]
     assert output.outputs[0].text == "42"
     assert [answer.index for answer in output.outputs] == [0, 1, 2]
@@ -121,7 +121,7 @@ def test_a_search_answers_with_its_n_best(demo: tuple[LLM, list[RequestOutput]])
         assert answer.cumulative_logprob is not None and answer.finish_reason in ("stop", "length")
 
 
-def test_beams_are_the_same_with_a_cache_of_a_few_blocks_and_no_shared_ones(
+def test_beams_do_not_depend_on_cache_size_or_prefix_caching(
     demo: tuple[LLM, list[RequestOutput]],
 ) -> None:
     small, paused = of_demo(
@@ -135,8 +135,8 @@ def test_beams_are_the_same_with_a_cache_of_a_few_blocks_and_no_shared_ones(
     assert tokens(paused) == tokens(demo[1]) and small.engine.scheduler.paused_total > 0
 
 
-def test_beams_of_a_model_with_windows_equal_those_of_transformers(tmp_path: Path) -> None:
-    """Groups of layers have block tables of their own, and give back what has left their window."""
+def test_sliding_window_beams_equal_those_of_transformers(tmp_path: Path) -> None:
+    """Layer groups have their own block tables and free blocks outside their window."""
     model = zoo.build(zoo.zoo_model("gemma2"))
     zoo.save(model, tmp_path)
     settings = {"beam_width": 4, "n": 4, "early_stopping": True}

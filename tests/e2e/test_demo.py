@@ -1,4 +1,4 @@
-"""The built-in model through the whole engine as a user gets it: defaults, Inductor on, a compile cache that begins empty."""
+"""The built-in model through the whole engine with defaults: Inductor on, an empty compile cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def texts(llm: LLM, prompts: list[str], params: SamplingParams | list[SamplingPa
 
 @pytest.mark.parametrize("form", ["plain", "chat"])
 @pytest.mark.parametrize("task", tasks.TASKS)
-def test_held_out_questions_are_answered(llm: LLM, task: str, form: str) -> None:
+def test_accuracy_on_held_out_questions(llm: LLM, task: str, form: str) -> None:
     asked = tasks.held_out_questions(task, NUM_QUESTIONS)
     if form == "plain":
         outputs = llm.generate([tasks.plain_prompt(one) for one in asked], GREEDY)
@@ -61,7 +61,7 @@ def test_held_out_questions_are_answered(llm: LLM, task: str, form: str) -> None
     assert all(output.outputs[0].finish_reason == "stop" for output in outputs)
 
 
-def test_the_smaller_one_speaks_the_same_tokens_and_answers_too(llm: LLM) -> None:
+def test_smaller_demo_model_shares_the_vocabulary_and_answers(llm: LLM) -> None:
     config = TorchCompileConfig(enable_inductor=False, compile_cache=False)
     asked = tasks.held_out_questions("sentence", 50)
     with LLM("demo-draft", device="cpu", torch_compile_config=config, report=Report(show=False)) as draft:
@@ -71,7 +71,7 @@ def test_the_smaller_one_speaks_the_same_tokens_and_answers_too(llm: LLM) -> Non
     assert right >= 40, f"{right} of 50: a draft that is wrong so often saves nothing"
 
 
-def test_the_folders_stay_small() -> None:
+def test_demo_folders_stay_small() -> None:
     for name in ("demo", "demo_draft"):
         assert {"model.safetensors", "tokenizer.json", "config.json"} <= {
             file.name for file in (MODELS / name).iterdir()
@@ -80,7 +80,7 @@ def test_the_folders_stay_small() -> None:
     assert size <= 6_000_000
 
 
-def test_a_conversation_goes_on(llm: LLM) -> None:
+def test_chat_uses_earlier_turns(llm: LLM) -> None:
     messages = [{"role": "user", "content": "what is 20 + 22?"}]
     (first,) = llm.chat(messages, GREEDY)
     assert first.outputs[0].text == "42"
@@ -91,7 +91,7 @@ def test_a_conversation_goes_on(llm: LLM) -> None:
 
 
 @torch.inference_mode()
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(llm: LLM) -> None:
+def test_greedy_tokens_and_logprobs_equal_those_of_transformers(llm: LLM) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(MODELS / "demo", dtype=torch.float32, attn_implementation="eager")
@@ -106,7 +106,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(llm: LLM) -> None:
 
 
 def check_logprobs(answer: CompletionOutput, scores: torch.Tensor) -> None:
-    """`scores` [tokens, vocabulary] are the right log-probabilities at each token of an answer with three of them."""
+    """`scores` [tokens, vocabulary]: expected logprobs at each token of an output with three logprobs per token."""
     assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
     for token, found, right in zip(answer.token_ids, answer.logprobs, scores, strict=True):
         assert token in found and set(found) == set(right.topk(3).indices.tolist())
@@ -118,7 +118,7 @@ def check_logprobs(answer: CompletionOutput, scores: torch.Tensor) -> None:
 # -- ways to ask -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_says_what_generate_says_in_pieces(llm: LLM) -> None:
+def test_streamed_deltas_add_up_to_the_output_of_generate(llm: LLM) -> None:
     whole = [output.outputs[0] for output in llm.generate(list(PROMPTS), GREEDY)]
     pieces: dict[int, list[CompletionOutput]] = {number: [] for number in range(len(PROMPTS))}
     for number, piece in llm.stream_all(PROMPTS, GREEDY):
@@ -131,7 +131,7 @@ def test_a_stream_says_what_generate_says_in_pieces(llm: LLM) -> None:
     assert "".join(piece.text for piece in llm.stream(PROMPTS[2], GREEDY)) == whole[2].text == "apple fig pear"
 
 
-def test_several_answers_with_a_seed_come_again_whatever_else_runs(llm: LLM) -> None:
+def test_seeded_outputs_do_not_depend_on_the_batch(llm: LLM) -> None:
     wild = SamplingParams(n=2, temperature=4.0, seed=7, max_tokens=24)
 
     def answers() -> list[list[int]]:
@@ -147,7 +147,7 @@ def test_several_answers_with_a_seed_come_again_whatever_else_runs(llm: LLM) -> 
 @pytest.mark.parametrize(
     ("stop", "text"), [("pear", "apple fig "), (["fig", "e f"], "appl"), ("nowhere", "apple fig pear"), ("a", "")]
 )
-def test_a_stop_string_ends_the_answer_before_it(llm: LLM, stop: str | list[str], text: str) -> None:
+def test_stop_string_is_excluded_from_the_output(llm: LLM, stop: str | list[str], text: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, stop=stop)
     (output,) = llm.generate("sort: pear fig apple", params)
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == (text, "stop")
@@ -182,7 +182,7 @@ def test_each_request_of_a_batch_has_its_own_parameters(llm: LLM) -> None:
         assert llm.generate("sort: pear fig apple", params[number])[0].outputs[0].token_ids == answers[number].token_ids
 
 
-def test_more_requests_than_slots_and_more_tokens_than_a_step(llm: LLM) -> None:
+def test_more_requests_than_slots_and_prompts_longer_than_a_step(llm: LLM) -> None:
     asked = [f"copy: {'ab cd ' * 30}{number}" for number in range(60)]
     assert llm.plan.max_batch_size < len(asked) and llm.plan.max_num_tokens < sum(map(len, asked))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The built-in model in FP8 answers as it does in float32: within one point on held-out questions of all tasks."""
+"""The built-in model in FP8 stays within one point of float32 accuracy on held-out questions of all tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in model answers as well from an FP8 KV cache: within one point on held-out questions of all tasks."""
+"""The built-in model with an FP8 KV cache stays within one point of float32 accuracy on held-out questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two examples of the guide print, as they stand but for the compiler, which would take longest. test_house.py runs all."""
+"""Output of two examples of the guide, run without the compiler to save time; test_house.py runs all examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = {
 
 
 def run(section: str) -> dict[str, object]:
-    """The names that a section's example leaves."""
+    """The names that a section's example defines."""
     text = GUIDE[GUIDE.index(f"## {section}\n") :]
     found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert found is not None and any(written in found[1] for written in PLAIN)
@@ -27,13 +27,13 @@ def run(section: str) -> dict[str, object]:
     return names
 
 
-def test_the_example_of_the_four_callbacks_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_manager_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = run("Drive the batch manager yourself")
     assert capsys.readouterr().out.split() == ["42", "859", "1"]
     assert len(names["records"]) > 2  # type: ignore[arg-type]
 
 
-def test_the_example_of_a_beam_search_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_beam_search_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     run("Beam search")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0].startswith("42 -")

@@ -1,4 +1,4 @@
-"""The real model under every policy, with a cache of a few blocks and with shared blocks: the tokens do not change."""
+"""Every capacity scheduler policy gives the same tokens, with a KV cache of a few blocks and with prefix caching."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ def undisturbed() -> list[list[int]]:
     return found
 
 
-def test_shared_blocks_change_no_token(undisturbed: list[list[int]]) -> None:
+def test_prefix_caching_changes_no_token(undisturbed: list[list[int]]) -> None:
     found, llm = answers()
     assert found == undisturbed and llm.engine.scheduler.kv.reused_total >= len(PROMPTS)
 
 
 @pytest.mark.parametrize("chunking", ["first_come_first_served", "equal_progress"])
-def test_max_utilization_with_a_cache_of_a_few_blocks_changes_no_token(
-    undisturbed: list[list[int]], chunking: str
-) -> None:
+def test_max_utilization_with_pauses_changes_no_token(undisturbed: list[list[int]], chunking: str) -> None:
     found, llm = answers(
         capacity_scheduler_policy="max_utilization",
         context_chunking_policy=chunking,
@@ -49,13 +47,13 @@ def test_max_utilization_with_a_cache_of_a_few_blocks_changes_no_token(
     assert found == undisturbed and llm.engine.scheduler.paused_total > 0
 
 
-def test_static_batches_change_no_token(undisturbed: list[list[int]]) -> None:
+def test_static_batching_changes_no_token(undisturbed: list[list[int]]) -> None:
     assert answers(capacity_scheduler_policy="static_batch")[0] == undisturbed
 
 
 @pytest.mark.parametrize("mode", ["backed", "unbacked"])
-def test_every_kind_of_dynamic_shape_serves_single_tokens_too(undisturbed: list[list[int]], mode: str) -> None:
-    """A lone request decodes one token a step: a graph that was specialised to 2 and more sees it padded."""
+def test_every_dynamic_shapes_mode_serves_single_token_steps(undisturbed: list[list[int]], mode: str) -> None:
+    """A single request decodes one token per step; a graph specialized to sizes from 2 gets it padded."""
     plain = {"enable_inductor": False, "compile_cache": False, "dynamic_shapes": mode}
     with LLM("demo", block_size=16, max_batch_size=12, torch_compile_config=plain) as llm:
         assert llm.generate(PROMPTS[:1], PARAMS)[0].outputs[0].token_ids == undisturbed[0]

@@ -1,4 +1,4 @@
-"""The wheel that `python -m build` makes answers outside of the checkout: it holds every file that the package reads."""
+"""The wheel of `python -m build` generates outside the checkout: it contains every file that the package reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-def test_the_wheel_installs_and_answers(tmp_path: Path) -> None:
+def test_wheel_installs_and_generates(tmp_path: Path) -> None:
     """Dependencies come from this environment by a .pth file; torchweave itself comes from the wheel alone."""
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "results"))

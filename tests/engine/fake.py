@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.kv_cache.block_manager import AttentionWindow, BlockManager
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
-from torchweave.engine.kv_cache.layer_groups import AttentionWindow
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.runner.step_buffers import StepBuffers, pack, packed_size
 from torchweave.engine.sampling.beam_search import BeamSearch, Continuations, num_candidates
@@ -23,8 +22,7 @@ from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
 from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
-from torchweave.ops.slot_state import SlotState
-from torchweave.ops.step_io import advance, prepare, prepare_decode_inputs
+from torchweave.ops.slot_state import SlotState, advance, prepare, prepare_decode_inputs
 
 VOCAB = 97
 
@@ -144,28 +142,21 @@ class FakeRunner:
             blocks = self.cache.reshape(-1, self.block_size)
             blocks[targets] = blocks[sources]
         rows, tokens, buffers = step.num_rows, step.num_tokens, self.buffers
-        into = {
-            "ids": buffers.ids[:tokens],
-            "positions": buffers.positions[:tokens],
-            "seq_lens": buffers.seq_lens[:rows],
-            "slot_mapping": buffers.slot_mapping[..., :tokens],
-        }
+        inputs = buffers.inputs(rows, tokens)
         if step.chunks:
             pack(step, rows, tokens, buffers.packed.numpy()[: packed_size(rows, tokens)])
             packed = buffers.views(rows, tokens)
             slots, emit = packed.slots, packed.emit
-            prepare(
-                self.state, slots, packed.query_start, packed.ids, packed.positions, block_size=self.block_size, **into
-            )
+            prepare(self.state, slots, packed.query_start, packed.ids, packed.positions, inputs, self.block_size)
         else:
             slots, emit = self.state.slots[:rows], buffers.emit_all[:rows]
-            prepare_decode_inputs(self.state, slots, block_size=self.block_size, **into)
+            prepare_decode_inputs(self.state, slots, inputs, self.block_size)
             assert np.array_equal(slots.numpy(), step.slots), "the device's batch is not the host's"
-        mapping = into["slot_mapping"].numpy()
+        mapping = inputs.slot_mapping.numpy()
         assert (mapping >= 0).all(), "a token has no place in the cache"
-        self.cache[mapping] = into["ids"].numpy()
+        self.cache[mapping] = inputs.ids.numpy()
         drawn = buffers.tokens[:rows]
-        numbers = self._numbers(slots.numpy(), into["seq_lens"].numpy().astype(np.int64))
+        numbers = self._numbers(slots.numpy(), inputs.seq_lens.numpy().astype(np.int64))
         drawn.numpy()[:] = numbers % VOCAB
         advance(drawn, slots, emit, self.state, buffers.out[:rows])
         return buffers.out[:rows].numpy().copy(), self._logprobs(step, numbers, drawn.numpy())

@@ -1,4 +1,4 @@
-"""Callbacks of the batch manager (requirements B1, B2, B8); see also test_manager_faults.py and test_statistics.py."""
+"""Callbacks of the batch manager; see also test_manager_faults.py and test_statistics.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 
 from tests.engine.fake import expected, make
 from torchweave.engine.batch_manager import BatchManager
-from torchweave.engine.request import InferenceRequest, Output, SamplingParams
-from torchweave.engine.responses import Response
+from torchweave.engine.request import InferenceRequest, Output, Response, SamplingParams
 
 
 class Harness:
@@ -109,7 +108,7 @@ def test_tell_moves_is_a_deprecated_name_of_notify_state_changes() -> None:
     assert changes == [(1, "started"), (1, "answering")]
 
 
-def test_streaming_gets_every_step_and_others_the_whole_at_the_end() -> None:
+def test_streaming_gets_every_step_and_others_one_final_response() -> None:
     with (h := Harness()).manager:
         h.ask(1, [1, 2], streaming=True, max_tokens=6)
         h.ask(2, [1, 2], max_tokens=6)
@@ -162,7 +161,7 @@ def test_max_num_is_never_exceeded() -> None:
     assert all(h.tokens(number) == expected([number + 1], 4) for number in range(9))
 
 
-def test_without_a_bound_any_number_of_requests_is_taken_at_the_start_of_each_step() -> None:
+def test_unlimited_max_num_takes_all_requests_at_each_step() -> None:
     with (h := Harness(sizes={"max_batch_size": 2})).manager:
         for number in range(9):
             h.ask(number, [number + 1], max_tokens=4)
@@ -170,7 +169,7 @@ def test_without_a_bound_any_number_of_requests_is_taken_at_the_start_of_each_st
     assert set(h.max_nums) == {-1} and len(h.max_nums) >= len(h.stats)
 
 
-def test_an_id_in_flight_is_rejected_for_the_newcomer_only() -> None:
+def test_duplicate_request_id_is_rejected_for_the_later_request() -> None:
     with (h := Harness()).manager:
         h.todo = [
             InferenceRequest(5, np.array([1, 2]), SamplingParams(temperature=0, max_tokens=40)),
@@ -194,7 +193,7 @@ def test_ids_beyond_64_bits_are_refused() -> None:
     assert "2**64" in h.received[2**64][0][2] and not h.received[2**64 - 1][0][2]
 
 
-def test_stopped_requests_answer_with_what_they_have() -> None:
+def test_stopped_requests_return_their_tokens() -> None:
     h = Harness(sizes={"max_model_len": 2000, "num_blocks": 600})
     with h.manager:
         h.ask(1, [1], streaming=True, max_tokens=1900)
@@ -229,7 +228,7 @@ def test_shutdown_without_drain_answers_each_with_an_error() -> None:
     assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
-def test_a_failing_device_answers_everyone_and_hangs_nobody() -> None:
+def test_device_failure_answers_every_request() -> None:
     h = Harness()
     h.runner.fail_at = 3
     h.ask(1, [1], max_tokens=30)
@@ -240,7 +239,7 @@ def test_a_failing_device_answers_everyone_and_hangs_nobody() -> None:
     assert not h.manager.alive and h.manager.failure is not None
 
 
-def test_callbacks_come_in_their_order() -> None:
+def test_callback_order() -> None:
     """Requests are fetched before a step is formed; behind a step come its responses, then stops, then statistics."""
     with (h := Harness(run_ahead=1)).manager:
         h.ask(1, [1], streaming=True, max_tokens=3)
@@ -276,7 +275,7 @@ def test_a_higher_priority_overtakes_all_that_wait() -> None:
     assert list(h.received).index(99) <= 1
 
 
-def test_dropping_the_manager_finishes_what_is_active() -> None:
+def test_garbage_collected_manager_finishes_active_requests() -> None:
     h = Harness()
     h.ask(1, [1], max_tokens=60)
     thread = h.manager._thread
@@ -287,7 +286,7 @@ def test_dropping_the_manager_finishes_what_is_active() -> None:
     assert not thread.is_alive() and h.tokens(1) == expected([1], 60)
 
 
-def test_a_callback_may_shut_the_manager_down() -> None:
+def test_callback_may_shut_down_the_manager() -> None:
     h = Harness()
     h.before_send = lambda *response: h.manager.shutdown(drain=False)
     h.ask(1, [1], streaming=True, max_tokens=60)

@@ -29,7 +29,7 @@ def ids(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def test_a_stop_string_ends_text_and_tokens_even_over_token_borders() -> None:
+def test_stop_string_across_tokens_ends_text_and_tokens() -> None:
     it = answer(stop=["END", "ZZ"])
     assert not it.add(ids("abcE"), None)
     assert not it.add(ids("N"), None)
@@ -65,7 +65,7 @@ def test_a_stream_holds_back_what_may_begin_a_stop_string() -> None:
         (["b", "abab"], 3, "", 4), (["b", "bab"], 2, "a", 4), ("c", 6, "ababab", 7), ("ab", 7, "abababcd", 8),
     ],
 )  # fmt: skip
-def test_no_stop_string_ends_an_answer_before_it_has_its_least_tokens(
+def test_stop_strings_are_ignored_before_min_tokens(
     stop: str | list[str], min_tokens: int, text: str, num_tokens: int, size: int
 ) -> None:
     """As stop tokens; a string may begin among them."""
@@ -78,7 +78,7 @@ def test_no_stop_string_ends_an_answer_before_it_has_its_least_tokens(
     assert (it.text, len(it.token_ids)) == (text, num_tokens) and seen == text
 
 
-def test_a_stop_token_is_a_token_but_no_text() -> None:
+def test_stop_token_is_returned_without_text() -> None:
     it = answer()
     it.add(ids("ab"), None)
     it.add(ids("c$"), "stop")
@@ -157,7 +157,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert [each.seed for each in params.each()] == [3, 4]
 
 
-def test_lists_as_long_as_a_vocabulary_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabulary_sized_parameter_lists_are_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the HTTP process, whose streams wait for it, for all answers together."""
     params = SamplingParams(n=3, seed=2**64 - 1, prompt_logprobs=1, allowed_token_ids=list(range(200_000)))
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda _: pytest.fail("they were checked before"))
@@ -170,7 +170,7 @@ def test_lists_as_long_as_a_vocabulary_are_looked_through_once(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("pieces", [["abcENDxyz"], list("abcENDxyz"), ["abcE", "ND", "xyz"]])
-def test_a_stop_string_is_kept_where_that_is_asked_for(pieces: list[str]) -> None:
+def test_include_stop_str_in_output(pieces: list[str]) -> None:
     it = answer(stop=["END", "NDx"], include_stop_str_in_output=True)
     streamed = ""
     for piece in pieces:
@@ -182,13 +182,13 @@ def test_a_stop_string_is_kept_where_that_is_asked_for(pieces: list[str]) -> Non
     assert it.token_ids == ids("abcEND")
 
 
-def test_of_stop_strings_that_begin_together_the_shorter_ends_the_text() -> None:
+def test_shorter_of_two_stop_strings_with_a_common_prefix_wins() -> None:
     it = answer(stop=["ENDS", "END"], include_stop_str_in_output=True)
     assert it.add(ids("aENDS"), None)
     assert it.text == "aEND"
 
 
-def test_the_text_of_a_stop_token_is_kept_where_that_is_asked_for() -> None:
+def test_include_text_of_a_stop_token() -> None:
     with_it, without = answer(include_stop_str_in_output=True), answer()
     with_it.add(ids("ab!"), "stop")
     without.add(ids("ab!"), "stop")

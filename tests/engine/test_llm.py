@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torchweave import LLM, EngineConfig, SamplingParams, TorchCompileConfig
-from torchweave.engine.request_stream import RequestStream
+from torchweave.engine.client import RequestStream
 from torchweave.engine.scheduler.step import Step
 from torchweave.models import load
 from torchweave.models.load import LoadedModel
@@ -81,9 +81,7 @@ def is_empty(llm: LLM) -> bool:
 # -- many callers ------------------------------------------------------------------------------------------------------
 
 
-def test_threads_that_generate_stream_and_chat_at_once_each_get_their_own_answers(
-    llm: LLM, right: dict[str, str]
-) -> None:
+def test_concurrent_generate_stream_and_chat_get_their_own_outputs(llm: LLM, right: dict[str, str]) -> None:
     question = [{"role": "user", "content": "12+30="}]
     chatted = llm.chat(question, GREEDY)[0].outputs[0].text
 
@@ -120,7 +118,7 @@ def test_answers_are_counted_and_ids_are_taken_as_prompts(fresh: LLM) -> None:
     assert (counted[-1]["done"], counted[-1]["total"]) == (24, 24)
 
 
-# -- those who leave ---------------------------------------------------------------------------------------------------
+# -- cancelled streams ---------------------------------------------------------------------------------------------------
 
 
 def test_an_idle_engine_costs_less_than_a_hundredth_of_a_core(llm: LLM) -> None:
@@ -134,16 +132,16 @@ def test_an_idle_engine_costs_less_than_a_hundredth_of_a_core(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "prompt", [5, None, b"abc", {"prompt": "a"}, {1, 2}, [b"abc"], [["a", [1]]], torch.tensor([1, 2])], ids=repr
 )
-def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
+def test_invalid_prompt_is_rejected(llm: LLM, prompt: Any) -> None:
     with pytest.raises(ValueError, match="A prompt is a text or a list of token ids"):
         llm.generate(prompt, GREEDY)
-    if not isinstance(prompt, torch.Tensor):  # a list of numbers to who takes one prompt alone
+    if not isinstance(prompt, torch.Tensor):  # a list of numbers is one prompt of token ids
         with pytest.raises(ValueError, match="A prompt is a text or a list of token ids"):
             llm.stream(prompt, GREEDY)
 
 
 @pytest.mark.parametrize("params", [5, "x", {}, {"temperature": 0}, [None], [{}]], ids=repr)
-def test_what_are_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
+def test_invalid_sampling_params_are_rejected(llm: LLM, params: Any) -> None:
     with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
         llm.generate(["1+1="], params)
     with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
@@ -151,7 +149,7 @@ def test_what_are_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
 
 
 @pytest.mark.parametrize("messages", [None, 5, "hi", {"role": "user", "content": "1+1="}, [None], [[None]]], ids=repr)
-def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+def test_invalid_conversation_is_rejected(llm: LLM, messages: Any) -> None:
     with pytest.raises(ValueError, match="Expected a list of messages"):
         llm.chat(messages, GREEDY)
 
@@ -179,17 +177,17 @@ def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "content", [5, {"type": "text"}, [{"type": "image_url", "image_url": "x"}], ["text"]], ids=repr
 )
-def test_a_message_of_something_else_than_text_is_refused(llm: LLM, content: Any) -> None:
+def test_non_text_message_content_is_rejected(llm: LLM, content: Any) -> None:
     with pytest.raises(ValueError, match=r"Invalid content of a message: .*text"):
         llm.chat([{"role": "user", "content": content}], GREEDY)
 
 
-def test_a_text_is_one_prompt_to_a_stream_of_several(llm: LLM, right: dict[str, str]) -> None:
+def test_stream_of_a_string_is_one_prompt(llm: LLM, right: dict[str, str]) -> None:
     found = list(llm.stream_all(PROMPTS[0], GREEDY))
     assert {number for number, _ in found} == {0} and "".join(delta.text for _, delta in found) == right[PROMPTS[0]]
 
 
-def test_leaving_a_stream_early_stops_its_request(llm: LLM) -> None:
+def test_closing_a_stream_cancels_its_request(llm: LLM) -> None:
     before = steps(llm)
     for _ in llm.stream("copy: ", LONG):
         break
@@ -197,7 +195,7 @@ def test_leaving_a_stream_early_stops_its_request(llm: LLM) -> None:
     assert steps(llm) - before < 100
 
 
-def test_a_stream_that_is_never_read_stops_when_it_is_dropped(llm: LLM) -> None:
+def test_garbage_collected_stream_cancels_its_request(llm: LLM) -> None:
     before = steps(llm)
     stream = llm.stream_all(["copy: "] * 10, LONG)  # more than run at once: some are still queued
     assert wait_until(lambda: steps(llm) > before)
@@ -239,9 +237,7 @@ def test_an_interrupt_while_generate_waits_stops_all_requests(llm: LLM) -> None:
     assert llm.generate("12+30=", GREEDY)[0].outputs[0].text == "42"
 
 
-def test_an_interrupt_while_requests_are_submitted_stops_those_that_were(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_during_submission_cancels_submitted_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     submit, seen = RequestStream.submit, []
 
     def interrupted(self: RequestStream, *args: Any, **options: Any) -> list[int]:
@@ -271,7 +267,7 @@ def in_threads(*asks: Callable[[], Any]) -> list[Future[Any]]:
     return futures
 
 
-def test_a_shutdown_that_drains_lets_all_finish_queued_ones_too(fresh: LLM, right: dict[str, str]) -> None:
+def test_draining_shutdown_finishes_queued_requests(fresh: LLM, right: dict[str, str]) -> None:
     begun = steps(fresh)
     whole, streamed = in_threads(
         lambda: [output.outputs[0].text for output in fresh.generate(PROMPTS * 2, GREEDY)],
@@ -287,7 +283,7 @@ def test_a_shutdown_that_drains_lets_all_finish_queued_ones_too(fresh: LLM, righ
     fresh.shutdown()  # once more is nothing
 
 
-def test_a_shutdown_now_is_an_error_to_everyone_who_waits(fresh: LLM) -> None:
+def test_immediate_shutdown_is_an_error_for_all_callers(fresh: LLM) -> None:
     whole, streamed = in_threads(
         lambda: fresh.generate(["copy: "] * 20, LONG), lambda: list(fresh.stream("copy: ", LONG))
     )
@@ -310,7 +306,7 @@ def test_an_error_in_the_with_block_does_not_wait_for_others(loaded: LoadedModel
         waiting.result(timeout=20)
 
 
-def test_an_engine_that_nobody_holds_ends(loaded: LoadedModel) -> None:
+def test_unreferenced_engine_shuts_down(loaded: LoadedModel) -> None:
     llm = start(loaded, TorchCompileConfig(enable_fullgraph=False))
     manager = llm.manager
     assert manager.alive
@@ -319,7 +315,7 @@ def test_an_engine_that_nobody_holds_ends(loaded: LoadedModel) -> None:
     assert wait_until(lambda: not manager.alive)
 
 
-def test_a_failing_device_is_told_to_every_caller(fresh: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_failure_is_raised_for_every_caller(fresh: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = fresh.engine.runner
     launch, launched = runner.launch, queue.SimpleQueue[int]()
 
@@ -335,6 +331,7 @@ def test_a_failing_device_is_told_to_every_caller(fresh: LLM, monkeypatch: pytes
         lambda: list(fresh.stream("copy: ", LONG)),
         lambda: fresh.generate("copy: ", LONG),
     )
+    assert len(futures) == 3
     for future in futures:
         with pytest.raises(RuntimeError, match="engine failed: the device is gone") as error:
             future.result(timeout=20)
@@ -348,7 +345,7 @@ def test_a_failing_device_is_told_to_every_caller(fresh: LLM, monkeypatch: pytes
     assert is_empty(fresh)
 
 
-def test_a_model_without_a_tokenizer_answers_in_tokens() -> None:
+def test_model_without_a_tokenizer_returns_tokens() -> None:
     from torchweave.verify import zoo
 
     loaded = load(zoo.zoo_model("llama").config().to_dict(), load_format="dummy")

@@ -36,7 +36,7 @@ def test_a_failing_response_stops_its_request_and_not_the_others() -> None:
     assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
-def test_a_failing_call_with_all_responses_stops_those_that_it_was_about() -> None:
+def test_failing_batch_response_callback_stops_its_requests() -> None:
     with (h := Harness(together=True)).manager:
         h.faults["send_responses"] = RuntimeError("the socket is gone")
         h.ask(1, [1], streaming=True, max_tokens=80)
@@ -76,7 +76,7 @@ def test_ids_to_stop_may_be_an_array() -> None:
 
 
 @pytest.mark.parametrize("stops", [[[1]], 5], ids=str)
-def test_ids_to_stop_that_are_none_cost_no_request(stops: Any) -> None:
+def test_invalid_stop_ids_affect_no_request(stops: Any) -> None:
     with (h := Harness()).manager:
         h.stops = stops
         h.ask(1, [1], max_tokens=20)
@@ -84,7 +84,7 @@ def test_ids_to_stop_that_are_none_cost_no_request(stops: Any) -> None:
     assert h.tokens(1) == expected([1], 20) and h.manager.failure is None
 
 
-def test_what_was_handed_in_before_the_fault_is_answered() -> None:
+def test_requests_fetched_before_the_fault_are_answered() -> None:
     h = Harness()
 
     def some(max_num: int) -> Iterator[InferenceRequest]:
@@ -134,7 +134,7 @@ def test_a_request_that_cannot_be_queued_is_answered(field: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "fault", [RuntimeError("the device is gone"), Lost("the device is gone")], ids=lambda f: type(f).__name__
 )
-def test_a_device_that_fails_at_any_moment_answers_everyone_and_hangs_nobody(moment: str, fault: BaseException) -> None:
+def test_device_failure_at_any_step_answers_every_request(moment: str, fault: BaseException) -> None:
     h = Harness(start_fault=fault if moment == "start" else None)
     if moment != "start":
         h.ask(1, [1], streaming=True, max_tokens=60)
@@ -155,7 +155,7 @@ def test_a_device_that_fails_at_any_moment_answers_everyone_and_hangs_nobody(mom
 @pytest.mark.parametrize(
     ("fault", "traced"), [(RankFailure("Rank 1 has ended"), False), (RuntimeError("the device is gone"), True)]
 )
-def test_the_end_of_a_rank_is_told_without_where_this_one_waited(fault: Exception, traced: bool) -> None:
+def test_rank_failure_is_logged_without_a_traceback(fault: Exception, traced: bool) -> None:
     h, records = Harness(), list[logging.LogRecord]()
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -177,7 +177,7 @@ def test_the_end_of_a_rank_is_told_without_where_this_one_waited(fault: Exceptio
     assert ("Rank 1 has ended" in record.getMessage()) != traced
 
 
-def test_requests_that_come_with_the_end_are_refused() -> None:
+def test_requests_during_shutdown_are_rejected() -> None:
     """What was handed in while the device failed is answered too, once."""
     h = Harness()
     h.runner.fail_at = 0
@@ -189,7 +189,7 @@ def test_requests_that_come_with_the_end_are_refused() -> None:
 
 
 def test_waiting_for_a_wake_up_costs_nothing() -> None:
-    """An idle manager whose clients wake it does not look for requests by itself, and hears of the next one at once."""
+    """An idle manager that clients wake does not poll for requests, and takes the next one at once."""
     with (h := Harness(idle_seconds=None)).manager:
         h.ask(1, [1], max_tokens=1)
         h.wait_final(1)

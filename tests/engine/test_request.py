@@ -61,12 +61,12 @@ STRUCTURED_FAULTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "words"), STRUCTURED_FAULTS, ids=[str(fields) for fields, _ in STRUCTURED_FAULTS])
-def test_a_form_is_given_in_exactly_one_way(fields: dict[str, Any], words: str) -> None:
+def test_exactly_one_structured_output_kind(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         StructuredOutputs(**fields)
 
 
-def test_what_is_in_range_is_taken() -> None:
+def test_values_in_range_are_accepted() -> None:
     SamplingParams(
         presence_penalty=-2, frequency_penalty=2.0, repetition_penalty=1.3, logit_bias={0: -100, 7: 1.5},
         allowed_token_ids=[1, 2], bad_words=["no", [1, 2]], prompt_logprobs=0,
@@ -74,7 +74,7 @@ def test_what_is_in_range_is_taken() -> None:
     )  # fmt: skip
 
 
-def test_what_the_checkpoint_asks_for_is_the_default() -> None:
+def test_generation_config_gives_the_defaults() -> None:
     llm = SimpleNamespace(engine=SimpleNamespace(loaded=SimpleNamespace(generation=GenerationDefaults())))
     plain = LLM.default_sampling_params(cast(LLM, llm))
     assert (plain.temperature, plain.repetition_penalty) == (0.0, 1.0)

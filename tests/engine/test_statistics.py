@@ -113,7 +113,7 @@ def test_the_latency_of_an_iteration_is_not_that_of_the_pause_before() -> None:
 
 
 def test_stats_interval_loses_no_request() -> None:
-    """The last before the manager falls idle always come, so that nobody goes on showing what has ended."""
+    """The last statistics before the manager is idle are always sent, so that monitors do not show ended requests."""
     with (h := Harness(stats_interval=0.02, sizes={"max_model_len": 1000, "num_blocks": 400})).manager:
         h.ask(1, [1], max_tokens=900)
         h.wait_final(1)

@@ -1,4 +1,4 @@
-"""An engine over two GPUs from start to the death of a rank; prints what was seen as one line of JSON.
+"""An engine over two GPUs from start to the death of a rank; prints its observations as one line of JSON.
 
 python -m tests.gpu.ranks_engine FOLDER_OF_THE_COMPILE_CACHE [pipeline_parallel_size | twice]
 """
@@ -33,7 +33,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def kill_while_it_generates(llm: LLM) -> dict[str, Any]:
-    """What the caller hears, and how long until it is heard and until the process is gone."""
+    """The caller's error, the seconds until it is raised, and the seconds until the process has exited."""
     process = llm.report.select("rank")[0]["process"]
     stream = llm.stream("Once upon", LONG)
     next(stream)
@@ -68,7 +68,7 @@ def main(cache: str, divided: str = "tensor_parallel_size") -> None:
 
 
 def twice(cache: str) -> None:
-    """Prints whether a second engine of the same process answers as the first."""
+    """Print whether a second engine of the process gives the tokens of the first."""
     found = []
     for _ in range(2):
         with LLM("demo", tensor_parallel_size=2, **options(cache)) as llm:
@@ -77,7 +77,7 @@ def twice(cache: str) -> None:
 
 
 def check_life(folder: str, *option: str) -> dict[str, Any]:
-    """Run this file over two GPUs: answers of one GPU, whole graphs, and an end of all within seconds. What was seen."""
+    """Run this file over two GPUs: tokens of one GPU, full graphs, joint shutdown within seconds. Returns the observations."""
     with LLM("demo", **options(folder)) as alone:
         expected = answers(alone)
     # A process of its own: one that has lost a rank may hold kernels that never end.

@@ -1,4 +1,4 @@
-"""Recordings as CUDA graphs: equal to plain runs at every size, whole or broken, in one pool that the largest size fills."""
+"""CUDA graph recordings equal plain runs at every size, full and piecewise, in one pool sized by the largest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(request: Any, device: torch.device) -> Any:
     ), want
 
 
-def test_a_woven_forward_equals_the_module(model: Any, device: torch.device) -> None:
+def test_compiled_graph_equals_the_module(model: Any, device: torch.device) -> None:
     forward, want = model
     for size in SIZES:
         torch.testing.assert_close(forward(call_op, *on(device, step(size, 3))), want[size], rtol=1e-3, atol=1e-3)
@@ -74,7 +74,7 @@ def test_replays_equal_plain_runs_at_every_size_in_any_order(
         torch.testing.assert_close(recording.replay(), want[size], rtol=1e-3, atol=1e-3)
 
 
-def test_the_largest_size_pays_for_the_others(model: Any, device: torch.device) -> None:
+def test_smaller_sizes_reuse_the_pool_of_the_largest(model: Any, device: torch.device) -> None:
     pool = GraphPool(device)
     sizes = (2048, 1024, 512, 256, 1)
     recordings = [_record(model[0], size, False, pool, device)[1] for size in sizes]
@@ -83,8 +83,8 @@ def test_the_largest_size_pays_for_the_others(model: Any, device: torch.device) 
     assert pool.num_bytes() >= recordings[0].bytes
 
 
-def test_layers_reuse_memory_within_a_broken_recording(device: torch.device) -> None:
-    """What boundary ops read is known by address alone: three layers more take less than one more layer's tensors each."""
+def test_layers_reuse_memory_within_a_piecewise_recording(device: torch.device) -> None:
+    """Tensors read by boundary ops are kept by address only: each further layer takes less than one layer's tensors."""
     grown = []
     for layers in (2, 8):
         module = toy(layers=layers, hidden=256).to(device)
@@ -105,7 +105,7 @@ def test_a_replay_launches_on_the_current_stream(device: torch.device) -> None:
     assert result.eq(5).all()
 
 
-def test_what_lies_outside_the_pool_is_kept_alive(device: torch.device) -> None:
+def test_tensors_outside_the_pool_are_kept_alive(device: torch.device) -> None:
     x, result = torch.zeros(1024, device=device), torch.zeros(1024, device=device)
 
     def run(boundary: BoundaryHandler, outside: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The whole engine on a GPU: graphs change nothing, padding never leaks, and nothing is left behind."""
+"""The whole engine on a GPU: CUDA graphs change no token, padding never leaks, memory is freed."""
 
 from __future__ import annotations
 
@@ -89,9 +89,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_with_graphs_are_tokens_without(
-    way: str, prompts: list[list[int]], plain_tokens: list[list[int]]
-) -> None:
+def test_cuda_graphs_change_no_token(way: str, prompts: list[list[int]], plain_tokens: list[list[int]]) -> None:
     with build(**WAYS[way]) as llm:
         outputs = llm.generate(prompts, GREEDY)
         counts = llm.manager.counts
@@ -118,7 +116,7 @@ def test_padding_rows_never_leak(prompts: list[list[int]], plain_tokens: list[li
         assert [output.outputs[0].token_ids for output in outputs] == plain_tokens[:5]
 
 
-def test_sampling_is_reproducible_whatever_the_batch(prompts: list[list[int]]) -> None:
+def test_sampling_does_not_depend_on_the_batch(prompts: list[list[int]]) -> None:
     params = SamplingParams(temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, seed=7, max_tokens=20, ignore_eos=True)
     with build() as llm:
         alone = llm.generate(prompts[1], params)[0].outputs[0].token_ids
@@ -165,10 +163,10 @@ def test_2000_mixed_requests_with_random_cancels_leave_every_block_free() -> Non
         assert scheduler.kv.num_free == scheduler.kv.num_blocks and scheduler.num_active == 0
 
 
-def test_no_kernel_is_built_for_the_first_requests(
+def test_first_requests_compile_no_kernel(
     prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would make all who are in flight wait for a third of a second."""
+    """Each compilation would delay all requests in flight by a third of a second."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     built: list[str] = []
 
@@ -183,14 +181,14 @@ def test_no_kernel_is_built_for_the_first_requests(
     assert built == []
 
 
-def test_too_little_memory_is_said_in_one_sentence() -> None:
+def test_insufficient_memory_gives_a_one_line_error() -> None:
     with pytest.raises(ValueError, match="gpu_memory_utilization") as error:
         build(num_kv_blocks=None, gpu_memory_utilization=0.001)
     assert "GiB" in str(error.value)
 
 
-def test_the_memory_of_an_engine_is_free_for_the_next() -> None:
-    """Though it lies in cycles, and nothing is collected while an engine is built."""
+def test_closed_engine_frees_its_memory() -> None:
+    """Although it is part of reference cycles, and the collector is off while an engine is built."""
     gc.collect()
     before = torch.cuda.memory_allocated()
     with build() as llm:

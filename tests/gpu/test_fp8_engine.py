@@ -1,4 +1,4 @@
-"""The built-in model in FP8 on a GPU: every scheme answers, alone and in batches, whole-step graphs and mixed ones alike."""
+"""The built-in model in FP8 on a GPU: every quantization scheme, single and batched, in decode and mixed graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=120)
 
 @pytest.mark.parametrize("enable_inductor", [True, False])
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_channel", "fp8_per_block"])
-def test_every_scheme_answers(quantization: Quantization, enable_inductor: bool, tmp_path: Path) -> None:
+def test_every_fp8_scheme_generates_correct_answers(
+    quantization: Quantization, enable_inductor: bool, tmp_path: Path
+) -> None:
     config = TorchCompileConfig(enable_inductor=enable_inductor, compile_cache_dir=str(tmp_path))
     report = Report(show=False)
     asked = [one for task in tasks.TASKS for one in tasks.held_out_questions(task, 20)]

@@ -1,4 +1,4 @@
-"""The KV cache on a GPU: FP8, blocks that go to host memory and back, and windows that give blocks back."""
+"""The KV cache on a GPU: FP8, offloading to host memory, and blocks freed outside the attention window."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 @pytest.mark.parametrize("cache_dtype", FP8_DTYPES.values(), ids=FP8_DTYPES)
 @pytest.mark.parametrize("name", [*CASES, *REALISTIC])
-def test_triton_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
+def test_triton_backend_with_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
     for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
         case = dataclasses.replace(in_fp8({**CASES, **REALISTIC}[name], cache_dtype), dtype=dtype)
         built = build(case, "cuda")
@@ -40,14 +40,14 @@ def test_triton_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ROTARY_CASES)
-def test_rope_keys_are_written_to_an_fp8_cache(name: str) -> None:
+def test_rotated_keys_are_written_to_an_fp8_cache(name: str) -> None:
     case = in_fp8(ROTARY_CASES[name])
     built = build(case, "cuda")
     built.run(backend_for(case).begin(built.meta))
     built.check(5e-2)  # a key next to the middle of two FP8 numbers may go either way behind a norm
 
 
-def test_the_demo_model_over_an_fp8_cache_on_a_gpu() -> None:
+def test_demo_model_with_an_fp8_cache() -> None:
     asked = [one for task in tasks.TASKS for one in tasks.held_out_questions(task, 20)]
     right = {}
     for kv_cache_dtype in ("auto", "fp8", "fp8_e5m2"):
@@ -70,8 +70,8 @@ def test_an_fp8_cache_gets_twice_as_many_blocks() -> None:
     assert 1.9 < blocks["fp8"] / blocks["auto"] < 2.1, blocks
 
 
-def test_blocks_go_to_the_host_and_back() -> None:
-    """Two tensors with blocks of other sizes; more copies than programs, over the end of a chunk of pinned memory."""
+def test_blocks_are_offloaded_to_the_host_and_restored() -> None:
+    """Two tensors with different block sizes; more copies than programs, across the end of a chunk of pinned memory."""
     tensors = [torch.randn(300, 64, 8, 64, device="cuda"), torch.randint(99, (300, 24), device="cuda")]
     block_bytes = sum(tensor[0].nbytes for tensor in tensors)
     copier = CudaBlockCopier(tensors, 250 * block_bytes)
@@ -94,8 +94,8 @@ def test_blocks_go_to_the_host_and_back() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_tokens_do_not_depend_on_host_memory(kv_cache_dtype: str) -> None:
-    """A tiny cache; each turn of a conversation finds its beginning on the host, with graphs and steps in flight."""
+def test_offloading_changes_no_token(kv_cache_dtype: str) -> None:
+    """A tiny cache: each turn of a chat loads its prefix from host memory, with graphs and steps in flight."""
     rng = np.random.default_rng(0)
     begins = [rng.integers(3, 100, 150).tolist() for _ in range(12)]
     answers = []
@@ -117,7 +117,7 @@ def test_tokens_do_not_depend_on_host_memory(kv_cache_dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "groups"), [("gemma3", 6), ("gpt_oss", 2), ("mistral", 1)])
-def test_windows_give_blocks_back_on_a_gpu(name: str, groups: int, tmp_path: Path) -> None:
+def test_blocks_outside_the_attention_window_are_freed(name: str, groups: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     model = zoo.build(zoo.zoo_model(name))
     begin = rng.integers(3, 90, 40).tolist()

@@ -1,4 +1,4 @@
-"""Models on a GPU: loading, tokens over the paged cache, and dummy weights."""
+"""Models on a GPU: loading, tokens over the paged KV cache, and dummy weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are drawn again, on a GPU: the kernels against the reference, and a whole engine with and without graphs."""
+"""Logits processors and resampling on a GPU: the kernels against the reference, and engines with and without graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def copied(state: SlotState) -> SlotState:
 
 @pytest.mark.parametrize("vocab_size", [40, 4500, 128_256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_change_logits_as_the_reference_does(vocab_size: int, dtype: torch.dtype) -> None:
+def test_logits_processor_kernels_equal_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
     from torchweave.ops.kernels.sampling import logits_processors
 
     for seed in range(5):

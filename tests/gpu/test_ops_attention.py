@@ -1,4 +1,4 @@
-"""Attention kernels on a GPU against float64: realistic shapes, graphs whose lengths change, padding."""
+"""Attention kernels on a GPU against float64: realistic shapes, CUDA graphs with changing lengths, padding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def attend(backend: AttentionBackend, built: Built) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", [*CASES, *REALISTIC])
-def test_triton_is_right(name: str, dtype: torch.dtype) -> None:
+def test_triton_backend_equals_float64(name: str, dtype: torch.dtype) -> None:
     case = dataclasses.replace({**CASES, **REALISTIC}[name], dtype=dtype)
     built = build(case, "cuda")
     backend = backend_for(case)
@@ -57,7 +57,7 @@ def test_triton_is_right(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["decode", "mixed", "mixed_sinks", "8b_mixed"])
-def test_torch_backend_is_right_on_a_gpu(name: str) -> None:
+def test_torch_backend_equals_float64(name: str) -> None:
     case = dataclasses.replace({**CASES, **REALISTIC}[name], dtype=torch.bfloat16)
     built = build(case, "cuda")
     attend(get_backend("torch", "cuda"), built)
@@ -102,7 +102,7 @@ def with_table(rows: tuple, spec: LayerSpec, **facts) -> Case:
 
 
 @pytest.mark.parametrize("spec", [LLAMA_1B, LLAMA_8B], ids=["1b", "8b"])
-def test_lengths_change_under_a_decode_graph(spec: LayerSpec) -> None:
+def test_decode_graph_replays_with_changed_lengths(spec: LayerSpec) -> None:
     steps = [
         ((1, 2000), (1, 1), (1, 700), (1, 0)),
         ((1, 1990), (1, 1999), (1, 3), (1, 128)),
@@ -121,7 +121,7 @@ MIXED_STEPS = [
 
 @pytest.mark.parametrize("name", ["triton", "fa3"])
 @pytest.mark.parametrize("spec", [LLAMA_1B, LLAMA_8B], ids=["1b", "8b"])
-def test_rows_change_under_a_mixed_graph(name: str, spec: LayerSpec) -> None:
+def test_mixed_graph_replays_with_changed_rows(name: str, spec: LayerSpec) -> None:
     reason = available_backends("cuda")[name]
     if reason is not None:
         pytest.skip(reason)

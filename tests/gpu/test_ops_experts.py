@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: every way against float64, inside CUDA graphs, repeatable to the bit, in bounded memory."""
+"""Routed experts on a GPU: every strategy against float64, in CUDA graphs, bitwise repeatable, with bounded memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.ops.moe.experts_cases import FORMS, call_of, cases, expected
+from torchweave.ops.moe.experts import ExpertsCall
 from torchweave.ops.moe.fused_experts import (
     WORKSPACE_BYTES,
     GemmConfig,
@@ -21,7 +22,6 @@ from torchweave.ops.moe.fused_experts import (
     choose,
     run,
 )
-from torchweave.ops.moe.reference import ExpertsCall
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def close(got: torch.Tensor, right: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "form", [form for name, form in FORMS.items() if name != "odd"], ids=[n for n in FORMS if n != "odd"]
 )
-def test_every_strategy(form: dict[str, Any], dtype: torch.dtype) -> None:
+def test_every_strategy_equals_float64(form: dict[str, Any], dtype: torch.dtype) -> None:
     for tokens in (1, 2, 7, 64, 300):
         call = call_of(moved(cases(tokens, dtype=dtype, **form, **SIZES)))
         right = expected(call)
@@ -67,7 +67,7 @@ def test_every_strategy(form: dict[str, Any], dtype: torch.dtype) -> None:
             close(call.out, right)
 
 
-def test_the_shape_of_qwen3_30b() -> None:
+def test_qwen3_30b_shape() -> None:
     shape = {"num_experts": 128, "width": 2048, "inner": 768, "top": 8}
     for tokens in (1, 2, 8, 33, 130):
         call = call_of(moved(cases(tokens, dtype=torch.bfloat16, **shape)))
@@ -78,7 +78,7 @@ def test_the_shape_of_qwen3_30b() -> None:
         assert call.out.equal(got), "the same call gives the same bits"
 
 
-def test_sizes_that_are_no_multiples() -> None:
+def test_sizes_that_are_not_tile_multiples() -> None:
     for tokens in (1, 9):
         call = call_of(moved(cases(tokens, dtype=torch.bfloat16, num_experts=5, width=264, inner=200, top=3)))
         right = expected(call)
@@ -88,7 +88,7 @@ def test_sizes_that_are_no_multiples() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 48, 600])
-def test_a_graph_follows_the_routing(tokens: int) -> None:
+def test_cuda_graph_replays_with_changed_routing(tokens: int) -> None:
     """One recording, many routings: spread, all at one expert, some on another rank; dependent launches wait for each other."""
     case = moved(cases(tokens, dtype=torch.bfloat16, **SIZES))
     stream = torch.cuda.Stream()
@@ -108,8 +108,8 @@ def test_a_graph_follows_the_routing(tokens: int) -> None:
         close(out, expected(call_of(case)))
 
 
-def test_layers_in_a_graph_as_dependent_launches() -> None:
-    """Each layer reads what the one before wrote: a launch that did not wait would read stale numbers."""
+def test_programmatic_dependent_launches_in_a_graph() -> None:
+    """Each layer reads the previous one's output: a missing wait would read stale values."""
     form: dict[str, Any] = {"gated": False, "activation": "relu"}  # neither grows nor dies over the layers
     layers = [call_of(moved(cases(1, dtype=torch.bfloat16, seed=seed, **form, **SIZES))) for seed in range(12)]
     layers = [layers[0], *(replace(layer, x=before.out) for before, layer in pairwise(layers))]
@@ -130,7 +130,7 @@ def test_layers_in_a_graph_as_dependent_launches() -> None:
             close(layer.out, expected(layer))
 
 
-def test_chunks_bound_the_memory() -> None:
+def test_chunking_bounds_the_workspace() -> None:
     call = call_of(moved(cases(2048, dtype=torch.bfloat16, **SIZES)))
     results = []
     for chunks in (1, 4):
@@ -145,7 +145,7 @@ def test_chunks_bound_the_memory() -> None:
     close(results[1], results[0].double())
 
 
-def test_float32_is_dense_and_precise() -> None:
+def test_float32_experts_equal_float64() -> None:
     case = moved(cases(9, **FORMS["gpt_oss"]))
     got = torch.ops.torchweave.experts(*case.values())
     torch.testing.assert_close(got.double(), expected(call_of(case)), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""FP8 ops on a GPU: every number against the torch references, alone and in CUDA graphs; and cuBLAS's part of the product."""
+"""FP8 ops on a GPU bitwise against the torch references, also in CUDA graphs, and the choice of cuBLAS."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numbers(q: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("group", "scale"), SCHEMES)
-def test_quant_is_the_reference_bit_for_bit(group: int, scale: Tensor | None, dtype: torch.dtype) -> None:
+def test_quantization_equals_the_reference_bitwise(group: int, scale: Tensor | None, dtype: torch.dtype) -> None:
     for tokens, width in ((1, 4096), (2, 14336), (37, 2880), (5, 16), (3, 28672), (0, 64)):
         x = torch.randn(tokens, width, device="cuda", dtype=dtype) * 3
         if tokens > 2:
@@ -55,7 +55,7 @@ def expected(q: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tenso
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_op_at_every_kind_of_token_count(shape: tuple[int, int], blocks: bool) -> None:
+def test_fp8_linear_at_small_and_large_token_counts(shape: tuple[int, int], blocks: bool) -> None:
     for tokens in (0, 1, 2, 3, 17, 33, 256):
         q, x_scale, w, w_scale = operands(tokens, *shape, blocks)
         for bias in (None, torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)):
@@ -68,7 +68,7 @@ def test_op_at_every_kind_of_token_count(shape: tuple[int, int], blocks: bool) -
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("dependent", [False, True])
-def test_configs(blocks: bool, dependent: bool) -> None:
+def test_every_tile_config(blocks: bool, dependent: bool) -> None:
     configs = [
         Fp8Config("row", n, k, 4, 2, dependent=dependent) for n, k in ((4, 2048), (8, 1024), (2, 4096), (16, 512))
     ]
@@ -85,7 +85,7 @@ def test_configs(blocks: bool, dependent: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("group", "scale"), SCHEMES)
-def test_fused_ops_equal_their_parts(group: int, scale: Tensor | None, dtype: torch.dtype) -> None:
+def test_fused_ops_equal_the_separate_ops(group: int, scale: Tensor | None, dtype: torch.dtype) -> None:
     """Against the kernels of the halves, which round at the same places: almost every number is the same, and none is far."""
     given = None if scale is None else scale.cuda()
     for tokens, width in ((1, 4096), (2, 14336), (37, 2880), (300, 4096)):
@@ -108,8 +108,8 @@ def near(got: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("given", [None, 0.01])
-def test_attention_quantises_in_its_decode_kernel(given: float | None) -> None:
-    """Several splits, padding rows, rotary embedding in the kernel: what it gives without quantising, quantised."""
+def test_decode_kernel_writes_fp8_output(given: float | None) -> None:
+    """Several splits, padding rows, RoPE in the kernel: its unquantized output, quantized."""
     case = Case(((1, 700), (1, 0), None, (1, 5000)), LayerSpec(8, 128, 128, 32), 64, dtype=torch.bfloat16, rotary=128)
     built = build(case, "cuda")
     backend = get_backend("triton", "cuda")
@@ -135,8 +135,8 @@ def test_static_scales() -> None:
 
 
 @pytest.mark.parametrize("group", [0, GROUP])
-def test_chain_in_a_graph(group: int) -> None:
-    """Dependent launches one behind the other, quantising between: one that did not wait would read stale numbers."""
+def test_chained_launches_in_a_graph(group: int) -> None:
+    """Consecutive dependent launches with quantization between them: a missing wait would read stale values."""
     width, blocks = 4096, group == GROUP
     layers = [operands(1, width, width, blocks)[2:] for _ in range(8)]
     for tokens in (1, 2, 4):
@@ -163,6 +163,6 @@ def test_chain_in_a_graph(group: int) -> None:
             assert torch.equal(out, chain(x))
 
 
-def test_the_choice() -> None:
+def test_kernel_choice() -> None:
     for blocks in (False, True):
         assert choose(1, 6144, 4096, blocks=blocks) is not None and choose(2048, 6144, 4096, blocks=blocks) is None

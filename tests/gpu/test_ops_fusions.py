@@ -1,4 +1,4 @@
-"""The kernels of norms, gates and rotary embedding on a GPU: against eager mode bit by bit, against float64, and in a graph."""
+"""Kernels of norms, gated activations and RoPE on a GPU: bitwise against eager mode, against float64, in a graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def same(got: Tensor, want: Tensor, at_least: float) -> None:
-    """Nearly all bits agree, and where they do not, by one unit in the last place."""
+    """Nearly all values are bitwise equal; the others differ by one unit in the last place."""
     unit = torch.finfo(got.dtype).eps
     torch.testing.assert_close(got.double(), want.double(), rtol=4 * unit, atol=4 * unit)
     share = (got == want).float().mean().item()
@@ -53,7 +53,7 @@ def test_norms_round_as_eager_mode_does(width: int, tokens: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
-def test_gates_round_as_eager_mode_does(name: str, dtype: torch.dtype) -> None:
+def test_gated_activations_round_as_eager_mode_does(name: str, dtype: torch.dtype) -> None:
     for tokens in (1, 5, 300):
         gate_up = draw(tokens, 2 * 1408, dtype=dtype, device="cuda")
         want = reference("gated_activation", gate_up, name)
@@ -62,7 +62,7 @@ def test_gates_round_as_eager_mode_does(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("dim", "width"), [(64, 64), (128, 128), (96, 48)])
-def test_rotary_embedding_is_equal_to_the_bit(dim: int, width: int, dtype: torch.dtype) -> None:
+def test_rope_equals_the_reference_bitwise(dim: int, width: int, dtype: torch.dtype) -> None:
     for tokens in (1, 9, 300):
         q, k, _ = heads_of(draw(tokens, 12 * dim, dtype=dtype, device="cuda"), 8, 2, 2)
         for cos, sin in (angles(tokens, width, dtype, "cuda"), angles(tokens, width, torch.float32, "cuda")):
@@ -94,6 +94,6 @@ def test_attention_applies_rope(name: str, dtype: torch.dtype) -> None:
     assert built.out.equal(before)
 
 
-def test_empty_steps() -> None:
+def test_empty_tensors() -> None:
     x = torch.empty(0, 64, device="cuda", dtype=torch.bfloat16)
     assert norm.rms_norm(x, None, 1e-5).shape == activation.gated_activation_pair(x, x, "silu").shape == (0, 64)

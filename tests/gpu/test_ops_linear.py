@@ -1,4 +1,4 @@
-"""Both linear kernels on a GPU against float64, alone, in CUDA graphs and as dependent launches of one another."""
+"""Both linear kernels on a GPU against float64, in CUDA graphs and as programmatic dependent launches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def operands(tokens: int, outputs: int, width: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_op_at_every_small_number_of_tokens(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_linear_at_every_small_token_count(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for tokens in (0, 1, 2, 3, 17):
         x, w, bias = operands(tokens, *shape, dtype)
         for added in (None, bias):
@@ -45,7 +45,7 @@ def test_op_at_every_small_number_of_tokens(shape: tuple[int, int], dtype: torch
 
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_configs(shape: tuple[int, int], dependent: bool) -> None:
+def test_every_tile_config(shape: tuple[int, int], dependent: bool) -> None:
     configs = [LinearConfig("row", n, k, 4, 4, dependent) for n, k in ((4, 1024), (8, 512), (2, 2048))]
     configs += [LinearConfig("dot", 16, 256, 4, 3, dependent), LinearConfig("dot", 64, 128, 4, 4, dependent)]
     configs += [
@@ -61,7 +61,7 @@ def test_configs(shape: tuple[int, int], dependent: bool) -> None:
 
 
 def differs(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Part of the numbers that are not equal, after a check that none is far off."""
+    """Share of unequal values, after a check that all are close."""
     unit = torch.finfo(got.dtype).eps
     torch.testing.assert_close(got.float(), expected.float(), rtol=4 * unit, atol=4 * unit)
     return (got != expected).float().mean().item()
@@ -96,8 +96,8 @@ def test_fused_linear_rounds_as_separate_ops_do(kernel: str, norm_apart: bool) -
 
 
 @pytest.mark.parametrize("dependent", [0, 1, 2])
-def test_chain_in_a_graph(dependent: int) -> None:
-    """Layers that read what the one before wrote: a dependent launch that did not wait would read stale numbers."""
+def test_chained_launches_in_a_graph(dependent: int) -> None:
+    """Layers that read the previous one's output: a missing wait of a dependent launch would read stale values."""
     config = LinearConfig("row", 4, 1024, 4, 4, dependent)
     weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5 for _ in range(24)]
     x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
@@ -137,11 +137,11 @@ def test_unsupported_operands_fall_back_to_cublas() -> None:
     assert linear(x.float(), w.float(), None, choices).dtype == torch.float32
 
 
-def test_rows_of_a_merged_weight() -> None:
+def test_slices_of_a_merged_weight() -> None:
     merged = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5
     x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
     check(linear(x, merged[1024:3072], None, default_choices(2048, 2048, torch.bfloat16)), x, merged[1024:3072], None)
 
 
-def test_the_choice_covers_the_decode_shapes() -> None:
+def test_tuning_table_covers_the_decode_shapes() -> None:
     assert all(choose(tokens, 3072, 2048, torch.bfloat16) for tokens in (1, 2))

@@ -1,4 +1,4 @@
-"""The routing kernel on a GPU: every form against the reference, in half precision, and as a dependent launch in a graph."""
+"""The routing kernel on a GPU: every router form against the reference, half precision, dependent launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sizes", [(128, 8), (60, 4), (256, 8), (12, 2)], ids=str)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_every_form(form: dict[str, Any], sizes: tuple[int, int]) -> None:
+def test_every_router_form_equals_the_reference(form: dict[str, Any], sizes: tuple[int, int]) -> None:
     experts, top = sizes
     if experts % form.get("num_groups", 1):
         pytest.skip("the groups do not divide the experts")
@@ -44,8 +44,8 @@ def test_equal_scores_take_the_first_expert_and_every_token_gets_distinct_ones()
     torch.testing.assert_close(weights.sum(dim=1), torch.ones(500, device="cuda"))
 
 
-def test_in_a_graph_behind_the_router_and_before_the_experts() -> None:
-    """Dependent launches wait for what they read: the product before, and the experts behind."""
+def test_routing_between_router_and_experts_in_a_graph() -> None:
+    """Dependent launches wait for their inputs: the preceding linear, and the following experts."""
     x = torch.randn(2, 256, device="cuda", dtype=torch.bfloat16)
     router = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16) / 16
     up, down = (

@@ -1,4 +1,4 @@
-"""Step kernels, sampling and uploads on a GPU, alone and replayed from CUDA graphs, against the CPU versions."""
+"""Step kernels, sampling and slot uploads on a GPU against the CPU versions, alone and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.ops.sampling.sampling_cases import PARAMETERS, build
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
 from torchweave.engine.runner.step_buffers import HostBufferRing
 from torchweave.ops.sampling.sample import sample
-from torchweave.ops.step_io import advance, carry, prepare, prepare_decode_inputs
+from torchweave.ops.slot_state import advance, carry, prepare, prepare_decode_inputs
 
 pytestmark = pytest.mark.gpu
 
 
 def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `function`, which was run once before: its state then needs resetting by the caller."""
+    """A CUDA graph of `function`, which runs once before; the caller resets its state."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -32,7 +32,7 @@ def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("graphed", [False, True])
-def test_step_ops(seed: int, graphed: bool) -> None:
+def test_step_kernels_equal_the_cpu_versions(seed: int, graphed: bool) -> None:
     generator = np.random.default_rng(seed)
     state = random_state(generator)
     start = state.arena.clone()
@@ -44,9 +44,9 @@ def test_step_ops(seed: int, graphed: bool) -> None:
     emit = torch.from_numpy(generator.integers(0, 4, rows) > 0)
 
     def run(on, mixed, decode, out, inputs, sampled, emit) -> None:
-        prepare(on, *inputs, **mixed.arguments(), block_size=BLOCK_SIZE)
+        prepare(on, *inputs, mixed, block_size=BLOCK_SIZE)
         advance(sampled, inputs[0], emit, on, out)
-        prepare_decode_inputs(on, inputs[0], **decode.arguments(), block_size=BLOCK_SIZE)
+        prepare_decode_inputs(on, inputs[0], decode, block_size=BLOCK_SIZE)
 
     def outputs(device: str):
         out = torch.empty(rows, dtype=torch.int32, device=device)
@@ -86,7 +86,7 @@ def test_sampling_equals_the_reference(vocab_size: int, dtype: torch.dtype) -> N
 
 
 def test_uploads_do_not_overtake_each_other() -> None:
-    """Many updates behind a long-running kernel: staging buffers in flight must keep their contents."""
+    """Many updates queued after a long-running kernel: staging buffers in flight must keep their contents."""
     generator = np.random.default_rng(0)
     state = copy_state(random_state(generator, max_batch=300, columns=64), "cuda")
     expected = state.arena.cpu().numpy().copy()
@@ -105,7 +105,7 @@ def test_uploads_do_not_overtake_each_other() -> None:
 
 
 def test_pinned_copies_and_sampling_keep_stream_order() -> None:
-    """Steps in flight behind a long-running kernel: each reads what was said about it, and its tokens are its own."""
+    """Steps queued after a long-running kernel: each reads its own inputs and returns its own tokens."""
     exchange, device = (
         HostBufferRing(5000, 300, 3, torch.device("cuda")),
         torch.zeros(5000, dtype=torch.int32, device="cuda"),
@@ -127,8 +127,8 @@ def test_pinned_copies_and_sampling_keep_stream_order() -> None:
     assert [int(exchange.wait(ring_index)[0]) for _, ring_index in waiting] == [110, 111]
 
 
-def test_steps_compile_nothing_new() -> None:
-    """Sizes differ from step to step; a kernel specialised on one would be compiled in the middle of serving."""
+def test_steps_compile_no_kernel() -> None:
+    """Sizes differ between steps; a kernel specialized to one would be compiled during serving."""
     from torchweave.ops.kernels import step_io as kernels
     from torchweave.ops.kernels.sampling import sample as sampling
 
@@ -143,8 +143,8 @@ def test_steps_compile_nothing_new() -> None:
         rows, tokens = step.slots.numel(), step.host_ids.numel()
         packed = [step.slots, step.query_start, step.host_ids, step.host_positions]
         inputs = list(torch.cat(packed).cuda().split([value.numel() for value in packed]))  # of any alignment
-        prepare(state, *inputs, **Outputs.empty(rows, tokens, "cuda").arguments(), block_size=BLOCK_SIZE)
-        prepare_decode_inputs(state, inputs[0], **Outputs.empty(rows, rows, "cuda").arguments(), block_size=BLOCK_SIZE)
+        prepare(state, *inputs, Outputs.empty(rows, tokens, "cuda"), block_size=BLOCK_SIZE)
+        prepare_decode_inputs(state, inputs[0], Outputs.empty(rows, rows, "cuda"), block_size=BLOCK_SIZE)
         out = torch.empty(rows, dtype=torch.int32, device="cuda")
         sample(torch.zeros(rows, 5000, device="cuda"), inputs[0], state, out)
         advance(out, inputs[0], torch.ones_like(out), state, out)

@@ -1,4 +1,4 @@
-"""Policies, shared blocks and beams on a GPU: the tokens are those of a run that nothing disturbs, and of transformers."""
+"""Policies, prefix caching and beams on a GPU give the tokens of an undisturbed run and of transformers."""
 
 from __future__ import annotations
 
@@ -38,15 +38,13 @@ def undisturbed() -> list[list[int]]:
     return found
 
 
-def test_shared_blocks_change_no_token(undisturbed: list[list[int]]) -> None:
+def test_prefix_caching_changes_no_token(undisturbed: list[list[int]]) -> None:
     found, llm = answers()
     assert found == undisturbed and llm.engine.scheduler.kv.reused_total > len(PROMPTS)
 
 
 @pytest.mark.parametrize("chunking", ["first_come_first_served", "equal_progress"])
-def test_max_utilization_with_a_twentieth_of_the_cache_changes_no_token(
-    undisturbed: list[list[int]], chunking: str
-) -> None:
+def test_max_utilization_with_pauses_changes_no_token(undisturbed: list[list[int]], chunking: str) -> None:
     found, llm = answers(
         capacity_scheduler_policy="max_utilization", context_chunking_policy=chunking, num_kv_blocks=20, max_num_tokens=64,
         max_model_len=320,
@@ -54,7 +52,7 @@ def test_max_utilization_with_a_twentieth_of_the_cache_changes_no_token(
     assert found == undisturbed and llm.engine.scheduler.paused_total > 0
 
 
-def test_static_batches_change_no_token(undisturbed: list[list[int]]) -> None:
+def test_static_batching_changes_no_token(undisturbed: list[list[int]]) -> None:
     assert answers(capacity_scheduler_policy="static_batch")[0] == undisturbed
 
 
@@ -75,7 +73,7 @@ def test_beams_equal_those_of_transformers(tmp_path: Path, graphs: bool) -> None
             assert by_engine(llm, some_prompts(), params) == wanted, settings
 
 
-def test_beams_are_the_same_when_they_are_paused() -> None:
+def test_pauses_change_no_beam() -> None:
     params = SamplingParams(beam_width=4, n=4, max_tokens=24, ignore_eos=True)
     with build(block_size=16) as llm:
         wanted = by_engine(llm, PROMPTS[:8], params)

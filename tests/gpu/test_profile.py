@@ -1,4 +1,4 @@
-"""`bench profile` on a GPU: kernels inside recordings are seen, and what they take fits into what a step takes."""
+"""`bench profile` on a GPU: kernels inside CUDA graphs are counted, and their time fits into the step's."""
 
 from __future__ import annotations
 

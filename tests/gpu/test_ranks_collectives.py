@@ -1,4 +1,4 @@
-"""Collectives over symmetric memory between GPUs, in CUDA graphs, against exact sums; what happens when a rank does not come."""
+"""Collectives over symmetric memory between GPUs in CUDA graphs against exact sums; timeout of a missing rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tests.ops.fusion_cases import DIALECTS
 from tests.ranks import run_ranks
-from torchweave.distributed.communicator import sum_of_ranks
-from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.distributed.process_groups import ProcessGroups, sum_of_ranks
 from torchweave.distributed.symmetric_memory import (
     KernelSizeLimits,
     SymmetricCommunicator,
@@ -151,7 +150,7 @@ def check_norms(process_groups: ProcessGroups) -> None:
 
 
 def check_replays(process_groups: ProcessGroups) -> None:
-    """Two graphs in turn, of collectives of many sizes; each replay has operands of its own and counts what is wrong itself."""
+    """Two alternating graphs of collectives of many sizes; each replay has its own operands and counts errors on the device."""
     ranks = opened(process_groups, replace(EVERYTHING, slots=1 << 18, one_shot=1 << 20))
     device = torch.device(process_groups.device)
     step, wrong = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
@@ -183,7 +182,7 @@ def check_replays(process_groups: ProcessGroups) -> None:
 def check_waits_end(process_groups: ProcessGroups) -> None:
     x = torch.ones(8, 4096, device=process_groups.device, dtype=torch.bfloat16)
     ranks, impatient = opened(process_groups, EVERYTHING, 600.0), opened(process_groups, EVERYTHING, 0.5)
-    if process_groups.rank == 0:  # nobody else comes
+    if process_groups.rank == 0:  # the other rank does not take part
         begin = time.monotonic()
         ranks.all_reduce(x)
         time.sleep(0.5)
@@ -197,7 +196,7 @@ def check_waits_end(process_groups: ProcessGroups) -> None:
 
 
 def check_world(process_groups: ProcessGroups) -> None:
-    """What an engine does: the op by the group's name."""
+    """As an engine calls it: the op by the group's name."""
     report = Report(show=False)
     enable_symmetric_memory(process_groups, report)
     assert report.select("symmetric_memory")[0]["used"], report.select("symmetric_memory")

@@ -1,4 +1,4 @@
-"""The whole engine over two GPUs: graphs, one rank that compiles, and an end of all within seconds when one rank dies."""
+"""The whole engine over two GPUs: graphs, one compiling rank, and shutdown within seconds of a rank's death."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = [
 ]
 
 
-def test_two_gpus_answer_as_one_and_end_together(tmp_path: Path):
+def test_two_gpus_give_the_tokens_of_one_and_shut_down_together(tmp_path: Path):
     assert check_life(str(tmp_path))["rank"]["compiled"] == 0
 
 
-def test_a_second_engine_of_a_process_answers_as_the_first(tmp_path: Path):
-    """It leaves sums to NCCL: torch shares memory with one group of a name."""
+def test_second_engine_in_a_process_gives_the_same_tokens(tmp_path: Path):
+    """The second engine uses NCCL: torch shares symmetric memory with one group of a name only."""
     command = [sys.executable, "-m", "tests.gpu.ranks_engine", str(tmp_path), "twice"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stderr[-3000:]

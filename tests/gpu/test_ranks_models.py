@@ -1,4 +1,4 @@
-"""Models divided over two GPUs: the tokens of transformers' own model, by the module alone and by the engine with its graphs."""
+"""Tensor parallelism over two GPUs gives the tokens of transformers, by the module alone and by the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _tokens(
     return found
 
 
-def test_tokens_of_two_gpus_are_those_of_transformers(tmp_path: Path) -> None:
+def test_tp2_module_equals_transformers(tmp_path: Path) -> None:
     expected, folders = {}, {}
     for name in NAMES:
         model = zoo.build(zoo.zoo_model(name))
@@ -50,9 +50,7 @@ def test_tokens_of_two_gpus_are_those_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "symmetric_memory"), [("llama-tied", True), ("llama-tied", False), ("qwen3_moe", True)]
 )
-def test_an_engine_over_two_gpus_gives_the_tokens_of_transformers(
-    name: str, symmetric_memory: bool, tmp_path: Path
-) -> None:
+def test_tp2_engine_equals_transformers(name: str, symmetric_memory: bool, tmp_path: Path) -> None:
     model = zoo.build(zoo.zoo_model(name))
     expected = zoo.reference_tokens(model, prompts(), 12)
     zoo.save(model, tmp_path)

@@ -1,4 +1,4 @@
-"""Fusions over ranks, user buffers and norms by rows on two GPUs: in code of Inductor, called and replayed, against float64."""
+"""Collective fusions, user buffers and sequence-parallel norms on two GPUs through Inductor against float64."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def on_two_gpus(process_groups: ProcessGroups, quantized: bool) -> dict[str, flo
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_every_form_over_two_gpus_is_near_float64_and_the_same_on_both(quantized: bool) -> None:
+def test_every_form_is_near_float64_and_equal_on_both_ranks(quantized: bool) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     one, other = run_ranks(on_two_gpus, 2, quantized, device="cuda")

@@ -1,4 +1,4 @@
-"""Pipelines over two and four GPUs: the answers of one GPU, whole graphs on every stage, and one failure that ends all."""
+"""Pipeline parallelism over two and four GPUs: the tokens of one GPU, full graphs per stage, joint shutdown."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = [
 ]
 
 
-def test_a_pipeline_of_two_gpus_answers_as_one_and_ends_together(tmp_path: Path) -> None:
+def test_pp2_gives_the_tokens_of_one_gpu_and_shuts_down_together(tmp_path: Path) -> None:
     check_life(str(tmp_path), "pipeline_parallel_size")  # layers in the middle are the same pieces: they are loaded
 
 
-def test_what_is_asked_about_tokens_of_a_pipeline_is_that_of_one_gpu(tmp_path: Path) -> None:
-    """Log-probabilities, scores of prompts, penalties and forms: rows that are drawn again are told to the other stage."""
+def test_pipeline_logprobs_equal_those_of_one_gpu(tmp_path: Path) -> None:
+    """Logprobs, prompt logprobs, penalties and grammars: resampled tokens are sent to the other stage."""
     with LLM("demo", **options(str(tmp_path)), seed=7) as alone:
         expected = asked(alone)
     with LLM("demo", **options(str(tmp_path)), seed=7, pipeline_parallel_size=2) as llm:
@@ -44,7 +44,7 @@ def test_what_is_asked_about_tokens_of_a_pipeline_is_that_of_one_gpu(tmp_path: P
         ("llama-tied", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     ],
 )
-def test_a_pipeline_of_gpus_gives_the_tokens_of_transformers(name: str, ranks: dict[str, Any], tmp_path: Path) -> None:
+def test_pipeline_equals_transformers(name: str, ranks: dict[str, Any], tmp_path: Path) -> None:
     needed = ranks["pipeline_parallel_size"] * ranks.get("tensor_parallel_size", 1)
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} GPUs")

@@ -1,4 +1,4 @@
-"""Streams on a GPU: a split piece gives the bits of its runs one after the other, in graphs and without, however streams lag."""
+"""Pieces split over CUDA streams equal their serial run bitwise, in graphs and without, under delayed streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchweave.compiler.runtime.cuda_graphs import GraphPool, record
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.streams.backends import CheckedStreams, CudaStreams
 from torchweave.compiler.streams.build import Split, join, plan_split
-from torchweave.compiler.streams.cost import Costs
+from torchweave.compiler.streams.tasks import Costs
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -27,7 +27,7 @@ Call = Callable[[list[Any]], Sequence[Tensor]]
 
 
 class Late:
-    """Enters a stream and lets it begin late."""
+    """Enter a stream and delay its start."""
 
     def __init__(self, stream: Any, cycles: int) -> None:
         self.stream, self.cycles = stream, cycles
@@ -41,7 +41,7 @@ class Late:
 
 
 class LaggingLanes(CudaStreams):
-    """Streams that begin each of their runs late, by so many clock cycles each: an order that no event holds shows."""
+    """Streams that delay each run by a number of clock cycles each, which exposes a missing event."""
 
     def __init__(self, device: torch.device, cycles: tuple[int, ...]) -> None:
         super().__init__(len(cycles), device)
@@ -65,7 +65,7 @@ def inputs(device: torch.device, tokens: int, seed: int) -> dict[str, Tensor]:
 
 
 class Case:
-    """A split piece, its runs built once; `ready` puts inputs and constants in the order that it takes them."""
+    """A split piece whose runs are compiled once; `ready` orders inputs and constants as it takes them."""
 
     def __init__(self, device: torch.device, inductor: bool, num_streams: int) -> None:
         module = shared_experts(hidden=HIDDEN, width=256, shared=2048).to(device, torch.bfloat16)
@@ -96,7 +96,7 @@ LAGS = [(0, 0, 0), (0, 100_000, 20_000), (0, 20_000, 200_000)]
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 32])
 @pytest.mark.parametrize("cycles", LAGS)
-def test_replays_of_a_split_piece_are_bit_equal_to_its_runs_in_turn(
+def test_replays_of_a_split_piece_equal_the_serial_run_bitwise(
     case: Case, device: torch.device, tokens: int, cycles: tuple[int, ...]
 ) -> None:
     given = [inputs(device, tokens, seed) for seed in range(CASES)]
@@ -118,7 +118,7 @@ def test_replays_of_a_split_piece_are_bit_equal_to_its_runs_in_turn(
 @torch.no_grad()
 @pytest.mark.parametrize("cycles", LAGS)
 def test_freed_memory_is_safe_without_graphs(case: Case, device: torch.device, cycles: tuple[int, ...]) -> None:
-    """Between two calls everything that was freed is taken again and filled with what no result holds."""
+    """Between two calls, all freed memory is reallocated and filled with a value that no result contains."""
     given = [inputs(device, 64, seed) for seed in range(CASES)]
     want = [[out.clone() for out in case.serial(case.ready(each))] for each in given]
     call = case.on(LaggingLanes(device, cycles))
@@ -136,7 +136,7 @@ def test_freed_memory_is_safe_without_graphs(case: Case, device: torch.device, c
 
 
 @torch.no_grad()
-def test_a_caller_may_change_streams(case: Case, device: torch.device) -> None:
+def test_caller_may_switch_streams(case: Case, device: torch.device) -> None:
     given = inputs(device, 64, 0)
     want = [out.clone() for out in case.serial(case.ready(given))]
     call = case.on(LaggingLanes(device, (0, 50_000, 50_000)))
@@ -153,8 +153,8 @@ def test_a_caller_may_change_streams(case: Case, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def test_lagging_streams_show_a_missing_event(device: torch.device) -> None:
-    """What the tests above would see: without its waits the same piece gives something else."""
+def test_delayed_streams_expose_a_missing_event(device: torch.device) -> None:
+    """The tests above can fail: without its waits the same piece gives different results."""
     case = Case(device, False, 2)
     runs = tuple(replace(run, waits=()) if run.stream == 0 else run for run in case.split.program.runs)
     call = case.on(
@@ -171,7 +171,7 @@ def test_lagging_streams_show_a_missing_event(device: torch.device) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("inductor", [False, True])
-def test_a_woven_module_computes_the_same_on_and_off(device: torch.device, inductor: bool) -> None:
+def test_multi_stream_code_equals_single_stream_code(device: torch.device, inductor: bool) -> None:
     module, report = (
         shared_experts(hidden=HIDDEN, width=256, shared=2048).to(device, torch.bfloat16),
         Report(show=False),

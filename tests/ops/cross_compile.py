@@ -1,4 +1,4 @@
-"""Builds the kernels that a launch would use for a GPU that is not there, from the arguments of the launch itself."""
+"""Compile the kernels of a launch for an absent GPU, from the arguments of the launch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
     torch.uint8: "u8",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -43,7 +44,7 @@ class _Recorder:
 
 @contextmanager
 def recorded(module: ModuleType, *names: str) -> Iterator[list[Launch]]:
-    """Launches of the named kernels of `module` are recorded, not carried out."""
+    """Launches of the named kernels of `module` are recorded and not executed."""
     launches: list[Launch] = []
     kernels = {name: getattr(module, name) for name in names}
     for name, kernel in kernels.items():

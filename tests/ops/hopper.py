@@ -1,4 +1,4 @@
-"""A GPU that is not there, for looking at launches: kernels are specialised for it, and may be built."""
+"""A fake GPU for inspecting launches: kernels are specialized for it and can be compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 
 class Hopper:
-    """As much of a GPU's driver as compiling asks for; a launch would fail."""
+    """The parts of a GPU driver that compilation needs; a launch would fail."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -27,7 +27,7 @@ class Hopper:
 
 @contextmanager
 def hopper(*modules: ModuleType) -> Iterator[None]:
-    """In here Triton finds a GPU on which no kernel of `modules` was built yet."""
+    """Within, Triton sees a fake GPU for which no kernel of `modules` is compiled."""
     kernels = [each for module in modules for each in vars(module).values() if isinstance(each, JITFunction)]
     for kernel in kernels:
         kernel.device_caches.clear()

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
 from torchweave.ops.kernels import step_io
-from torchweave.ops.step_io import advance, prepare, prepare_decode_inputs
+from torchweave.ops.slot_state import advance, prepare, prepare_decode_inputs
 
 
 def main() -> None:
@@ -20,14 +20,14 @@ def main() -> None:
         rows, tokens = step.slots.numel(), step.host_ids.numel()
         inputs = (step.slots, step.query_start, step.host_ids, step.host_positions)
         expected, got = (Outputs.empty(rows, tokens, tables=tables) for _ in range(2))
-        prepare(state, *inputs, **expected.arguments(), block_size=BLOCK_SIZE)
+        prepare(state, *inputs, expected, block_size=BLOCK_SIZE)
         views = (twin.last_token, twin.position, twin.block_table)
-        step_io.launch_prepare(*views, *inputs, *got.arguments().values(), BLOCK_SIZE)
+        step_io.launch_prepare(*views, *inputs, *got, BLOCK_SIZE)
         assert expected.lists() == got.lists()
 
         expected, got = (Outputs.empty(rows, rows, tables=tables) for _ in range(2))
-        prepare_decode_inputs(state, step.slots, **expected.arguments(), block_size=BLOCK_SIZE)
-        step_io.launch_prepare_decode(*views, step.slots, *got.arguments().values(), BLOCK_SIZE)
+        prepare_decode_inputs(state, step.slots, expected, block_size=BLOCK_SIZE)
+        step_io.launch_prepare_decode(*views, step.slots, *got, BLOCK_SIZE)
         assert expected.lists() == got.lists()
 
         sampled = torch.from_numpy(generator.integers(0, 6, rows).astype(np.int32))

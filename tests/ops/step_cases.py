@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.slot_state import SlotState
+from torchweave.ops.slot_state import MAX_STOP_IDS, SEED_BITS, SlotState, SlotUpdates, StepInputs
 
 BLOCK_SIZE = 4
 
 
 @dataclass
 class MixedStep:
-    """Inputs of `prepare`: generation rows, context rows, empty padding rows, and padded tokens behind."""
+    """Inputs of `prepare`: decode rows, prefill rows, empty padding rows, then padded tokens."""
 
     slots: Tensor
     query_start: Tensor
@@ -24,14 +24,8 @@ class MixedStep:
     host_positions: Tensor
 
 
-@dataclass
-class Outputs:
-    """What the step ops fill; starts as garbage."""
-
-    ids: Tensor
-    positions: Tensor
-    seq_lens: Tensor
-    slot_mapping: Tensor
+class Outputs(StepInputs):
+    """Buffers that the step ops fill; initially garbage."""
 
     @classmethod
     def empty(cls, rows: int, tokens: int, device: str = "cpu", tables: int = 1) -> Outputs:
@@ -47,11 +41,24 @@ class Outputs:
             else garbage(tables, tokens + 3, dtype=torch.int64)[:, :tokens],
         )
 
-    def arguments(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
     def lists(self) -> dict[str, list[int]]:
-        return {name: value.tolist() for name, value in self.arguments().items()}
+        return {name: value.tolist() for name, value in self._asdict().items()}
+
+
+def set_seed(
+    updates: SlotUpdates, slots: Sequence[int] | np.ndarray | int, seeds: Sequence[int] | np.ndarray | int
+) -> None:
+    """Set the 64-bit seed of `slots`; negative seeds are taken modulo 2**64."""
+    wide = np.array([int(seed) % (1 << SEED_BITS) for seed in np.atleast_1d(np.asarray(seeds, object))])
+    halves = wide.astype(np.uint64).view(np.uint32).reshape(-1, 2).view(np.int32)
+    updates.set("seed_lo", slots, halves[:, 0])
+    updates.set("seed_hi", slots, halves[:, 1])
+
+
+def set_stop_ids(updates: SlotUpdates, slot: int, stop_ids: Sequence[int]) -> None:
+    """Set the first `MAX_STOP_IDS` of `stop_ids`."""
+    on_device = [*stop_ids[:MAX_STOP_IDS]]
+    updates.set("stop_ids", slot, on_device + [-1] * (MAX_STOP_IDS - len(on_device)))
 
 
 def random_state(generator: np.random.Generator, max_batch: int = 9, columns: int = 6, tables: int = 1) -> SlotState:

@@ -1,4 +1,4 @@
-"""Gated activations: what eager mode computes, from one merged tensor or two, and their kernel without a GPU."""
+"""Gated activations equal eager mode, from one merged tensor or two, and their kernel without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweave.ops.activation import ACTIVATIONS, gated_activation, gated_activ
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_the_references_are_eager_mode(name: str, dtype: torch.dtype) -> None:
+def test_references_equal_eager_mode(name: str, dtype: torch.dtype) -> None:
     gate_up = draw(1, 5, 96, dtype=dtype)
     gate, up = gate_up.chunk(2, -1)
     written = {

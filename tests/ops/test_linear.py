@@ -24,7 +24,7 @@ from torchweave.ops.linear_config import (
 
 @pytest.mark.parametrize("shape", [(3, 16), (1, 5, 16), (0, 16), (16,)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_it_is_linear_on_the_cpu(shape: tuple[int, ...], with_bias: bool) -> None:
+def test_reference_equals_nn_linear(shape: tuple[int, ...], with_bias: bool) -> None:
     x, w, bias = torch.randn(shape), torch.randn(7, 16), torch.randn(7) if with_bias else None
     got = linear(x, w, bias)
     assert got.equal(F.linear(x, w, bias)) and got.shape == (*shape[:-1], 7)
@@ -35,7 +35,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(linear, (torch.randn(1, 5, 16), torch.randn(7, 16), bias))
 
 
-def test_it_stays_one_node_with_a_symbolic_number_of_tokens() -> None:
+def test_op_is_one_node_with_a_symbolic_token_count() -> None:
     w = torch.randn(7, 16)
     graphs = []
 
@@ -52,7 +52,7 @@ def test_it_stays_one_node_with_a_symbolic_number_of_tokens() -> None:
     assert sum(node.op == "call_function" for node in graphs[0].graph.nodes) == 1
 
 
-def test_choice() -> None:
+def test_kernel_choice() -> None:
     bf16 = torch.bfloat16
     assert choose(1, 3072, 2048, bf16) is not None and choose(1, 3072, 2048, torch.float16) is not None
     assert choose(MAX_TOKENS + 1, 3072, 2048, bf16) is None and choose(0, 3072, 2048, bf16) is None
@@ -60,7 +60,7 @@ def test_choice() -> None:
     assert choose(1, 256, 256, bf16) is None and choose(1, 8192, 2047, bf16) is None
 
 
-def test_choices_are_written_and_read() -> None:
+def test_choices_round_trip() -> None:
     one, many = LinearConfig("row", 4, 1024, 4, 4, 1), LinearConfig("split", 16, 64, 4, 4, norm_apart=True)
     text = format_choices([(64, None), (1, one), (8, many), (2, one), (4, None), (16, many)])
     assert text == "2=row,4,1024,4,4,1,0;4=blas;16=split,16,64,4,4,0,1"
@@ -95,7 +95,7 @@ def _eager(x: torch.Tensor, w: torch.Tensor, bias, norm, eps, residual, gated: b
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_linear_is_what_models_write(dtype: torch.dtype) -> None:
+def test_fused_linear_equals_the_separate_ops(dtype: torch.dtype) -> None:
     for shape in ((3, 16), (1, 5, 16), (0, 16)):
         x, w, bias, norm = (torch.randn(size).to(dtype) for size in (shape, (8, 16), (8,), (16,)))
         for gated in (False, True):

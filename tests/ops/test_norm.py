@@ -1,4 +1,4 @@
-"""RMSNorm ops: exactly what models compute, in every dialect, and their kernel without a GPU."""
+"""RMSNorm ops round exactly as models do, in every dialect, and their kernel without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of q and k, with and without their norm: what transformers computes, and the kernel without a GPU."""
+"""Rotary embedding of q and k, with and without their norm, against transformers, and the kernel without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def as_models_write_it(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [16, 8])
-def test_the_references_are_what_models_write(width: int, dtype: torch.dtype) -> None:
+def test_references_equal_the_models_code(width: int, dtype: torch.dtype) -> None:
     q, k = (x[None] for x in heads_of(draw(7, 96, dtype=dtype), 4, 2))
     cos, sin = (x[None] for x in angles(7, width, dtype))
     for got, x in zip(rope(q, k, cos, sin), (q, k), strict=True):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ops.step_cases import set_seed, set_stop_ids
 from torchweave.ops.slot_state import SlotState
 
 
@@ -31,8 +32,8 @@ def test_every_kind_of_slot_update() -> None:
     updates = state.updates()
     updates.set("last_token", [1, 3], [11, 13])
     updates.set("temperature", 2, 0.7)
-    updates.set_seed([0, 1], [2**63 + 5, -1])
-    updates.set_stop_ids(1, [4, 5])
+    set_seed(updates, [0, 1], [2**63 + 5, -1])
+    set_stop_ids(updates, 1, [4, 5])
     updates.set_block_table([0, 0, 3], [0, 1, 2], [8, 9, 10])
     updates.set_decode_slots([3, 1])
     before = state.arena.clone()
@@ -58,8 +59,8 @@ def test_set_request_equals_setting_each_field() -> None:
         record.set_request(slot, seed=seed, stop_ids=stops, **facts)
         for name, value in facts.items():
             apart.set(name, slot, value)
-        apart.set_seed(slot, seed)
-        apart.set_stop_ids(slot, stops)
+        set_seed(apart, slot, seed)
+        set_stop_ids(apart, slot, stops)
     one.apply(record)
     other.apply(apart)
     assert one.arena.equal(other.arena) and one.position.tolist() == [9, 0, 9, 0]

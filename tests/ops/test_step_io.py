@@ -1,4 +1,4 @@
-"""What a step feeds and how its slots advance, against plain loops; the kernels against the CPU versions."""
+"""Inputs of a step and advance of its slots against plain loops; the kernels against the CPU versions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.ops.interpreted import run_interpreted
-from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
-from torchweave.ops.slot_state import SlotState
-from torchweave.ops.step_io import NOT_EMITTED, advance, prepare, prepare_decode_inputs
+from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step, set_stop_ids
+from torchweave.ops.slot_state import NOT_EMITTED, SlotState, advance, prepare, prepare_decode_inputs
 
 
 def cache_slot(state: SlotState, slot: int, position: int) -> int:
@@ -28,7 +27,7 @@ def test_prepare(seed: int) -> None:
     rows, tokens = step.slots.numel(), step.host_ids.numel()
     got = Outputs.empty(rows, tokens)
     prepare(
-        state, step.slots, step.query_start, step.host_ids, step.host_positions, **got.arguments(), block_size=BLOCK_SIZE
+        state, step.slots, step.query_start, step.host_ids, step.host_positions, got, block_size=BLOCK_SIZE
     )  # fmt: skip
     expected = {"ids": [0] * tokens, "positions": [0] * tokens, "seq_lens": [0] * rows, "slot_mapping": [-1] * tokens}
     position = before.position.tolist()
@@ -56,12 +55,12 @@ def test_prepare_may_work_in_place() -> None:
         step.query_start,
         step.host_ids,
         step.host_positions,
-        **expected.arguments(),
+        expected,
         block_size=BLOCK_SIZE,
     )
     got = Outputs.empty(step.slots.numel(), step.host_ids.numel())
-    got.ids, got.positions = step.host_ids.long(), step.host_positions.long()
-    prepare(twin, step.slots, step.query_start, got.ids, got.positions, **got.arguments(), block_size=BLOCK_SIZE)
+    got = got._replace(ids=step.host_ids.long(), positions=step.host_positions.long())
+    prepare(twin, step.slots, step.query_start, got.ids, got.positions, got, block_size=BLOCK_SIZE)
     assert got.lists() == expected.lists()
 
 
@@ -70,13 +69,13 @@ def test_prepare_decode(seed: int) -> None:
     state = random_state(np.random.default_rng(seed))
     slots = torch.tensor([4, 0, -1, 7, -1], dtype=torch.int32)
     got = Outputs.empty(5, 5)
-    prepare_decode_inputs(state, slots, **got.arguments(), block_size=BLOCK_SIZE)
+    prepare_decode_inputs(state, slots, got, block_size=BLOCK_SIZE)
     for row, slot in enumerate(slots.tolist()):
         at = int(state.position[slot]) if slot >= 0 else 0
         expected = (
             (int(state.last_token[slot]), at, at + 1, cache_slot(state, slot, at)) if slot >= 0 else (0, 0, 0, -1)
         )
-        assert tuple(value[row].item() for value in got.arguments().values()) == expected
+        assert tuple(value[row].item() for value in got) == expected
 
 
 def test_every_layer_group_has_its_own_slot_mapping() -> None:
@@ -86,13 +85,13 @@ def test_every_layer_group_has_its_own_slot_mapping() -> None:
     rows, tokens = step.slots.numel(), step.host_ids.numel()
     inputs = (step.slots, step.query_start, step.host_ids, step.host_positions)
     got = Outputs.empty(rows, tokens, tables=3)
-    prepare(copy_state(state), *inputs, **got.arguments(), block_size=BLOCK_SIZE)
+    prepare(copy_state(state), *inputs, got, block_size=BLOCK_SIZE)
     for group in range(3):
         alone = SlotState(state.max_batch, state.max_blocks_per_seq, state.max_rows)
         for name in alone.shapes:
             getattr(alone, name).copy_(state.tables[group] if name == "block_table" else getattr(state, name))
         expected = Outputs.empty(rows, tokens)
-        prepare(alone, *inputs, **expected.arguments(), block_size=BLOCK_SIZE)
+        prepare(alone, *inputs, expected, block_size=BLOCK_SIZE)
         assert torch.equal(got.slot_mapping[group], expected.slot_mapping) and torch.equal(got.ids, expected.ids)
 
 
@@ -100,9 +99,9 @@ def test_advance() -> None:
     state = SlotState(5, 2)
     updates = state.updates()
     updates.set("position", np.arange(5), [10, 11, 12, 13, 14])
-    updates.set_stop_ids(1, [7, 8])
-    updates.set_stop_ids(2, [7])
-    updates.set_stop_ids(3, [7])
+    set_stop_ids(updates, 1, [7, 8])
+    set_stop_ids(updates, 2, [7])
+    set_stop_ids(updates, 3, [7])
     updates.set("min_position", [2, 3], [14, 14])
     state.apply(updates)
     out = torch.empty(6, dtype=torch.int32)
@@ -115,7 +114,7 @@ def test_advance() -> None:
     assert state.last_token.tolist() == [7, 8, 7, 7, 0]
 
 
-def test_a_request_through_context_and_generation() -> None:
+def test_request_through_prefill_and_decode() -> None:
     """Two chunks of a prompt, then decode steps: positions and cache slots are contiguous."""
     state = SlotState(2, 4)
     updates = state.updates()
@@ -128,13 +127,13 @@ def test_a_request_through_context_and_generation() -> None:
         got = Outputs.empty(1, size)
         prepare(
             state, slots, torch.tensor([0, size], dtype=torch.int32), torch.arange(first, last), torch.arange(first, last),
-            **got.arguments(), block_size=BLOCK_SIZE,
+            got, block_size=BLOCK_SIZE,
         )  # fmt: skip
         seen += got.slot_mapping.tolist()
     advance(torch.tensor([100]), slots, emit, state, out)
     for step in range(4):
         got = Outputs.empty(1, 1)
-        prepare_decode_inputs(state, slots, **got.arguments(), block_size=BLOCK_SIZE)
+        prepare_decode_inputs(state, slots, got, block_size=BLOCK_SIZE)
         assert (got.ids.item(), got.positions.item(), got.seq_lens.item()) == (100 + step, 7 + step, 8 + step)
         seen += got.slot_mapping.tolist()
         advance(torch.tensor([101 + step]), slots, emit, state, out)
@@ -160,8 +159,8 @@ def test_kernels_build_for_hopper() -> None:
         kernels, "prepare_kernel", "prepare_decode_kernel", "advance_kernel", "scatter_kernel", "pinned_copy_kernel"
     ) as launches:
         inputs = (step.slots, step.query_start, step.host_ids, step.host_positions)
-        kernels.launch_prepare(*views, *inputs, *Outputs.empty(rows, tokens).arguments().values(), BLOCK_SIZE)
-        kernels.launch_prepare_decode(*views, step.slots, *Outputs.empty(rows, rows).arguments().values(), BLOCK_SIZE)
+        kernels.launch_prepare(*views, *inputs, *Outputs.empty(rows, tokens), BLOCK_SIZE)
+        kernels.launch_prepare_decode(*views, step.slots, *Outputs.empty(rows, rows), BLOCK_SIZE)
         kernels.launch_advance(
             out, step.slots, out, state.last_token, state.position, state.min_position, state.stop_ids, out.clone()
         )

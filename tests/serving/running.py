@@ -1,4 +1,4 @@
-"""A server as a user starts it: a process of its own, on a free port."""
+"""A server process on a free port, started as a user starts it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import openai
 
+ENGINE_NAME = "tw-engine-"
 QUICK = ("--device", "cpu", "-O0", "--cpu_kv_cache_gib", "0.02", "--port", "0", "--quiet", "--api_server_count", "1")
 """On each machine the same; of options that are given twice the last one counts."""
 LONG = {"max_tokens": 450, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -46,12 +47,12 @@ class ServerProcess:
 
     def engine_pid(self) -> int:
         """The engine process; of one that has just been started as soon as it has its name."""
-        wait_until(lambda: any(name(child).startswith("tw-engine-") for child in children(self.process.pid)))
-        return self.pids("tw-engine-")[0]
+        wait_until(lambda: bool(self.pids(ENGINE_NAME)))
+        return self.pids(ENGINE_NAME)[0]
 
     def pids(self, beginning: str) -> list[int]:
         """The server's processes whose names begin so, the oldest first."""
-        return sorted(child for child in children(self.process.pid) if name(child).startswith(beginning))
+        return children(self.process.pid, beginning)
 
 
 def read_while_killed(streams: Sequence[Any], victim: int) -> list[tuple[str, float]]:
@@ -71,14 +72,19 @@ def read_while_killed(streams: Sequence[Any], victim: int) -> list[tuple[str, fl
 
 
 def name(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text()
+    """The name of a process; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
-def children(pid: int) -> list[int]:
+def children(pid: int, beginning: str = "") -> list[int]:
+    """The child processes whose names begin so, the oldest first."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         found += [int(each) for each in (task / "children").read_text().split()]
-    return found
+    return sorted(child for child in found if name(child).startswith(beginning))
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:

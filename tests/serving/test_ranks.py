@@ -1,4 +1,4 @@
-"""A server over two ranks: when one of them ends, clients hear of it, and nothing is left behind."""
+"""A server over two ranks: when one dies, clients get an error and no process remains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_gone(pid: int) -> bool:
     return wait_until(lambda: not Path(f"/proc/{pid}").exists(), LIMIT)
 
 
-def test_a_server_over_two_ranks_tells_its_clients_that_one_is_gone() -> None:
+def test_dead_rank_gives_clients_an_error() -> None:
     with serving("--tp", "2") as running:
         leader = running.engine_pid()
         other = other_rank(running, leader)

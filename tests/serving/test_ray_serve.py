@@ -1,4 +1,4 @@
-"""Two replicas behind Ray Serve on this machine, asked over HTTP."""
+"""Two replicas behind Ray Serve on this machine, over HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.serving.metrics.test_metrics import values_of
-from tests.serving.running import SHORTER, children, free_port, read_while_killed, wait_until
+from tests.serving.running import ENGINE_NAME, SHORTER, children, free_port, read_while_killed, wait_until
 
 serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 
@@ -46,21 +46,17 @@ def client() -> Iterator[openai.OpenAI]:
         os.environ.update(before)
 
 
-def commands() -> dict[int, bytes]:
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found[int(path.parent.name)] = path.read_bytes()
-        except OSError:
-            continue
-    return found
-
-
 def engines() -> list[int]:
     """The engine processes of the replicas."""
-    known = commands()
-    replicas = [pid for pid, command in known.items() if command.startswith(f"ray::ServeReplica:{NAME}".encode())]
-    return [pid for replica in replicas for pid in children(replica) if b"spawn_main" in known.get(pid, b"")]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            is_replica = path.read_bytes().startswith(f"ray::ServeReplica:{NAME}".encode())
+        except OSError:
+            continue
+        if is_replica:
+            found += children(int(path.parent.name), ENGINE_NAME)
+    return found
 
 
 def streams(client: openai.OpenAI, count: int) -> list[Any]:
@@ -92,7 +88,7 @@ def test_chats_stream_and_both_replicas_work(client: openai.OpenAI) -> None:
         client.completions.create(model="demo", prompt="a" * 2000)
 
 
-def test_the_death_of_an_engine_is_told_and_survived(client: openai.OpenAI) -> None:
+def test_dead_engine_is_reported_and_replaced(client: openai.OpenAI) -> None:
     running, before = streams(client, 4), engines()
     ends = read_while_killed(running, before[0])
     told = [(why, seconds) for why, seconds in ends if seconds]
@@ -104,7 +100,7 @@ def test_the_death_of_an_engine_is_told_and_survived(client: openai.OpenAI) -> N
     assert chat(client.with_options(max_retries=5), "20+22=") == "42"
 
 
-def test_what_is_taken_away_finishes_what_it_has_begun(client: openai.OpenAI) -> None:
+def test_removed_replica_finishes_its_requests(client: openai.OpenAI) -> None:
     """The last test of this application."""
     running = streams(client, 4)
     with ThreadPoolExecutor(5) as pool:

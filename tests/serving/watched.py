@@ -17,7 +17,7 @@ from torchweave.serving.http.app import create_app
 
 
 class Clock:
-    """A clock that stands still until it is told to go on."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -1,4 +1,4 @@
-"""What the compile stack leans on in torch without a promise of torch: each assumption alone, so that an upgrade names it."""
+"""Assumptions about private parts of torch, one test each, so that an upgrade names the broken one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_fullgraph_capture_gives_a_graph_with_sources() -> None:
     assert captured.graph_capture_output.traced_code and isinstance(captured.graph_capture_output.import_sources, dict)
 
 
-def test_the_glue_of_a_capture_runs_on_marks() -> None:
+def test_capture_bytecode_runs_on_placeholders() -> None:
     module, x, captured = _capture()
     marks = (torch.empty(0), torch.empty(1))
     result = captured.forward_callable(compiled_fn=lambda *args: marks)(module, x)
@@ -83,7 +83,7 @@ def test_the_shape_environment_keeps_guards_and_replacements() -> None:
     assert all(str(shape_env.replace(guard.expr)) == "True" for guard in shape_env.guards if "Eq" in str(guard.expr))
 
 
-def test_the_innermost_function_is_found_and_takes_a_list_that_it_empties() -> None:
+def test_inductor_innermost_function_consumes_its_argument_list() -> None:
     graph = capture(toy(1), example(), DYNAMIC, "backed_size_oblivious")
     graph.boundary_ops = BOUNDARY
     last = split(graph)[-1]
@@ -101,7 +101,7 @@ def test_the_innermost_function_is_found_and_takes_a_list_that_it_empties() -> N
 
 
 @pytest.mark.parametrize("option", sorted(inductor_options(TorchCompileConfig())))
-def test_inductor_knows_the_options_that_we_set(option: str) -> None:
+def test_inductor_has_the_options_that_are_set(option: str) -> None:
     assert option in torch._inductor.config.get_config_copy()
 
 
@@ -112,7 +112,7 @@ def test_the_graph_pickler_keeps_symbols_and_custom_ops() -> None:
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
+    from torchweave.compiler.cache.entries import deserialize_graph, serialize_graph
 
     module = toy(1)
     graph = capture(module, example(), DYNAMIC, "backed_size_oblivious")
@@ -127,8 +127,8 @@ def test_the_graph_pickler_keeps_symbols_and_custom_ops() -> None:
     ]
 
 
-def test_guards_of_a_graph_that_was_kept_say_so_and_its_pieces_can_be_built() -> None:
-    from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
+def test_guards_of_a_deserialized_graph_name_the_cache_and_its_pieces_compile() -> None:
+    from torchweave.compiler.cache.entries import deserialize_graph, serialize_graph
 
     module = toy(1)
     captured = capture(module, example(), DYNAMIC, "backed_size_oblivious")
@@ -144,7 +144,7 @@ def test_guards_of_a_graph_that_was_kept_say_so_and_its_pieces_can_be_built() ->
     )
 
 
-def test_functional_calls_say_how_a_written_argument_looks_at_its_base() -> None:
+def test_functional_calls_describe_views_of_mutated_arguments() -> None:
     from torch._higher_order_ops import auto_functionalize as functional
 
     names, types = functional.get_mutable_args(torch.ops.aten.add_.Tensor)

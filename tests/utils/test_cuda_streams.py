@@ -1,4 +1,4 @@
-"""Streams are one owner's at a time, and the next one's afterwards."""
+"""Side streams have one owner at a time and are reused after it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_side_streams_are_reused_after_their_owner_dies() -> None:
     assert side_stream(third, here) not in streams | others
 
 
-def test_owners_that_ask_in_the_same_order_get_streams_for_the_same_uses() -> None:
+def test_streams_are_assigned_in_request_order() -> None:
     device = torch.device("cuda:0")
     runner, lanes = Owner(), Owner()
     uses = [side_stream(runner, device), side_stream(lanes, device), side_stream(lanes, device)]

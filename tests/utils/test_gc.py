@@ -1,4 +1,4 @@
-"""What is kept from the collector, and for how long."""
+"""Objects frozen out of the garbage collector, and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every architecture of the zoo, from a folder on disk, over a paged cache: the tokens of transformers' eager model."""
+"""Every architecture of the zoo, loaded from disk, over a paged KV cache: tokens of transformers' eager model."""
 
 from __future__ import annotations
 
@@ -50,11 +50,35 @@ def test_tokens_equal_eager(entry: zoo.ZooModel, tmp_path: Path) -> None:
 def test_zoo_models_detect_a_wrong_mask_or_norm(name: str, spoil: dict[str, object]) -> None:
     model = zoo.build(zoo.zoo_model(name))
     expected = zoo.reference_tokens(model, prompts(), 8)
-    specs = adapt(build_on_meta(zoo.zoo_model(name).config(), torch.float32), Report(show=False))
+    specs = adapt(build_on_meta(zoo.zoo_model(name).config(), torch.float32), Report(show=False)).attention
     install_ops(model)
     step = DecoderStep(model, specs, zoo.VOCAB, 512)
     assert paged_tokens(step, prompts(), 8) == expected
     assert paged_tokens(step, prompts(), 8, spoil=spoil) != expected
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("qwen3_next", "causal_conv"),
+        ("qwen3_next", "gated_delta"),
+        ("mamba2", "ssd"),
+        ("jamba", "selective_scan"),
+        ("lfm2", "causal_conv"),
+        ("minimax", "ssd"),
+        ("kimi_linear", "gated_delta"),
+        ("recurrent_gemma", "rg_lru"),
+    ],
+)
+def test_zoo_models_detect_a_lost_state(name: str, lost: str) -> None:
+    model = zoo.build(zoo.zoo_model(name))
+    expected = zoo.reference_tokens(model, prompts(), 6)
+    on_meta = build_on_meta(zoo.zoo_model(name).config(), torch.float32)
+    layers = adapt(on_meta, Report(show=False))
+    install_ops(model, like=on_meta)
+    step = DecoderStep(model, layers.attention, zoo.VOCAB, 512, layers.recurrent)
+    assert paged_tokens(step, prompts(), 6) == expected
+    assert paged_tokens(step, prompts(), 6, lost=lost) != expected
 
 
 class _AllRows(LlamaForCausalLM):
@@ -75,11 +99,11 @@ def _on_meta(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
         return kind(zoo.zoo_model("llama").config()).eval()
 
 
-def test_rows_of_a_forward_that_computes_all_are_chosen_after_it() -> None:
+def test_logits_rows_are_selected_after_a_forward_that_computes_all() -> None:
     model = zoo.build(zoo.zoo_model("llama"))
     expected = zoo.reference_tokens(model, prompts(), 8)
     report = Report(show=False)
-    specs = adapt(_on_meta(_AllRows), report)
+    specs = adapt(_on_meta(_AllRows), report).attention
     assert "every token" in report.select("warning")[0]["why"]
     own = _AllRows(model.config).eval().requires_grad_(False)
     own.load_state_dict(model.state_dict())
@@ -87,7 +111,7 @@ def test_rows_of_a_forward_that_computes_all_are_chosen_after_it() -> None:
     assert paged_tokens(DecoderStep(own, specs, zoo.VOCAB, 512), prompts(), 8) == expected
 
 
-def test_a_forward_that_names_the_rows_and_computes_others_is_refused() -> None:
+def test_forward_that_ignores_logits_to_keep_is_rejected() -> None:
     with pytest.raises(UnsupportedModel, match=r"logits of 3 tokens .* returns \[53, 256\]\.$"):
         adapt(_on_meta(_NamesThemInVain), Report(show=False))
 
@@ -109,8 +133,8 @@ def test_zoo_covers_enough_architectures() -> None:
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "relu6"])
-def test_experts_of_a_form_that_the_op_does_not_know(activation: str, tmp_path: Path) -> None:
-    entry = zoo.ZooModel("", "mixtral", zoo.zoo_model("mixtral").options | {"hidden_act": activation})
+def test_unsupported_expert_form_uses_grouped_mm(activation: str, tmp_path: Path) -> None:
+    entry = zoo.ZooModel("mixtral", zoo.zoo_model("mixtral").options | {"hidden_act": activation})
     model = zoo.build(entry)
     expected = zoo.reference_tokens(model, prompts(), 8)
     model.save_pretrained(tmp_path)
@@ -119,18 +143,18 @@ def test_experts_of_a_form_that_the_op_does_not_know(activation: str, tmp_path: 
     assert paged_tokens(loaded.module, prompts(), 8) == expected
 
 
-def test_experts_that_call_an_activation_as_a_function() -> None:
+def test_experts_with_a_functional_activation() -> None:
     attention = {"layer_types": ["full_attention"] * 3, "num_dense_layers": 1}
     options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    model = zoo.build(zoo.ZooModel("", "lfm2_moe", options | attention))
+    model = zoo.build(zoo.ZooModel("lfm2_moe", options | attention))
     expected = zoo.reference_tokens(model, prompts(), 8)
-    specs = adapt(build_on_meta(model.config, torch.float32), Report(show=False))
+    specs = adapt(build_on_meta(model.config, torch.float32), Report(show=False)).attention
     install_ops(model)
     assert experts.count_experts(model) == {"op": 2, "grouped_mm": 0}
     assert paged_tokens(DecoderStep(model, specs, zoo.VOCAB, 512), prompts(), 8) == expected
 
 
-def test_experts_that_a_gpu_runs_in_bfloat16_alone() -> None:
+def test_experts_that_need_bfloat16_on_a_gpu() -> None:
     config = zoo.zoo_model("mixtral").config().to_dict() | {"hidden_act": "relu6"}
     with pytest.raises(UnsupportedModel, match="use dtype=bfloat16"):
         load(config, torch.float16, device="cuda", load_format="dummy")

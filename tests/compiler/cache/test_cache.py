@@ -1,4 +1,4 @@
-"""The compile cache: keys depend on every factor and on nothing else, and a damaged file is a miss with one warning."""
+"""The compile cache: keys depend on every factor and nothing else; a damaged file is a miss with one warning."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def report() -> Report:
     return Report(show=False)
 
 
-def test_an_entry_comes_back_as_it_was(tmp_path: Path, report: Report) -> None:
+def test_entry_round_trips(tmp_path: Path, report: Report) -> None:
     cache = CompileCache(tmp_path / "cache", report)
     cache.store("piece", {"a": 1}, b"payload", {"device_index": 0})
     entry = cache.load("piece", {"a": 1})
@@ -73,7 +73,7 @@ def test_an_entry_comes_back_as_it_was(tmp_path: Path, report: Report) -> None:
         (lambda data: data[: len(MAGIC) + 20], "header is damaged"),
     ],
 )
-def test_a_bad_file_is_a_miss_with_one_warning(tmp_path: Path, report: Report, damage: Any, why: str) -> None:
+def test_damaged_file_is_a_miss_with_one_warning(tmp_path: Path, report: Report, damage: Any, why: str) -> None:
     cache = CompileCache(tmp_path / "cache", report)
     cache.store("piece", {"a": 1}, b"payload")
     (path,) = cache.entries()
@@ -84,7 +84,7 @@ def test_a_bad_file_is_a_miss_with_one_warning(tmp_path: Path, report: Report, d
     assert cache.load("piece", {"a": 1}) is not None
 
 
-def test_an_entry_under_the_name_of_another_is_a_miss(tmp_path: Path, report: Report) -> None:
+def test_entry_with_a_different_key_is_a_miss(tmp_path: Path, report: Report) -> None:
     cache = CompileCache(tmp_path / "cache", report)
     cache.store("piece", {"a": 1}, b"one")
     cache.store("piece", {"a": 2}, b"two")
@@ -94,7 +94,7 @@ def test_an_entry_under_the_name_of_another_is_a_miss(tmp_path: Path, report: Re
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs file modes")
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, report: Report) -> None:
+def test_world_writable_folder_is_rejected(tmp_path: Path, report: Report) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     folder.chmod(0o777)
@@ -104,7 +104,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, report: Re
     assert fresh.folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_opening_by_config(tmp_path: Path, report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_selects_the_cache_folder(tmp_path: Path, report: Report, capsys: pytest.CaptureFixture[str]) -> None:
     assert open_cache(TorchCompileConfig(compile_cache=False), report) is None
     cache = open_cache(TorchCompileConfig(compile_cache_dir=str(tmp_path / "here")), report)
     assert cache is not None and cache.folder == tmp_path / "here"
@@ -114,9 +114,9 @@ def test_opening_by_config(tmp_path: Path, report: Report, capsys: pytest.Captur
     assert "compile cache: disabled, so that every start compiles again" in capsys.readouterr().err
 
 
-def test_who_has_no_home_folder_starts_without_a_cache(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_there_is_no_cache(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless(path: str) -> str:
-        return path  # as it is where HOME is not set and nobody has the number of this process's user
+        return path  # as without HOME and without a passwd entry of the user id
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", homeless)
@@ -126,7 +126,7 @@ def test_who_has_no_home_folder_starts_without_a_cache(report: Report, monkeypat
         open_cache(TorchCompileConfig(compile_cache_dir="~nobody/cache"), report)
 
 
-def test_a_folder_that_takes_no_entry_is_one_warning(tmp_path: Path, report: Report) -> None:
+def test_unwritable_folder_gives_one_warning(tmp_path: Path, report: Report) -> None:
     cache = CompileCache(tmp_path / "cache", report)
     for kind in ("graph", "piece"):
         (tmp_path / "cache" / kind).write_text("")
@@ -136,7 +136,7 @@ def test_a_folder_that_takes_no_entry_is_one_warning(tmp_path: Path, report: Rep
     assert len(report.select("warning")) == 1
 
 
-def test_writers_at_the_same_moment_leave_one_whole_entry(tmp_path: Path, report: Report) -> None:
+def test_concurrent_writers_leave_one_complete_entry(tmp_path: Path, report: Report) -> None:
     cache = CompileCache(tmp_path / "cache", report)
     payload = os.urandom(1 << 18)
     with ThreadPoolExecutor(8) as pool:
@@ -154,11 +154,11 @@ def _factors(module: nn.Module, inputs: Any = None, dynamic: Any = DYNAMIC, **co
     return json.dumps(factors, sort_keys=True)
 
 
-def test_equal_modules_have_equal_factors_whatever_their_weights() -> None:
+def test_factors_do_not_depend_on_weights() -> None:
     assert _factors(toy(seed=1)) == _factors(toy(seed=2))
 
 
-def test_every_factor_of_a_graph_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_graph_factor_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     base = _factors(toy())
     changed = toy()
     changed.layers[1].heads = 8
@@ -250,7 +250,7 @@ def _hidden(by: float) -> list[nn.Module]:
         ({"modules_": {"a": _hidden(2.0)}}, {"modules_": {"a": _hidden(3.0)}}),
     ],
 )
-def test_whatever_a_forward_can_read_from_its_module_counts(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_module_attributes_change_the_key(one: dict[str, Any], other: dict[str, Any]) -> None:
     def factors(settings: dict[str, Any]) -> str:
         module = toy()
         for name, setting in settings.items():
@@ -279,7 +279,7 @@ class _Twice(nn.Module):
     ],
     ids=["weight", "module", "attribute"],
 )
-def test_which_tensors_are_one_counts(tie: Any, tmp_path: Path) -> None:
+def test_tied_tensors_change_the_key(tie: Any, tmp_path: Path) -> None:
     """A graph reads one of two tied weights; a module of the same shapes may have two separate weights."""
     cache, x = CompileCache(tmp_path / "cache", Report(show=False)), torch.randn(3, 8)
     config = TorchCompileConfig(enable_inductor=False)
@@ -288,7 +288,7 @@ def test_which_tensors_are_one_counts(tie: Any, tmp_path: Path) -> None:
         assert torch.equal(compiled_graph(call_op, x), module(x))
 
 
-def test_what_is_set_around_a_capture_counts() -> None:
+def test_global_torch_state_changes_the_key() -> None:
     cpu = torch.device("cpu")
     base = machine(cpu)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -301,7 +301,7 @@ def test_what_is_set_around_a_capture_counts() -> None:
     assert machine(cpu) == base
 
 
-def test_an_edited_source_of_the_package_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edited_package_source_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash covers every file of the folders, so that new modules need not be listed."""
     folder = tmp_path / "compile"
     (folder / "nested").mkdir(parents=True)
@@ -335,7 +335,7 @@ def test_every_own_source_that_tracing_runs_is_hashed() -> None:
     assert source_digests(["no_such_package"]) == {"no_such_package": MISSING}
 
 
-def test_every_factor_of_a_piece_counts() -> None:
+def test_every_piece_factor_changes_the_key() -> None:
     compiled_graph = compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
     cpu = torch.device("cpu")
     base = piece_factors(compiled_graph.pieces[0], TorchCompileConfig(), cpu)
@@ -371,10 +371,10 @@ def test_no_factor_holds_a_path_or_an_address() -> None:
     )
 
 
-# -- what weaving keeps ------------------------------------------------------------------------------------------------
+# -- entries that compilation stores ------------------------------------------------------------------------------------
 
 
-def _weave(
+def _compile(
     cache: CompileCache, report: Report, module: nn.Module | None = None, config: TorchCompileConfig = FX
 ) -> Any:
     cache.report = report
@@ -385,18 +385,16 @@ def _weave(
 
 def test_a_warm_start_skips_dynamo_and_gives_the_same_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
-    cold = _weave(cache, Report(show=False))
+    cold = _compile(cache, Report(show=False))
     monkeypatch.setattr("torchweave.compiler.backend.capture", lambda *args: pytest.fail("Dynamo ran"))
     report, module = Report(show=False), toy(seed=7)
-    warm = _weave(cache, report, module)
+    warm = _compile(cache, report, module)
     assert report.select("capture")[0]["source"] == "cache" and not report.select("warning")
     assert [piece.digest for piece in warm.pieces] == [piece.digest for piece in cold.pieces]
     assert torch.equal(warm(call_op, *step(7, 3)), toy(seed=7)(*step(7, 3))), "bound to the other module's weights"
 
 
-def test_inductors_processes_start_while_the_model_is_captured_and_not_when_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inductor_workers_start_during_capture_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     woken: list[str] = []
     monkeypatch.setattr(AsyncCompile, "wakeup", lambda: woken.append("for a GPU"))
     with start_inductor_workers(torch.device("cpu")):
@@ -423,29 +421,29 @@ def test_inductors_processes_start_while_the_model_is_captured_and_not_when_it_i
 
 def test_edited_source_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
-    _weave(cache, Report(show=False))
+    _compile(cache, Report(show=False))
     edited = tmp_path / "toy.py"
     edited.write_text(Path(str(toy_module.__file__)).read_text() + "\n# changed\n")
     monkeypatch.setattr(toy_module, "__file__", str(edited))
     report = Report(show=False)
-    _weave(cache, report)
+    _compile(cache, report)
     assert report.select("capture")[0]["source"] == "dynamo"
     assert "source of tests.compiler.toy changed" in report.select("cache")[0]["why"]
 
 
 def test_a_payload_that_does_not_load_is_a_miss(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
-    _weave(cache, Report(show=False))
+    _compile(cache, Report(show=False))
     (path,) = cache.entries()
     entry = read_entry(path)
     cache.store("graph", entry.factors, b"no pickle", entry.facts)
     report = Report(show=False)
-    compiled_graph = _weave(cache, report)
+    compiled_graph = _compile(cache, report)
     assert report.select("capture")[0]["source"] == "dynamo" and len(report.select("warning")) == 1
     assert torch.equal(compiled_graph(call_op, *step(4, 1)), toy()(*step(4, 1)))
 
 
-def test_a_graph_that_cannot_be_written_down_is_woven_all_the_same(tmp_path: Path) -> None:
+def test_unserializable_graph_is_compiled_without_an_entry(tmp_path: Path) -> None:
     class Loose(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -481,7 +479,7 @@ print([name for name in unwanted if name in sys.modules])
 """
 
 
-def test_another_process_starts_warm_in_a_folder_that_was_moved(tmp_path: Path) -> None:
+def test_moved_folder_gives_a_warm_start_in_another_process(tmp_path: Path) -> None:
     """Built pieces come from the entries alone: the second process has another Inductor folder.
 
     Modules that generate code are not imported when code is only loaded.

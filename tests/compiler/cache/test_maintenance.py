@@ -47,7 +47,9 @@ def test_a_flipped_byte_anywhere_is_a_miss_with_one_warning(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("moment", ["mkstemp", "write", "replace"])
-def test_killed_at_any_write_leaves_no_half_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_kill_during_a_write_leaves_no_partial_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     """A killed process runs no clean-up: no file is removed, no exception is handled."""
 
     class Killed(BaseException):
@@ -108,7 +110,7 @@ def test_unpacked_writes_code_to_read_and_still_loads(tmp_path: Path) -> None:
 # -- tools ---------------------------------------------------------------------------------------------------------------
 
 
-def test_entries_travel_in_an_archive(cache: CompileCache, tmp_path: Path) -> None:
+def test_archive_round_trips_entries(cache: CompileCache, tmp_path: Path) -> None:
     file, elsewhere = tmp_path / "e.tar", CompileCache(tmp_path / "elsewhere", Report(show=False))
     assert export(cache, file, summaries(cache)) == 3
     assert import_archive(elsewhere, file) == (3, []) and import_archive(elsewhere, file) == (0, [])
@@ -116,7 +118,7 @@ def test_entries_travel_in_an_archive(cache: CompileCache, tmp_path: Path) -> No
     assert entry is not None and entry.payload == bytes(300)
 
 
-def test_an_archive_cannot_write_where_it_likes(cache: CompileCache, tmp_path: Path) -> None:
+def test_archive_paths_outside_the_cache_are_rejected(cache: CompileCache, tmp_path: Path) -> None:
     good = next(iter(cache.entries())).read_bytes()
     with tarfile.open(tmp_path / "e.tar", "w") as archive:
         for name, data in (("../../evil.weave", good), ("piece/x.weave", good[:-1]), ("notes.txt", b"")):
@@ -132,7 +134,7 @@ def test_an_archive_cannot_write_where_it_likes(cache: CompileCache, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["../outside", "/outside", 5, None, ["piece"]])
-def test_an_entry_of_a_kind_that_is_none_is_written_nowhere(tmp_path: Path, kind: Any) -> None:
+def test_archive_entry_of_unknown_kind_is_rejected(tmp_path: Path, kind: Any) -> None:
     """The kind names the entry's folder, and the archive's author can forge a matching key."""
     kind = str(tmp_path / "outside") if kind == "/outside" else kind
     factors = {"a": 1}
@@ -147,7 +149,7 @@ def test_an_entry_of_a_kind_that_is_none_is_written_nowhere(tmp_path: Path, kind
     assert added == 0 and "is unknown" in fault and not list(tmp_path.rglob("*.weave"))
 
 
-def test_an_archive_that_was_cut_off_is_one_sentence(cache: CompileCache, tmp_path: Path) -> None:
+def test_truncated_archive_gives_a_one_line_error(cache: CompileCache, tmp_path: Path) -> None:
     export(cache, tmp_path / "e.tar", summaries(cache))
     packed = gzip.compress((tmp_path / "e.tar").read_bytes())
     (tmp_path / "e.tgz").write_bytes(packed[: len(packed) // 2])
@@ -155,7 +157,7 @@ def test_an_archive_that_was_cut_off_is_one_sentence(cache: CompileCache, tmp_pa
         import_archive(cache, tmp_path / "e.tgz")
 
 
-def test_pruning_removes_what_is_damaged_old_or_too_much(cache: CompileCache) -> None:
+def test_pruning_removes_damaged_old_and_excess_entries(cache: CompileCache) -> None:
     paths = list(cache.entries())
     now = time.time()
     for age, path in enumerate(paths):
@@ -173,7 +175,7 @@ def test_pruning_removes_what_is_damaged_old_or_too_much(cache: CompileCache) ->
     assert pruned() == [paths[0]]
 
 
-def test_a_beginning_of_a_key_names_an_entry(cache: CompileCache) -> None:
+def test_key_prefix_selects_an_entry(cache: CompileCache) -> None:
     (one,) = find(cache, [next(iter(cache.entries())).stem[:10]])
     assert one.entry is not None and one.entry.factors["device"] == "cpu"
     with pytest.raises(ValueError, match="no entry begins"):

@@ -1,4 +1,4 @@
-"""Pieces that one rank compiled are loaded by the others, each for its own GPU. Nothing is run, so that no GPU is needed."""
+"""Pieces compiled by one rank are retargeted to the GPUs of the others; nothing is run, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch._inductor.triton_bundler import StaticallyLaunchedAutotuner, TritonBu
 from torch._subclasses import FakeTensor
 
 from tests.compiler.toy import DYNAMIC, example, toy
-from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
+from torchweave.compiler.cache.entries import deserialize_graph, serialize_graph
 from torchweave.compiler.capture.capture import capture
-from torchweave.compiler.codegen.retarget_device import retarget_code, retarget_on_load
+from torchweave.compiler.codegen.inductor_artifact import retarget_code, retarget_on_load
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
 
 
-def test_code_for_one_gpu_is_code_for_another_of_its_kind() -> None:
+def test_code_is_retargeted_to_another_gpu_of_the_same_kind() -> None:
     code = (
         "with torch.cuda._DeviceGuard(1):\n    torch.cuda.set_device(1)\n    stream1 = get_raw_stream(1)\n"
         "    x = empty_strided((s1, 1), (1, 1), device='cuda:1')\n"
@@ -36,7 +36,7 @@ def test_code_for_one_gpu_is_code_for_another_of_its_kind() -> None:
 
 def on_gpu(graph: CapturedGraph, index: int) -> CapturedGraph:
     """The graph with its devices changed to a GPU."""
-    from torchweave.compiler.codegen.retarget_device import rename_device
+    from torchweave.compiler.codegen.inductor_artifact import rename_device
 
     device = torch.device("cuda", index)
     for node in graph.graph.nodes:
@@ -47,7 +47,7 @@ def on_gpu(graph: CapturedGraph, index: int) -> CapturedGraph:
     return graph
 
 
-def test_a_graph_captured_on_one_gpu_is_loaded_for_another() -> None:
+def test_captured_graph_is_retargeted_on_load() -> None:
     class Offsets(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.arange(4, device=x.device)
@@ -84,7 +84,7 @@ with torch.cuda._DeviceGuard(0):
 """
 
 
-def test_kernels_and_their_launchers_move_with_the_code(monkeypatch: Any) -> None:
+def test_kernels_and_launchers_are_retargeted_with_the_code(monkeypatch: Any) -> None:
     kernel, source = Kernel(), CODE.split("'''")[1]
     launcher = StaticallyLaunchedAutotuner(CompiledTritonKernels.key(source), "add", kernel)  # type: ignore[arg-type]
     bundle = TritonBundle([TritonKernelArtifacts("hash", 0, [])], [launcher])

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from tests.compiler.toy import DYNAMIC, example, toy
 from torchweave.compiler import CompileCache, compile_graph
-from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
+from torchweave.compiler.cache.entries import deserialize_graph, serialize_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.errors import InvariantError, TraceError
-from torchweave.compiler.ir.graph import Constant, Input
-from torchweave.compiler.ir.sources import SourceError, resolve
+from torchweave.compiler.ir.graph import Constant, Input, SourceError, resolve
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
@@ -37,14 +36,14 @@ def test_placeholders_are_bound_and_sizes_named(mode: Any) -> None:
     assert graph.sources == ("tests.compiler.toy",)
 
 
-def test_the_example_does_not_fix_a_size_by_coincidence() -> None:
+def test_equal_example_sizes_do_not_specialize_a_dimension() -> None:
     """A token count that equals the hidden size would tie the two; another size is traced."""
     inputs = {name: torch.zeros(64, dtype=torch.int64) for name in DYNAMIC}
     graph = capture(toy(), inputs, DYNAMIC, "backed_size_oblivious")
     assert set(graph.symbols.values()) == {"T", "N"}
 
 
-def test_data_dependent_control_names_the_line_and_the_cause() -> None:
+def test_data_dependent_control_flow_error_names_line_and_cause() -> None:
     class Branch(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x.sum() > 0:
@@ -58,7 +57,7 @@ def test_data_dependent_control_names_the_line_and_the_cause() -> None:
 
 
 @pytest.mark.parametrize("setting", [np.float32(2), np.ones(4, np.float32)])
-def test_a_setting_of_numpys_is_refused_with_what_to_do(setting: Any) -> None:
+def test_numpy_attribute_is_rejected_with_advice(setting: Any) -> None:
     class Scaled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * self.by
@@ -69,7 +68,7 @@ def test_a_setting_of_numpys_is_refused_with_what_to_do(setting: Any) -> None:
         capture(module, {"x": torch.zeros(3, 4)}, {}, "backed")
 
 
-def test_a_size_that_forward_fixes_is_refused() -> None:
+def test_specialized_dynamic_dimension_is_rejected() -> None:
     class Fixed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.reshape(23, 4)
@@ -141,7 +140,7 @@ class _Changing(nn.Module):
         (_leaves_it_on_a_child, "self.child.last"),
     ],
 )
-def test_a_forward_that_changes_python_objects_is_refused_and_they_are_as_they_were(call: Any, changed: str) -> None:
+def test_side_effects_are_rejected_and_undone(call: Any, changed: str) -> None:
     """A graph does not hold such a change; tracing would make it once and leave its tensors behind."""
     module = _Changing(call)
     state = module.state
@@ -150,14 +149,14 @@ def test_a_forward_that_changes_python_objects_is_refused_and_they_are_as_they_w
     assert (module.scale, module.seen, vars(module.child).get("last")) == (1.0, [], None) and module.state is state
 
 
-def test_a_forward_that_sets_back_what_it_set_is_captured() -> None:
+def test_reverted_side_effect_is_captured() -> None:
     module = _Changing(_sets_back)
     graph = capture(module, {"x": torch.zeros(3, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
     assert graph.num_calls() == 1 and (module.scale, module.seen) == (1.0, [])
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_a_forward_that_says_that_it_needs_gradients_or_none_is_woven(mode: Any) -> None:
+def test_forward_that_sets_the_grad_mode_is_captured(mode: Any) -> None:
     class Says(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             with mode():
@@ -184,7 +183,7 @@ def test_writing_to_an_input_or_a_temporary_is_allowed() -> None:
     assert torch.equal(into, torch.arange(7.0))
 
 
-def test_tensors_that_are_no_buffers_and_structured_results() -> None:
+def test_tensor_attributes_and_structured_outputs() -> None:
     class Loose(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -211,13 +210,13 @@ def test_module_hooks_are_part_of_the_forward() -> None:
     torch.testing.assert_close(compiled_graph(call_op, x), module(x))
 
 
-def test_inputs_must_be_named_as_forward_names_them() -> None:
+def test_input_names_must_match_forward() -> None:
     with pytest.raises(ValueError, match="forward's order"):
         capture(toy(), {"tokens": torch.zeros(3)}, {}, "backed")
 
 
 @pytest.mark.parametrize("source", ["L['self'].weight.add_(1)", "__import__('os')", "L['self'].missing", "L[len('x')]"])
-def test_sources_only_look_things_up(source: str) -> None:
+def test_sources_are_lookups_without_calls(source: str) -> None:
     with pytest.raises(SourceError):
         resolve(source, {"L": {"self": nn.Linear(2, 2)}})
 
@@ -229,7 +228,7 @@ class Looked(nn.Module):
         return x.T, {"more": [x + 1, x.mT]}, x
 
 
-def test_a_returned_attribute_of_an_input_is_of_the_input_of_the_call(tmp_path: Path) -> None:
+def test_returned_input_attribute_comes_from_the_call(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     for source in ("dynamo", "cache"):
         report = Report(show=False)
@@ -248,7 +247,7 @@ class ReturnsSize(nn.Module):
         return x + 1, x.shape[0] * 2
 
 
-def test_a_returned_size_is_refused_as_what_it_is() -> None:
+def test_returned_size_is_rejected() -> None:
     with pytest.raises(TraceError, match="forward returns a size, or a number computed from sizes; return tensors"):
         compile_graph(ReturnsSize(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
 
@@ -258,7 +257,7 @@ class Methods(nn.Module):
         return x.tanh().sum(-1)
 
 
-def test_a_graph_of_methods_alone_is_kept() -> None:
+def test_graph_of_method_calls_only_is_captured() -> None:
     graph = capture(Methods(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
     loaded = deserialize_graph(serialize_graph(graph), Methods(), torch.device("cpu"))
     assert [node.target for node in loaded.graph.nodes] == [node.target for node in graph.graph.nodes]
@@ -275,7 +274,7 @@ class Slope(nn.Module):
 
 
 @pytest.mark.parametrize("module", [Mapped(), Slope()])
-def test_a_transform_is_refused_and_nothing_of_it_stays_on(module: nn.Module) -> None:
+def test_functorch_transform_is_rejected_and_uninstalled(module: nn.Module) -> None:
     with pytest.raises(TraceError, match=r"uses a transform of torch\.func") as caught:
         compile_graph(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX)
     if isinstance(module, Mapped):

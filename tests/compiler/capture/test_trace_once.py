@@ -1,4 +1,4 @@
-"""X2: equal layers are traced once; the graph equals that of a plain capture, which is also the fallback."""
+"""Equal layers are traced once; the graph equals that of a plain capture, which is also the fallback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def captured_twice(module: nn.Module, mode: Any = MODE, inputs: Any = None, dyna
 
 
 @pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked", "backed"])
-def test_one_layer_is_traced_and_the_graph_is_that_of_a_plain_capture(mode: Any) -> None:
+def test_one_traced_layer_gives_the_graph_of_a_plain_capture(mode: Any) -> None:
     module = toy(layers=5)
     classes = [type(layer) for layer in module.layers]
     event = captured_twice(module, mode)
@@ -44,7 +44,7 @@ def test_one_layer_is_traced_and_the_graph_is_that_of_a_plain_capture(mode: Any)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.layers)
 
 
-def test_a_clone_is_a_graph_like_any_other() -> None:
+def test_cloned_graph_compiles() -> None:
     module = toy(layers=5)
     compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX)
     assert len({piece.digest for piece in compiled_graph.pieces}) == 3 and len(compiled_graph.pieces) == 6
@@ -108,11 +108,11 @@ def _in_place(block: Any, y: Tensor) -> Tensor:
     return y.add_(1).mul_(2)
 
 
-def test_a_number_of_the_layer_that_enters_the_arithmetic_keeps_layers_apart() -> None:
+def test_layer_constant_in_arithmetic_prevents_cloning() -> None:
     assert not _captured(_stack(_scaled)).get("cloned")
 
 
-def test_layers_that_differ_by_their_number_alone_are_told_apart() -> None:
+def test_layers_that_differ_by_index_only_are_distinguished() -> None:
     event = _captured(_stack(_every_other))
     assert (event["traced"], event["cloned"]) == (["blocks.0", "blocks.1"], 3)
     event = _captured(_stack(_by_table))
@@ -123,7 +123,7 @@ def test_in_place_operations_and_views_are_cloned() -> None:
     assert _captured(_stack(_in_place))["cloned"] == 4
 
 
-def test_views_of_results_know_what_they_are_views_of() -> None:
+def test_cloned_views_keep_their_base() -> None:
     """Operations between layers read placeholders while they are traced; their aliases must be those of the clones."""
 
     def through_views(self: Any, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def test_views_of_results_know_what_they_are_views_of() -> None:
     assert _captured(module)["cloned"] == 4
 
 
-def test_a_layer_that_gives_back_what_it_was_given_is_traced_each_time() -> None:
+def test_layer_that_returns_its_input_is_traced_each_time() -> None:
     class Same(_Block):
         def forward(self, x: Tensor) -> Tensor:
             x.add_(self.linear(x))
@@ -155,7 +155,7 @@ def test_a_layer_that_gives_back_what_it_was_given_is_traced_each_time() -> None
     assert event["cloned"] == 0 and "returns one of its inputs" in event["why"]
 
 
-def test_values_that_skip_layers_go_where_they_went() -> None:
+def test_values_that_skip_layers_keep_their_readers() -> None:
     def skips(self: Any, x: Tensor) -> Tensor:
         kept = []
         for block in self.blocks:
@@ -171,7 +171,7 @@ def test_values_that_skip_layers_go_where_they_went() -> None:
 
 
 @pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [2, 0, 1, 4, 3]])
-def test_layers_run_in_whatever_order_forward_says(order: list[int]) -> None:
+def test_layers_keep_the_order_of_forward(order: list[int]) -> None:
     def shuffled(self: Any, x: Tensor) -> Tensor:
         for index in order:
             x = self.blocks[index](x)
@@ -191,7 +191,7 @@ def test_a_layer_that_runs_twice_is_traced_as_often() -> None:
     assert (event["traced"], event["cloned"]) == (["blocks.1"], 3)
 
 
-def test_what_a_layer_leaves_behind_is_seen() -> None:
+def test_layer_side_effects_are_detected() -> None:
     """Each layer reads a tensor that the previous one stored on a shared object, which is not among its arguments."""
 
     def through_a_box(block: Any, y: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def test_what_a_layer_leaves_behind_is_seen() -> None:
     assert canonical(once) == canonical(plain)
 
 
-def test_a_tensor_that_all_layers_share_stays_one() -> None:
+def test_tensor_shared_by_layers_stays_shared() -> None:
     shared = nn.Parameter(torch.randn(8), requires_grad=False)
     module = _stack(lambda block, y: y * block.shared)
     for block in module.blocks:
@@ -225,7 +225,7 @@ def test_lists_within_layers_and_sequences_are_found() -> None:
     assert (event["traced"], event["cloned"]) == (["0"], 3)
 
 
-def test_a_hook_on_a_layer_is_part_of_it() -> None:
+def test_layer_hooks_are_traced() -> None:
     module = _stack()
     module.blocks[2].register_forward_hook(lambda module, args, output: output * 3)
     event = _captured(module)
@@ -244,7 +244,7 @@ def test_forward_set_on_an_instance_is_traced_and_kept() -> None:
     assert [layer.forward for layer in module.layers] == kept
 
 
-def test_a_forward_that_cannot_be_traced_is_refused_as_ever() -> None:
+def test_untraceable_forward_gives_the_error_of_a_plain_capture() -> None:
     def branch(block: Any, y: Tensor) -> Tensor:
         return y if y.sum() > 0 else y + 1
 
@@ -260,7 +260,7 @@ def _left_out(event: dict[str, Any]) -> tuple[int, str]:
     return event["left_out"], event.get("why_shown", "")
 
 
-def test_layers_that_only_go_on_are_not_shown_to_tracing() -> None:
+def test_repeated_layers_are_hidden_from_tracing() -> None:
     module = _stack()
     assert _left_out(_captured(module)) == (4, "")
     assert [*module.blocks._modules] == ["0", "1", "2", "3", "4"], "the list is restored"
@@ -269,7 +269,7 @@ def test_layers_that_only_go_on_are_not_shown_to_tracing() -> None:
     assert torch.equal(compiled_graph(call_op, x), module(x))
 
 
-def test_two_kinds_by_turns_are_shown_one_period_of() -> None:
+def test_alternating_layers_are_traced_for_one_period() -> None:
     event = _captured(_stack(_every_other))
     assert (event["traced"], event["cloned"], event["left_out"]) == (["blocks.0", "blocks.1"], 3, 3)
 
@@ -339,7 +339,7 @@ def _all_from_the_input(self: Any, x: Tensor) -> Tensor:
         (_all_from_the_input, ""),
     ],
 )
-def test_all_layers_are_shown_where_something_else_depends_on_them(call: Any, why: str) -> None:
+def test_all_layers_are_traced_when_other_code_depends_on_them(call: Any, why: str) -> None:
     assert _left_out(_captured(_stack(call=call))) == (0 if why else 4, why)
 
 
@@ -354,7 +354,7 @@ def _pairs(call: Callable[[Any, Tensor], Tensor]) -> _Stack:
     return _Stack([_Pair(index) for index in range(5)], call).eval().requires_grad_(False)
 
 
-def test_what_layers_take_and_give_may_be_nested() -> None:
+def test_layer_inputs_and_outputs_may_be_nested() -> None:
     def call(self: Any, x: Tensor) -> Tensor:
         masks, y = (x.relu(), x.tanh()), x.exp()
         for block in self.blocks:
@@ -391,7 +391,7 @@ def test_a_layer_that_returns_one_tensor_twice_is_traced_each_time() -> None:
     assert event["cloned"] == 0 and "share memory" in event["why"]
 
 
-def test_layers_that_are_given_something_of_their_own_are_shown() -> None:
+def test_layers_with_individual_inputs_are_all_traced() -> None:
     def by_turns(self: Any, x: Tensor) -> Tensor:
         masks, y = ((x.relu(),), (x.tanh(),)), x.exp()
         for index, block in enumerate(self.blocks):
@@ -401,7 +401,7 @@ def test_layers_that_are_given_something_of_their_own_are_shown() -> None:
     assert _left_out(_captured(_pairs(by_turns))) == (0, "a layer takes an argument that no earlier layer takes")
 
 
-def test_a_layer_that_counts_its_list_is_shown_all_of_it() -> None:
+def test_layer_that_reads_the_list_length_is_traced_with_all_layers() -> None:
     module = _stack(lambda block, y: y / len(block.box["blocks"]))
     for block in module.blocks:
         object.__setattr__(block, "box", {"blocks": module.blocks})
@@ -409,7 +409,7 @@ def test_a_layer_that_counts_its_list_is_shown_all_of_it() -> None:
     assert left_out == 0 and "blocks.0 depends on the number of layers" in why
 
 
-def test_a_list_is_whole_again_when_tracing_fails() -> None:
+def test_module_list_is_restored_when_tracing_fails() -> None:
     from torchweave.compiler.errors import TraceError
 
     def call(self: Any, x: Tensor) -> Tensor:
@@ -446,7 +446,7 @@ def _work(module: nn.Module, inputs: Any, dynamic: Any) -> Counter[str]:
     return seen
 
 
-def test_tracing_does_not_grow_with_the_depth() -> None:
+def test_tracing_cost_does_not_grow_with_depth() -> None:
     def traced(layers: int) -> Counter[str]:
         return _work(_stack(_every_other, layers), {"x": torch.zeros(6, 8)}, {"x": {0: "T"}})
 
@@ -454,7 +454,7 @@ def test_tracing_does_not_grow_with_the_depth() -> None:
     assert traced(4) == traced(12) != Counter()
 
 
-def test_a_layer_that_has_to_be_shown_is_one_call() -> None:
+def test_traced_layer_is_one_call() -> None:
     """The toy computes its rotary angles in the loop over layers, which is traced."""
     few, many = (_work(toy(layers=layers), example(), DYNAMIC)["dispatch"] for layers in (4, 12))
     assert (many - few) / 8 < 10, f"{(many - few) / 8} operations on fake tensors for each further layer"

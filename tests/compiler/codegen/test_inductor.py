@@ -1,4 +1,4 @@
-"""What Inductor leaves in a process: no modules that only training needs, and no processes that nobody needs any more."""
+"""Inductor imports no training-only modules and leaves no unused worker processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ assert networkx.DiGraph is sys.modules["networkx"].DiGraph and networkx.__file__
 
 
 @pytest.mark.parametrize("way", ["import_inductor_in_background()", "start_inductor_workers(torch.device('cpu'))"])
-def test_inductor_is_imported_without_what_only_training_needs(way: str) -> None:
+def test_inductor_import_skips_training_only_modules(way: str) -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTS.format(way)], stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -56,7 +56,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     return pools
 
 
-def test_processes_that_weaving_started_end_while_nobody_waits(pools: set[Any]) -> None:
+def test_inductor_workers_end_after_compilation_without_waiting(pools: set[Any]) -> None:
     pool = Pool()
     with stop_inductor_workers():
         pools.add(pool)
@@ -67,7 +67,7 @@ def test_processes_that_weaving_started_end_while_nobody_waits(pools: set[Any]) 
     assert pool.ended.wait(20)
 
 
-def test_processes_of_somebody_else_stay(pools: set[Any]) -> None:
+def test_workers_of_other_code_are_kept(pools: set[Any]) -> None:
     theirs = Pool()
     pools.add(theirs)
     with stop_inductor_workers():
@@ -75,7 +75,7 @@ def test_processes_of_somebody_else_stay(pools: set[Any]) -> None:
     assert pools == {theirs} and not theirs.told.is_set()
 
 
-def test_processes_that_work_for_somebody_else_stay(pools: set[Any]) -> None:
+def test_busy_workers_of_other_code_are_kept(pools: set[Any]) -> None:
     pool, ready = Pool(), object()
     pool.may_end.set()
     for theirs in ({0: ready, 1: object()}, {0: ready}):
@@ -88,7 +88,7 @@ def test_processes_that_work_for_somebody_else_stay(pools: set[Any]) -> None:
     assert pool.ended.wait(20)
 
 
-def test_kernels_that_are_there_are_loaded_without_processes() -> None:
+def test_cached_kernels_are_loaded_without_workers() -> None:
     threads = async_compile.get_compile_threads()
     with load_kernels_in_process(kernels=False):
         assert async_compile.get_compile_threads() == threads
@@ -97,7 +97,7 @@ def test_kernels_that_are_there_are_loaded_without_processes() -> None:
     assert config.compile_threads == threads
 
 
-def test_what_wakes_ends_too(pools: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reawakened_workers_end_too(pools: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
     pool.may_end.set()
     monkeypatch.setattr(async_compile.AsyncCompile, "wakeup", lambda: pools.add(pool))

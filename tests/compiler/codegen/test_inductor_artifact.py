@@ -1,4 +1,4 @@
-"""Generated code is kept with the imports that it uses, and does what it did."""
+"""Stored generated code keeps the imports that it uses and its behaviour."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def call(args):
 """
 
 
-def test_imports_that_are_not_used_are_left_out_and_lines_stay_where_they_are() -> None:
+def test_unused_imports_are_removed_without_moving_lines() -> None:
     before, after = (
         CODE.replace("{call}", "pass").splitlines(),
         strip_unused_imports(CODE.replace("{call}", "pass")).splitlines(),
@@ -47,7 +47,7 @@ def test_imports_that_are_not_used_are_left_out_and_lines_stay_where_they_are() 
     )
 
 
-def test_extern_kernels_that_are_torchs_functions_are_taken_from_torch() -> None:
+def test_extern_kernels_of_torch_are_imported_from_torch() -> None:
     code = strip_unused_imports(CODE.replace("{call}", "extern_kernels.mm(args[0], args[1], out=args[2])"))
     assert "select_algorithm" not in code
     scope: dict[str, object] = {}
@@ -74,7 +74,7 @@ class Made:
     def post_compile(self, inputs: object, constants: object, options: object) -> None: ...
 
 
-def test_what_kernels_were_tuned_to_is_kept_with_them(tmp_path: Path) -> None:
+def test_autotuned_configs_are_stored_with_kernels(tmp_path: Path) -> None:
     """Else a start in a folder that Inductor does not know would try each kernel's configurations again."""
     with CacheArtifactManager.with_fresh_cache():
         CacheArtifactManager.record_artifact("autotune", "ab/kernel.best_config", {"XBLOCK": 64})

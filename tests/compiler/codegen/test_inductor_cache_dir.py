@@ -1,4 +1,4 @@
-"""Where Inductor works for a CPU: beside the entries while that goes, else in its own folder, with one warning."""
+"""Inductor's working folder on a CPU: next to the entries if possible, else its own, with one warning."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from torchweave.compiler import CompileCache, compile_graph
-from torchweave.compiler.cache.inductor_cache_dir import InductorCacheDir
-from torchweave.compiler.cache.store import CODE_FOLDER
+from torchweave.compiler.cache.store import CODE_FOLDER, InductorCacheDir
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
@@ -23,7 +22,7 @@ def report() -> Report:
     return Report(show=False)
 
 
-def test_a_piece_that_fails_beside_the_entries_is_built_elsewhere(tmp_path: Path, report: Report) -> None:
+def test_build_falls_back_to_inductors_own_folder(tmp_path: Path, report: Report) -> None:
     cache = CompileCache(tmp_path / "cache", report)
     beside, tried = str(cache.folder / CODE_FOLDER), []
 
@@ -33,31 +32,31 @@ def test_a_piece_that_fails_beside_the_entries_is_built_elsewhere(tmp_path: Path
             raise InductorError(OSError(28, "No space left on device"), None)
         return "built"
 
-    with InductorCacheDir(cache, torch.device("cpu")) as code:
+    with InductorCacheDir(cache) as code:
         assert code.run(lambda: cache_dir()) == beside
         assert code.run(build) == "built" and tried == [True, False]
         assert code.run(build) == "built" and tried == [True, False, False]
     assert ["No space left" in each["why"] for each in report.select("warning")] == [True]
 
 
-def test_what_fails_elsewhere_too_is_told(tmp_path: Path, report: Report) -> None:
+def test_failure_in_both_folders_is_raised(tmp_path: Path, report: Report) -> None:
     def fail() -> None:
         raise InductorError(ValueError("no such operation"), None)
 
-    with InductorCacheDir(CompileCache(tmp_path, report), torch.device("cpu")) as code, pytest.raises(InductorError):
+    with InductorCacheDir(CompileCache(tmp_path, report)) as code, pytest.raises(InductorError):
         code.run(fail)
-    with InductorCacheDir(None, torch.device("cpu")) as code, pytest.raises(InductorError):
+    with InductorCacheDir(None) as code, pytest.raises(InductorError):
         code.run(fail)
 
 
 @pytest.mark.parametrize("name", ["with space", "it's", "no\\thing"])
-def test_a_folder_whose_name_falls_apart_is_not_used(tmp_path: Path, report: Report, name: str) -> None:
-    with InductorCacheDir(CompileCache(tmp_path / name, report), torch.device("cpu")) as code:
+def test_folder_name_that_the_shell_splits_is_not_used(tmp_path: Path, report: Report, name: str) -> None:
+    with InductorCacheDir(CompileCache(tmp_path / name, report)) as code:
         assert not code.run(cache_dir).startswith(str(tmp_path))
     assert ["Inductor cannot use a folder" in each["why"] for each in report.select("warning")] == [True]
 
 
-def test_a_cache_beside_which_nothing_can_be_compiled_stops_no_start(tmp_path: Path, report: Report) -> None:
+def test_unusable_cache_folder_does_not_stop_the_start(tmp_path: Path, report: Report) -> None:
     class Doubled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.sin() * 2

@@ -1,4 +1,4 @@
-"""Lowering: the same results to the bit, composite ops whole, sizes symbolic, writes made functional."""
+"""Lowering: bitwise equal results, composite ops kept, symbolic sizes, functional writes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ops(piece: Piece) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["backed", "unbacked", "backed_size_oblivious"])
-def test_a_lowered_model_is_equal_to_the_bit(mode: DynamicShapes) -> None:
+def test_lowered_model_is_bitwise_equal(mode: DynamicShapes) -> None:
     module = toy(bias=True)
     graph, parts = pieces_of(module, mode)
     built = {}
@@ -53,12 +53,13 @@ def test_a_lowered_model_is_equal_to_the_bit(mode: DynamicShapes) -> None:
                        if node.op == "call_function")  # fmt: skip
             assert lowered.num_calls() <= part.num_calls()
             assert (lowered.inputs, lowered.constants, lowered.digest) == (part.inputs, part.constants, part.digest)
+    assert built
     compiled_graph = CompiledGraph(graph, parts, built, (1, 512), Report(show=False))
     for size in SIZES:
         assert torch.equal(compiled_graph(call_op, *step(*size)), module(*step(*size)))
 
 
-def test_inductor_builds_what_was_lowered() -> None:
+def test_inductor_compiles_lowered_pieces() -> None:
     _, parts = pieces_of(toy())
     piece = next(part for part in parts if isinstance(part, Piece) and part.index == 1)
     lowered = lower(piece)
@@ -72,7 +73,7 @@ def test_inductor_builds_what_was_lowered() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_sizes_have_one_node_each_and_nothing_is_checked_twice() -> None:
+def test_sizes_have_one_node_and_one_check_each() -> None:
     class Sizes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x.float().reshape(x.shape[0], 2, -1) + x.view(x.shape[0], 2, 4)
@@ -118,7 +119,7 @@ class WritesInput(nn.Module):
         return (y, y[:, :2]) if self.returns_view else (torch.exp(y),)
 
 
-def test_a_write_to_an_input_is_made_good_or_refused() -> None:
+def test_input_mutation_is_copied_back_or_rejected() -> None:
     """A piece may write to what an earlier one made; not when it can also be seen by another name."""
     for returns_view in (False, True):
         graph = capture(WritesInput(returns_view), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.compiler.canonical import canonical
 from tests.compiler.toy import DYNAMIC, example, toy
-from torchweave.compiler.cache.serialize import deserialize_graph, serialize_graph
+from torchweave.compiler.cache.entries import deserialize_graph, serialize_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.ir.fake_tensors import FakeOpCache, geometry
 from torchweave.compiler.ir.graph import CapturedGraph, run_fake
@@ -29,7 +29,7 @@ def _where(thing: Tensor) -> int:
     return thing.untyped_storage()._cdata
 
 
-def test_an_operation_run_again_gives_the_same_geometry_and_aliases(graph: CapturedGraph) -> None:
+def test_rerun_operation_gives_the_same_geometry_and_aliases(graph: CapturedGraph) -> None:
     fake_ops, seen = FakeOpCache(graph.fake_mode, graph.enable_fake_mode), 0
     for node in graph.graph.nodes:
         if node.op not in ("call_function", "call_method") or not isinstance(value(node), Tensor):
@@ -48,7 +48,7 @@ def test_an_operation_run_again_gives_the_same_geometry_and_aliases(graph: Captu
     assert seen > 40
 
 
-def test_results_of_several_tensors_share_what_they_shared(graph: CapturedGraph) -> None:
+def test_multiple_results_keep_their_aliases(graph: CapturedGraph) -> None:
     fake_ops = FakeOpCache(graph.fake_mode, graph.enable_fake_mode)
     x = next(value(node) for node in graph.graph.nodes if node.target is torch.nn.functional.linear)
     first = fake_ops.run(torch.split, (x, 16), {"dim": -1})
@@ -60,14 +60,14 @@ def test_results_of_several_tensors_share_what_they_shared(graph: CapturedGraph)
     assert len({_where(part) for result in top for part in result}) == 4
 
 
-def test_in_place_operations_give_back_their_argument(graph: CapturedGraph) -> None:
+def test_in_place_operations_return_their_argument(graph: CapturedGraph) -> None:
     fake_ops = FakeOpCache(graph.fake_mode, graph.enable_fake_mode)
     with graph.enable_fake_mode():
         tensors = [torch.empty(4), torch.empty(4)]
     assert all(fake_ops.run("add_", (tensor, 1), {}) is tensor for tensor in tensors)
 
 
-def test_what_cannot_be_compared_is_run_each_time(graph: CapturedGraph) -> None:
+def test_operations_with_incomparable_arguments_are_not_cached(graph: CapturedGraph) -> None:
     calls: list[object] = []
 
     def odd(x: Tensor, thing: object) -> Tensor:

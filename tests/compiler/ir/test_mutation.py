@@ -55,7 +55,7 @@ WRITES: list[Callable[[Any, Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_is_seen_however_it_is_asked_for(write: Callable[[Any, Tensor], Any]) -> None:
+def test_every_spelling_of_an_in_place_write_is_detected(write: Callable[[Any, Tensor], Any]) -> None:
     def forward(self: Any, x: Tensor) -> Any:
         y = x + 1
         write(self, y)
@@ -85,7 +85,7 @@ def test_a_shift_in_place_is_a_write() -> None:
         lambda self, y: F.batch_norm(y, self.seen, self.seen.abs(), None, None, False),
     ],
 )
-def test_what_only_could_write_does_not(read: Callable[[Any, Tensor], Any]) -> None:
+def test_reads_are_not_reported_as_writes(read: Callable[[Any, Tensor], Any]) -> None:
     graph = capture(
         Of(lambda self, x: read(self, x + 1)), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious"
     )
@@ -106,6 +106,6 @@ def test_linears_are_not_merged_over_a_module_that_writes_in_place() -> None:
         lambda self, x: F.embedding(x.long(), self.one.weight, max_norm=1.0),
     ],
 )
-def test_a_forward_that_writes_to_the_modules_own_is_refused(write: Callable[[Any, Tensor], Any]) -> None:
+def test_mutation_of_module_tensors_is_rejected(write: Callable[[Any, Tensor], Any]) -> None:
     with pytest.raises(InvariantError, match=r"forward writes to .*(seen|weight)"):
         compile_graph(Of(lambda self, x: write(self, x)), {"x": torch.ones(5, 8)}, {"x": {0: "T"}}, config=FX)

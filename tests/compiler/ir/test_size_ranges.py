@@ -1,4 +1,4 @@
-"""Guards on sizes that a build adds are refused or stored with the piece, so that a warm start applies them too."""
+"""Guards on sizes added by compilation are rejected or stored with the piece, so that a warm start applies them too."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OnlyBelow(GraphPass):
 
 
 @pytest.mark.parametrize("passes", [None, []])
-def test_a_size_that_building_fixes_is_refused_and_nothing_of_it_is_kept(tmp_path: Path, passes: Any) -> None:
+def test_size_specialized_by_compilation_is_rejected_and_not_stored(tmp_path: Path, passes: Any) -> None:
     """Without passes too, and at a second start: Inductor's own cache does not record that the size was fixed."""
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     line = next(at for at, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "+= right" in text)
@@ -59,14 +59,14 @@ def test_a_size_that_building_fixes_is_refused_and_nothing_of_it_is_kept(tmp_pat
     assert {path.parent.name for path in cache.entries()} <= {"graph"}
 
 
-def test_a_module_that_writes_to_a_part_runs_where_nothing_takes_it_apart() -> None:
+def test_slice_assignment_runs_without_functionalization() -> None:
     config = TorchCompileConfig(enable_inductor=False)
     compiled_graph = compile_graph(Unbound(), {"x": torch.randn(5, 8)}, DYNAMIC, config=config, passes=[])
     x = torch.randn(3, 8)
     assert torch.equal(compiled_graph._run(None, x), Unbound()(x))
 
 
-def test_a_limit_that_was_found_while_a_piece_was_built_holds_for_who_loads_it(tmp_path: Path) -> None:
+def test_size_limit_found_by_compilation_applies_to_loaded_pieces(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path / "cache", Report(show=False))
     for built in ("inductor", "cache"):
         compiled_graph = compile_graph(Plain(), {"x": torch.randn(5, 8)}, DYNAMIC, cache=cache, passes=[OnlyBelow()])

@@ -85,7 +85,7 @@ def test_a_graph_without_pipeline_marks_stays() -> None:
     assert str(graph.graph) == before
 
 
-def test_what_skips_a_pipeline_stage_is_refused() -> None:
+def test_value_that_skips_a_pipeline_stage_is_rejected() -> None:
     graph = captured(begin=True, skip=True)
     with pytest.raises(TraceError, match="more than hidden states"):
         extract_pipeline_stage(graph)

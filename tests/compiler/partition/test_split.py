@@ -1,4 +1,4 @@
-"""Pieces: shared where layers are alike, apart where they differ, and never in breach of an invariant."""
+"""Splitting into pieces: equal layers share one, different layers do not, invariants hold."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_derived_sizes_do_not_break_sharing() -> None:
     assert torch.equal(compiled_graph(call_op, *batch), module(*batch))
 
 
-def test_what_is_unpacked_behind_a_boundary_op_is_unpacked_before_it() -> None:
+def test_getitem_after_a_boundary_op_moves_before_it() -> None:
     class Late(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             parts = torch.split(x * 2, 2, dim=-1)
@@ -93,7 +93,7 @@ class _Alias(nn.Module):
         return x
 
 
-def test_a_view_of_what_a_piece_writes_to_makes_it_another_piece() -> None:
+def test_view_of_a_written_input_makes_a_distinct_piece() -> None:
     def last(layers: int) -> str:
         compiled_graph = compile_graph(
             _Alias(layers), {"x": torch.zeros(5, 2, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX
@@ -137,7 +137,7 @@ class _WritesOnly(nn.Module):
 
 @pytest.mark.parametrize("module", [_WritesAlone(), _WritesOnly()])
 @pytest.mark.parametrize("inductor", [False, True])
-def test_a_piece_that_does_nothing_but_write_is_run(module: nn.Module, inductor: bool) -> None:
+def test_piece_with_writes_and_no_output_runs(module: nn.Module, inductor: bool) -> None:
     config = TorchCompileConfig(enable_inductor=inductor)
     compiled_graph = compile_graph(
         module, {"x": torch.zeros(5, 1, 4)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=config

@@ -32,7 +32,7 @@ def targets(function: Any) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if "torchweave" in str(node.target)]
 
 
-def test_residual_add_joins_the_norm_behind_it_and_its_sum_is_kept_by_liveness() -> None:
+def test_residual_add_is_fused_and_its_sum_written_only_if_live() -> None:
     check(FUSION, norm_of_sum, X, matches=1)
     check(FUSION, with_sum, X, matches=1)
     assert targets(norm_of_sum) == ["torchweave.rms_norm_of_sum.default"]

@@ -56,7 +56,7 @@ def alone_kept(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("function", [last, kept, alone, alone_kept])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_all_reduce_residual_and_norm_become_one_op_once_and_sums_are_kept_by_liveness(
+def test_all_reduce_residual_and_norm_are_fused_and_live_sums_kept(
     function: Callable[..., Any], dtype: torch.dtype
 ) -> None:
     examples = [each.to(dtype) for each in X]
@@ -125,7 +125,7 @@ QUANTS = {
 
 @pytest.mark.parametrize("read", ["nothing", "norm", "sum", "both"])
 @pytest.mark.parametrize("scheme", QUANTS)
-def test_quantising_joins_and_what_others_read_is_kept(scheme: str, read: str) -> None:
+def test_quantization_is_fused_and_values_with_other_readers_are_kept(scheme: str, read: str) -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> list[Tensor]:
         y, h = ops.all_reduce_add_rms_norm(x, residual, weight, 1e-6, 0.0, False, read in ("sum", "both"), "tp")
         q, s = QUANTS[scheme](y, scale)
@@ -169,7 +169,7 @@ def products_of_a_read_sum(x: Tensor, residual: Tensor, weight: Tensor, w: Tenso
     return torch.nn.functional.linear(norm(h, weight), w), h, a
 
 
-def test_products_do_not_take_what_belongs_to_the_collective_and_take_it_where_nothing_does() -> None:
+def test_linear_fusions_leave_residuals_to_the_collective() -> None:
     examples = [*X, torch.randn(4096, D).to(BF16) / 16]
     passes = (FUSION, FusedLinears(devices=("cpu",)), add_rms_norm.FUSION)
 

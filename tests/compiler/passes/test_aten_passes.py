@@ -56,7 +56,7 @@ class Small(nn.Module):
         return torch.exp((x + x * self.w) * 3.0)
 
 
-def woven_small(config: TorchCompileConfig, report: Report, cache: CompileCache | None = None, **options: Any) -> Any:
+def compile_small(config: TorchCompileConfig, report: Report, cache: CompileCache | None = None, **options: Any) -> Any:
     torch.manual_seed(1)
     return compile_graph(
         Small(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=config, report=report, cache=cache, **options
@@ -114,7 +114,7 @@ def test_a_start_from_the_cache_reports_the_same_matches(tmp_path: Path) -> None
     for _ in range(2):
         report = Report(show=False)
         cache = CompileCache(tmp_path / "cache", report)
-        compiled_graph = woven_small(TorchCompileConfig(), report, cache, passes=[FUSION])
+        compiled_graph = compile_small(TorchCompileConfig(), report, cache, passes=[FUSION])
         reports.append(report)
         outputs.append(compiled_graph(call_op, x))
     cold, warm = (matched(report)[0] for report in reports)
@@ -125,7 +125,7 @@ def test_a_start_from_the_cache_reports_the_same_matches(tmp_path: Path) -> None
     other = Fusion("scaled_add", alone, first, extra_check=lambda match: "never")
     for passes in ([other], []):
         report = Report(show=False)
-        woven_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=passes)
+        compile_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=passes)
         assert report.select("piece")[0]["built"] == "inductor", "a pass is a factor of the key"
 
 
@@ -191,7 +191,7 @@ def test_sizes_are_built_static_and_tuned(tmp_path: Path) -> None:
     assert "empty_strided_cpu((s" in general.code
 
 
-def test_a_pass_runs_to_a_fixpoint_where_it_asks() -> None:
+def test_fixpoint_pass_runs_until_no_match() -> None:
     def sine(x: Tensor) -> Tensor:
         return aten.sin.default(x)
 
@@ -227,7 +227,7 @@ def test_debug_finds_fake_values_that_are_wrong() -> None:
         run_pass(Lies(), graph, debug=True)
 
 
-def test_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None:
+def test_debug_ignores_strides_of_size_one_dimensions() -> None:
     """A model with one key head: a fused op returns other strides for the heads, without changing any address."""
 
     class Strides(GraphPass):
@@ -249,7 +249,7 @@ def test_debug_takes_no_offence_at_strides_along_which_nobody_steps() -> None:
         run_pass(Strides(12), graph, debug=True)
 
 
-def test_pieces_of_most_layers_are_built_first_and_told_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_shared_pieces_are_built_first_and_reported_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     order, build, report = [], PieceBuilder.build, Report(show=False)
     monkeypatch.setattr(PieceBuilder, "build", lambda self, piece: order.append(piece.index) or build(self, piece))
     compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report)
@@ -260,10 +260,10 @@ def test_pieces_of_most_layers_are_built_first_and_told_in_their_order(monkeypat
 def test_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fusion = Fusion("scaled_add", alone, first, token_range=(None, 7))
     report = Report(show=False)
-    woven_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=[fusion])
+    compile_small(TorchCompileConfig(), report, CompileCache(tmp_path / "cache", report), passes=[fusion])
     monkeypatch.setattr("torchweave.compiler.piece_builder.cached_lowering", None)
     warm = Report(show=False)
-    compiled_graph = woven_small(TorchCompileConfig(), warm, CompileCache(tmp_path / "cache", warm), passes=[fusion])
+    compiled_graph = compile_small(TorchCompileConfig(), warm, CompileCache(tmp_path / "cache", warm), passes=[fusion])
     assert [each["tokens"] for each in matched(warm)] == [each["tokens"] for each in matched(report)] == [[1, 7]]
     assert warm.select("piece")[0]["variants"][0]["built"] == "cache"
     for tokens in (1, 7, 8):
@@ -271,7 +271,7 @@ def test_ranges_come_from_the_cache_without_lowering(tmp_path: Path, monkeypatch
         torch.testing.assert_close(compiled_graph(call_op, x), _small(x))
 
 
-def test_a_piece_is_traced_once_whatever_its_ranges_and_they_share_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_is_traced_once_and_variants_share_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     traced, trace_once = [], lower_module.trace
 
     def trace(*args: Any) -> fx.GraphModule:
@@ -280,7 +280,7 @@ def test_a_piece_is_traced_once_whatever_its_ranges_and_they_share_no_graph(monk
 
     monkeypatch.setattr("torchweave.compiler.codegen.lower.trace", trace)
     fusion, report = Fusion("scaled_add", alone, first, token_range=(None, 7)), Report(show=False)
-    compiled_graph = woven_small(FX, report, passes=[fusion])
+    compiled_graph = compile_small(FX, report, passes=[fusion])
     assert report.select("piece")[0]["variants"][0]["tokens"] == [1, 7]
     assert len(traced) == 1
     for tokens in (7, 8):
@@ -322,5 +322,5 @@ def test_a_piece_that_cannot_be_lowered_is_built_as_it_is() -> None:
 
 def test_facts_of_passes_are_plain_data() -> None:
     report = Report(show=False)
-    woven_small(FX, report, passes=[*default_passes(), FUSION])
+    compile_small(FX, report, passes=[*default_passes(), FUSION])
     json.dumps(report.select("pass"))

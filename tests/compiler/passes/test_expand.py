@@ -37,7 +37,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_what_was_raised_and_expanded_is_what_it_was(dtype: torch.dtype) -> None:
+def test_raise_then_expand_restores_the_graph(dtype: torch.dtype) -> None:
     examples = [example.to(dtype) for example in EXAMPLES]
     graph = graph_of(layer, examples)
     before = sorted(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
@@ -56,7 +56,7 @@ def test_what_was_raised_and_expanded_is_what_it_was(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("kept", [(), ("torchweave::rms_norm",)])
-def test_expand_writes_out_what_it_is_told_to(kept: tuple[str, ...]) -> None:
+def test_expand_expands_the_selected_ops(kept: tuple[str, ...]) -> None:
     each = Expand(name for name in EXPANDED_OPS if name not in kept)
 
     def function(x: Tensor, weight: Tensor) -> Tensor:

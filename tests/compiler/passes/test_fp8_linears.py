@@ -77,7 +77,7 @@ def count(graph: Any, op: str) -> int:
     ],
     ids=["three", "bias", "blocks", "static"],
 )  # fmt: skip
-def test_it_fires_and_every_number_stays(make: Any) -> None:
+def test_merge_fires_and_is_bitwise_equal(make: Any) -> None:
     torch.manual_seed(0)
     module = make()
     inputs = {size: torch.randn(size, 192) for size in SIZES}
@@ -119,7 +119,7 @@ def test_near_misses_are_left_alone(make: Any, left: tuple[int, int], why: str) 
         torch.testing.assert_close(got, right, rtol=1e-6, atol=1e-6)
 
 
-def test_it_comes_before_what_looks_at_products_and_its_op_is_sound() -> None:
+def test_merge_precedes_linear_passes_and_passes_opcheck() -> None:
     names = [each.name for each in default_passes()]
     assert "merge_fp8_linears" in names
     q = torch.randn(7, 192).to(FP8)

@@ -71,7 +71,7 @@ def with_residual_last(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_is_around_a_product_joins_it_once_and_nothing_is_rounded_elsewhere(
+def test_norm_gate_and_residual_are_fused_with_equal_rounding(
     function: Callable[..., Any], examples: list[Tensor]
 ) -> None:
     check(PASS, function, examples, matches=1)
@@ -119,7 +119,7 @@ def test_near_misses_have_reasons(function: Callable[..., Any], examples: list[T
     check(PASS, function, examples, near_miss=why)
 
 
-def test_a_product_that_is_read_twice_keeps_its_value() -> None:
+def test_linear_with_two_readers_keeps_its_output() -> None:
     def both(x: Tensor, w: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         y = F.linear(x, w)
         return y + residual, y
@@ -127,7 +127,7 @@ def test_a_product_that_is_read_twice_keeps_its_value() -> None:
     check(PASS, both, [X, W, RESIDUAL], matches=0)
 
 
-def test_the_op_is_told_what_the_table_says_of_this_very_fusion() -> None:
+def test_op_gets_the_tuned_choice_of_its_fusion() -> None:
     config = LinearConfig("split", 16, 64, 4, 4, norm_apart=True)
     table = Table("cpu", (Entry("fused_linears", f"{N}x{K}/ng", 8, str(config), 1.0, 2.0, 0.0),))
     graph = graph_of(with_norm_and_gate, [X, W, NORM])

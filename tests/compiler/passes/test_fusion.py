@@ -79,7 +79,7 @@ def test_near_misses_have_a_reason(function, why: str) -> None:
     assert [miss.why for miss in result.near_misses] == ([why] if why else [])
 
 
-def test_what_somebody_else_reads_is_not_taken_away() -> None:
+def test_values_with_other_readers_are_kept() -> None:
     only = Fusion("scaled_add", alone, first)
     check(only, lambda x, y: (((h := x + y) * 3.0), torch.exp(h)), XY, near_miss="add is also read by exp")
 
@@ -159,7 +159,7 @@ def test_an_invalid_replacement_is_one_sentence(replacement: Any, why: str) -> N
         check(Fusion("none", alone, replacement), lambda x, y: (x + y) * 3.0, XY, matches=1)
 
 
-def test_a_match_that_would_feed_on_itself_is_refused() -> None:
+def test_cyclic_match_is_rejected() -> None:
     def pair(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return aten.exp.default(x), aten.sin.default(y)
 
@@ -192,7 +192,7 @@ def test_sums_match_in_either_order_and_dims_from_either_end() -> None:
     assert match["eps"] == 1e-5 and match["weight"].name == "input_1"
 
 
-def test_a_wildcard_that_stands_twice_is_one_thing() -> None:
+def test_repeated_wildcard_binds_one_value() -> None:
     def square(x: Tensor) -> Tensor:
         return aten.mul.Tensor(aten.exp.default(x), x)
 

@@ -71,5 +71,5 @@ def test_gated_activation_names_near_misses(function: Any, why: str) -> None:
     check(FUSION, function, XY, near_miss=why)
 
 
-def test_another_activation_is_none_of_ours() -> None:
+def test_unsupported_activation_is_left_alone() -> None:
     check(FUSION, lambda x, y: F.mish(x) * y, XY, matches=0)

@@ -54,7 +54,7 @@ class Double(GraphPass):
         return PassResult(matches, matches)
 
 
-def test_a_pass_of_ones_own_matches_and_an_unexpected_argument_does_not() -> None:
+def test_user_pass_matches_and_unexpected_argument_does_not() -> None:
     report = Report(show=False)
     x = torch.randn(5)
     compiled_graph = compile_graph(
@@ -65,7 +65,7 @@ def test_a_pass_of_ones_own_matches_and_an_unexpected_argument_does_not() -> Non
     assert torch.equal(compiled_graph(call_op, x), Scale()(x)), "alpha=2 was matched away"
 
 
-def test_order_switches_and_print_out() -> None:
+def test_pass_order_switches_and_printed_graphs() -> None:
     seen: list[str] = []
 
     class Note(GraphPass):
@@ -91,7 +91,7 @@ def test_order_switches_and_print_out() -> None:
         PassManager([Note("first"), Note("first")])
 
 
-def test_the_pass_that_breaks_a_graph_is_named() -> None:
+def test_error_names_the_pass_that_broke_the_graph() -> None:
     class Breaks(GraphPass):
         name = "breaks"
 
@@ -127,7 +127,7 @@ def test_merging_is_exact_for_every_size_and_takes_no_memory() -> None:
         assert torch.equal(module(*step(*size)), want[size]), "the module itself works on in its views"
 
 
-def test_a_module_can_be_woven_twice() -> None:
+def test_a_module_can_be_compiled_twice() -> None:
     module = toy()
     want = module(*step(7, 3))
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_near_misses_are_unchanged_and_have_reasons(module: Pair, why: str) -> N
     assert any(why in miss.why for miss in result.near_misses), result.near_misses
 
 
-def test_a_near_miss_does_not_keep_the_others_apart() -> None:
+def test_near_miss_does_not_prevent_other_merges() -> None:
     """Of five linears over x, the three before a boundary op and the two behind it become one each."""
 
     class Parallel(nn.Module):

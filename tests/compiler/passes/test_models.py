@@ -62,7 +62,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_fusions_fire_as_often_as_the_model_has_them_and_change_no_bit(name: str) -> None:
+def test_fusion_counts_and_bitwise_equality(name: str) -> None:
     """bfloat16 on a CPU, where every op is its reference: the same operations, so the same bits as in eager mode."""
     module = load(zoo.zoo_model(name).config().to_dict(), torch.bfloat16, load_format="dummy").module
     fused, report = compiled_graph(module)
@@ -80,7 +80,7 @@ def kernels(built: CompiledGraph) -> list[int]:
     return [piece.code.count("async_compile.") for piece in built.built.values()]
 
 
-def test_a_build_by_inductor_gets_what_it_always_got() -> None:
+def test_inductor_input_is_unchanged() -> None:
     config = zoo.zoo_model("llama").config().to_dict() | {"num_hidden_layers": 1}
     module = load(config, torch.float32, load_format="dummy").module
     fused, report = compiled_graph(module, ("merge_linears", *ATEN), inductor=True)

@@ -59,7 +59,7 @@ def test_raise_rms_norm_names_near_misses(norm: Callable[..., Tensor], dtype: to
     check(FUSION, norm, [torch.randn(48, 48).abs().to(dtype), torch.randn(48).to(dtype)], near_miss=why)
 
 
-def test_raise_rms_norm_leaves_a_norm_whose_inside_is_read() -> None:
+def test_raise_rms_norm_keeps_a_norm_with_read_intermediates() -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
         return weight * (x * scale), scale * 2

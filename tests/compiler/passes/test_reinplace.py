@@ -53,14 +53,14 @@ def filled(x: Tensor, y: Tensor) -> Tensor:
     return out * 2
 
 
-def test_reinplace_writes_to_what_the_piece_made() -> None:
+def test_reinplace_writes_to_temporaries_of_the_piece() -> None:
     check(Reinplace(), filled, [X, Y], matches=2)
     piece = graph_of(filled, [X, Y])
     Reinplace().run(piece)
     assert V2 not in targets(piece) and targets(piece).count(accumulate._opoverload) == 2
 
 
-def test_reinplace_takes_what_is_written_from_the_schema() -> None:
+def test_reinplace_reads_mutated_arguments_from_the_schema() -> None:
     def several(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         a, b, c = x + 1, x + 2, x + 3
         total = toy.split_into(y, a, [b, c], None)
@@ -194,7 +194,7 @@ def two_names(x: Tensor, y: Tensor) -> Tensor:
         (two_names, "another argument of the op, shares memory with"),
     ],
 )
-def test_reinplace_refuses_what_could_be_seen(function: Any, why: str) -> None:
+def test_reinplace_rejects_observable_writes(function: Any, why: str) -> None:
     piece = without_clones(function, X, Y)
     result = Reinplace().run(piece)
     assert any(why in miss.why for miss in result.near_misses), [miss.why for miss in result.near_misses]
@@ -234,11 +234,11 @@ random_graphs = st.tuples(
 
 @settings(max_examples=80, deadline=None)
 @given(random_graphs)
-def test_reinplace_is_never_seen(drawn: Any) -> None:
+def test_reinplace_is_unobservable_on_random_graphs(drawn: Any) -> None:
     assert not differs(*drawn, safety_check=None)[0]
 
 
-def test_reinplace_is_seen_when_the_proof_is_weakened() -> None:
+def test_weakened_reinplace_check_is_detected() -> None:
     """The property above can fail: with a check that accepts everything, some graph changes (or this never ends)."""
     draw = random.Random(3)
     seen, matches = 0, 0
@@ -271,7 +271,7 @@ class _Module(nn.Module):
         return out.relu()
 
 
-def test_reinplace_runs_behind_passes_of_fx_pieces_and_of_no_others() -> None:
+def test_reinplace_runs_last_on_fx_pieces_only() -> None:
     report, x = Report(show=False), torch.randn(7, 8)
     texts: dict[str, str] = {}
     report.keep(texts.__setitem__)

@@ -98,7 +98,7 @@ ROUTERS: dict[str, tuple[Callable[..., Any], torch.dtype, bool, int]] = {
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_router_becomes_one_op(name: str) -> None:
+def test_router_is_fused_into_one_op(name: str) -> None:
     """Matches; results are equal at every token count; opcheck passes."""
     router, dtype, biased, steps = ROUTERS[name]
     bias = (

@@ -140,7 +140,7 @@ def test_a_fixed_number_of_tokens_and_an_unknown_argument_are_left_alone() -> No
     assert targets(graph) == [LINEAR] and "unexpected argument out" in result.near_misses[0].why
 
 
-def test_one_reason_is_one_near_miss_however_many_linears_it_holds_for() -> None:
+def test_near_misses_of_one_reason_are_grouped() -> None:
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
 
     class Stack(nn.Module):
@@ -164,7 +164,7 @@ def test_by_default_only_gpus_count() -> None:
 
 
 @pytest.fixture(scope="module")
-def woven_with_and_without() -> tuple[CompiledGraph, CompiledGraph]:
+def with_and_without_op() -> tuple[CompiledGraph, CompiledGraph]:
     module = decoder()
     make = [
         compile_graph(
@@ -175,8 +175,8 @@ def woven_with_and_without() -> tuple[CompiledGraph, CompiledGraph]:
     return make[0], make[1]
 
 
-def test_a_decoder_behind_merge_linears(woven_with_and_without: tuple[CompiledGraph, CompiledGraph]) -> None:
-    compiled_graph, plain = woven_with_and_without
+def test_a_decoder_behind_merge_linears(with_and_without_op: tuple[CompiledGraph, CompiledGraph]) -> None:
+    compiled_graph, plain = with_and_without_op
     event = compiled_graph.report.select("pass")[1]
     assert (event["name"], event["numerics"]) == ("small_linears", "exact")
     assert (event["matches"], event["ops_after"]) == (9, event["ops_before"]), "three in each of three layers"
@@ -186,8 +186,8 @@ def test_a_decoder_behind_merge_linears(woven_with_and_without: tuple[CompiledGr
         assert torch.equal(compiled_graph(call_op, *inputs), plain(call_op, *inputs)), "on a CPU the op is F.linear"
 
 
-def test_equal_layers_stay_equal_pieces(woven_with_and_without: tuple[CompiledGraph, CompiledGraph]) -> None:
-    with_op, without = ([piece.digest for piece in compiled_graph.pieces] for compiled_graph in woven_with_and_without)
+def test_equal_layers_stay_equal_pieces(with_and_without_op: tuple[CompiledGraph, CompiledGraph]) -> None:
+    with_op, without = ([piece.digest for piece in compiled_graph.pieces] for compiled_graph in with_and_without_op)
     assert (
         [with_op.index(digest) for digest in with_op] == [without.index(digest) for digest in without] == [0, 1, 1, 3]
     )
@@ -234,7 +234,7 @@ def test_pass_list_and_switch() -> None:
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_pass_list_changes_the_key_of_pieces_and_needs_no_part_in_that_of_graphs(tmp_path: Path) -> None:
+def test_pass_list_changes_piece_keys_but_not_graph_keys(tmp_path: Path) -> None:
     """The cache holds the graph as captured, and passes run at each start; the rewritten piece is the key of its build."""
     cache, keys = CompileCache(tmp_path / "cache", Report(show=False)), []
     for passes in (PASSES[:1], PASSES):
@@ -278,7 +278,7 @@ class Views(nn.Module):
         return self.last(y * 0.125)
 
 
-def test_in_an_inductor_piece_it_is_a_call_that_reads_its_input_where_it_is(tmp_path: Path) -> None:
+def test_inductor_calls_the_op_without_copying_its_input(tmp_path: Path) -> None:
     module = Views().requires_grad_(False)
     inputs = {"x": torch.zeros(5, 2048, dtype=BF16), "turned": torch.zeros(1024, 5, dtype=BF16)}
     dynamic = {"x": {0: "T"}, "turned": {1: "T"}}

@@ -14,8 +14,7 @@ import torchweave
 from torchweave.compiler import Fusion, GraphPass, PassResult, compile_graph
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.passes.base import load_pass
-from torchweave.compiler.passes.cache_keys import aten_cache_keys
-from torchweave.compiler.passes.manager import PassManager
+from torchweave.compiler.passes.manager import PassManager, aten_cache_keys
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
@@ -54,7 +53,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_passes"
 
 
-def test_a_pass_of_ones_own_by_config(own_module: str) -> None:
+def test_user_pass_named_in_the_config(own_module: str) -> None:
     report = Report(show=False)
     config = TorchCompileConfig(enable_inductor=False, passes=(f"{own_module}:SCALE_ONCE",), pass_numerics="tolerance")
     compiled_graph = compile_graph(Scaled(), {"x": torch.zeros(5)}, {"x": {0: "T"}}, config=config, report=report)
@@ -64,7 +63,7 @@ def test_a_pass_of_ones_own_by_config(own_module: str) -> None:
     torch.testing.assert_close(compiled_graph(call_op, x), Scaled()(x))
 
 
-def test_a_pass_of_ones_own_as_an_argument(own_module: str) -> None:
+def test_user_pass_given_as_an_argument(own_module: str) -> None:
     report = Report(show=False)
     passes = [*torchweave.compiler.default_passes(), load_pass(f"{own_module}:SCALE_ONCE")]
     config = TorchCompileConfig(enable_inductor=False, compile_cache=False, enabled_passes=("scale_once",))
@@ -113,7 +112,7 @@ def made(by: float) -> Fusion:
 
 
 @pytest.mark.parametrize("kind", [Times, made])
-def test_a_pass_set_otherwise_is_another_factor(kind: Any) -> None:
+def test_pass_settings_change_the_cache_key(kind: Any) -> None:
     assert aten_cache_keys([kind(2.0)]) == aten_cache_keys([kind(2.0)]) != aten_cache_keys([kind(3.0)])
 
 

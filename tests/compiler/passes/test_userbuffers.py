@@ -1,4 +1,4 @@
-"""User buffers and row-sharded norms: matches on a block of five linears, near-misses, and results on two ranks."""
+"""User buffers and sequence-parallel norms: matches on a block of five linears, near-misses, results on two ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from torchweave.compiler.explain.facts import as_json, explain, schema
 from torchweave.compiler.explain.page import page
 from torchweave.compiler.passes.aten import raise_rms_norm
 from torchweave.compiler.passes.base import Pass
-from torchweave.compiler.passes.cache_keys import describe_pass
 from torchweave.compiler.passes.collectives import all_reduce_norm
 from torchweave.compiler.passes.collectives.all_reduce_norm_quant import FP4, FP8
 from torchweave.compiler.passes.collectives.sequence_parallel import SequenceParallel
@@ -32,13 +31,12 @@ from torchweave.compiler.passes.collectives.user_buffers import (
     UserBuffersPrologue,
     slots,
 )
-from torchweave.compiler.passes.manager import PassManager, default_passes, run_pass
+from torchweave.compiler.passes.manager import PassManager, default_passes, describe_pass, run_pass
 from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
-from torchweave.distributed.communicator import ProcessGroupCommunicator
-from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.distributed.process_groups import ProcessGroupCommunicator, ProcessGroups
 from torchweave.ops.collectives.op import register_communicator
 from torchweave.ops.quant.fp8 import GROUP, PER_TOKEN
 from torchweave.ops.quant.nvfp4 import dequantize_fp4
@@ -80,7 +78,7 @@ def same(one: CompiledGraph, other: CompiledGraph, rank: int, dtype: torch.dtype
 # -- the block ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_of_five_linears_has_three_norms_two_quants_three_buffers_three_prologues_two_finalises() -> None:
+def test_match_counts_on_a_block_of_five_linears() -> None:
     found = compiled_graph(Block(0, 2, torch.bfloat16, quantized=True), (*FUSIONS, *BUFFERS))
     assert counts(found) == {
         "raise_rms_norm": 3,
@@ -103,7 +101,7 @@ def test_a_block_of_five_linears_has_three_norms_two_quants_three_buffers_three_
 
 
 @pytest.mark.parametrize("inductor", [False, True])
-def test_buffers_change_no_bit_in_code_of_either_build(inductor: bool) -> None:
+def test_user_buffers_are_bitwise_equal_in_fx_and_inductor_code(inductor: bool) -> None:
     module = Block(0, 2, torch.bfloat16, reads_sum=True)
     config = replace(FX, enable_inductor=inductor)
     passes = (*FUSIONS, CONVERT, UserBuffersPrologue())
@@ -181,7 +179,7 @@ def distance(compiled_graph: CompiledGraph, rank: int, dtype: torch.dtype) -> fl
     return worst
 
 
-def test_numbers_on_two_ranks_are_those_of_one_device_in_float64() -> None:
+def test_two_ranks_equal_one_device_in_float64() -> None:
     ranks = run_ranks(on_two_ranks, 2)
     assert ranks[0] == ranks[1], "every rank has the same result"
     for case, error in ranks[0].items():
@@ -198,14 +196,14 @@ def test_numbers_on_two_ranks_are_those_of_one_device_in_float64() -> None:
 
 @pytest.mark.parametrize("rows", [(False, False), (True, True)])
 @pytest.mark.parametrize("quant", ["", "fp8", "fp4"])
-def test_ops_keep_to_their_schemas(quant: str, rows: tuple[bool, bool]) -> None:
+def test_opcheck(quant: str, rows: tuple[bool, bool]) -> None:
     residual = R[:, : (T + 1) // 2] if rows[0] else R
     how = {"": (), "fp8": (GROUP, None, False), "fp4": (torch.ones(1), False)}[quant]
     op = getattr(ops, "_".join(filter(None, ("buffered_all_reduce_add_rms_norm", quant)))).default
     torch.library.opcheck(op, ("linear", [A, W], "", BF16, 0, residual, N, 1e-5, 0.0, False, *how, True, *rows, "tp"))
 
 
-def test_a_producer_that_there_is_not_is_refused() -> None:
+def test_unknown_producer_is_rejected() -> None:
     with pytest.raises(ValueError, match="producer 'sum' is unknown; expected copy, add, linear, fp8_linear"):
         ops.buffered_all_reduce("sum", [A], "", BF16, 0, "tp")
 
@@ -254,7 +252,7 @@ def test_convert_names_near_misses(function: Any, why: str) -> None:
         check(CONVERT, chain, [A, R, W, N], matches=2, near_miss="no other collective")
 
 
-def test_slots_begin_with_0_end_with_1_and_neighbours_differ() -> None:
+def test_consecutive_collectives_alternate_slots() -> None:
     for count in range(2, 12):
         indices = slots(count)
         assert indices[0] == 0 and indices[-1] == 1 and len(indices) == count and set(indices) <= {0, 1, 2}
@@ -318,7 +316,7 @@ def post_norm(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
         (post_norm, "it has no residual"),
     ],
 )
-def test_a_sum_with_other_readers_is_not_left_in_rows(function: Any, why: str) -> None:
+def test_sum_with_other_readers_is_not_kept_sharded_by_rows(function: Any, why: str) -> None:
     with mirrored("ep"):
         graph = graph_of(function, [A, R, W, N])
         if run_pass(CONVERT, graph).matches:
@@ -348,7 +346,7 @@ def test_enable_userbuffers_and_the_number_of_ranks_switch_the_passes() -> None:
     assert all(alone[name] == (False, "needs more than one rank") for name in rank_passes)
 
 
-def test_forms_by_rows_run_from_the_token_count_at_which_they_won_for_this_many_ranks() -> None:
+def test_sequence_parallel_variants_start_at_the_measured_token_count() -> None:
     def entry(tokens: int, choice: str, ranks: int = 2) -> Entry:
         return Entry("sequence_parallel", f"{ranks} ranks", tokens, choice, 1.0, 2.0, 0.0)
 
@@ -365,7 +363,7 @@ def test_forms_by_rows_run_from_the_token_count_at_which_they_won_for_this_many_
     assert spans == [[1024, None], [1, 1023]], "a variant of its own, chosen by T when it is called"
 
 
-def test_explain_says_what_ranks_exchange_and_what_fusions_made_of_it() -> None:
+def test_explain_reports_collectives_before_and_after_fusion() -> None:
     found = compiled_graph(Block(0, 2, torch.bfloat16), (*FUSIONS, CONVERT, UserBuffersPrologue()))
     facts = explain(None, found.report)["communication"]
     (piece,) = facts["pieces"]

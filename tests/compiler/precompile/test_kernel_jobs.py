@@ -1,4 +1,4 @@
-"""Kernels are found by tracing launches, built by other processes, and used by later launches."""
+"""Kernels are found by tracing launches, built by worker processes, and used by later launches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def draw() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_workers_built_is_found_by_launches_and_by_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_built_by_workers_are_used_by_launches_and_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [*kernel_specs(both), *kernel_specs(scatter)]
     assert [spec.name for spec in wanted] == ["scatter_kernel", "advance_kernel", "scatter_kernel"]
     assert missing_kernels(wanted) == wanted
@@ -81,10 +81,10 @@ def test_what_workers_built_is_found_by_launches_and_by_the_next_start(monkeypat
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_rank_waits_for_what_another_one_builds() -> None:
+def test_rank_waits_for_kernels_built_by_another_rank() -> None:
     wanted = kernel_specs(both)
     begin = time.monotonic()
-    assert wait_for_kernels(wanted, timeout=0.2) == wanted and time.monotonic() - begin < 5  # nobody builds them
+    assert wait_for_kernels(wanted, timeout=0.2) == wanted and time.monotonic() - begin < 5  # no worker builds them
     another = threading.Thread(
         target=lambda: [spec.build() for spec in [*kernel_specs(scatter), *kernel_specs(advance)]]
     )
@@ -95,7 +95,7 @@ def test_a_rank_waits_for_what_another_one_builds() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_launches_a_kernel_is_built_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_is_built_with_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher is C code linked to the GPU's library, which a stub replaces here."""
     if not hasattr(triton.backends.nvidia.driver, "make_launcher"):
         pytest.skip("from Triton 3.7 on one function launches all kernels")
@@ -114,7 +114,7 @@ def test_what_launches_a_kernel_is_built_with_it(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("hopper")
-def test_the_key_of_a_kernel_does_not_depend_on_what_was_hashed_before() -> None:
+def test_kernel_key_does_not_depend_on_hashing_order() -> None:
     """A worker that builds only the second of two kernels with shared functions uses the same key as this process."""
     shared = [each for each in vars(sampling).values() if isinstance(each, JITFunction)]
     for kernel in shared:
@@ -127,7 +127,7 @@ def test_the_key_of_a_kernel_does_not_depend_on_what_was_hashed_before() -> None
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_cannot_be_built_is_told_and_the_rest_is_built() -> None:
+def test_failed_kernel_is_reported_and_others_are_built() -> None:
     good, bad = *kernel_specs(scatter), *kernel_specs(advance)
     with KernelWorkers(2) as workers:
         workers.begin([replace(bad, signature={}), good])
@@ -138,7 +138,7 @@ def test_what_cannot_be_built_is_told_and_the_rest_is_built() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_nothing_is_changed_once_launches_were_looked_at() -> None:
+def test_tracing_launches_leaves_no_patches() -> None:
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
 
     def fail() -> None:

@@ -18,8 +18,12 @@ from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.passes.testing import T, graph_of
 from torchweave.compiler.precompile.kernel_jobs import KernelSpec, kernel_specs
 from torchweave.compiler.precompile.precompile import KernelPrecompiler, OpCall, linear_kernels, op_calls
-from torchweave.distributed.fake_collectives import FakeCommunicator, fake_collectives
-from torchweave.distributed.symmetric_memory import KernelSizeLimits, SymmetricCommunicator
+from torchweave.distributed.symmetric_memory import (
+    FakeCommunicator,
+    KernelSizeLimits,
+    SymmetricCommunicator,
+    fake_collectives,
+)
 from torchweave.ops.collectives.op import find_communicator, register_communicator
 from torchweave.ops.kernels.collectives.workspace import SymmetricLayout
 from torchweave.ops.linear_config import LinearConfig
@@ -31,7 +35,7 @@ ops = torch.ops.torchweave
 
 
 class Busy(FakeCommunicator):
-    """A stand-in for torch.distributed that fails when it is used."""
+    """A fake torch.distributed that fails on use."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         raise AssertionError("a collective waited for another rank")
@@ -83,7 +87,7 @@ def calls(tokens: int) -> list[Callable[[], object]]:
     ]
 
 
-def test_every_kernel_that_a_step_launches_is_seen_without_meeting_anyone(
+def test_all_kernels_of_a_step_are_found_without_communication(
     piece: Piece, communicator: SymmetricCommunicator
 ) -> None:
     found_calls = list(op_calls(piece))
@@ -112,7 +116,7 @@ def block(x: Tensor, residual: Tensor, weight: Tensor, both: Tensor) -> tuple[Te
     return y, h, part, ops.gated_activation(ops.linear(both[..., D:], weight.expand(D, D), None, ""), "silu")
 
 
-def test_kernels_that_depend_on_operands_alone_are_seen_too() -> None:
+def test_kernels_that_depend_on_operands_only_are_found() -> None:
     from torchweave.ops.kernels.activation import launch_gated
     from torchweave.ops.kernels.norm import launch_norm
 
@@ -134,7 +138,7 @@ def test_kernels_that_depend_on_operands_alone_are_seen_too() -> None:
             assert len(wanted) == 3 and keys(wanted) <= seen, f"at {tokens} tokens"
 
 
-def test_over_torch_distributed_there_is_nothing_to_see(piece: Piece) -> None:
+def test_torch_distributed_collectives_launch_no_triton_kernel(piece: Piece) -> None:
     (first, *_) = op_calls(piece)
     with mirrored() as group:
         first.launch(torch.device("cpu"))
@@ -142,14 +146,14 @@ def test_over_torch_distributed_there_is_nothing_to_see(piece: Piece) -> None:
             assert not has_kernels and isinstance(find_communicator(group), Mirror)
 
 
-def test_what_makes_an_operand_is_a_product_like_others(piece: Piece) -> None:
+def test_producers_of_operands_are_found(piece: Piece) -> None:
     found = [job for node in piece.module.graph.nodes for job in linear_kernels(node)]
     assert [(job.config, job.tokens, job.width, job.norm) for job in found] == [
         (ROW, each, D, False) for each in (1, 2, 4)
     ]
 
 
-def test_they_are_built_once_and_loaded_without_a_launch(
+def test_kernels_are_built_once_and_loaded_without_a_launch(
     piece: Piece, communicator: SymmetricCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[KernelSpec] = []

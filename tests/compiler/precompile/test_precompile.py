@@ -29,7 +29,7 @@ def piece() -> Piece:
     return graph_of(two_products, [x, torch.randn(32, 64).to(BF16), torch.rand(64).to(BF16), residual])
 
 
-def test_a_product_has_a_kernel_for_every_configuration_and_padded_number_of_tokens() -> None:
+def test_linear_has_a_kernel_per_config_and_padded_token_count() -> None:
     fused, plain = [list(linear_kernels(node)) for node in piece().module.graph.nodes if list(linear_kernels(node))]
     assert [(job.config, job.tokens) for job in fused] == [(ROW, 1), (SPLIT, 8), (SPLIT, 16), (SPLIT, 32), (SPLIT, 48)]
     assert {(job.width, job.norm, job.wide, job.residual, job.activation) for job in fused} == {
@@ -61,7 +61,7 @@ class Workers:
         return []
 
 
-def test_each_is_built_by_the_workers_once_and_launched_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kernel_is_built_once_by_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers()
     told: list[str] = []
 

@@ -35,8 +35,7 @@ class _Tape(TorchDispatchMode):
 
 
 class TapePool:
-    """Implements `torchweave.compiler.runtime.cuda_graphs.Recorder` on tapes; `alive` counts tensors handed to
-    `weak_ref_tensor`."""
+    """`torchweave.compiler.runtime.cuda_graphs.GraphPool` on tapes; `alive` counts tensors handed to `weak_ref_tensor`."""
 
     def __init__(self) -> None:
         self.tape: _Tape | None = None

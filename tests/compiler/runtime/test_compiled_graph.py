@@ -1,4 +1,4 @@
-"""A woven module computes what the module computes, for every size, and refuses what it was not built for."""
+"""A compiled graph equals its module for every size and refuses inputs it was not compiled for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_inductor_pieces_equal_the_module(compiled: Any) -> None:
         torch.testing.assert_close(compiled_graph(call_op, *step(*size)), want[size], rtol=2e-5, atol=2e-5)
 
 
-def test_a_piece_that_inductor_has_no_code_for_runs_as_it_was_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_without_inductor_code_runs_as_fx(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.13 has none for `y[1:].mul_(2)` with a dynamic number of rows."""
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -83,7 +83,7 @@ def test_every_decision_is_an_event(compiled: Any) -> None:
     assert report.select("assumption")  # what size-oblivious tracing took for granted is on record
 
 
-def test_a_weave_after_ready_is_reported() -> None:
+def test_compilation_after_ready_is_reported() -> None:
     report = Report(show=False)
     report.event("ready")
     compile_graph(
@@ -92,7 +92,7 @@ def test_a_weave_after_ready_is_reported() -> None:
     assert report.select("compile_after_ready")[0]["what"] == "Linear"
 
 
-def test_the_code_is_readable_and_drops_what_is_dead() -> None:
+def test_generated_code_deletes_dead_values() -> None:
     compiled_graph = compile_graph(
         toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False)
     )
@@ -132,7 +132,7 @@ def test_inputs_of_another_kind_are_refused(change: Any, word: str) -> None:
 
 
 @pytest.mark.parametrize("inductor", [False, True])
-def test_a_forward_that_chooses_how_torch_attends_is_woven(inductor: bool) -> None:
+def test_forward_that_selects_an_sdpa_backend_is_compiled(inductor: bool) -> None:
     class Attends(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             q = x.view(1, -1, 2, 4).transpose(1, 2)
@@ -176,7 +176,7 @@ def test_the_boundary_is_an_argument_of_every_call() -> None:
         assert calls == [("toy::attention", 0), ("toy::attention", 1), ("toy::attention", 2)]
 
 
-def test_broken_equals_the_module_and_intercepts_nothing_else() -> None:
+def test_eager_forward_equals_the_module_and_intercepts_boundary_ops_only() -> None:
     module = toy()
     for size in SIZES:
         assert torch.equal(eager_forward(module, BOUNDARY)(call_op, *step(*size)), module(*step(*size)))
@@ -266,7 +266,7 @@ def test_a_branch_on_one_size_or_on_two_is_refused(choose: Any) -> None:
         (lambda x: x.expand(2, -1).sum(0), (1, MAX_SIZE)),
     ],
 )
-def test_a_branch_on_a_size_limits_what_a_call_takes(choose: Any, sizes: tuple[int, int]) -> None:
+def test_branch_on_a_size_limits_accepted_sizes(choose: Any, sizes: tuple[int, int]) -> None:
     class Chooses(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return choose(x)
@@ -295,7 +295,7 @@ def test_an_input_that_no_operation_reads_is_checked_too(example: Tensor, other:
             compiled_graph(call_op, torch.ones(7), other)
 
 
-def test_a_branch_far_up_becomes_a_limit_that_is_checked() -> None:
+def test_branch_on_a_large_size_becomes_a_checked_limit() -> None:
     class VeryLong(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * 2 if x.shape[0] > 4000 else x + 1

@@ -1,4 +1,4 @@
-"""The logic of recordings, on a recorder without a GPU: what is recorded, what runs between, what is kept, what is checked."""
+"""Logic of CUDA graph recordings on a recorder without a GPU: segments, boundary ops, kept tensors, debug checks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def forwards() -> list[Any]:
     ]
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["woven", "broken"])
+@pytest.fixture(scope="module", params=[0, 1], ids=["compiled", "eager"])
 def model(request: Any) -> tuple[Any, Forward]:
     return forwards()[request.param]
 
 
 @pytest.mark.parametrize("capture_boundary_ops", [True, False])
-def test_a_replay_computes_from_what_the_inputs_hold_now(model: Any, capture_boundary_ops: bool) -> None:
+def test_replay_reads_current_input_values(model: Any, capture_boundary_ops: bool) -> None:
     module, forward = model
     buffers, pool = step(8, 2), TapePool()
     recording = record(
@@ -66,7 +66,7 @@ def test_boundary_ops_run_at_replays_and_not_while_recording(model: Any) -> None
     assert others == [0, 1, 2] and len(calls) == 6
 
 
-def test_whatever_is_handed_to_the_boundary_breaks_the_recording() -> None:
+def test_every_boundary_call_splits_the_recording() -> None:
     """An engine hands over more than ops: what it must do on the host once a step."""
     x, said = torch.zeros(4), []
 
@@ -81,7 +81,7 @@ def test_whatever_is_handed_to_the_boundary_breaks_the_recording() -> None:
     assert torch.equal(recording.replay(), torch.full((4,), 12.0)) and said == ["begin"]
 
 
-def test_what_the_boundary_reads_stays_alive() -> None:
+def test_inputs_of_boundary_ops_are_kept_alive() -> None:
     """An argument that only the call itself held is kept by the recording."""
     x, pool = torch.arange(4.0), TapePool()
     result = torch.zeros(4)
@@ -160,7 +160,7 @@ def test_a_step_that_has_run_before_is_only_recorded() -> None:
 
 
 @pytest.mark.parametrize("capture_boundary_ops", [True, False])
-def test_one_that_cannot_be_recorded_at_once_is_run_first(capture_boundary_ops: bool) -> None:
+def test_step_that_fails_to_record_is_run_once_first(capture_boundary_ops: bool) -> None:
     """As where a kernel must be loaded: what was recorded until then is forgotten."""
     pool, runs, attended = TapePool(), [], []
 
@@ -181,7 +181,7 @@ def test_one_that_cannot_be_recorded_at_once_is_run_first(capture_boundary_ops: 
     assert recording.replay().tolist() == [2] * 4 and len(attended) == (0 if capture_boundary_ops else 1)
 
 
-def test_what_fails_after_a_run_too_is_an_error() -> None:
+def test_step_that_fails_to_record_twice_is_an_error() -> None:
     runs: list[int] = []
 
     def run(boundary: BoundaryHandler) -> Tensor:

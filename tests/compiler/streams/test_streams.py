@@ -1,4 +1,4 @@
-"""Streams: what must stay in order does, on any interleaving; what is gained is predicted; what is split computes the same."""
+"""Streams: required order on any interleaving, predicted gains, equal results of split pieces."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.streams.backends import CheckedStreams, DataRace
 from torchweave.compiler.streams.build import Split, StreamBuilder, join, plan_split
-from torchweave.compiler.streams.cost import Costs, key_of
-from torchweave.compiler.streams.program import program, simulate
-from torchweave.compiler.streams.schedule import priorities, schedule
-from torchweave.compiler.streams.tasks import hazards
+from torchweave.compiler.streams.schedule import priorities, program, schedule, simulate
+from torchweave.compiler.streams.tasks import Costs, hazards, key_of
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -62,7 +60,7 @@ def test_reads_and_writes_of_one_storage_are_ordered_through_its_views() -> None
     assert not any({a, b} == {"tanh", "tanh_1"} for a, b, _ in found), "two reads are in no order"
 
 
-def test_what_an_op_writes_to_comes_from_its_schema() -> None:
+def test_mutated_arguments_come_from_the_schema() -> None:
     found = order(random_piece([(ADD, 0, 1), (2, 2, 0), (ACCUMULATE, 0, 2), (2, 2, 0)], [1, 2]))
     assert {("tanh", "accumulate_default", "WAR"), ("accumulate_default", "tanh_1", "RAW")} <= found
 
@@ -72,7 +70,7 @@ def test_inputs_may_be_views_of_each_other() -> None:
     assert {("tanh", "add_", "WAR"), ("add_", "tanh_1", "RAW")} <= found
 
 
-def test_views_are_found_in_a_graph_that_forgot_them() -> None:
+def test_views_are_found_without_alias_annotations() -> None:
     """As one from the cache has: there, every fake tensor has a storage of its own."""
     piece = random_piece([(ADD, 0, 1), (VIEW, 2, 0), (2, 2, 0), (ADD_IN_PLACE, 3, 1), (2, 2, 0)], [1, 3])
     known = order(piece)
@@ -86,7 +84,7 @@ def test_views_are_found_in_a_graph_that_forgot_them() -> None:
 # -- schedule ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_longest_path_goes_first_and_a_free_stream_takes_the_rest() -> None:
+def test_critical_path_is_scheduled_first() -> None:
     costs, dependencies = [1.0, 10.0, 2.0, 3.0, 1.0], [{}, {0: 0}, {0: 0}, {2: 0}, {1: 0, 3: 0}]
     assert priorities(costs, dependencies) == [12, 11, 6, 4, 1]
     scheduled_tasks = {slot.task: slot for slot in schedule(costs, dependencies, 2)}
@@ -96,7 +94,7 @@ def test_the_longest_path_goes_first_and_a_free_stream_takes_the_rest() -> None:
         (0, (0,), (), True), (0, (1,), (), False), (1, (2, 3), (0,), True), (0, (4,), (2,), False)
     ]  # fmt: skip
     timeline = simulate(runs, costs, event=0.5)
-    assert (timeline.makespan, timeline.serial) == (12, 17) and timeline.verdict()[0]
+    assert (timeline.makespan, timeline.serial) == (12, 17) and timeline.decision()[0]
 
 
 def test_an_event_is_recorded_once_and_only_for_another_stream() -> None:
@@ -119,7 +117,7 @@ graphs_of_tasks = st.integers(1, 14).flatmap(
 
 @settings(max_examples=150, deadline=None)
 @given(graphs_of_tasks)
-def test_a_program_keeps_every_order_and_waits_for_nothing_twice(drawn: Any) -> None:
+def test_program_keeps_every_dependency_without_redundant_waits(drawn: Any) -> None:
     costs, sets, num_streams = drawn
     dependencies = [{earlier: 0 for earlier in found if earlier < index} for index, found in enumerate(sets)]
     scheduled_tasks = schedule(costs, dependencies, num_streams)
@@ -155,7 +153,7 @@ def _over(runs: Sequence[Any]) -> list[set[int]]:
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_inductor_fuses_is_not_torn_apart() -> None:
+def test_fusable_nodes_stay_on_one_stream() -> None:
     _, piece = captured_piece(shared_experts())
     split = plan_split(piece, 2, Costs(fused=True))
     chains = [[node.name for node in split.nodes(run)] for run in range(len(split.parts))]
@@ -167,7 +165,7 @@ def test_what_inductor_fuses_is_not_torn_apart() -> None:
     assert any("mean" in name for name in chains[-1]), "and the next one with the sum of both experts"
 
 
-def test_costs_are_measured_ones_where_there_are_some() -> None:
+def test_measured_costs_override_estimates() -> None:
     _, piece = captured_piece(shared_experts())
     (experts,) = (node for node in piece.module.graph.nodes if op_name(node)[1] == "experts")
     assert Costs().of((experts,), frozenset()) == 20
@@ -175,7 +173,7 @@ def test_costs_are_measured_ones_where_there_are_some() -> None:
     assert key_of(experts).startswith("torchweave::experts(float32[T,32], ")
     measured = {key_of(node): 0.1 for node in piece.module.graph.nodes if node.op.startswith("call")}
     cheap = plan_split(piece, 2, Costs(fused=True, measured=measured))
-    assert not cheap.timeline.verdict()[0], "where everything is short, events cost more than they bring"
+    assert not cheap.timeline.decision()[0], "where everything is short, events cost more than they bring"
 
 
 # -- what is built -----------------------------------------------------------------------------------------------------
@@ -293,7 +291,7 @@ def _source(graph: Any) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_interleavings_find_what_a_missing_event_allows(random: Any) -> None:
+def test_interleavings_expose_a_missing_event(random: Any) -> None:
     """The simulated streams are no proof by luck: without its waits, some order of this piece gives something else."""
     split = plan_split(IN_PLACE, 2, Costs())
     bare = replace(
@@ -311,7 +309,7 @@ def test_interleavings_find_what_a_missing_event_allows(random: Any) -> None:
     assert differs
 
 
-def test_the_code_is_readable_and_holds_what_crosses_streams() -> None:
+def test_generated_code_keeps_tensors_that_cross_streams() -> None:
     _, piece = captured_piece(shared_experts())
     split = plan_split(piece, 2, Costs(fused=True))
     _, code = join(split, [build_fx(part).call for part in split.parts], CheckedStreams(2))
@@ -345,7 +343,7 @@ def test_a_split_piece_computes_the_same_with_and_without_inductor(inductor: boo
         assert again.select("piece")[0]["built"] == "cache", "runs are kept as pieces are"
 
 
-def test_pieces_without_room_are_built_as_they_are() -> None:
+def test_pieces_without_parallelism_are_built_serially() -> None:
     module, report = toy(), Report(show=False)
     compiled_graph = compile_graph(module, toy_example(), TOY_DYNAMIC, boundary_ops=BOUNDARY, config=FX2, report=report)
     *rest, last = report.select("streams")
@@ -375,7 +373,7 @@ def test_a_split_that_measured_slower_is_not_made() -> None:
         )
 
 
-def test_a_graph_that_cannot_be_understood_is_left_alone() -> None:
+def test_unsupported_graph_is_left_alone() -> None:
     piece = random_piece([(ADD, 0, 1), (2, 2, 0)], [1])
     piece.module.graph.find_nodes(op="call_function", target=torch.tanh)[0].target = lambda x: object()
     with pytest.raises(AliasAnalysisError, match="neither a tensor nor a size"):
@@ -401,7 +399,7 @@ class TwoSums(torch.nn.Module):
         return reduce(right.tanh() @ c, "tp"), reduce(left @ d, "tp").sin()
 
 
-def test_collectives_keep_one_order_on_the_callers_stream_whatever_costs_say() -> None:
+def test_collectives_stay_in_order_on_the_callers_stream() -> None:
     with mirrored():
         _, piece = captured_piece(TwoSums())
         names = [node.name for node in piece.module.graph.nodes if collective_group(node) is not None]

@@ -1,4 +1,4 @@
-"""Choices by measurement, with a clock that says what it was told: what is kept, what is used, and what is ignored."""
+"""Tuning with a simulated clock: which choices are kept, used, and ignored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.compiler.passes.test_small_linears import decoder
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step
-from torchweave.compiler import CompileCache, CompiledGraph, compile_graph
+from torchweave.compiler import CompileCache, CompiledGraph, autotune, compile_graph
 from torchweave.compiler.autotune import Module, tune_module
 from torchweave.compiler.passes.aten import gated_activation, raise_rms_norm
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
@@ -21,12 +21,19 @@ from torchweave.compiler.passes.manager import PassManager
 from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
 from torchweave.compiler.runtime.forward import call_op
-from torchweave.compiler.tuning import pieces
-from torchweave.compiler.tuning import table_store as kept
+from torchweave.compiler.tuning import table as tables
 from torchweave.compiler.tuning.linears import LinearShape, candidates, letters
-from torchweave.compiler.tuning.measure import Call, Timing, copies_for, timing_of
-from torchweave.compiler.tuning.table import DamagedTable, Entry, Table, device_kind, merge_tables, shipped_table
-from torchweave.compiler.tuning.tuner import TuningTask, measure_task, tune
+from torchweave.compiler.tuning.measure import Call, Timing, TuningTask, copies_for, measure_task, timing_of, tune
+from torchweave.compiler.tuning.table import (
+    DamagedTable,
+    Entry,
+    Table,
+    device_kind,
+    load_tables,
+    load_tuned,
+    shipped_table,
+    store_tuned,
+)
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.startup.tune import tune as tune_engine
 from torchweave.ops.linear import LinearFusion
@@ -82,11 +89,11 @@ def test_a_choice_is_kept_only_where_it_wins_by_more_than_the_noise(times: dict,
     assert found.saved == (10.0 - times[choice][0] if choice else 0.0)
 
 
-def test_a_question_without_a_baseline_has_no_answer() -> None:
+def test_measurement_without_a_baseline_gives_no_choice() -> None:
     assert measure_task(tuning_task("a"), FakeClock({"a": (1.0, 0.0)})) is None
 
 
-def test_the_table_says_what_each_choice_saves_at_each_bucket() -> None:
+def test_table_lists_the_saving_of_each_choice_per_bucket() -> None:
     report = Report(show=False)
     clock = FakeClock({"": (10.0, 0.1), "a": (7.5, 0.1)})
     table = tune((tuning_task("a", tokens=tokens) for tokens in (1, 8)), clock, GPU, report, total=2)
@@ -98,7 +105,7 @@ def test_the_table_says_what_each_choice_saves_at_each_bucket() -> None:
     assert clock.asked == [("", "a")] * 2, "the baseline and every candidate are timed in one run"
 
 
-def test_noise_is_half_the_distance_of_the_quartiles() -> None:
+def test_noise_is_half_the_interquartile_range() -> None:
     assert timing_of([5.0, 1.0, 3.0, 2.0, 4.0, 100.0, 3.5, 2.5]) == Timing(3.25, 0.75)
     assert copies_for(1 << 20) == 256 and copies_for(1 << 30) == 4
 
@@ -106,12 +113,10 @@ def test_noise_is_half_the_distance_of_the_quartiles() -> None:
 # -- what is used ------------------------------------------------------------------------------------------------------
 
 
-def test_a_table_answers_for_the_tokens_up_to_those_it_measured() -> None:
+def test_table_covers_token_counts_up_to_the_measured_ones() -> None:
     table = Table(GPU, (entry(8, "split,16,64,4,4,1,0"), entry(1), entry(2, "")))
     assert [e.tokens for e in table.matching_entries("small_linears", "2048x2048")] == [1, 2, 8]
-    found = [table.entry_for("small_linears", "2048x2048", tokens) for tokens in (1, 2, 3, 8, 9)]
-    assert [None if e is None else e.tokens for e in found] == [1, 2, 8, 8, None]
-    assert table.entry_for("rope", "2048x2048", 1) is None and table.matching_entries("small_linears", "1x1") == ()
+    assert table.matching_entries("rope", "2048x2048") == table.matching_entries("small_linears", "1x1") == ()
 
 
 def test_a_linear_takes_the_table_before_the_rule() -> None:
@@ -130,14 +135,14 @@ def test_a_linear_takes_the_table_before_the_rule() -> None:
     assert fused.key == "2048x2048/r" and fused.choices(table, BF16) == default_choices(2048, 2048, BF16)
 
 
-def test_below_what_was_measured_the_rule_holds() -> None:
+def test_default_rule_applies_below_the_measured_token_counts() -> None:
     table = Table(GPU, (Entry("small_linears", "2048x2048", 16, "", 9.0, 9.0, 0.1),))
     ruled = parse_choices(default_choices(2048, 2048, BF16))
     assert [tokens for tokens, _ in ruled] == [1, 2, 16, 32]
     assert parse_choices(LinearShape(2048, 2048).choices(table, BF16)) == ruled[:2]
 
 
-def test_a_product_is_asked_about_where_it_runs() -> None:
+def test_fused_and_plain_linears_are_tuned_at_the_sizes_where_each_runs() -> None:
     clock = FakeClock({"": (10.0, 0.1)})
     table = tune_module(MODULE, FX, clock, Table("cpu"), Report(show=False), tokens=(8, 48))
     assert {(entry.shape, entry.tokens) for entry in table} == {
@@ -147,17 +152,16 @@ def test_a_product_is_asked_about_where_it_runs() -> None:
     assert letters(LinearFusion(norm=torch.ones(1), activation="silu", residual=torch.ones(1))) == "ngr"
 
 
-def test_what_was_tuned_here_goes_before_what_was_shipped() -> None:
+def test_local_tuning_overrides_shipped_tables() -> None:
     here, there = Table(GPU, (entry(1, ""),)), Table(GPU, (entry(1), entry(2)))
-    both = merge_tables((here, there), GPU)
+    both = here.merged_over(there)
     assert [(e.tokens, e.choice) for e in both] == [(1, ""), (2, entry(2).choice)]
 
 
 def test_a_table_of_another_kind_of_device_is_not_used(tmp_path: Path) -> None:
-    assert merge_tables((Table("nvidia-a100", (entry(1),)), Table(GPU, (entry(2),))), GPU).entries == (entry(2),)
     cache = cache_at(tmp_path / "cache")
-    kept.store(cache, Table("nvidia-a100", (entry(1),)))
-    assert not kept.load(cache, GPU).entries and kept.load(cache, "nvidia-a100").entries == (entry(1),)
+    store_tuned(cache, Table("nvidia-a100", (entry(1),)))
+    assert not load_tuned(cache, GPU).entries and load_tuned(cache, "nvidia-a100").entries == (entry(1),)
     assert (
         device_kind(torch.device("cpu")) == "cpu"
         and not shipped_table("cpu").entries
@@ -170,24 +174,24 @@ def test_a_table_of_another_kind_of_device_is_not_used(tmp_path: Path) -> None:
 
 def test_a_table_is_kept_in_the_cache_and_grows(tmp_path: Path) -> None:
     cache = cache_at(tmp_path / "cache")
-    kept.store(cache, Table("cpu", (entry(1), entry(2))))
-    kept.store(cache, Table("cpu", (entry(2, ""),)))
+    store_tuned(cache, Table("cpu", (entry(1), entry(2))))
+    store_tuned(cache, Table("cpu", (entry(2, ""),)))
     report = Report(show=False)
-    table = kept.load_tables(torch.device("cpu"), CompileCache(tmp_path / "cache", report), report)
+    table = load_tables(torch.device("cpu"), CompileCache(tmp_path / "cache", report), report)
     assert sorted((e.tokens, e.choice) for e in table) == [(1, entry(1).choice), (2, "")], "what was asked last counts"
 
 
 def test_a_damaged_table_is_a_miss_with_one_warning(tmp_path: Path) -> None:
     cache = cache_at(tmp_path / "cache")
-    kept.store(cache, Table("cpu", (entry(1),)))
+    store_tuned(cache, Table("cpu", (entry(1),)))
     (path,) = cache.entries()
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
     path.write_bytes(data)
-    assert kept.load(cache, "cpu") == Table("cpu")
+    assert load_tuned(cache, "cpu") == Table("cpu")
     assert len(cache.report.select("warning")) == 1
-    kept.store(cache, Table("cpu", (entry(4),)))
-    assert kept.load(cache, "cpu").entries == (entry(4),), "it is written anew"
+    store_tuned(cache, Table("cpu", (entry(4),)))
+    assert load_tuned(cache, "cpu").entries == (entry(4),), "it is written anew"
 
 
 @pytest.mark.parametrize(
@@ -201,19 +205,21 @@ def test_a_damaged_table_is_a_miss_with_one_warning(tmp_path: Path) -> None:
         Table("cpu", (entry(1),)).write().replace("noise", "noises"),
     ],
 )  # fmt: skip
-def test_what_is_no_table_is_refused(text: str) -> None:
+def test_malformed_table_is_rejected(text: str) -> None:
     with pytest.raises(DamagedTable):
         Table.read(text)
 
 
-def test_a_table_is_read_as_it_was_written() -> None:
+def test_table_round_trips() -> None:
     for table in (Table("cpu"), Table(GPU, (entry(1), entry(2, "")), "bench/linear.py")):
         assert Table.read(table.write()) == table
 
 
 def test_shipped_tables_hold_together() -> None:
-    folder = Path(kept.__file__).parent / "tables"
-    for path in folder.glob("*.json"):
+    folder = Path(tables.__file__).parent / "tables"
+    paths = list(folder.glob("*.json"))
+    assert paths
+    for path in paths:
         table = Table.read(path.read_text())
         assert table.device == path.stem and table.entries and table.measured
         for shape in {e.shape for e in table if e.subject in ("small_linears", "fused_linears")}:
@@ -246,7 +252,7 @@ def cpu_passes(table: Table | None = None) -> tuple[Pass, ...]:
     )
 
 
-def woven_by(config: TorchCompileConfig) -> CompiledGraph:
+def compile_with(config: TorchCompileConfig) -> CompiledGraph:
     return compile_graph(
         decoder(),
         example(),
@@ -258,10 +264,12 @@ def woven_by(config: TorchCompileConfig) -> CompiledGraph:
 
 
 FX = TorchCompileConfig(enable_inductor=False)
-MODULE = Module(woven_by, lambda compiled_graph, tokens: compiled_graph(call_op, *step(tokens, 1)), torch.device("cpu"))
+MODULE = Module(
+    compile_with, lambda compiled_graph, tokens: compiled_graph(call_op, *step(tokens, 1)), torch.device("cpu")
+)
 
 
-def test_every_product_of_a_module_is_asked_about_once() -> None:
+def test_every_linear_shape_is_measured_once() -> None:
     clock = FakeClock({"": (10.0, 0.1), "row,4,1024,4,4,1,0": (8.0, 0.1), "split,16,64,4,4,1,1": (9.0, 0.1)})
     report = Report(show=False)
     table = tune_module(MODULE, FX, clock, Table("cpu"), report, tokens=(1, 8))
@@ -275,13 +283,13 @@ def test_every_product_of_a_module_is_asked_about_once() -> None:
     assert not tune_module(MODULE, FX, clock, table, report, tokens=(1, 8)).entries, "what is known is not asked again"
 
 
-def test_a_piece_is_asked_about_in_two_builds_on_the_weights_of_every_layer() -> None:
+def test_piece_is_measured_in_two_builds_over_all_layers() -> None:
     def doubled(config: TorchCompileConfig) -> CompiledGraph:
         passes = cpu_passes()[:4] if "fused_linears" in config.disabled_passes else cpu_passes()
         return compile_graph(decoder(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, passes=passes)
 
     today, other = doubled(TorchCompileConfig(disabled_passes=("fused_linears",))), doubled(FX)
-    asked = list(pieces.tuning_tasks("fused_linears", today, other, (1, 7)))
+    asked = list(autotune.tuning_tasks("fused_linears", today, other, (1, 7)))
     assert {each.subject for each in asked} == {"fused_linears"} and {each.tokens for each in asked} == {1, 7}
     assert {each.shape for each in asked} == {piece.digest for piece in today.pieces}
     last = next(each for each in asked if each.shape == today.pieces[-1].digest and each.tokens == 7)
@@ -293,7 +301,7 @@ def test_a_piece_is_asked_about_in_two_builds_on_the_weights_of_every_layer() ->
     )
 
 
-def test_a_size_is_built_for_unless_it_measured_no_faster(tmp_path: Path) -> None:
+def test_compile_size_is_dropped_if_not_faster(tmp_path: Path) -> None:
     config = TorchCompileConfig(compile_sizes=(4, 8))
     cache = cache_at(tmp_path / "cache")
     module = nn.Linear(8, 8).requires_grad_(False)
@@ -305,7 +313,7 @@ def test_a_size_is_built_for_unless_it_measured_no_faster(tmp_path: Path) -> Non
         Entry("compile_sizes", digest, 4, "", 5.0, 5.0, 0.1),
         Entry("compile_sizes", digest, 8, "on", 4.0, 5.0, 0.1),
     )
-    kept.store(cache, Table("cpu", matching_entries))
+    store_tuned(cache, Table("cpu", matching_entries))
     report = Report(show=False)
     second = compile_graph(module, inputs, dynamic, config=config, cache=cache, report=report)
     (built,) = second.built.values()

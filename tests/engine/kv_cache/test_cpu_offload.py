@@ -1,4 +1,4 @@
-"""KV cache offload: evicted blocks return from host memory, and other requests do not wait."""
+"""KV cache offload: evicted blocks are loaded from host memory while other requests run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def conversations(rng: np.random.Generator, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("host_blocks", [2, 9, 200])
 @pytest.mark.parametrize("polls_per_copy", [0, 3, 50])
-def test_tokens_are_those_of_a_cache_that_loses_nothing(policy: str, host_blocks: int, polls_per_copy: int) -> None:
+def test_offloading_changes_no_token(policy: str, host_blocks: int, polls_per_copy: int) -> None:
     """Copies complete as late as possible; a block that is written or read too early changes the tokens."""
     rng = np.random.default_rng(host_blocks + polls_per_copy)
     scheduler, runner = make(
@@ -87,7 +87,7 @@ def test_a_request_is_cancelled_while_its_blocks_load_from_host() -> None:
     assert scheduler.kv.host.stalls_total > before
 
 
-def test_statistics_count_what_came_from_the_host_apart() -> None:
+def test_statistics_count_blocks_loaded_from_host() -> None:
     scheduler, runner = make(num_blocks=12, max_batch_size=2, copier=FakeBlockCopier(100, 0))
     for number, begin in enumerate([0, 50, 0]):
         scheduler.add(request(number, list(range(begin, begin + 32)), max_tokens=1), seed=0)
@@ -120,7 +120,7 @@ def test_host_pool_evicts_least_recently_used() -> None:
     pool.check()
 
 
-def test_the_demo_model_goes_on_from_host_memory() -> None:
+def test_demo_model_resumes_from_offloaded_blocks() -> None:
     """A tiny cache, so that every prompt is evicted before it is repeated."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 100, 70).tolist() for _ in range(6)]

@@ -8,14 +8,8 @@ import pytest
 from tests.engine.fake import FakeBlockCopier, expected, make
 from tests.engine.kv_cache.test_cpu_offload import conversations
 from tests.engine.scheduler.test_scheduler import drive, request, tokens_of
-from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.kv_cache.layer_groups import (
-    AttentionWindow,
-    KVLayout,
-    group_layers,
-    longest_sequence,
-    max_blocks_needed,
-)
+from torchweave.engine.kv_cache.block_manager import AttentionWindow, BlockManager, max_blocks_needed
+from torchweave.engine.kv_cache.layer_groups import KVLayout, group_layers, longest_sequence
 from torchweave.ops.attention.op import LayerSpec
 
 FULL, WINDOW, CHUNK = AttentionWindow(), AttentionWindow(window=10), AttentionWindow(chunk=16)
@@ -31,7 +25,7 @@ MIXES = {
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("how", ["alone", "reuse", "offload"])
-def test_tokens_are_those_of_a_cache_that_gives_nothing_back(policy: str, mix: str, how: str) -> None:
+def test_freeing_out_of_window_blocks_changes_no_token(policy: str, mix: str, how: str) -> None:
     """Prompts of several windows, chunked, paused, shared and restored, in a cache that is too small."""
     windows, rng = MIXES[mix], np.random.default_rng(len(mix))
     copier = FakeBlockCopier(40) if how == "offload" else None
@@ -53,7 +47,7 @@ def test_tokens_are_those_of_a_cache_that_gives_nothing_back(policy: str, mix: s
         assert scheduler.kv.restored_total > 0
 
 
-def test_a_window_bounds_what_a_request_holds() -> None:
+def test_window_bounds_the_blocks_of_a_request() -> None:
     scheduler, runner = make(
         windows=(WINDOW,), num_blocks=12, max_batch_size=1, max_num_tokens=8, max_model_len=400, reuse=False
     )

@@ -1,4 +1,4 @@
-"""One rank makes what the others load: each entry as soon as it is there, and nothing twice."""
+"""The first rank compiles what the others load: each entry once, available as soon as it is stored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ranks(tmp_path: Path) -> tuple[Rank, Rank]:
     return Rank(tmp_path / "cache", True, barrier), Rank(tmp_path / "cache", False, barrier)
 
 
-def test_others_load_each_piece_while_the_next_one_is_made(ranks: tuple[Rank, Rank]) -> None:
+def test_other_ranks_load_a_piece_while_the_next_is_compiled(ranks: tuple[Rank, Rank]) -> None:
     first, other = ranks
 
     def making(name: str) -> None:
@@ -71,7 +71,7 @@ def test_warm_start_loads_without_waiting_for_the_first_rank(ranks: tuple[Rank, 
     assert first.made == list(NAMES) and first.loaded == list(NAMES) and other.loaded == [*NAMES, *NAMES]
 
 
-def test_what_the_first_rank_could_not_keep_is_made_by_the_others(ranks: tuple[Rank, Rank]) -> None:
+def test_other_ranks_compile_entries_that_could_not_be_stored(ranks: tuple[Rank, Rank]) -> None:
     first, other = ranks
     first._cache.store = lambda *_: ""  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as pool:
@@ -80,7 +80,7 @@ def test_what_the_first_rank_could_not_keep_is_made_by_the_others(ranks: tuple[R
     assert first.made == list(NAMES) == other.made and not other.loaded
 
 
-def test_a_first_rank_that_fails_leaves_nobody_waiting(ranks: tuple[Rank, Rank]) -> None:
+def test_failure_of_the_first_rank_releases_the_others(ranks: tuple[Rank, Rank]) -> None:
     first, other = ranks
 
     def fail(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Engines whose layers are divided into stages: the answers of one rank, and one failure that ends all."""
+"""Pipeline-parallel engines: the tokens of one rank, and a killed stage ends all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchweave.config.validate import config_from
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.startup import compile_model as weaving
+from torchweave.engine.startup import compile_model as startup
 from torchweave.report import Report
 from torchweave.verify import zoo
 
@@ -42,7 +42,7 @@ def pipeline(model: str | Path, stages: int = 2, **options: Any) -> Iterator[LLM
         llm.shutdown(drain=False)
 
 
-def test_a_pipeline_answers_as_one_rank_and_a_killed_stage_ends_all():
+def test_pipeline_gives_the_tokens_of_one_rank_and_a_killed_stage_ends_all():
     with LLM("demo", **OPTIONS) as alone:
         expected, all_asked = answers(alone), asked(alone)
     with pipeline("demo", max_num_tokens=64) as llm:
@@ -64,7 +64,7 @@ def test_a_pipeline_answers_as_one_rank_and_a_killed_stage_ends_all():
         assert gone(pid) and time.monotonic() - begin < LIMIT
 
 
-def test_a_pipeline_of_tensor_parallel_ranks_answers_as_one_rank(tmp_path: Path):
+def test_pp_with_tp_gives_the_tokens_of_one_rank(tmp_path: Path):
     model = zoo.build(zoo.zoo_model("gpt2"))
     zoo.save(model, tmp_path)
     generator = torch.Generator().manual_seed(0)
@@ -93,12 +93,12 @@ MODEL = ModelFacts("tiny", 512, num_layers=4)
         ),
     ],
 )
-def test_a_pipeline_that_cannot_be_is_one_sentence(options: dict[str, Any], sentence: str):
+def test_invalid_pipeline_gives_a_one_line_error(options: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=sentence):
         resolve(config_from(EngineConfig, {"model": "tiny", **options}), CPU, MODEL)
 
 
-def test_a_pipeline_of_more_ranks_than_gpus_is_one_sentence():
+def test_pipeline_with_more_ranks_than_gpus_gives_a_one_line_error():
     config = EngineConfig("tiny", tensor_parallel_size=2, pipeline_parallel_size=2)
     device = DeviceFacts("cuda:0", "a GPU", (9, 0), (), num_gpus=2)
     sentence = (
@@ -108,16 +108,16 @@ def test_a_pipeline_of_more_ranks_than_gpus_is_one_sentence():
         resolve(config, device, MODEL)
 
 
-def test_a_model_that_will_not_trace_is_no_pipeline(monkeypatch: pytest.MonkeyPatch):
+def test_untraceable_model_is_rejected_for_pipelines(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: Any) -> None:
         raise TraceError("it reads its input on the host")
 
-    monkeypatch.setattr(weaving, "compile_model", refuse)
-    config = EngineConfig("demo", device="cpu", torch_compile_config=weaving.TorchCompileConfig(compile_cache=False))
+    monkeypatch.setattr(startup, "compile_model", refuse)
+    config = EngineConfig("demo", device="cpu", torch_compile_config=startup.TorchCompileConfig(compile_cache=False))
     plan: Any = type("Plan", (), {"fullgraph": True, "tune": False, "device": "cpu", "config": config})()
-    monkeypatch.setattr(weaving, "effective_compile_config", lambda plan: plan.config.torch_compile_config)
+    monkeypatch.setattr(startup, "effective_compile_config", lambda plan: plan.config.torch_compile_config)
     stage: Any = object()
     with pytest.raises(
         ValueError, match=r"cannot be divided into stages: it reads its input .*; use pipeline_parallel_size=1"
     ):
-        weaving.build_forward(torch.nn.Identity(), plan, Report(show=False), ProcessGroups.single_rank(), stage)
+        startup.build_forward(torch.nn.Identity(), plan, Report(show=False), ProcessGroups.single_rank(), stage)

@@ -1,4 +1,4 @@
-"""A kernel that gave up waiting for another rank: the leader says so instead of handing on what it computed."""
+"""A collective kernel that times out waiting for another rank: the leader raises and returns no tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import pytest
 
 from tests.ops.collectives.collective_cases import Mirror
 from torchweave.config.options import EngineConfig, TorchCompileConfig
-from torchweave.distributed.channel import Channel
 from torchweave.distributed.process_groups import TENSOR, ProcessGroups
-from torchweave.distributed.worker_group import RankFailure
+from torchweave.distributed.worker_group import Channel, RankFailure
 from torchweave.engine.ranks.leader_runner import LeaderRunner
 from torchweave.engine.startup import rank_worker as worker
 from torchweave.ops.collectives.op import register_communicator
 
 
 class GaveUp(Mirror):
-    """A group whose kernels have given up after the first step."""
+    """A group whose kernels time out after the first step."""
 
     steps = 0
 
@@ -34,7 +33,7 @@ def fail_and_raise(error: Exception) -> None:
     raise error
 
 
-def test_a_kernel_that_gave_up_is_a_failure() -> None:
+def test_kernel_timeout_fails_the_step() -> None:
     runner: Any = SimpleNamespace(
         state=None,
         plan=SimpleNamespace(config=SimpleNamespace(torch_compile_config=TorchCompileConfig())),
@@ -54,7 +53,7 @@ def test_a_kernel_that_gave_up_is_a_failure() -> None:
     assert ProcessGroups.single_rank().fault() is None
 
 
-def test_a_rank_whose_refusal_nobody_hears_any_more_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_exits_quietly_when_its_leader_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = Pipe()
     channel = Channel(theirs)
 

@@ -1,4 +1,4 @@
-"""Engines over two ranks of this machine: the same steps everywhere, and what happens when a rank ends."""
+"""Tensor-parallel engines over two local ranks: equal steps everywhere, and what happens when a rank dies."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def answers(llm: LLM) -> list[list[int]]:
     return [list(output.token_ids) for request in found for output in request.outputs]
 
 
-def test_all_ranks_carry_out_the_same_steps_and_a_killed_one_ends_all():
+def test_all_ranks_run_the_same_steps_and_a_killed_one_ends_all():
     with LLM("demo", **OPTIONS) as alone:
         expected = answers(alone)
     with two_ranks(max_num_tokens=64) as llm:
@@ -90,12 +90,12 @@ def _kill_while_it_generates(llm: LLM) -> None:
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=rf"Rank 1 \(process {pid}\) has ended unexpectedly \(killed by SIGKILL\)"):
         list(stream)
-    with pytest.raises(RuntimeError, match="Rank 1"):  # and whoever comes later
+    with pytest.raises(RuntimeError, match="Rank 1"):  # later calls, too
         llm.generate("The", LONG)
     assert gone(pid) and time.monotonic() - begin < LIMIT
 
 
-def test_a_rank_that_stops_answering_ends_all():
+def test_unresponsive_rank_ends_all():
     with two_ranks(rank_timeout=2.0) as llm:
         pid = other_rank(llm)
         stream = llm.stream("Once upon", LONG)
@@ -107,7 +107,7 @@ def test_a_rank_that_stops_answering_ends_all():
         assert gone(pid) and time.monotonic() - begin < LIMIT
 
 
-def test_what_a_rank_cannot_do_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+def test_worker_startup_failure_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch):
     def with_less_memory(config: EngineConfig, *rest: Any) -> WorkerTask:
         return WorkerTask(replace(config, num_kv_blocks=1), *rest)
 
@@ -121,7 +121,7 @@ def children() -> set[str]:
     return {child for path in Path("/proc/self/task").glob("*/children") for child in path.read_text().split()}
 
 
-def test_ranks_start_before_the_model_is_looked_for_and_are_not_left_behind(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_start_before_model_resolution_and_are_cleaned_up(monkeypatch: pytest.MonkeyPatch):
     before = children()
     seen: list[set[str]] = []
 
@@ -139,7 +139,7 @@ def test_ranks_start_before_the_model_is_looked_for_and_are_not_left_behind(monk
 
 
 def test_an_engine_is_named_without_torch():
-    """What a script imports before it says how many ranks it wants."""
+    """A script's imports before it sets the number of ranks."""
     code = "import sys; from torchweave import LLM, SamplingParams; import torchweave.cli.session; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -178,7 +178,7 @@ def test_other_steps_are_sent_whole():
     assert found.chunks[0].tokens.tolist() == [5, 6] and found.logits_processors is not None
 
 
-def test_every_part_of_a_step_is_accounted_for():
+def test_every_step_field_is_sent_or_derived():
     sent = {"index", "slots", "emits", "updates", "max_seq_len", "copies"}  # of slots and emits, how many
     whole = {"chunks", "logits_processors", "prompt_targets"}  # a step that has one of them is sent as it is
     not_needed = {"starts", "logprobs", "extra_rows"}  # by a rank that carries out a decode step

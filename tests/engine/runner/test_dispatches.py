@@ -1,4 +1,4 @@
-"""What a decode step costs the host: torch calls, whose number must not grow with the batch."""
+"""Host cost of a decode step: the number of torch dispatches does not grow with the batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.compiler.runtime.tape import TapePool
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.engine.runner.model_runner import release_workers
 from torchweave.engine.startup.build import Engine, build
 from torchweave.report import Report
-from torchweave.utils.openmp import release_workers
 
 
 class Counting(TorchDispatchMode):
@@ -94,8 +94,8 @@ def test_steps_are_recorded_in_the_mode_in_which_they_run(engine: Engine) -> Non
         engine.runner.release_graphs()
 
 
-def test_recordings_are_let_go_of_once_they_have_ended(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA keeps the interpreter while it waits for one to end, and who would have to end it could not run."""
+def test_recordings_are_released_after_their_replays_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Destroying a running graph blocks with the GIL held, so the thread that would end it could not run."""
     stream = SimpleNamespace(query=lambda: False)
     engine.runner.record_decode(2, TapePool())
     monkeypatch.setattr(engine.runner, "_stream", stream)

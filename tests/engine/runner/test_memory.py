@@ -1,4 +1,4 @@
-"""How the KV cache is sized, and what is said when too little is left."""
+"""KV cache sizing, and the error when too little memory is left."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_fp8_cache_holds_twice_as_many_blocks() -> None:
     assert blocks_that_fit(plan(kv_cache_dtype="fp8"), block // 2, USE) // 2 == blocks_that_fit(plan(), block, USE)
 
 
-def test_a_gpu_gives_what_is_left_of_its_share() -> None:
+def test_gpu_cache_takes_the_rest_of_gpu_memory_utilization() -> None:
     block = bytes_per_block(LAYERS, 64, torch.bfloat16)
     blocks = blocks_that_fit(plan(), block, USE)
     left = 80 * GIB * 0.9 - 5 * GIB
@@ -42,7 +42,7 @@ def test_a_gpu_gives_what_is_left_of_its_share() -> None:
     assert abs((more - blocks) * block - 80 * GIB * 0.05) < 2 * block
 
 
-def test_never_more_than_all_slots_can_hold() -> None:
+def test_cache_is_not_larger_than_all_slots_can_use() -> None:
     small = plan(max_batch_size=2, max_model_len=640)
     assert blocks_that_fit(small, 1 << 20, USE) == 2 * 10
 
@@ -51,7 +51,7 @@ def test_num_kv_blocks_is_taken_as_asked() -> None:
     assert blocks_that_fit(plan(num_kv_blocks=77), 1 << 20, USE) == 77
 
 
-def test_a_cpu_takes_its_own_option() -> None:
+def test_cpu_cache_size_comes_from_cpu_kv_cache_gib() -> None:
     assert blocks_that_fit(plan("cpu", cpu_kv_cache_gib=0.5), 1 << 20, None) == 512
 
 
@@ -63,7 +63,7 @@ def test_a_cpu_takes_its_own_option() -> None:
         ({"num_kv_blocks": 3, "max_model_len": 4096}, USE, "num_kv_blocks"),
     ],
 )
-def test_too_little_is_one_sentence_with_what_to_do(options: dict, use: MemoryUse, words: str) -> None:
+def test_too_little_memory_gives_a_one_line_error_with_advice(options: dict, use: MemoryUse, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         blocks_that_fit(plan(**options), 1 << 20, use)
     text = str(error.value)

@@ -1,4 +1,4 @@
-"""The stand-in launches what the model will launch."""
+"""The dummy run launches every kernel that the model will launch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchweave.engine.runner.step_buffers import StepBuffers
 from torchweave.engine.runner.warm_up import _LENGTHS, _TOKENS, PlaceholderForward, launch_resample
 from torchweave.models import load
-from torchweave.ops.attention.call import AttentionCall
-from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
+from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, LayerSpec
 from torchweave.ops.slot_state import SlotState
 from torchweave.verify import zoo
 
@@ -44,11 +43,12 @@ def test_experts_of_each_kind_are_run_once(name: str) -> None:
     assert all(x.shape[0] == 5 and index.shape == (5, 2) for x, index, *_ in experts)
 
 
-def test_the_stand_in_runs_beside_who_traces_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_dummy_run_may_run_while_a_graph_is_traced(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.fx catches calls of every module while it traces, those of other threads too."""
-    module = load("demo", load_format="dummy", quantization="fp8").module
+    module = load("demo", load_format="dummy", quantization=quantization).module
     stand_in = PlaceholderForward(module, module.attention_layers, module.vocab_size, torch.float32)
-    assert stand_in._fp8
+    assert len(stand_in._fp8 if quantization == "fp8" else stand_in._integer) == 5, "one of each shape"
 
     def caught(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         raise NameError("module is not installed as a submodule")
@@ -60,9 +60,7 @@ def test_the_stand_in_runs_beside_who_traces_a_graph(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("most", [16, 512])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 32])
-def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
-    kv_heads: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_attention_kernel_is_precompiled(kv_heads: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its number of rows, and so where they begin in what the host sends, and however long its sequences are, of which at
     `most` are in flight: building one stops all answers for a second."""
     pytest.importorskip("triton")
@@ -102,7 +100,40 @@ def test_no_step_needs_an_attention_kernel_that_was_not_built_ahead(
         assert later <= ahead, f"built when a request needs them: {sorted(name for name, _ in later - ahead)}"
 
 
-def test_a_row_that_is_drawn_again_can_be_launched_ahead() -> None:
+@pytest.mark.parametrize(("bits", "group"), [(4, 128), (4, 32), (8, 128)])
+def test_no_step_needs_an_integer_linear_that_was_not_built_ahead(bits: int, group: int) -> None:
+    """Samples of one linear build what every step launches, of a linear that it is merged into as well."""
+    pytest.importorskip("triton")
+    from tests.ops.hopper import hopper
+    from torchweave.compiler.precompile.kernel_jobs import kernel_specs
+    from torchweave.ops.kernels.quant import int_linear as kernels
+    from torchweave.ops.quant.int_linear import MAX_TOKENS, IntConfig, choose, configs
+
+    width = 4096
+
+    def launch(config: IntConfig, tokens: int, outputs: int) -> None:
+        x, out = torch.empty(tokens, width, dtype=torch.bfloat16), torch.empty(tokens, outputs, dtype=torch.bfloat16)
+        w = (
+            torch.empty(outputs, width // 8, dtype=torch.int32)
+            if bits == 4
+            else torch.empty(outputs, width, dtype=torch.int8)
+        )
+        scale = torch.empty(outputs, width // group, dtype=torch.bfloat16)
+        config.run(x, w, scale, None, None, group, out)
+
+    def kernels_of(steps: Iterable[tuple[IntConfig, int, int]]) -> set[tuple[str, str]]:
+        return {(spec.name, spec.key) for step in steps for spec in kernel_specs(lambda step=step: launch(*step))}
+
+    with hopper(kernels):
+        ahead = kernels_of((config, tokens, 1024) for tokens in _TOKENS for config in configs(tokens, width, bits))
+        assert ahead
+        wanted = [(tokens, rows) for tokens in range(1, MAX_TOKENS + 1) for rows in (1024, 6144, 28672)]
+        chosen = [(choose(tokens, rows, width, bits), tokens, rows) for tokens, rows in wanted]
+        later = kernels_of((config, tokens, rows) for config, tokens, rows in chosen if config is not None)
+        assert later <= ahead, f"built when a request needs them: {sorted(name for name, _ in later - ahead)}"
+
+
+def test_resampling_kernels_are_precompiled() -> None:
     state = SlotState(2, 4)
     launch_resample(state, torch.zeros(1, 40))
     assert state.host_arrays["position"].tolist() == [0, 0]

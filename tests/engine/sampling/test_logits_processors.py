@@ -139,25 +139,25 @@ def tokens(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> 
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
-def test_D_tokens_are_those_of_transformers_processors(llm: LLM, asked: list[tuple[SamplingParams, list[int]]]) -> None:
+def test_tokens_equal_transformers_logits_processors(llm: LLM, asked: list[tuple[SamplingParams, list[int]]]) -> None:
     assert tokens(llm, PROMPTS, [params for params, _ in asked]) == [expected for _, expected in asked]
 
 
-def test_D_others_in_the_batch_are_what_they_are_alone(llm: LLM, asked: list[tuple[SamplingParams, list[int]]]) -> None:
+def test_other_rows_of_the_batch_are_unaffected(llm: LLM, asked: list[tuple[SamplingParams, list[int]]]) -> None:
     hot = SamplingParams(temperature=0.8, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)
     alone = tokens(llm, PROMPTS, [hot] * 6)
     mixed = tokens(llm, PROMPTS + PROMPTS, [hot] * 6 + [params for params, _ in asked])
     assert mixed == alone + [expected for _, expected in asked]
 
 
-def test_D_rows_that_did_not_ask_are_not_drawn_again(llm: LLM) -> None:
+def test_rows_without_processors_are_not_resampled(llm: LLM) -> None:
     told: list[LogitsProcessorRows | None] = []
     logits_processors = llm.engine.scheduler._running.logits_processors
     inner = logits_processors.rows_of_step
     try:
         logits_processors.rows_of_step = lambda slots, emits: told.append(inner(slots, emits)) or told[-1]  # type: ignore[method-assign]
         tokens(llm, PROMPTS, [GREEDY] * 6)
-        assert told and not any(told)
+        assert not told
         tokens(llm, PROMPTS, [GREEDY] * 5 + [replace(GREEDY, repetition_penalty=1.1)])
     finally:
         del logits_processors.rows_of_step
@@ -173,7 +173,7 @@ def test_D_rows_that_did_not_ask_are_not_drawn_again(llm: LLM) -> None:
     ],
     ids=["chunked", "paused", "no run-ahead"],
 )
-def test_D_pauses_chunks_and_shared_blocks_change_no_token(
+def test_pauses_chunking_and_prefix_caching_change_no_token(
     model: tuple[PreTrainedModel, Path], asked: list[tuple[SamplingParams, list[int]]], options: dict[str, Any]
 ) -> None:
     with engine(model[1], **options) as llm:
@@ -185,7 +185,7 @@ def test_D_pauses_chunks_and_shared_blocks_change_no_token(
             assert llm.engine.scheduler.kv.reused_total > 0
 
 
-def test_log_probabilities_are_of_the_logits_as_they_were(llm: LLM) -> None:
+def test_logprobs_are_of_unprocessed_logits(llm: LLM) -> None:
     plain = llm.generate([PROMPTS[0]], replace(GREEDY, logprobs=2))[0].outputs[0]
     barred = plain.token_ids[0]
     changed = llm.generate([PROMPTS[0]], replace(GREEDY, logprobs=2, logit_bias={barred: -100.0}))[0].outputs[0]
@@ -243,6 +243,6 @@ def test_logits_processor_state_rows_are_reused() -> None:
         ({"allowed_token_ids": [7], "stop_token_ids": [7, 8], "min_tokens": 2}, "stop tokens alone"),
     ],
 )
-def test_tokens_that_the_model_does_not_know_are_refused(llm: LLM, params: dict[str, Any], words: str) -> None:
+def test_token_ids_outside_the_vocabulary_are_rejected(llm: LLM, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         llm.generate([[5, 6]], replace(GREEDY, **params))

@@ -60,7 +60,7 @@ def check(model: PreTrainedModel, output: RequestOutput, top: int = 3) -> None:
         assert entry == pytest.approx(wanted, abs=1e-4)
 
 
-def test_D_prompt_logprobs_are_those_of_the_plain_model(llm: LLM, model: tuple[PreTrainedModel, Path]) -> None:
+def test_prompt_logprobs_equal_the_plain_model(llm: LLM, model: tuple[PreTrainedModel, Path]) -> None:
     plain = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, SamplingParams(**_without(PARAMS)))]
     for _ in range(2):  # the second time all blocks of the prompts are known, and are not taken
         outputs = llm.generate(PROMPTS, PARAMS)
@@ -73,7 +73,7 @@ def _without(params: SamplingParams) -> dict[str, Any]:
     return {"temperature": params.temperature, "max_tokens": params.max_tokens, "ignore_eos": params.ignore_eos}
 
 
-def test_D_beside_others_and_only_for_those_who_asked(llm: LLM, model: tuple[PreTrainedModel, Path]) -> None:
+def test_prompt_logprobs_only_for_requests_that_ask(llm: LLM, model: tuple[PreTrainedModel, Path]) -> None:
     other = SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, n=2)
     outputs = llm.generate(PROMPTS + PROMPTS, [PARAMS] * 4 + [other] * 4)
     for output in outputs[:4]:
@@ -93,7 +93,7 @@ def test_D_beside_others_and_only_for_those_who_asked(llm: LLM, model: tuple[Pre
     ],
     ids=["chunked", "paused", "in one piece"],
 )
-def test_D_however_the_prompt_is_read(
+def test_prompt_logprobs_do_not_depend_on_chunking(
     model: tuple[PreTrainedModel, Path], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_state, "MAX_SCORED_TOKENS", 10)
@@ -105,7 +105,7 @@ def test_D_however_the_prompt_is_read(
             assert llm.engine.scheduler.paused_total > 0
 
 
-def test_a_prompt_of_one_token_has_nothing_to_score(llm: LLM) -> None:
+def test_one_token_prompt_has_no_logprobs(llm: LLM) -> None:
     assert llm.generate([[5]], PARAMS)[0].prompt_logprobs == [None]
 
 

@@ -52,7 +52,7 @@ def texts(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[st
     return [output.text for output in outputs]
 
 
-def test_a_form_that_goes_on_by_stop_tokens_alone_is_no_whole_answer_before_min_tokens(llm: LLM) -> None:
+def test_grammar_that_only_allows_stop_tokens_fails_before_min_tokens(llm: LLM) -> None:
     (ending,) = llm.encode("x")[1:]
     held = replace(HOT, stop_token_ids=[ending], min_tokens=9)
     assert re.fullmatch("[0-9]{2}", texts(llm, PROMPTS[:1], [form(held, regex="[0-9]{2}x?")])[0])
@@ -107,7 +107,7 @@ def compound(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict
     tight=st.booleans(),
     as_text=st.booleans(),
 )
-def test_D_an_answer_under_a_schema_parses_and_is_valid(
+def test_output_is_valid_under_its_json_schema(
     llm: LLM, schema: dict[str, Any], temperature: float, tight: bool, as_text: bool
 ) -> None:
     given_as = json.dumps(schema) if as_text else schema
@@ -130,7 +130,7 @@ REGEXES = [
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 4.0])
-def test_D_an_answer_matches_its_regex_as_a_whole(llm: LLM, temperature: float) -> None:
+def test_output_fully_matches_its_regex(llm: LLM, temperature: float) -> None:
     params = [form(replace(HOT, temperature=temperature), regex=regex) for regex in REGEXES]
     for regex, output in zip(REGEXES, llm.generate([PROMPTS[0]] * len(REGEXES), params), strict=True):
         answer = output.outputs[0]
@@ -141,17 +141,17 @@ def test_D_an_answer_matches_its_regex_as_a_whole(llm: LLM, temperature: float) 
 @given(
     choices=st.lists(st.text([chr(c) for c in range(32, 127)] + ["\n"], min_size=1, max_size=8), min_size=1, max_size=4)
 )
-def test_D_an_answer_is_one_of_the_choices(llm: LLM, choices: list[str]) -> None:
+def test_output_is_one_of_the_choices(llm: LLM, choices: list[str]) -> None:
     assert set(texts(llm, PROMPTS, [form(choice=choices)] * 3)) <= set(choices)
 
 
-def test_D_choices_may_be_many_and_hold_any_character(llm: LLM) -> None:
+def test_choices_may_be_many_with_any_characters(llm: LLM) -> None:
     many = [f"{number}." for number in range(5000)]
     assert set(texts(llm, PROMPTS, [form(choice=many)] * 3)) <= set(many)
     assert rejection_reason(StructuredOutputs(choice=["a\x7fb", "\u2028", "(?i)[x]|\\d+"])) == ""
 
 
-def test_D_an_answer_follows_a_lark_grammar(llm: LLM) -> None:
+def test_output_follows_a_lark_grammar(llm: LLM) -> None:
     grammar = """
         start: term (("+" | "-") term){1,3} "=" NUMBER
         term: NUMBER | "(" NUMBER "*" NUMBER ")"
@@ -163,7 +163,7 @@ def test_D_an_answer_follows_a_lark_grammar(llm: LLM) -> None:
         assert re.fullmatch(rf"{term}([+-]{term}){{1,3}}={number}", text), text
 
 
-def test_D_any_json_object(llm: LLM) -> None:
+def test_json_object_output(llm: LLM) -> None:
     for output in llm.generate(PROMPTS[:2], form(json_object=True, disable_any_whitespace=True)):
         answer = output.outputs[0]
         assert answer.text.startswith("{")
@@ -174,7 +174,7 @@ def test_D_any_json_object(llm: LLM) -> None:
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-def test_D_the_answer_ends_with_its_form_and_not_before(llm: LLM) -> None:
+def test_output_ends_when_the_grammar_accepts(llm: LLM) -> None:
     for more in ({}, {"min_tokens": 30}, {"ignore_eos": True}, {"include_stop_str_in_output": True}):
         answer = llm.generate(PROMPTS[0], form(replace(HOT, **more), regex="[0-9]{7}"))[0].outputs[0]
         assert re.fullmatch("[0-9]{7}", answer.text) and answer.finish_reason == "stop"
@@ -220,7 +220,7 @@ def expected(llm: LLM) -> list[list[int]]:
     return [llm.generate(prompt, each)[0].outputs[0].token_ids for prompt, each in zip(PROMPTS, params, strict=True)]
 
 
-def test_D_others_in_the_batch_are_what_they_are_alone(llm: LLM, expected: list[list[int]]) -> None:
+def test_other_rows_of_the_batch_are_unaffected(llm: LLM, expected: list[list[int]]) -> None:
     plain = [SamplingParams(temperature=0.9, seed=number, max_tokens=40, ignore_eos=True) for number in range(5)]
     prompts = [*PROMPTS, *PROMPTS[:2]]
     alone = [llm.generate(prompt, each)[0].outputs[0].token_ids for prompt, each in zip(prompts, plain, strict=True)]
@@ -239,7 +239,7 @@ def test_D_others_in_the_batch_are_what_they_are_alone(llm: LLM, expected: list[
     ],
     ids=["chunked", "paused", "no run-ahead", "static"],
 )
-def test_D_pauses_chunks_and_shared_blocks_change_no_token(expected: list[list[int]], options: dict[str, Any]) -> None:
+def test_pauses_chunking_and_prefix_caching_change_no_token(expected: list[list[int]], options: dict[str, Any]) -> None:
     params = [replace(each, seed=5 + number) for number, each in enumerate(MIXED)]
     with engine(**options) as llm:
         for _ in range(2):
@@ -282,22 +282,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("how", "words"), BAD, ids=[str(how)[:60] for how, _ in BAD])
-def test_D_a_form_that_cannot_be_is_refused_in_one_sentence(llm: LLM, how: dict[str, Any], words: str) -> None:
+def test_invalid_grammar_gives_a_one_line_error(llm: LLM, how: dict[str, Any], words: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=words) as refusal:
         llm.generate(PROMPTS[0], form(**how))
     assert "\n" not in str(refusal.value)
 
 
-def test_two_ways_to_say_which_tokens_are_allowed_are_one_too_many(llm: LLM) -> None:
+def test_grammar_and_allowed_token_ids_conflict(llm: LLM) -> None:
     with pytest.raises(ValueError, match="give one of them"):
         llm.generate(PROMPTS[0], form(replace(HOT, allowed_token_ids=[3]), regex="a"))
 
 
-def test_without_llguidance_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_llguidance_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "torchweave[structured]" in rejection_reason(StructuredOutputs(regex="a"))
 
 
-def test_a_model_without_a_tokenizer_knows_no_forms() -> None:
+def test_structured_output_needs_a_tokenizer() -> None:
     scheduler, _ = fake.make()
     assert "needs a tokenizer" in scheduler.rejection_reason(InferenceRequest(0, np.arange(3), form(regex="a")))

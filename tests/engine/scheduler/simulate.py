@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from tests.engine.fake import VOCAB, FakeBlockCopier, expected, expected_beams, make
-from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.responses import Response
+from torchweave.engine.request import InferenceRequest, Response, SamplingParams
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.step import Step
 

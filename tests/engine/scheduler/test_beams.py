@@ -1,4 +1,4 @@
-"""Beam searches in the scheduler: the same answers as alone, under any policy, pause and sharing."""
+"""Beam searches in the scheduler: the same outputs under any policy, pause and prefix sharing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 from tests.engine.fake import VOCAB, expected, expected_beams, make
 from tests.engine.scheduler.test_scheduler import drive, request, tokens_of
-from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.responses import Response
+from torchweave.engine.request import InferenceRequest, Response, SamplingParams
 from torchweave.engine.scheduler.policies import POLICIES
 
 
@@ -99,7 +98,7 @@ def test_searches_are_cancelled_at_any_moment() -> None:
     assert scheduler.kv.num_free == scheduler.kv.num_blocks
 
 
-def test_beams_hold_in_common_what_they_have_in_common() -> None:
+def test_beams_share_the_blocks_of_their_common_prefix() -> None:
     scheduler, runner = make(num_blocks=64)
     scheduler.add(beam_request(0, list(range(40)), beam_width=4, max_tokens=8), 0)
     used: list[int] = []
@@ -129,7 +128,7 @@ def test_log_probabilities_and_scores_of_a_search() -> None:
         ({"beam_width": 0}, "beam_width must be at least 1"),
     ],
 )
-def test_what_a_search_cannot_do_is_said(params: dict, sentence: str) -> None:
+def test_unsupported_beam_search_parameters_are_rejected(params: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         SamplingParams(**{"beam_width": 2, **params})
 

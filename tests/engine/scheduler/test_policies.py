@@ -9,9 +9,17 @@ import pytest
 
 from tests.engine.fake import VOCAB, expected, make
 from tests.engine.scheduler.test_scheduler import drive, request, tokens_of
-from torchweave.engine.responses import Response
-from torchweave.engine.scheduler.policies import POLICIES, DecodeRequests, PrefillRequest, Snapshot, WaitingRequest
-from torchweave.engine.scheduler.policies.admission import chunk_sizes, should_delay_prefill, step_token_budget
+from torchweave.engine.request import Response
+from torchweave.engine.scheduler.policies import (
+    POLICIES,
+    DecodeRequests,
+    PrefillRequest,
+    Snapshot,
+    WaitingRequest,
+    chunk_sizes,
+    should_delay_prefill,
+    step_token_budget,
+)
 from torchweave.engine.scheduler.snapshot import LazySequence
 
 
@@ -77,7 +85,7 @@ def test_random_arrivals_cancels_and_a_tiny_cache(policy: str) -> None:
     assert scheduler.kv.num_free == scheduler.kv.num_blocks and scheduler.num_active == 0
 
 
-def test_two_equal_prompts_in_one_step_do_not_share_what_is_being_written() -> None:
+def test_equal_prompts_in_one_step_share_no_unwritten_blocks() -> None:
     scheduler, runner = make(max_num_tokens=64)
     for number in range(3):
         scheduler.add(request(number, [5] * 20, max_tokens=6), 0)
@@ -125,7 +133,7 @@ def test_a_higher_priority_starts_first() -> None:
     assert order == [2, 3, 0, 1]
 
 
-def test_the_one_that_started_last_is_paused_and_comes_back() -> None:
+def test_last_started_request_is_paused_and_resumes() -> None:
     scheduler, runner = make(policy="max_utilization", num_blocks=10, block_size=4, reuse=False)
     for number in range(3):
         scheduler.add(request(number, [number] * 8, max_tokens=17), 0)
@@ -184,7 +192,7 @@ def test_max_utilization_pauses_no_more_than_is_needed() -> None:
     assert decide(snapshot(free_blocks=3, decode=running)).skipped == ()
 
 
-def test_max_utilization_keeps_a_block_for_everyone_who_runs() -> None:
+def test_max_utilization_reserves_a_block_per_running_request() -> None:
     decide = POLICIES["max_utilization"]
     running = decode((0, 5, 0), (0, 5, 1))
     waiting = (WaitingRequest(remaining_tokens=8, max_blocks=9),)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.engine.fake import VOCAB, expected, make
-from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.responses import Response
+from torchweave.engine.request import InferenceRequest, Response, SamplingParams
 from torchweave.engine.scheduler.scheduler import Scheduler
 
 
@@ -84,7 +83,7 @@ def test_min_tokens_holds_back_late_stops() -> None:
     assert tokens_of(drive(scheduler, runner)[0]) == whole
 
 
-def test_a_client_may_use_the_array_of_a_prompt_again() -> None:
+def test_prompt_array_may_be_reused_by_the_client() -> None:
     scheduler, runner = make()
     array = np.array([5, 6, 7, 8], np.int32)
     scheduler.add(InferenceRequest(0, array, SamplingParams(temperature=0, max_tokens=5)), 0)

@@ -1,4 +1,4 @@
-"""Random and chosen histories of requests: no block is lost or shared wrongly, no request starves or is answered twice.
+"""Random and chosen request histories: no lost or wrongly shared block, no starvation, one final response each.
 
 A short run of `python -m tests.engine.scheduler.simulate`, a search for short failing histories by hypothesis, and published
 counter-examples to similar schedulers.
@@ -20,7 +20,7 @@ from torchweave.engine.scheduler.policies import POLICIES
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_small_part_of_the_simulation(policy: str) -> None:
+def test_short_simulation(policy: str) -> None:
     counts = run(policy, steps=1200, seed=11, check_every=2, episode=200)
     assert counts["requests"] > 100 and counts["searches"] > 20 and counts["cancelled"] > 10 and counts["copied"] > 50
     assert (counts["paused"] > 0) == (policy == "max_utilization")

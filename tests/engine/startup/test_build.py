@@ -1,4 +1,4 @@
-"""What building an engine decides."""
+"""Decisions made while an engine is built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plan(asked: str) -> Plan:
     return resolve(config, facts, ModelFacts("m", 1024, "bfloat16"))
 
 
-def test_a_backend_that_cannot_do_the_layers_makes_way_when_nobody_asked_for_it(
+def test_default_attention_backend_falls_back_if_layers_are_unsupported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = build.get_backend

@@ -1,4 +1,4 @@
-"""Random steps over a paged cache and their answer in float64, for every attention test."""
+"""Random steps over a paged cache and their float64 results, for every attention test."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from torchweave.ops.attention.call import AttentionCall, AttentionStep, LayerKVCache
 from torchweave.ops.attention.kv_cache_dtype import as_indexable, dequantize_kv, quantize_kv
-from torchweave.ops.attention.op import AttentionMetadata, LayerSpec
+from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, AttentionStep, LayerKVCache, LayerSpec
 from torchweave.ops.rope import Rotary
 
 
@@ -37,7 +36,7 @@ class Case:
 
 @dataclass
 class Built:
-    """Inputs of one step, and what must come out."""
+    """Inputs of one step and its expected outputs."""
 
     meta: AttentionMetadata
     call: AttentionCall
@@ -55,7 +54,7 @@ class Built:
         step.forward(self.call, self.cache)
 
     def check(self, tolerance: float) -> None:
-        """`out` and the cache hold what they must, padding included, and nothing else was written."""
+        """`out` and the cache have the expected values, padding included, and nothing else was written."""
         torch.testing.assert_close(self.out.double().cpu(), self.expected, rtol=tolerance, atol=tolerance)
         for got, wanted in zip(self.cache.tensors, self.expected_cache.tensors, strict=True):
             if as_indexable(got) is not got:
@@ -68,7 +67,7 @@ class Built:
                 torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
     def _check_kept(self, got: Tensor, wanted: Tensor) -> None:
-        """A cache in FP8: bit for bit, but where a norm adds up in another order, neighbours of a number are right too."""
+        """An FP8 cache, bitwise; where a norm sums in another order, adjacent FP8 values are accepted."""
         steps = (got.view(torch.uint8).int() - wanted.view(torch.uint8).int()).abs()
         assert steps.max() <= (0 if self.call.cos is None else 1), "the cache is wrong"
 
@@ -83,6 +82,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.alibi_slopes is not None:
+        scores = scores - call.alibi_slopes.double().cpu()[:, None, None] * (q_pos - k_pos)
     seen = k_pos <= q_pos
     if call.window:
         seen &= q_pos - k_pos < call.window
@@ -112,6 +113,7 @@ def build(case: Case, device: str = "cpu") -> Built:
     slots = torch.randperm(num_slots, generator=generator)[: len(case.rows)].int()
     padding = torch.tensor([row is None for row in case.rows])
     sinks = draw(spec.num_heads).to(device) if spec.sinks else None
+    slopes = torch.rand(spec.num_heads, generator=generator).to(device) * 0.3 if spec.alibi else None
     decode_only = case.decode_only
     tokens = len(case.rows) if decode_only else sum(new) + case.padded_tokens
     nan = float("nan")
@@ -134,7 +136,8 @@ def build(case: Case, device: str = "cpu") -> Built:
     expected = torch.zeros(tokens, spec.num_heads, spec.value_dim, dtype=torch.float64)
     out = torch.full((tokens, spec.num_heads, spec.value_dim), nan, dtype=case.dtype, device=device)
     scores = (spec.head_dim**-0.5, spec.window, spec.softcap, sinks, spec.chunk)
-    call = AttentionCall(given_q.to(device), given_k.to(device), v.to(device), out, 0, *scores, *(rotary or ()))
+    tensors = (given_q.to(device), given_k.to(device), v.to(device), out)
+    call = AttentionCall(*tensors, 0, *scores, *(rotary or ()), alibi_slopes=slopes)
     start, starts = 0, [0]
     for i, row in enumerate(case.rows):
         start = i if decode_only else start
@@ -187,6 +190,7 @@ CASES: dict[str, Case] = {
     "decode_chunk": Case(((1, 5), (1, 31), (1, 32), (1, 70)), LayerSpec(2, 32, 32, 4, chunk=16)),
     "decode_softcap": Case(((1, 5), (1, 50)), LayerSpec(2, 32, 32, 4, softcap=2.0)),
     "decode_sinks": Case(((1, 5), (1, 50)), LayerSpec(2, 32, 32, 4, sinks=True)),
+    "decode_alibi": Case(((1, 5), (1, 50), (1, 0)), LayerSpec(2, 32, 32, 4, alibi=True)),
     "decode_all": Case(((1, 5), (1, 50)), LayerSpec(2, 32, 32, 4, window=20, softcap=3.0, sinks=True)),
     "decode_value_dim": Case(((1, 5), (1, 50)), LayerSpec(3, 48, 32, 3)),
     "context": Case(((23, 0),)),
@@ -198,6 +202,9 @@ CASES: dict[str, Case] = {
     "mixed_chunk": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 4, chunk=16)),
     "mixed_softcap": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 4, softcap=2.0)),
     "mixed_sinks": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 4, sinks=True, window=24)),
+    "mixed_alibi": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 6, alibi=True), padded_tokens=2),
+    "mixed_alibi_window": Case(((1, 44), (40, 0), (18, 25)), LayerSpec(2, 32, 32, 4, alibi=True, window=12)),
+    "context_alibi": Case(((23, 0),), LayerSpec(4, 32, 32, 4, alibi=True)),
     "mixed_value_dim": Case(((1, 44), (20, 9)), LayerSpec(2, 48, 32, 6)),
     "mixed_narrow_values": Case(((1, 44), (20, 9)), LayerSpec(2, 32, 16, 6)),
     "mixed_odd_head": Case(((1, 44), (20, 9)), LayerSpec(1, 80, 80, 5), block_size=32),
@@ -210,4 +217,4 @@ ROTARY_CASES: dict[str, Case] = {
     "turned_mixed": Case(((1, 44), (1, 0), (13, 0), (18, 25)), padded_tokens=3, rotary=32),
     "turned_mixed_norm": Case(((1, 44), (20, 9)), LayerSpec(2, 48, 32, 6), padded_tokens=2, rotary=32, norm=True),
 }
-"""Steps whose queries and keys the backend turns itself."""
+"""Steps whose queries and keys the backend rotates (RoPE)."""

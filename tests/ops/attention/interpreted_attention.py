@@ -28,7 +28,7 @@ PREFILL = PrefillConfig(16, 16)
 
 @contextmanager
 def gpu_rounding() -> Iterator[None]:
-    """Triton's interpreter cuts numbers off on their way to FP8; in here it rounds them to nearest even, as GPUs do."""
+    """Triton's interpreter truncates casts to FP8; within, it rounds to nearest even, as GPUs do."""
     numbers = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
     before = interpreter._convert_float
 

@@ -9,13 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.attention.attention_cases import CASES, Case, build, in_fp8, reference
-from torchweave.ops.attention.call import AttentionCall, run_attention
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES, dequantize_kv, quantize_kv
 from torchweave.ops.attention.op import (
+    AttentionCall,
     LayerSpec,
     attention,
     available_backends,
     get_backend,
+    run_attention,
 )
 from torchweave.ops.registry import boundary_ops, define, op_info
 
@@ -28,7 +29,7 @@ def run(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_torch_backend_is_right(name: str) -> None:
+def test_torch_backend_equals_float64(name: str) -> None:
     run(CASES[name])
 
 
@@ -99,18 +100,32 @@ def test_decode_dispatches_do_not_grow_with_rows() -> None:
     assert many[1] <= 26, "a decode layer takes more torch calls than it should"
 
 
-def test_mixed_steps_need_few_groups() -> None:
+def test_prompts_of_similar_length_share_a_row_group() -> None:
     """Prompts of similar length share a group, so a batch of new requests is not attended row by row."""
     built = build(Case(tuple((20 + i % 8, 0) for i in range(24))))
     step = get_backend("torch", "cpu").begin(built.meta)
     assert len(step.groups) == 1
 
 
-@pytest.mark.parametrize("name", ["context", "mixed_window", "mixed_softcap", "mixed_sinks", "mixed_chunk"])
-def test_op_is_one_causal_sequence(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["context", "mixed_window", "mixed_softcap", "mixed_sinks", "mixed_chunk", "mixed_alibi"]
+)
+def test_eager_op_is_causal_attention_over_one_sequence(name: str) -> None:
     built = build(Case(((19, 0),), CASES[name].spec))
     call = built.call
-    attention(call.q, call.k, call.v, call.out, 0, call.scale, call.window, call.softcap, call.sinks, call.chunk)
+    attention(
+        call.q,
+        call.k,
+        call.v,
+        call.out,
+        0,
+        call.scale,
+        call.window,
+        call.softcap,
+        call.sinks,
+        call.chunk,
+        alibi_slopes=call.alibi_slopes,
+    )
     expected = reference(call.q, call.k, call.v, call)
     torch.testing.assert_close(built.out.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -142,7 +157,9 @@ def test_call_has_the_arguments_of_both_ops() -> None:
     names = [[argument.name for argument in schema.arguments] for schema in schemas]
     assert names[0] == fields[:-1]
     assert " ".join(fields[:10]) == "q k v out layer scale window softcap sinks chunk"
-    assert " ".join(fields[10:-1]) == "cos sin q_weight k_weight norm_eps norm_offset norm_wide given_scale"
+    assert (
+        " ".join(fields[10:-1]) == "cos sin q_weight k_weight norm_eps norm_offset norm_wide alibi_slopes given_scale"
+    )
     assert names[1] == [*fields[:4], "out_scale", *fields[4:-2]]
     defaults = {
         argument.name: argument.default_value for argument in schemas[0].arguments if argument.has_default_value()
@@ -151,7 +168,7 @@ def test_call_has_the_arguments_of_both_ops() -> None:
     assert all(getattr(AttentionCall(blank, blank, blank, blank, 0, 1.0), name) == it for name, it in defaults.items())
 
 
-def test_registry_knows_the_boundary() -> None:
+def test_registry_marks_attention_as_boundary() -> None:
     assert "torchweave::attention" in boundary_ops()
     assert op_info("torchweave::attention").mutates == ("out",)
 

@@ -13,7 +13,7 @@ from tests.ops.cross_compile import compile_for_hopper, recorded
 from torchweave.ops.kernels.attention import copy_blocks as kernels
 
 
-def test_interpreted_kernel_is_right() -> None:
+def test_interpreted_kernel_equals_the_reference() -> None:
     run_interpreted("tests.ops.attention.interpreted_copy_blocks")
 
 

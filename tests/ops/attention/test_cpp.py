@@ -1,4 +1,4 @@
-"""The C++ backend against float64, and what it promises beyond the torch backend."""
+"""The C++ backend against float64, and its guarantees beyond the torch backend."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def run(built: Built) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cases(name: str) -> None:
+def test_cpp_backend_equals_float64(name: str) -> None:
     built = build(CASES[name])
     run(built)
     built.check(1e-5)
 
 
 @pytest.mark.parametrize("name", ["decode", "mixed_sinks"])
-def test_other_dtypes_are_carried_out_by_torch(name: str) -> None:
+def test_other_dtypes_use_the_torch_backend(name: str) -> None:
     built = build(dataclasses.replace(CASES[name], dtype=torch.bfloat16))
     run(built)
     built.check(2e-2)
@@ -56,7 +56,7 @@ def test_cpp_backend_over_an_fp8_cache(name: str, cache_dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("padded_tokens", [0, 5])
 @pytest.mark.parametrize("window", [0, 40])
-def test_long_rows_beside_short_ones(window: int, padded_tokens: int) -> None:
+def test_long_and_short_rows_in_one_step(window: int, padded_tokens: int) -> None:
     rows = (
         (1, 30),
         (1, 0),

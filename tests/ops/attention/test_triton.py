@@ -29,7 +29,7 @@ KERNELS = ("paged_decode", "paged_prefill", "write_kv")
 HOPPER_SMEM = 232448
 
 
-def test_interpreted_kernels_are_right() -> None:
+def test_interpreted_kernels_equal_float64() -> None:
     """All of `attention_cases.CASES` and `ROTARY_CASES`, and the variants of the program itself."""
     run_interpreted("tests.ops.attention.interpreted_attention")
 
@@ -58,6 +58,7 @@ BUILT = {
     "phi_96": (LayerSpec(2, 96, 96, 2), torch.float16, 64),
     "gemma_256": (LayerSpec(1, 256, 256, 4, window=4096, softcap=50.0), torch.bfloat16, 64),
     "gpt_oss": (LayerSpec(8, 64, 64, 64, window=128, sinks=True), torch.bfloat16, 64),
+    "mpt_alibi": (LayerSpec(32, 128, 128, 32, alibi=True), torch.bfloat16, 64),
     "deepseek": (LayerSpec(4, 192, 128, 4), torch.bfloat16, 64),
     "llama4_chunks": (LayerSpec(2, 128, 128, 10, chunk=8192), torch.bfloat16, 64),
     "float32": (LayerSpec(2, 80, 80, 4), torch.float32, 64),

@@ -1,4 +1,4 @@
-"""A group of ranks in one process, for tests of what only passes through a collective."""
+"""A group of ranks in one process, for tests that need a collective but no exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweave.ops.collectives.op import register_communicator
 
 
 class Mirror:
-    """`size` ranks that all hold what this one holds; this one is rank `rank`."""
+    """`size` mirrored ranks, all with this rank's values; this one is rank `rank`."""
 
     def __init__(self, size: int = 2, rank: int = 0) -> None:
         self.size, self.rank = size, rank
@@ -34,7 +34,7 @@ class Mirror:
         """None."""
 
     def abort(self) -> None:
-        """There is nobody else."""
+        """Nothing to wait for: all ranks are in this process."""
 
     def fault(self) -> None:
         """None."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.collectives.symmetric_cases import workspaces
-from torchweave.distributed.communicator import sum_of_ranks
+from torchweave.distributed.process_groups import sum_of_ranks
 from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec, QuantSpec, apply_norm, empty_norm_output
 from torchweave.ops.kernels.collectives import all_reduce, all_reduce_norm
 from torchweave.ops.kernels.collectives.all_reduce import launch_gather, launch_one_shot, launch_two_shot
@@ -26,7 +26,7 @@ from torchweave.ops.quant.nvfp4 import fp4_scale_from_amax, quantize_fp4
 
 LAYOUT_BYTES = 1 << 16
 PROGRAMS = 3
-"""Few, so that each has several turns, and the interpreter little to do."""
+"""Few programs, so that each loops several times and the interpreter has little work."""
 
 
 def operands(size: int, *shape: int, dtype: torch.dtype = torch.float16) -> list[Tensor]:
@@ -51,7 +51,7 @@ def one_shot() -> None:
 
 
 def over_data(launch: Callable[..., None], phases: tuple[int, ...]) -> None:
-    """A collective that meets twice over the place of large operands."""
+    """A collective with two barriers over the slot of large operands."""
     for size, shape in ((2, (3, 8)), (4, (5, 1000)), (8, (33, 264))):
         spaces = workspaces(SymmetricLayout(size, 0, LAYOUT_BYTES))
         for turn in range(3):
@@ -99,7 +99,7 @@ def norm() -> None:
 
 
 def launched(spaces: list[SymmetricWorkspace], x: list[Tensor], norms: NormSpec) -> list[NormOutput]:
-    """What the kernel leaves on every rank."""
+    """Results of the kernel on every rank."""
     outs = [empty_norm_output(each, norms) for each in x]
     outs = [out if out.q is None else out._replace(q=_wide(out.q), s=_wide(out.s)) for out in outs]
     for phase, (space, mine, out) in product((1, 4), list(zip(spaces, x, outs, strict=True))):
@@ -113,7 +113,7 @@ def _wide(tensor: Tensor | None) -> Tensor | None:
 
 
 def compare(out: NormOutput, right: NormOutput, quant: QuantSpec | None) -> None:
-    """The sum is right to the bit, its norm but for the order of the sum of squares, and what is quantised is that norm."""
+    """The sum is bitwise equal, its norm up to the order of the sum of squares, and that norm is what is quantized."""
     assert torch.equal(out.total, right.total)
     torch.testing.assert_close(out.y.float(), right.y.float(), rtol=2**-10, atol=1e-6)
     assert (out.y == right.y).float().mean() > 0.99

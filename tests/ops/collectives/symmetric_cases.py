@@ -1,4 +1,4 @@
-"""Several ranks in one process: their memory is side by side."""
+"""Several ranks in one process, with adjacent memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchweave.ops.kernels.collectives.workspace import PROGRAMS, SymmetricLayo
 
 
 def workspaces(layout: SymmetricLayout) -> list[SymmetricWorkspace]:
-    """The ranks' views of memory that is full of NaN: what is read must have been written."""
+    """The ranks' views of memory filled with NaN, so that reads of unwritten memory show."""
     memories = [torch.full((layout.bytes,), 255, dtype=torch.uint8) for _ in range(layout.size)]
     table = torch.tensor([memory.data_ptr() for memory in memories] + [0, 0])
     return [

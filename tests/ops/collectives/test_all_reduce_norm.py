@@ -1,4 +1,4 @@
-"""Fused collectives in one process: opcheck, symbolic T, and outputs that nobody reads. Their numerics: tests/distributed."""
+"""Fused collectives in one process: opcheck, symbolic T, and unread outputs. Their numerics: tests/distributed."""
 
 from __future__ import annotations
 

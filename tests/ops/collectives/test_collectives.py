@@ -1,4 +1,4 @@
-"""Collective ops in one process: shapes with symbolic T, opcheck, and what is said of a group that there is not."""
+"""Collective ops in one process: shapes with symbolic T, opcheck, and the error for an unknown group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels over symmetric memory without a GPU: what they compute, what is built for Hopper, and that one meeting is enough."""
+"""Kernels over symmetric memory without a GPU: results, compilation for Hopper, and that one barrier suffices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_kernels_build_for_hopper(size: int, monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper
 
-    for launch in list(launches(size, monkeypatch))[: None if size == 2 else 7]:
+    cases = list(launches(size, monkeypatch))[: None if size == 2 else 7]
+    assert cases
+    for launch in cases:
         ptx = compile_for_hopper(launch).asm["ptx"]
         meetings = 2 if "two_shot" in launch.kernel.fn.__name__ else launch.kwargs.get("NUM_BARRIERS", 1)
         assert ptx.count("st.release.sys") == ptx.count("ld.acquire.sys") == meetings
@@ -69,7 +71,7 @@ def test_kernels_build_for_hopper(size: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 DATA = 9
-"""A place like the slots in which collectives meet twice."""
+"""A slot like those of collectives with two barriers."""
 
 
 def interleavings(places: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]]]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.ops.moe.reference import ExpertForm, ExpertsCall
+from torchweave.ops.moe.experts import ExpertForm, ExpertsCall
 
 NUM_EXPERTS, WIDTH, INNER, TOP = 6, 32, 16, 2
 FORMS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def cases(
 
 
 def call_of(case: dict[str, Any]) -> ExpertsCall:
-    """The same as the op hands it on."""
+    """The same arguments as the op passes them."""
     names = ("activation", "gated", "interleaved", "transposed", "alpha", "limit")
     tensors = [value for key, value in case.items() if key not in names]
     return ExpertsCall(*tensors, torch.empty_like(case["x"]), ExpertForm(**{name: case[name] for name in names}))

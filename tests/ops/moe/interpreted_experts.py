@@ -1,4 +1,4 @@
-"""Run by test_experts with TRITON_INTERPRET=1: every way that a GPU runs experts against float64, and its temporaries."""
+"""Run by test_experts with TRITON_INTERPRET=1: every GPU strategy against float64, and its workspace."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.moe.experts_cases import FORMS, call_of, cases, expected
+from torchweave.ops.moe.experts import ExpertsCall
 from torchweave.ops.moe.fused_experts import GemmConfig, Grouped, Rows, Strategy, Tiles, bytes_per_pair, run
-from torchweave.ops.moe.reference import ExpertsCall
 
 ROWS = (Rows(GemmConfig(4, 32, 4, 2), GemmConfig(2, 16, 4, 1)), Rows(GemmConfig(8, 16, 4, 1), GemmConfig(16, 8, 4, 1)))
 TILES = (
@@ -23,7 +23,7 @@ TILES = (
 
 
 def strategies(call: ExpertsCall) -> tuple[Strategy, ...]:
-    """The ways that can run a call."""
+    """The strategies that can run a call."""
     few = ROWS if call.num_tokens <= 2 and not call.form.transposed else ()
     return (*few, *TILES, Grouped())
 
@@ -81,7 +81,7 @@ class _Live(TorchDispatchMode):
 
 
 def stay_within_the_workspace() -> None:
-    """Chunks change neither the result nor more than the temporaries of the largest chunk."""
+    """Chunking does not change the result, and the workspace is that of the largest chunk."""
     call = call_of(cases(64))
     for strategy in (TILES[1], Grouped()):
         whole = check(call, strategy)

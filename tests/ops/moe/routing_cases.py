@@ -1,4 +1,4 @@
-"""Routers of every form that the op knows, as arguments of `torchweave::route` and as the models write them."""
+"""Routers of every form that the op supports, as arguments of `torchweave::route` and as the models write them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arguments(
 
 
 def dense(weights: Tensor, index: Tensor, experts: int) -> Tensor:
-    """[T, E] with each expert's weight: what is left when the order of the chosen does not count."""
+    """[T, E] with each expert's weight, independent of the order of the selected experts."""
     return torch.zeros(len(weights), experts, dtype=torch.float64, device=weights.device).scatter(
         1, index, weights.double()
     )

@@ -1,4 +1,4 @@
-"""The routed experts op: its ways on a CPU, its choice on a GPU, and its kernels without one."""
+"""The routed experts op: its CPU strategies, its choice on a GPU, and its kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from tests.ops.interpreted import run_interpreted
 from tests.ops.moe.experts_cases import FORMS, call_of, cases, expected
 from torchweave.ops.moe import experts as ops
+from torchweave.ops.moe.experts import ExpertsCall, dense_experts
 from torchweave.ops.moe.fused_experts import (
     WORKSPACE_BYTES,
     Grouped,
@@ -20,7 +21,6 @@ from torchweave.ops.moe.fused_experts import (
     run,
     tokens_per_chunk,
 )
-from torchweave.ops.moe.reference import ExpertsCall, dense_experts
 
 QWEN3_30B = (128, 2048, 768)
 BF16 = torch.bfloat16
@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("tokens", [1, 7, 40])
-def test_on_a_cpu(form: dict[str, Any], tokens: int) -> None:
+def test_cpu_and_dense_experts_equal_float64(form: dict[str, Any], tokens: int) -> None:
     case = cases(tokens, **form)
     call = call_of(case)
     got = torch.ops.torchweave.experts(*case.values())
@@ -38,7 +38,7 @@ def test_on_a_cpu(form: dict[str, Any], tokens: int) -> None:
     torch.testing.assert_close(call.out.double(), expected(call), atol=1e-4, rtol=1e-4)
 
 
-def test_experts_of_another_rank_add_nothing() -> None:
+def test_experts_of_other_ranks_are_skipped() -> None:
     case = cases(9)
     case["index"][::2, 1] = case["up"].shape[0] + 3
     got = torch.ops.torchweave.experts(*case.values())
@@ -50,7 +50,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(ops.experts, tuple(cases(5, **form).values()))
 
 
-def test_choice() -> None:
+def test_strategy_choice() -> None:
     assert isinstance(choose(1, 8, QWEN3_30B, BF16), Rows) and isinstance(choose(2, 8, QWEN3_30B, BF16), Rows)
     assert isinstance(choose(1, 8, QWEN3_30B, BF16, transposed=True), Tiles), "rows are read along their width"
     assert isinstance(choose(3, 8, QWEN3_30B, BF16), Tiles) and isinstance(choose(64, 8, QWEN3_30B, BF16), Tiles)
@@ -105,7 +105,7 @@ def test_skewed_and_foreign_routing_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize(("form", "tokens"), [("plain", (1, 64, 4096)), ("gpt_oss", (64, 4096)), ("ungated", (1, 64))])
 def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
-    """What each way launches, with weights read 16 bytes at a time."""
+    """Launches of each strategy; weights are read 16 bytes at a time."""
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
     from torchweave.ops.kernels.moe import experts_gemv as experts_rows

@@ -25,7 +25,7 @@ def dequantized(q: Tensor, s: Tensor) -> Tensor:
     return x * (s.t().repeat_interleave(GROUP, 1)[:, : x.shape[1]] if s.ndim == 2 and s.shape[1] != 1 else s)
 
 
-def test_every_number_is_rounded_to_the_nearest_and_ties_go_to_even() -> None:
+def test_values_round_to_nearest_even() -> None:
     values = FINITE[FINITE >= 0].unique()
     one = torch.ones(1)
     assert torch.equal(to_fp8(values, one).float(), values)
@@ -36,7 +36,7 @@ def test_every_number_is_rounded_to_the_nearest_and_ties_go_to_even() -> None:
     assert torch.equal(to_fp8(middles, one).float(), even)
 
 
-def test_what_is_too_large_saturates_and_nan_stays() -> None:
+def test_large_values_saturate_and_nan_is_kept() -> None:
     x = torch.tensor([[449.0, 1e30, -1e30, float("inf"), float("nan"), 2.0**-11]])
     q, _ = fp8_quant(x, 0, torch.ones(1))
     assert q.float()[0, :4].tolist() == [448, 448, -448, 448] and bool(q.float()[0, 4].isnan()) and q.float()[0, 5] == 0
@@ -44,7 +44,7 @@ def test_what_is_too_large_saturates_and_nan_stays() -> None:
 
 @pytest.mark.parametrize(("group", "scale"), SCHEMES)
 @pytest.mark.parametrize("shape", [(3, 256), (1, 5, 208), (1, 16), (0, 64)])
-def test_quantised_numbers_are_near(shape: tuple[int, ...], group: int, scale: Tensor | None) -> None:
+def test_quantization_error_is_bounded(shape: tuple[int, ...], group: int, scale: Tensor | None) -> None:
     x = torch.randn(shape)
     q, s = fp8_quant(x, group, scale)
     tokens = x.numel() // shape[-1]
@@ -84,7 +84,7 @@ def operands(tokens: int, outputs: int, width: int, blocks: bool) -> tuple[Tenso
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("shape", [(3, 48, 208), (1, 256, 640), (0, 16, 128)])
-def test_the_product_is_that_of_what_the_operands_stand_for(shape: tuple[int, int, int], blocks: bool) -> None:
+def test_linear_equals_that_of_dequantized_operands(shape: tuple[int, int, int], blocks: bool) -> None:
     q, x_scale, w, w_scale = operands(*shape, blocks)
     weight = w.double() * (
         w_scale.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)[: shape[1], : shape[2]]
@@ -109,7 +109,7 @@ def test_opcheck() -> None:
         )
 
 
-def test_choice() -> None:
+def test_kernel_choice() -> None:
     for blocks in (False, True):
         assert choose(1, 6144, 4096, blocks=blocks).kernel == choose(2, 6144, 4096, blocks=blocks).kernel == "row"  # type: ignore[union-attr]
         assert choose(3, 6144, 4096, blocks=blocks).kernel == "dot"  # type: ignore[union-attr]

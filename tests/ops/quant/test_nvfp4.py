@@ -1,4 +1,4 @@
-"""NVFP4: every code, ties, what numbers stand for, the product, and the kernel without a GPU."""
+"""NVFP4: every code, ties, dequantized values, the linear, and the kernel without a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_representable_values_round_trip() -> None:
         assert dequantize_fp4(q, s, dtype).float().equal(blocks), "products of a code and a scale are exact in 16 bits"
 
 
-def test_quantised_numbers_are_near() -> None:
+def test_quantization_error_is_bounded() -> None:
     x = torch.randn(1, 5, 208)
     x[0, 2] = 0
     scale = fp4_scale_from_amax(x.abs().max())
@@ -44,12 +44,12 @@ def test_quantised_numbers_are_near() -> None:
     assert not stands_for[0, 2].any() and torch.equal(fp4_quant(x[:, 3:], scale)[0], q[:, 3:])
 
 
-def test_a_width_that_does_not_divide() -> None:
+def test_width_that_is_no_multiple_of_the_block() -> None:
     with pytest.raises(ValueError, match="expected a multiple"):
         fp4_quant(torch.zeros(2, 24), torch.ones(1))
 
 
-def test_the_product_is_that_of_what_the_operands_stand_for() -> None:
+def test_linear_equals_that_of_dequantized_operands() -> None:
     x, w, bias = torch.randn(1, 5, 208), torch.randn(48, 208), torch.randn(48)
     operands = []
     for tensor in (x, w):

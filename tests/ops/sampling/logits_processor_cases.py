@@ -1,4 +1,4 @@
-"""Rows that ask for more, in every combination, for the kernels in the interpreter and on a GPU against the reference."""
+"""Rows with logits processors in every combination, for the kernels in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.sampling.logits_processors import (
-    HAS_BAD_WORDS,
-    HAS_BIAS,
-    HAS_COUNTS,
-    IN_PROMPT,
-    MAX_BAD_WORD_TOKENS,
-    NUM_FIELDS,
-    LogitsProcessorState,
-    LogitsStateInit,
-)
+from tests.ops.step_cases import set_seed
+from torchweave.ops.kernels.sampling import layout
+from torchweave.ops.sampling.logits_processors import LogitsProcessorState, LogitsStateInit
 from torchweave.ops.slot_state import SlotState
 
 NUM_SLOTS = 11
@@ -51,10 +44,10 @@ def build(vocab_size: int, seed: int, dtype: torch.dtype = torch.float32) -> Cas
     updates.set("temperature", every, generator.choice([0.0, 0.9], NUM_SLOTS))
     updates.set("top_k", every, generator.choice([0, 5], NUM_SLOTS))
     updates.set("stop_ids", every, generator.integers(0, vocab_size, (NUM_SLOTS, 8)))
-    updates.set_seed(every, generator.integers(0, 2**60, NUM_SLOTS))
+    set_seed(updates, every, generator.integers(0, 2**60, NUM_SLOTS))
     state.apply(updates)
     slots = generator.permutation(NUM_SLOTS)[:8].astype(np.int32)
-    rows = np.zeros((NUM_FIELDS, 8), np.int32)
+    rows = np.zeros((layout.NUM_FIELDS, 8), np.int32)
     masks = generator.integers(-(2**31), 2**31, (8, -(-vocab_size // 32))).astype(np.int32)
     processor_state = generator.permutation(12)[:8]
     joins = []
@@ -74,22 +67,24 @@ def build(vocab_size: int, seed: int, dtype: torch.dtype = torch.float32) -> Cas
 
 def _join(generator: np.random.Generator, place: int, flags: int, at: int, vocab_size: int) -> LogitsStateInit:
     counts = bias = words = recent_tokens = None
-    if flags & HAS_COUNTS:
+    if flags & layout.HAS_COUNTS:
         ids = generator.permutation(vocab_size)[: vocab_size // 2].astype(np.int32)
         counts = (
             ids,
-            (generator.integers(0, 4, len(ids)) + IN_PROMPT * generator.integers(0, 2, len(ids))).astype(np.int32),
+            (generator.integers(0, 4, len(ids)) + layout.IN_PROMPT * generator.integers(0, 2, len(ids))).astype(
+                np.int32
+            ),
         )
-    if flags & HAS_BIAS:
+    if flags & layout.HAS_BIAS:
         ids = generator.permutation(vocab_size)[: vocab_size // 3].astype(np.int32)
         bias = float(generator.choice([0.0, -np.inf])), ids, generator.uniform(-3, 3, len(ids)).astype(np.float32)
-    if flags & HAS_BAD_WORDS:
-        recent_tokens = generator.integers(0, 3, MAX_BAD_WORD_TOKENS).astype(np.int32)
-        words = np.full((20, MAX_BAD_WORD_TOKENS), -1, np.int32)
+    if flags & layout.HAS_BAD_WORDS:
+        recent_tokens = generator.integers(0, 3, layout.MAX_BAD_WORD_TOKENS).astype(np.int32)
+        words = np.full((20, layout.MAX_BAD_WORD_TOKENS), -1, np.int32)
         for word in words:
             length = int(generator.integers(1, 5))
             word[0] = generator.integers(0, vocab_size)
-            word[1:length] = recent_tokens[(at - np.arange(1, length)) % MAX_BAD_WORD_TOKENS]
+            word[1:length] = recent_tokens[(at - np.arange(1, length)) % layout.MAX_BAD_WORD_TOKENS]
             if generator.random() < 0.5:
                 word[length - 1] = 4  # stands nowhere in the tail
     return LogitsStateInit(place, counts, bias, words, recent_tokens)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.ops.step_cases import set_seed, set_stop_ids
 from torchweave.ops.slot_state import SlotState
 
 # temperature, top_k, top_p, min_p, steps still without stop ids, spread of the logits
@@ -45,11 +46,11 @@ def build(
     position = generator.integers(0, 5000, len(parameters))
     updates.set("position", slots, position)
     updates.set("min_position", slots, np.where(columns[4], position + 1 + np.array(columns[4]), 0))
-    updates.set_seed(slots, generator.integers(0, 2**63, len(parameters)))
+    set_seed(updates, slots, generator.integers(0, 2**63, len(parameters)))
     logits = torch.from_numpy(generator.standard_normal((len(parameters), vocab_size)).astype(np.float32))
     logits = logits * torch.tensor(columns[5])[:, None]
     for slot, best in zip(slots, logits.argmax(dim=1).tolist(), strict=True):
-        updates.set_stop_ids(int(slot), [best, 3])
+        set_stop_ids(updates, int(slot), [best, 3])
     state.apply(updates)
     logits = torch.cat([logits, torch.randn(repeats, vocab_size)]).to(dtype)
     return logits, torch.from_numpy(np.append(slots, [-1] * repeats).astype(np.int32)), state

@@ -1,4 +1,4 @@
-"""Logits that are changed before a token is drawn: transformers' processors say how, token by token."""
+"""Logits processors against those of transformers, token by token."""
 
 from __future__ import annotations
 
@@ -14,13 +14,8 @@ from transformers import (
 
 from tests.ops.interpreted import run_interpreted
 from tests.ops.sampling.logits_processor_cases import build
+from torchweave.ops.kernels.sampling import layout
 from torchweave.ops.sampling.logits_processors import (
-    BAD_WORD_LOGIT,
-    HAS_BAD_WORDS,
-    HAS_BIAS,
-    HAS_COUNTS,
-    IN_PROMPT,
-    MAX_BAD_WORD_TOKENS,
     LogitsProcessorState,
     LogitsStateInit,
     process_logits_reference,
@@ -58,18 +53,18 @@ def changed(
 
 
 def counts_of(prompt: list[int], answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    counts = np.bincount(answer, minlength=VOCAB) + IN_PROMPT * (np.bincount(prompt, minlength=VOCAB) > 0)
+    counts = np.bincount(answer, minlength=VOCAB) + layout.IN_PROMPT * (np.bincount(prompt, minlength=VOCAB) > 0)
     ids = np.flatnonzero(counts)
     return ids.astype(np.int32), counts[ids].astype(np.int32)
 
 
 def words_of(words: list[list[int]], answer: list[int], first: int) -> tuple[np.ndarray, np.ndarray]:
-    table = np.full((len(words), MAX_BAD_WORD_TOKENS), -1, np.int32)
+    table = np.full((len(words), layout.MAX_BAD_WORD_TOKENS), -1, np.int32)
     for row, word in zip(table, words, strict=True):
         row[: len(word)] = word[::-1]
-    recent_tokens = np.full(MAX_BAD_WORD_TOKENS, -1, np.int32)
+    recent_tokens = np.full(layout.MAX_BAD_WORD_TOKENS, -1, np.int32)
     for at, token in enumerate(answer, start=first):
-        recent_tokens[at % MAX_BAD_WORD_TOKENS] = token
+        recent_tokens[at % layout.MAX_BAD_WORD_TOKENS] = token
     return table, recent_tokens
 
 
@@ -92,15 +87,18 @@ def test_penalties_biases_and_bad_words_are_those_of_transformers(seed: int) -> 
     expected = NoBadWordsLogitsProcessor(words + single)(torch.tensor([answer], dtype=torch.int64), expected)
 
     table, recent_tokens = words_of(words, answer, len(prompt))
-    bias = {**biases, single[0][0]: BAD_WORD_LOGIT}
+    bias = {**biases, single[0][0]: layout.BAD_WORD_LOGIT}
     join = LogitsStateInit(
         0, counts_of(prompt, answer), (0.0, np.array(list(bias), np.int32), np.array(list(bias.values()), np.float32)),
         table, recent_tokens,
     )  # fmt: skip
     got = changed(
-        logits, one_row(HAS_COUNTS | HAS_BIAS | HAS_BAD_WORDS, repetition=repetition), join, at=len(prompt + answer)
+        logits,
+        one_row(layout.HAS_COUNTS | layout.HAS_BIAS | layout.HAS_BAD_WORDS, repetition=repetition),
+        join,
+        at=len(prompt + answer),
     )
-    barred = got < BAD_WORD_LOGIT / 10
+    barred = got < layout.BAD_WORD_LOGIT / 10
     assert torch.equal(barred, expected == -torch.inf)
     torch.testing.assert_close(got[~barred], expected[~barred], rtol=1e-6, atol=1e-6)
 
@@ -108,7 +106,7 @@ def test_penalties_biases_and_bad_words_are_those_of_transformers(seed: int) -> 
 def test_presence_and_frequency_penalties_count_output_tokens_only() -> None:
     logits = torch.linspace(-1, 1, VOCAB)[None]
     join = LogitsStateInit(0, counts_of([3, 4], [4, 5, 5]))
-    got = changed(logits, one_row(HAS_COUNTS, presence=0.5, frequency=0.25), join) - logits
+    got = changed(logits, one_row(layout.HAS_COUNTS, presence=0.5, frequency=0.25), join) - logits
     expected = torch.zeros(VOCAB)
     expected[4], expected[5] = -0.75, -1.0
     torch.testing.assert_close(got[0], expected)
@@ -117,17 +115,17 @@ def test_presence_and_frequency_penalties_count_output_tokens_only() -> None:
 def test_a_one_token_bad_word_is_banned_below_min_position() -> None:
     table, recent_tokens = words_of([[7], [3, 9]], [3], first=4)
     for at, barred in ((5, [7, 9]), (6, [9])):
-        recent_tokens[(at - 1) % MAX_BAD_WORD_TOKENS] = 3
+        recent_tokens[(at - 1) % layout.MAX_BAD_WORD_TOKENS] = 3
         join = LogitsStateInit(0, words=table, recent_tokens=recent_tokens)
-        got = changed(torch.zeros(1, VOCAB), one_row(HAS_BAD_WORDS), join, at=at, min_position=6)
-        assert np.flatnonzero(got[0] == BAD_WORD_LOGIT).tolist() == barred
+        got = changed(torch.zeros(1, VOCAB), one_row(layout.HAS_BAD_WORDS), join, at=at, min_position=6)
+        assert np.flatnonzero(got[0] == layout.BAD_WORD_LOGIT).tolist() == barred
 
 
 def test_a_grammar_mask_overrides_bad_words() -> None:
     mask = torch.zeros(1, 2, dtype=torch.int32)
     mask[0, 1] = 1 << 3
-    join = LogitsStateInit(0, bias=(0.0, np.array([35], np.int32), np.array([BAD_WORD_LOGIT], np.float32)))
-    got = changed(torch.zeros(1, VOCAB), one_row(HAS_BIAS, mask=0), join, mask)
+    join = LogitsStateInit(0, bias=(0.0, np.array([35], np.int32), np.array([layout.BAD_WORD_LOGIT], np.float32)))
+    got = changed(torch.zeros(1, VOCAB), one_row(layout.HAS_BIAS, mask=0), join, mask)
     assert got.argmax() == 35 and (got > -torch.inf).sum() == 1
 
 
@@ -147,7 +145,7 @@ def test_resampling_advances_slots_and_processor_state() -> None:
     assert (case.state.host_arrays["last_token"][case.rows[1].numpy()] == new.numpy()).all()
     for flags, place, token in zip(case.rows[3].tolist(), case.rows[2].tolist(), new.tolist(), strict=True):
         counted = (processor_state.counts[place] - counts[place]).tolist()
-        assert counted == [int(v == token and bool(flags & HAS_COUNTS)) for v in range(60)]
+        assert counted == [int(v == token and bool(flags & layout.HAS_COUNTS)) for v in range(60)]
 
 
 def test_processor_state_grows_and_keeps_its_rows() -> None:
@@ -181,5 +179,6 @@ def test_kernels_build_for_hopper(dtype: torch.dtype) -> None:
         kernels.launch_commit(
             case.rows, case.tokens[:8], case.out[:8], case.state, processor_state, case.tokens, case.out
         )
+    assert len(launches) >= 3, "one for each kernel"
     for launch in launches:
         assert "st.local" not in compile_for_hopper(launch).asm["ptx"], "nothing is spilled"

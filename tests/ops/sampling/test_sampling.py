@@ -8,8 +8,8 @@ import torch
 
 from tests.ops.interpreted import run_interpreted
 from tests.ops.sampling.sampling_cases import build
-from torchweave.ops.sampling.philox import gumbel, philox_4x32, random_words
-from torchweave.ops.sampling.sample import filter_logits, logprobs, sample
+from tests.ops.step_cases import set_stop_ids
+from torchweave.ops.sampling.sample import filter_logits, gumbel, logprobs, philox_4x32, random_words, sample
 from torchweave.ops.slot_state import SlotState
 
 
@@ -54,7 +54,7 @@ def state_of(rows: int, **fields: object) -> SlotState:
 
 
 def probabilities(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """The filters by their words, one token at a time, in float64."""
+    """The filters as documented, one token at a time, in float64."""
     weights = np.exp((np.array(logits) - max(logits)) / temperature)
     order = np.argsort(-weights, kind="stable")
     kept = [i for i in order if top_k <= 0 or top_k > len(logits) or weights[i] >= weights[order[top_k - 1]]]
@@ -138,7 +138,7 @@ def test_stop_ids_wait_for_min_position() -> None:
     state = state_of(4, position=[8, 9, 8, 8], min_position=10, temperature=[0, 0, 0.01, 0])
     updates = state.updates()
     for slot in range(3):
-        updates.set_stop_ids(slot, [1, 2])
+        set_stop_ids(updates, slot, [1, 2])
     state.apply(updates)
     assert sample(logits, torch.arange(4, dtype=torch.int32), state).tolist() == [3, 1, 3, 1]
     assert logits.isfinite().all(), "the caller's logits stay as they were"

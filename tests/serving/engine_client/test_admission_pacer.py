@@ -1,4 +1,4 @@
-"""Requests come in at once while nobody is answered, and one by one between tokens while somebody is."""
+"""Admission: at once while no request decodes, one by one between steps otherwise."""
 
 from __future__ import annotations
 

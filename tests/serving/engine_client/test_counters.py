@@ -1,4 +1,4 @@
-"""Plain counting against the libraries that define it."""
+"""Plain counters against the libraries that define them."""
 
 from __future__ import annotations
 

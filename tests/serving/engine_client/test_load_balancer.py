@@ -1,4 +1,4 @@
-"""Where requests go, as numbers; over HTTP it is tests/serving/engine_client/test_replicas.py."""
+"""Load balancing policies as numbers; over HTTP they are tested in test_replicas.py."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CACHE = 100 * PREFIX_CHUNK
 
 
 def load(
-    replica: int, num_requests: int = 0, pending_prefill_tokens: int = 0, incarnation: int = 0, is_full: bool = False
+    replica: int, num_requests: int = 0, pending_prefill_tokens: int = 0, num_restarts: int = 0, is_full: bool = False
 ) -> Load:
-    return Load(replica, incarnation, num_requests, pending_prefill_tokens, is_full, CACHE)
+    return Load(replica, num_restarts, num_requests, pending_prefill_tokens, is_full, CACHE)
 
 
 def prompt(seed: int, length: int) -> np.ndarray:
@@ -72,10 +72,10 @@ def test_prefixes_are_not_shared_across_salts_or_restarts() -> None:
     router.choose(words, "", [load(0)])
     assert router.choose(words, "other", [load(0)])[1] == 0
     assert router.choose(words, "", [load(0)])[1] == 5 * PREFIX_CHUNK
-    assert router.choose(words, "", [load(0, incarnation=1)])[1] == 0, "the engine was started again"
+    assert router.choose(words, "", [load(0, num_restarts=1)])[1] == 0, "the engine was started again"
     changed = words.copy()
     changed[PREFIX_CHUNK + 3] += 1
-    assert router.choose(changed, "", [load(0, incarnation=1)])[1] == PREFIX_CHUNK
+    assert router.choose(changed, "", [load(0, num_restarts=1)])[1] == PREFIX_CHUNK
     off = LoadBalancer(prefixes=False)
     assert [off.choose(words, "", [load(0)])[1] for _ in range(2)] == [0, 0]
 

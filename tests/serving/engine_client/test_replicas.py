@@ -1,4 +1,4 @@
-"""Two replicas behind one server of two HTTP processes."""
+"""Two replicas behind one server with two HTTP processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.serving.running import SHORTER, ServerProcess, read_while_killed, ser
 from tests.serving.watched import STATS, asking, record_some_requests, watched_replicas
 from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.config.validate import check_server
-from torchweave.engine.request import SamplingParams
+from torchweave.engine.request import NO_TOKENS, InferenceRequest, Output, Response
 from torchweave.engine.startup.open import replica_config
 from torchweave.serving.engine_client.engine_supervisor import EngineSupervisor, create_replicas
 from torchweave.serving.engine_client.replicas import Replicas
@@ -57,7 +57,7 @@ def answer(running: ServerProcess, prompt: Any, **options: Any) -> str:
     return running.client().completions.create(model="demo", prompt=prompt, **options).choices[0].text
 
 
-def test_answers_are_those_of_one_and_both_work(server: ServerProcess, pair: ServerProcess) -> None:
+def test_both_replicas_serve_the_same_outputs(server: ServerProcess, pair: ServerProcess) -> None:
     before = metrics(pair)
     with ThreadPoolExecutor(32) as pool:
         found = list(pool.map(lambda prompt: answer(pair, prompt), PROMPTS))
@@ -72,7 +72,7 @@ def test_answers_are_those_of_one_and_both_work(server: ServerProcess, pair: Ser
     assert [each.text for each in several.choices] == [each.text for each in alone.choices]
 
 
-def test_a_conversation_goes_where_its_beginning_is(pair: ServerProcess) -> None:
+def test_conversation_is_routed_to_its_cached_prefix(pair: ServerProcess) -> None:
     before = metrics(pair)
     conversations = [[number + 5] * 200 for number in range(6)]
     for turn in range(4):
@@ -103,7 +103,7 @@ def test_metrics_add_up(pair: ServerProcess) -> None:
     assert [each["state"] for each in live["replicas"]] == ["ready"] * 2 and live["model"]["max_batch_size"] == 32
 
 
-def test_the_death_of_one_is_told_to_its_own_clients_and_it_comes_back(pair: ServerProcess) -> None:
+def test_dead_replica_fails_only_its_requests_and_restarts(pair: ServerProcess) -> None:
     client = pair.client()
     streams = [iter(client.completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)) for _ in range(4)]
     for stream in streams:
@@ -129,7 +129,7 @@ def test_the_death_of_one_is_told_to_its_own_clients_and_it_comes_back(pair: Ser
     assert all(new > old for new, old in zip(by_replica(metrics(pair), "generation_tokens_total"), before, strict=True))
 
 
-def test_sigterm_drains_both(pair: ServerProcess) -> None:
+def test_sigterm_drains_all_replicas(pair: ServerProcess) -> None:
     """The last test of this server."""
     client, pids = pair.client(), engines(pair)
     streams = [iter(client.completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)) for _ in range(4)]
@@ -162,7 +162,7 @@ async def opened(replicas: Any, engines: Any) -> None:
     await replicas.wait_until_ready()
 
 
-def test_they_start_together_and_the_last_one_ends_the_server() -> None:
+def test_replicas_are_ready_when_all_are_and_failed_when_one_is() -> None:
     app, (first, second), _ = watched_replicas(2)
     replicas = app.state.service.client
     for states, state in (
@@ -188,8 +188,8 @@ def test_they_start_together_and_the_last_one_ends_the_server() -> None:
 
 def handed_in(replicas: Replicas) -> list[int]:
     """A request at each of the engines."""
-    params = SamplingParams()
-    return [each.submit(RequestStream(replicas), np.array([1]), params, streaming=True) for each in replicas.engines]
+    request = InferenceRequest(0, np.array([1]), streaming=True)
+    return [each.submit(RequestStream(replicas), request) for each in replicas.engines]
 
 
 def test_tokens_flow_as_long_as_somebody_waits_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_tokens_flow_as_long_as_somebody_waits_for_one_of_them(monkeypatch: pyte
     requests = handed_in(replicas)
     assert replicas.num_in_flight == 2
     for engine, request in zip(replicas.engines, requests, strict=True):
-        engine._on_message(messages.Outputs(b"", b"", [messages.EncodedResponse(request, b"", "length", True, "")]))
+        engine._on_message(messages.Outputs(b"", b"", [Response(request, Output(NO_TOKENS, "length"), True)]))
     assert flow == [True, False] and replicas.num_in_flight == 0
 
 
@@ -251,7 +251,7 @@ def test_a_dead_engine_keeps_its_counters_and_clears_its_gauges() -> None:
     assert by_replica(found, "prefix_cache_hits_total") == [480, 480]
 
 
-def test_each_has_gpus_and_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_replica_has_its_own_gpus_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(
         "demo", seed=7, tensor_parallel_size=2, torch_compile_config=TorchCompileConfig(dump_dir="here")
     )

@@ -1,4 +1,4 @@
-"""Requests that no decent client sends, over raw sockets: what the server may do with them is refuse, or hang up.
+"""Malformed requests over raw sockets, which the server must reject or disconnect.
 
     python -m tests.serving.http.malformed --count 5000 --url http://127.0.0.1:8000
 

@@ -1,4 +1,4 @@
-"""What docs/serving.md shows is run as it stands, against a server."""
+"""The examples of docs/serving.md run against a server."""
 
 from __future__ import annotations
 

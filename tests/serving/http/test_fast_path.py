@@ -1,4 +1,4 @@
-"""Requests that go past FastAPI's routing are answered, refused and counted as those that go through it."""
+"""The fast path answers, rejects and counts requests as FastAPI's router does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fastapi import APIRouter, Request, Response
 
 from tests.serving.running import ServerProcess
-from torchweave.serving.http.fast_path import FastPathMiddleware
+from torchweave.serving.http.middleware import FastPathMiddleware
 from torchweave.serving.openai.protocol import CompletionRequest
 
 SMALL: dict[str, Any] = {"model": "demo", "prompt": "12+30=", "max_tokens": 4, "temperature": 0}
@@ -58,7 +58,7 @@ def test_fast_path_and_fastapi_answer_alike(server: ServerProcess, name: str):
 
 
 @pytest.mark.parametrize("more", [{}, ONE, {"messages": []}, {"top_logprobs": 3}])
-def test_conversations_too(server: ServerProcess, more: dict[str, Any]):
+def test_fast_path_chat_equals_fastapi(server: ServerProcess, more: dict[str, Any]):
     body = json.dumps(TALK | more)
     direct = _ask(server, "/v1/chat/completions", body, "application/json")
     assert direct == _ask(server, "/v1/chat/completions", body, "application/vnd.api+json")
@@ -103,7 +103,7 @@ def test_fast_path_requests_bypass_fastapi():
 
         headers = [(b"content-type", b"application/json")]
         asyncio.run(
-            FastPathMiddleware(fastapi, [router])(
+            FastPathMiddleware(fastapi, router)(
                 {"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send
             )
         )

@@ -1,4 +1,4 @@
-"""Fuzzing in a small form. The large ones, against a server that runs:
+"""Short fuzzing runs. The long ones, against a running server:
 
 python -m tests.serving.http.malformed --count 5000 --url http://127.0.0.1:8000
 python -m tests.serving.http.test_fuzz http://127.0.0.1:8000 300
@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.serving.http.malformed import attack
 from tests.serving.running import ServerProcess
 from tests.serving.watched import watched
-from torchweave.engine.request import SamplingParams
+from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.serving.engine_client.request_stream import RequestStream
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -51,7 +51,7 @@ def conform(name: str, url: str, examples: int) -> Counter[int]:
 
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
-def test_E_answers_are_those_of_the_document(name: str, server: ServerProcess):
+def test_responses_follow_the_openapi_document(name: str, server: ServerProcess):
     statuses = conform(name, server.url, examples=12)
     assert sum(statuses.values()) >= 1 and 422 not in statuses
 
@@ -59,16 +59,17 @@ def test_E_answers_are_those_of_the_document(name: str, server: ServerProcess):
 @pytest.mark.parametrize(
     "field", [{"stop": ["\ud800"]}, {"cache_salt": "\ud800"}, {"priority": 2**64}, {"max_tokens": 2**64}]
 )
-def test_E_what_cannot_be_sent_leaves_nothing_behind(field: dict[str, Any]):
+def test_requests_that_cannot_be_encoded_leak_nothing(field: dict[str, Any]):
     """A request that cannot go to the engine process is refused, and not waited for."""
     _, client, _ = watched(state="ready")
     salt, priority = field.pop("cache_salt", ""), field.pop("priority", 0)
     with pytest.raises(ValueError, match="surrogate pair, or a number"):
-        RequestStream(client).submit(np.array([5], np.int32), SamplingParams(**field), True, priority, salt)
+        request = InferenceRequest(0, np.array([5], np.int32), SamplingParams(**field), True, priority, salt)
+        RequestStream(client).submit(request)
     assert client.num_in_flight == 0 and not client.request_metrics.open
 
 
-def test_E_malformed_requests_cost_nothing(server: ServerProcess):
+def test_malformed_requests_leak_nothing(server: ServerProcess):
     found = asyncio.run(attack(server.url, count=120, seed=3))
     assert not found.faults, "\n".join(found.faults[:3])
     assert len(found.kinds) == 8 and found.statuses[400] > 20

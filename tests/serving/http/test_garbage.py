@@ -1,4 +1,4 @@
-"""What a request was made of is gone with its answer: nothing of it waits for the collector of cycles, which stops all streams."""
+"""A finished request leaves no reference cycles, whose collection would stop all streams."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.engine.request import Output, Response
 from torchweave.models.resolve import resolve
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
@@ -24,7 +25,7 @@ TOKENS = np.arange(30, 32, dtype=np.int32)
 
 
 class Parrot(EngineClient):
-    """Answers every request with two tokens, one as part of a stream, and says that it is the end."""
+    """Answers every request with two tokens, one streamed and one final."""
 
     async def start(self) -> None:
         self.model = messages.ModelCard(
@@ -39,7 +40,7 @@ class Parrot(EngineClient):
         request = messages.decode_to_engine(message)
         if isinstance(request, messages.Submit):
             ids = np.array([request.id], np.uint64).tobytes()
-            last = messages.EncodedResponse(request.id, TOKENS[1:].tobytes(), "length", True, "")
+            last = Response(request.id, Output(TOKENS[1:], "length"), True)
             for at, said in enumerate(
                 (
                     messages.Accepted(request.id),
@@ -78,7 +79,7 @@ async def garbage_of(path: str, body: dict[str, Any] | None) -> tuple[set[bytes]
     reader, writer = await asyncio.open_connection(*door.getsockname())
     statuses = {await ask(reader, writer, path, body)}  # what is made with the first request stays
     gc.collect()
-    gc.freeze()  # what was there before is let go of by whoever holds it, now or later
+    gc.freeze()  # earlier objects are not part of the count
     gc.disable()
     try:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""One server has an address, and its connections stay with HTTP/1.1 whatever a client offers."""
+"""Exclusive listening address, and HTTP/1.1 connections regardless of upgrade offers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchweave.serving.http.listener import UvicornServer, join, listen
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_of_servers_that_start_at_once_one_has_the_address(shared: bool) -> None:
+def test_one_of_several_concurrent_servers_gets_the_address(shared: bool) -> None:
     servers = 4
     together = Barrier(servers)
 
@@ -42,7 +42,7 @@ def test_of_servers_that_start_at_once_one_has_the_address(shared: bool) -> None
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("host", "other"), [("127.0.0.1", "0.0.0.0"), ("0.0.0.0", "127.0.0.1")])
-def test_an_address_is_had_with_all_that_it_is_part_of(host: str, other: str, shared: bool) -> None:
+def test_wildcard_address_conflicts_with_specific_ones(host: str, other: str, shared: bool) -> None:
     with listen(host, 0, shared) as first:
         port = first.getsockname()[1]
         for also in (False, True):
@@ -68,7 +68,7 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("system")
-def test_who_joins_is_given_connections_once_he_listens() -> None:
+def test_joining_process_gets_connections_once_it_listens() -> None:
     with listen("127.0.0.1", 0, shared=True) as first, join(*first.getsockname()) as further, ExitStack() as things:
 
         def given(to: socket.socket) -> int:
@@ -119,7 +119,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 def answers(sent: bytes, size: int) -> bytes:
-    """All that a server says on one connection until it closes it, when it is sent so much at a time."""
+    """Everything that a server sends on one connection until it closes it; data is sent in chunks of a given size."""
 
     async def ask() -> bytes:
         uvicorn = UvicornServer(echo)
@@ -161,7 +161,7 @@ def test_an_offer_on_a_connection_that_is_to_be_closed(last: bytes) -> None:
     assert b"connection: close\r\n" in found
 
 
-def test_what_cannot_be_read_behind_an_offer_is_refused() -> None:
+def test_malformed_data_after_an_upgrade_offer_is_rejected() -> None:
     found = answers(b"POST /0 HTTP/1.1\r\n" + OFFER + BODY + b"no request\r\n\r\n", 10_000)
     assert b"HTTP/1.1 400 " in found
     assert b"HTTP/1.1 400 " in answers(b"CONNECT no-port HTTP/1.1\r\nConnection: close\r\n\r\n", 10_000)
@@ -198,17 +198,17 @@ def headers(count: int) -> bytes:
     [b"GET /" + b"a" * 69_000, b"GET / HTTP/1.1\r\nX: " + b"a" * 69_000, b"GET / HTTP/1.1\r\n" + headers(690)],
     ids=["address", "header", "headers"],
 )
-def test_who_sends_a_head_without_end_is_hung_up_on(without_end: bytes) -> None:
+def test_endless_request_head_is_disconnected(without_end: bytes) -> None:
     found = answers(without_end, 10_000)
     assert found.startswith(b"HTTP/1.1 400 ") and found.endswith(b"The head of the request is longer than 65536 bytes.")
 
 
-def test_what_stands_behind_a_body_has_an_end() -> None:
+def test_data_after_a_body_is_bounded() -> None:
     begin = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
     assert b"HTTP/1.1 400 " in answers(begin + headers(790), 10_000)
 
 
-def test_long_bodies_and_many_requests_are_no_heads() -> None:
+def test_long_bodies_and_pipelined_requests_do_not_count_as_heads() -> None:
     long = b"POST /long HTTP/1.1\r\nContent-Length: 300000\r\n\r\n" + b"a" * 300_000
     found = answers(long + (b"GET / HTTP/1.1\r\n" + headers(300) + b"\r\n") * 20 + LAST, 50_000)
     assert found.count(b"<GET / >") == 20 and found.endswith(b"<POST /last abcdefgh>")

@@ -1,4 +1,4 @@
-"""Scripts of web pages: a browser lets them ask where the server says that it may."""
+"""Cross-origin requests are allowed for the configured origins only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask(method: str, path: str, origin: str, *allowed: str) -> httpx.Response:
     return asyncio.run(send())
 
 
-def test_pages_that_were_named_may_ask() -> None:
+def test_allowed_origins_may_send_requests() -> None:
     for allowed, told in ((PAGE, PAGE), ("*", "*")):
         before = ask("OPTIONS", "/v1/chat/completions", PAGE, allowed)
         assert before.status_code == 200 and before.headers[ALLOWED] == told
@@ -45,7 +45,7 @@ def test_pages_that_were_named_may_ask() -> None:
         assert refused.status_code == 401 and refused.headers[ALLOWED] == told, "the page is to see why"
 
 
-def test_others_may_not() -> None:
+def test_other_origins_are_rejected() -> None:
     for allowed in ((), (PAGE,)):
         for method, path in (("OPTIONS", "/v1/chat/completions"), ("GET", "/version")):
             answer = ask(method, path, OTHER, *allowed)
@@ -53,7 +53,7 @@ def test_others_may_not() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["chat.example.com", f"{PAGE}/", f"{PAGE}/a", ""])
-def test_what_no_browser_sends_is_refused(wrong: str) -> None:
+def test_malformed_origins_are_rejected(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"is not an origin: expected `\*`, or scheme, host and port"):
         check_server(EngineConfig("demo"), ServerConfig(allowed_origins=(PAGE, wrong)))
     check_server(EngineConfig("demo"), ServerConfig(allowed_origins=(PAGE, "*", "null", "http://localhost:3000")))

@@ -1,4 +1,4 @@
-"""Three HTTP processes before one engine: what clients see is one server. They cannot choose whom they reach, so they ask often."""
+"""Three HTTP processes with one engine behave as one server; requests are repeated to reach all of them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ from tests.serving.running import (
 )
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.config.validate import check_server
-from torchweave.engine.request import Output
-from torchweave.engine.responses import NO_TOKENS, Response, Responses
+from torchweave.engine.request import NO_TOKENS, Output, Response, Responses
 from torchweave.serving.engine_client.engine_supervisor import create_replicas
 from torchweave.serving.engine_client.request_metrics import RequestMetrics
 from torchweave.serving.frontends.messages import FrontendMetrics, decode_from_frontend
@@ -149,8 +148,8 @@ def test_malformed_requests_harm_nobody(three: ServerProcess) -> None:
 # -- limits, and clients that leave ------------------------------------------------------------------------------------
 
 
-def test_the_queue_is_that_of_all(three: ServerProcess) -> None:
-    """Four run and twelve wait, whoever was asked."""
+def test_queue_limit_covers_all_frontends(three: ServerProcess) -> None:
+    """Four run and twelve wait, on every frontend."""
     answering = [three.client().completions.create(model="demo", prompt="1+1=", stream=True, **LONG) for _ in range(16)]
     try:
         for _ in range(9):
@@ -168,7 +167,7 @@ def is_empty(running: ServerProcess) -> bool:
     return stats["Used KV cache blocks"] == 0 == stats["numRunningRequests"] == live["requests"]["open"]
 
 
-def test_none_of_them_loads_torch(three: ServerProcess) -> None:
+def test_frontends_do_not_import_torch(three: ServerProcess) -> None:
     answer(three, "20+22=")
     pids = three.pids("tw-http-")
     assert len(pids) == 2
@@ -178,7 +177,7 @@ def test_none_of_them_loads_torch(three: ServerProcess) -> None:
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_death_of_the_engine_is_told_by_all_and_it_comes_back(three: ServerProcess) -> None:
+def test_all_frontends_report_engine_death_and_restart(three: ServerProcess) -> None:
     ends = read_while_killed(streams(three, 4), three.engine_pid())
     assert {why for why, _ in ends} == {"The engine process ended unexpectedly."}
     assert max(seconds for _, seconds in ends) < 2
@@ -195,7 +194,7 @@ def test_the_death_of_the_engine_is_told_by_all_and_it_comes_back(three: ServerP
     assert wait_until(all_answer, 60), able
 
 
-def test_sigterm_drains_all(three: ServerProcess) -> None:
+def test_sigterm_drains_all_frontends(three: ServerProcess) -> None:
     """The last test of this server."""
     pids = [*three.pids("tw-http-"), three.engine_pid()]
     answering = streams(three, 4)
@@ -212,7 +211,7 @@ def test_sigterm_drains_all(three: ServerProcess) -> None:
 
 @contextmanager
 def starting(*options: str) -> Iterator[ServerProcess]:
-    """A server as it starts, and what it says on both streams."""
+    """A starting server, and its output on both streams."""
     port = free_port()
     command = serve_command("demo", *SEVERAL, "--port", str(port), *options)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -230,7 +229,7 @@ def started(*options: str) -> Iterator[ServerProcess]:
         yield running
 
 
-def test_the_death_of_one_of_them_is_told_by_the_others_and_ends_the_server() -> None:
+def test_dead_frontend_ends_the_server() -> None:
     def end_of(stream: Any) -> str:
         try:
             return str(len(list(stream)))
@@ -260,7 +259,7 @@ def test_the_death_of_one_of_them_ends_a_server_that_starts_and_it_does_not_say_
         assert said == "torchweave: An HTTP process of the server ended unexpectedly.\n"
 
 
-def test_why_the_engine_could_not_start_is_told_whoever_is_still_connected() -> None:
+def test_engine_start_failure_is_reported_by_every_frontend() -> None:
     with starting() as running:
         engine = running.engine_pid()
         port = int(running.url.rpartition(":")[2])
@@ -273,7 +272,7 @@ def test_why_the_engine_could_not_start_is_told_whoever_is_still_connected() -> 
         assert running.process.returncode == 1 and not greeting
         assert said.endswith("torchweave: The engine process ended unexpectedly.\n"), (
             said
-        )  # behind what uvicorn says of the connection
+        )  # after uvicorn's log line of the connection
 
 
 def is_listening(port: int) -> bool:
@@ -298,7 +297,7 @@ def test_a_signal_ends_all_of_them(serves: bool) -> None:
         assert running.process.returncode == 0 and not greeting and "Traceback" not in said, said
 
 
-def test_a_fault_of_the_model_is_told_once_and_nobody_stays() -> None:
+def test_unknown_model_is_reported_once_and_all_processes_exit() -> None:
     done = subprocess.run(serve_command("/no/such/model", *SEVERAL), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "/no/such/model" in done.stderr, done.stderr
 
@@ -343,7 +342,7 @@ def test_engine_messages_reach_the_frontend_of_their_request() -> None:
     assert set(found) == {0, 2}, "nobody is woken for nothing"
     for each in found.values():
         assert list(each.new_tokens()) == [(1, 40), (7, 50), (5, 60)] and each.failing
-    assert list(found[0].responses()) == [] and [each.id for each in found[2].responses()] == [11]
+    assert found[0].others == [] and [each.id for each in found[2].others] == [11]
     assert said(Responses()) == {}
     assert {who: said.id for who, said in said(messages.Accepted(9, "no")).items()} == {1: 9}
     moves = said(messages.RequestStateChanges([(1, "started"), (17, "paused"), (5, "answering")]))
@@ -373,7 +372,7 @@ def test_request_metrics_survive_encoding() -> None:
     assert told.counts.first_token.count == 1
 
 
-def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_number_of_frontends(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, count in ((1, 1), (2, 1), (8, 2), (16, 4), (128, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert num_http_processes(None) == count and num_http_processes(3) == 3

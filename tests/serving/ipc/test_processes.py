@@ -1,4 +1,4 @@
-"""Processes of a server stand apart from its group, what they start does as other processes do, and they leave nothing behind."""
+"""Server processes: own process group, default signal handling in children, nothing left behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,24 +47,21 @@ def fail_behind() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_what_they_start_can_be_ended(number: int) -> None:
+def test_children_of_server_processes_can_be_terminated(number: int) -> None:
     """The first process of all was started otherwise than later ones, which hung here."""
     process = spawn(end_a_child, name=f"tw-test-{number}")
-    process.join(60)
-    assert process.exitcode == 0
+    assert process.exit_text(60) == "exit code 0"
 
 
 def test_a_failing_critical_task_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
     process = spawn(fail_behind, name="tw-test")
-    process.join(30)
-    assert process.exitcode == 1
+    assert process.exit_text(30) == "exit code 1"
     assert "RuntimeError: nobody awaits this" in capfd.readouterr().err
 
 
-def test_signals_do_not_end_them() -> None:
+def test_terminal_signals_do_not_end_server_processes() -> None:
     process = spawn(stand_apart, os.getpgid(0), name="tw-test")
-    process.join(60)
-    assert process.exitcode == 0
+    assert process.exit_text(60) == "exit code 0"
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), "nor does the mask stay here"
 
 
@@ -76,9 +74,7 @@ def meeting_places(pid: int) -> set[Path]:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_the_places_where_they_met_are_gone_with_a_server_that_was_killed(
-    deep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_of_a_killed_server_are_removed(deep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if deep:
         monkeypatch.setenv("TMPDIR", str(tmp_path / ("deeper-than-the-path-of-a-socket-may-be-" * 3)))
         Path(os.environ["TMPDIR"]).mkdir()
@@ -96,11 +92,12 @@ def test_the_places_where_they_met_are_gone_with_a_server_that_was_killed(
 def test_an_engine_ends_with_its_server_while_it_still_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It looks out before it does anything else: imports take up to a quarter of a minute on a slow machine."""
 
-    def gone(folder: str) -> None:
-        assert folder == str(tmp_path)
+    def gone(cleanup: Callable[[], object]) -> None:
+        cleanup()
         raise SystemExit
 
     monkeypatch.setattr(own_engine, "exit_with_parent", gone)
     monkeypatch.setattr(own_engine, "prestart_workers", lambda *_: pytest.fail("ranks were started first"))
     with pytest.raises(SystemExit):
         own_engine._run_engine(EngineConfig(model="demo"), messages.Addresses(str(tmp_path)), messages.ReplicaInfo())
+    assert not tmp_path.exists()

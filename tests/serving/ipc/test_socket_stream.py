@@ -1,4 +1,4 @@
-"""Messages over a Unix socket arrive whole and in order, and who sends them waits for nobody."""
+"""Messages over a Unix socket arrive whole and in order, and sending never blocks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.serving.watched import STATS, asking, record_some_requests, watched
 from torchweave.serving.engine_client.request_metrics import HISTORY_SECONDS
-from torchweave.serving.http.routes.live import page
+from torchweave.serving.http.routes import page
 
 EXPLANATION = {
     "passes": [
@@ -50,7 +50,7 @@ def fields_that_the_page_reads() -> set[str]:
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_E_live_has_all_that_the_page_reads(ready: bool):
+def test_live_has_every_key_that_the_page_reads(ready: bool):
     app, client, clock = watched(state="ready" if ready else "starting")
     if ready:
         client._stats, client.explanation = STATS, EXPLANATION
@@ -68,7 +68,7 @@ def test_E_live_has_all_that_the_page_reads(ready: bool):
     assert "model.name" in read and found["model"]["name"] == "demo"
 
 
-def test_live_tells_what_happened():
+def test_live_reports_requests_and_steps():
     app, client, clock = watched(state="ready", explanation=EXPLANATION)
     client._stats = STATS
     record_some_requests(client.request_metrics, clock)
@@ -93,7 +93,7 @@ def test_live_tells_what_happened():
     }  # fmt: skip
 
 
-def test_F_live_shows_how_far_the_start_is():
+def test_live_reports_start_up_progress():
     app, client, _ = watched(state="starting")
     client._record_event(0.5, "progress", {"title": "building pieces", "done": 1, "total": 3, "note": "0814"})
     client._record_event(0.7, "stage", {"name": "weights", "seconds": 0.7})
@@ -107,13 +107,13 @@ def test_F_live_shows_how_far_the_start_is():
 
 
 def counted(service: Any) -> tuple[Any, list[float]]:
-    """The service, and when it makes what it tells."""
+    """The service, and the times at which it builds its JSON."""
     made, snapshot = list[float](), service.snapshot
     service.snapshot = lambda now: made.append(now) or snapshot(now)
     return service, made
 
 
-def test_however_many_ask_it_is_made_a_few_times_a_second():
+def test_live_is_built_at_most_four_times_a_second():
     app, client, clock = watched()
     service, made = counted(app.state.live)
 
@@ -128,7 +128,7 @@ def test_however_many_ask_it_is_made_a_few_times_a_second():
     assert json.loads(text)["state"] == client.state
 
 
-def test_those_who_ask_at_once_get_the_same():
+def test_concurrent_requests_share_one_live_snapshot():
     app, _, clock = watched()
     service, made = counted(app.state.live)
 

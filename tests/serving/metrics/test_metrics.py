@@ -1,4 +1,4 @@
-"""`/metrics`: read by Prometheus' own parser, and compared with traffic that is known."""
+"""`/metrics` read by Prometheus' parser and compared with known traffic."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_reasons_and_buckets():
 
 
 def test_an_answer_that_a_stop_string_ended_counts_as_stop():
-    """The engine knows no text: it says what it did with the request."""
+    """The engine sees no text, so it reports its own finish reason."""
     _, client, _ = watched()
     request_metrics, told = client.request_metrics, ("cancelled", "length", "error", "cancelled")
     for number in range(4):
@@ -145,14 +145,14 @@ def test_requests_refused_by_middleware_are_counted_by_route():
     }  # fmt: skip
 
 
-def test_two_servers_count_apart():
+def test_two_servers_have_separate_counters():
     (first, one, clock), (second, _, _) = watched(), watched()
     record_some_requests(one.request_metrics, clock)
     assert values_of(get("/metrics", first).text)["generation_tokens_total", ()] == 13
     assert values_of(get("/metrics", second).text)["generation_tokens_total", ()] == 0
 
 
-def test_open_metrics_too():
+def test_openmetrics_format():
     app, client, clock = watched()
     record_some_requests(client.request_metrics, clock)
     answer = get("/metrics", app, accept="application/openmetrics-text; version=1.0.0")

@@ -1,4 +1,4 @@
-"""The tokens' texts are those of the text, and each begins where it is said to, whatever the tokenizer."""
+"""Token texts and offsets of logprobs agree with the text, for every tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of a given form over HTTP, and tools: forced, chosen by the model, named, and streamed."""
+"""Structured outputs and tool calls over HTTP: forced, chosen, named, and streamed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_json_object(server: ServerProcess) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_forms_that_cannot_be_are_one_sentence(server: ServerProcess, fields: dict[str, Any], said: str) -> None:
+def test_invalid_response_format_gives_a_one_line_error(
+    server: ServerProcess, fields: dict[str, Any], said: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         ask(server, **fields)
 
@@ -134,7 +136,7 @@ def test_a_conversation_with_calls_goes_on(server: ServerProcess) -> None:
     assert ask(server, tools=TOOLS).choices[0].message.content == "42"  # the model was free to call, and did not
 
 
-def test_a_call_that_the_model_chose_is_found(server: ServerProcess) -> None:
+def test_call_chosen_by_the_model_is_parsed(server: ServerProcess) -> None:
     """The answer is held to what a model would say that calls by itself."""
     said = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
     extra = {"structured_outputs": {"choice": [said]}}

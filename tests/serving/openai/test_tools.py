@@ -1,4 +1,4 @@
-"""Calls in answers: found in every form that models use, told as they come, and the same however the text is cut."""
+"""Tool calls in outputs: parsed in every model's format, streamed, and independent of chunking."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 @pytest.mark.parametrize(
     ("form", "answer", "text", "calls"), CASES, ids=[f"{case[0]}-{case[1][:30]}" for case in CASES]
 )
-def test_calls_are_found_however_the_answer_is_cut(
+def test_parsed_calls_do_not_depend_on_chunking(
     form: str, answer: str, text: str, calls: list[tuple[str, Any]]
 ) -> None:
     for parts in cuts(answer):
         assert read(make_tool_parser(form, TOOLS), parts) == (text, calls), parts
 
 
-def test_arguments_are_told_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     for make, head in (
         (lambda: make_tool_parser("hermes", TOOLS), '<tool_call>{"name": "weather", "arguments": '),
         (lambda: make_tool_parser("mistral", TOOLS), "[TOOL_CALLS]weather"),
@@ -132,7 +132,9 @@ def test_answers_that_were_held_to_a_call() -> None:
         (lambda: make_forced_parser(TOOLS, "weather"), ARGUMENTS, [WEATHER]),
     ]
     for make, answer, calls in makers:
-        for parts in cuts(answer):
+        cases = list(cuts(answer))
+        assert cases
+        for parts in cases:
             assert read(make(), parts) == ("", calls)
 
 
@@ -205,5 +207,5 @@ def test_parameters_that_are_no_schema_are_refused_and_no_fault() -> None:
         ("{{ messages }}", None),
     ],
 )
-def test_the_form_is_known_by_the_template(template: str, form: str | None) -> None:
+def test_chat_template_selects_the_tool_format(template: str, form: str | None) -> None:
     assert detect_tool_format(template) == form
