@@ -24,6 +24,7 @@ from torchweave.models import attention, experts
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep, supports_logits_to_keep
 from torchweave.models.hooks import disable_dynamic_rope, disable_padding_warnings, hook_attention
+from torchweave.models.position_hooks import is_position_hooked
 from torchweave.models.recurrent import VERIFIED, count_hooked, hook_recurrent_layers, recurrent_kinds
 from torchweave.ops.attention.op import LayerSpec
 from torchweave.ops.recurrent.op import RECURRENT_OPS, RecurrentSpec
@@ -63,7 +64,7 @@ def adapt(model: PreTrainedModel, report: Report) -> ModelLayers:
     _check_recurrent_layers(model, kinds)
     number_attention_layers(model)
     layers = model_layers(model)
-    _check_positions(model)
+    _check_positions(model, report)
     report.event(
         "model_adapted",
         architecture=type(model).__name__,
@@ -269,13 +270,17 @@ def _check_window(model: PreTrainedModel, specs: list[LayerSpec]) -> None:
         )
 
 
-def _check_positions(model: PreTrainedModel) -> None:
-    """Reject embeddings that derive positions from token ids (RoBERTa): they start after the padding id and skip padding tokens."""
+def _check_positions(model: PreTrainedModel, report: Report) -> None:
+    """Reject or report embeddings that number tokens by their ids (RoBERTa): they do not count padding tokens."""
     for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
+        if not hasattr(module, "create_position_ids_from_input_ids"):
+            continue
+        if not is_position_hooked(module):
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot be served: its positions start after its padding token's id, the engine's at 0."
             )
+        why = f"transformers does not count the padding token {module.padding_idx} in a prompt, Torchweave does; leave it out"
+        report.event("warning", what="positions", why=why)
 
 
 def _layer_spec(name: str, layer: int, call: dict[str, Any]) -> LayerSpec:

@@ -24,6 +24,7 @@ from torchweave.models.decoder import DecoderStep
 from torchweave.models.hooks import freeze_rope
 from torchweave.models.materialize import WeightLoadSpec, causal_lm_class, is_mapped, load_dummy_weights, load_weights
 from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
+from torchweave.models.position_hooks import POSITIONS_AFTER_PADDING
 from torchweave.models.resolve import Source, read_json, resolve
 from torchweave.models.weights import read as weights
 from torchweave.models.weights.quantized_checkpoint import (
@@ -301,6 +302,8 @@ def _max_model_len(config: Any, requested: int | None) -> int:
     limit = next((int(value) for key in _LENGTH_KEYS if (value := _global_value(config, key))), None)
     if limit is not None:
         limit = min(limit, _global_value(config, "keep_window_size") or limit)
+    if limit is not None and config.model_type in POSITIONS_AFTER_PADDING:
+        limit -= config.pad_token_id + 1
     if limit is not None and _rope(config).get("rope_type") == "yarn":
         # Published configs often keep the unscaled length and document only the scaling.
         limit = max(limit, _scaled_length(_rope(config).get("original_max_position_embeddings", limit), config))

@@ -131,6 +131,39 @@ def _hook_ctrl(module: Any) -> None:
     module.forward = types.MethodType(_ctrl_forward, module)
 
 
+def _positions_after_padding_forward(self: nn.Module, *args: Any, position_ids: Tensor, **given: Any) -> Tensor:
+    """RoBERTa's embeddings, whose first position is the padding token's id + 1."""
+    module: Any = self
+    return type(self).forward(self, *args, position_ids=position_ids + module.padding_idx + 1, **given)
+
+
+def _hook_positions_after_padding(module: Any) -> None:
+    module.forward = types.MethodType(_positions_after_padding_forward, module)
+
+
+def _default_language_adapter(self: nn.Module, lang_ids: Tensor, hidden_states: Tensor) -> Tensor:
+    """X-MOD's adapter of the default language; the original selects tokens by language on the host."""
+    module: Any = self
+    normed = hidden_states
+    if module.adapter_layer_norm is not None:
+        normed = module.adapter_layer_norm(hidden_states)
+    elif module.adapter_reuse_layer_norm:
+        normed = module.LayerNorm(hidden_states)
+    adapted = module.adapter_modules[module.torchweave_language](normed)
+    return adapted + (normed if module.ln_before_adapter else hidden_states)
+
+
+def _hook_xmod(module: Any) -> None:
+    language = module.config.default_language
+    if language not in module.encoder.layer[0].output.adapter_modules:
+        raise UnsupportedModel(
+            f"xmod has adapters by language and its config has default_language {language!r}; set it to one of its languages."
+        )
+    for layer in module.encoder.layer:
+        layer.output.torchweave_language = language
+        layer.output.lang_adapter = types.MethodType(_default_language_adapter, layer.output)
+
+
 def _xglm_positions_forward(self: nn.Module, position_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
     """XGLM's sinusoidal rows by position; the original enlarges its table by the length of the input."""
     module: Any = self
@@ -140,6 +173,26 @@ def _xglm_positions_forward(self: nn.Module, position_ids: Tensor, past_key_valu
 def _hook_xglm_positions(module: Any) -> None:
     module.forward = types.MethodType(_xglm_positions_forward, module)
 
+
+def is_position_hooked(module: nn.Module) -> bool:
+    """Whether embeddings that number tokens by their ids have a hook."""
+    return type(module).__name__ in _AFTER_PADDING
+
+
+POSITIONS_AFTER_PADDING = frozenset(
+    {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+)
+"""Model types whose table of positions has rows before the first position: as many as the padding token's id, and one."""
+
+_AFTER_PADDING = (
+    "CamembertEmbeddings",
+    "Data2VecTextEmbeddings",
+    "RobertaEmbeddings",
+    "RobertaPreLayerNormEmbeddings",
+    "XLMRobertaEmbeddings",
+    "XLMRobertaXLEmbeddings",
+    "XmodEmbeddings",
+)
 
 POSITION_HOOKS: dict[str, Callable[[Any], None]] = {
     "BartDecoder": _hook_decoder(),
@@ -158,5 +211,7 @@ POSITION_HOOKS: dict[str, Callable[[Any], None]] = {
     "CTRLModel": _hook_ctrl,
     "RoFormerEncoder": _hook_roformer,
     "XGLMSinusoidalPositionalEmbedding": _hook_xglm_positions,
+    "XmodModel": _hook_xmod,
+    **dict.fromkeys(_AFTER_PADDING, _hook_positions_after_padding),
 }
 """Hooks by the name of the module's class."""

@@ -129,6 +129,31 @@ _BERT: dict[str, Any] = {
     "add_cross_attention": False,
 }
 
+_HEAD = {"head_dim": 16}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SHARED = {"shared_expert_intermediate_size": 32}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_LANGUAGES = {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"}
+_LLAMA4: dict[str, Any] = {
+    "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "attention_chunk_size": 32,
+    "num_hidden_layers": 4, "floor_scale": 16, "attn_scale": 0.5,
+}  # fmt: skip
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+_GEMMA4: dict[str, Any] = _HEAD | _SLIDING | _MIXED | _PER_LAYER | {"global_head_dim": 32}
+_GEMMA4_UNIFIED: dict[str, Any] = _HEAD | _SLIDING | _MIXED | {"global_head_dim": 32}
+_GEMMA3N = _HEAD | _SLIDING | _PER_LAYER | _FOUR_LAYERS | {
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 1, "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "intermediate_size": [96] * 4,
+}  # fmt: skip
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": _WIDTH}
+_AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+
+
+def _text(options: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Options of a model of several modalities: of its text part, and configs of the others."""
+    return {"text_config": _BASE | options, **others}
+
+
 _MODELS: tuple[ZooModel, ...] = (
     ZooModel("llama"),
     ZooModel("llama-tied", {"tie_word_embeddings": True}, base="llama"),
@@ -247,8 +272,7 @@ _MODELS: tuple[ZooModel, ...] = (
     ),
     ZooModel(
         "llama4",
-        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
-        | {"attention_chunk_size": 32, "num_hidden_layers": 4, "floor_scale": 16, "attn_scale": 0.5},
+        _LLAMA4,
         base="llama4_text",
     ),
     ZooModel("ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32}),
@@ -381,6 +405,78 @@ _MODELS: tuple[ZooModel, ...] = (
     ZooModel("electra", _BERT | {"embedding_size": 32}),
     ZooModel("roc_bert", _BERT | {"enable_pronunciation": False, "enable_shape": False}),
     ZooModel("big_bird", _BERT | {"attention_type": "original_full"}),
+    # Positions after the padding token's id.
+    *(
+        ZooModel(name, _BERT | {"pad_token_id": 1, "bos_token_id": 0})
+        for name in ("roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+    ),
+    ZooModel("xmod", _BERT | {"pad_token_id": 1, "bos_token_id": 0, **_LANGUAGES}),
+    ZooModel("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 32}),
+    ZooModel(
+        "axk1", _LATENT | {"n_group": 2, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"], **_HEAD}
+    ),
+    ZooModel("beam", _SLIDING),
+    ZooModel("cohere2_moe", _FOUR_LAYERS | _EXPERTS | _SLIDING | {"first_k_dense_replace": 1}),
+    ZooModel("flint", _FOUR_LAYERS | _EXPERTS | _SLIDING | _SHARED | {"mlp_only_layers": [0], **_HEAD}),
+    ZooModel("granitemoe_swa", _FOUR_LAYERS | _SLIDING | _LOCAL),
+    ZooModel("hy_v3", _EXPERTS | _HEAD),
+    ZooModel("internlm3"),
+    ZooModel("iquestcoder"),
+    ZooModel("gpt-sw3", _GPT, shared=False),
+    ZooModel("kolibri1", _SLIDING | _LOCAL | _SHARED | _MIXED | {"moe_intermediate_size": 32, **_HEAD}),
+    ZooModel(
+        "mellum",
+        _SLIDING | _LOCAL | _MIXED | {"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    ZooModel("laguna", _EXPERTS | _SLIDING | _HEAD),
+    ZooModel("modernbert-decoder", _MIXED | {"local_attention": 32}),
+    ZooModel("moshi", {"ffn_dim": 96, "num_key_value_heads": 4, "audio_encoder_config": {}, **_HEAD, **_SLIDING}),
+    ZooModel("gemma3n_text", _GEMMA3N),
+    ZooModel("gemma4_text", _GEMMA4 | {"attention_k_eq_v": True, "final_logit_softcapping": 2.0}),
+    ZooModel(
+        "gemma4-moe",
+        _GEMMA4
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+        | {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        base="gemma4_text",
+    ),
+    ZooModel("gemma4_unified_text", _GEMMA4_UNIFIED),
+    # The text parts of models of several modalities.
+    ZooModel("fuyu", {"text_config": _BASE, "image_size": 32, "patch_size": 16}, shared=False),
+    ZooModel("gemma3-multimodal", _text(_SLIDING | _HEAD, vision_config=_VISION), base="gemma3", shared=False),
+    ZooModel("gemma4", _text(_GEMMA4), shared=False),
+    ZooModel("gemma4_unified", _text(_GEMMA4_UNIFIED), shared=False),
+    ZooModel("got_ocr2", _text({}, vision_config=_VISION | {"mlp_dim": 32, "output_channels": 16}), shared=False),
+    ZooModel(
+        "llama4-multimodal",
+        _text(
+            _LLAMA4,
+            vision_config=_VISION | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        ),
+        base="llama4",
+        shared=False,
+    ),
+    ZooModel("moss_transcribe_diarize", _text(_HEAD, audio_config=_AUDIO), shared=False),
+    ZooModel(
+        "phi4_multimodal",
+        {
+            "vision_config": _VISION,
+            "audio_config": {"hidden_size": 32, "num_blocks": 1, "num_attention_heads": 2, "intermediate_size": 32}
+            | {"ext_pw_out_channel": 32, "nemo_conv_channels": 32},
+        },
+    ),
+    ZooModel(
+        "qwen3_5-multimodal",
+        _text(_FOUR_LAYERS | _DELTA, vision_config=_QWEN_VISION),
+        base="qwen3_5",
+        shared=False,
+    ),
+    ZooModel(
+        "qwen3_5_moe-multimodal",
+        _text(_FOUR_LAYERS | _DELTA | _EXPERTS | _SHARED, vision_config=_QWEN_VISION),
+        base="qwen3_5_moe",
+        shared=False,
+    ),
 )
 
 ZOO_MODELS = tuple(entry for entry in _MODELS if entry.model_type in CONFIG_MAPPING)
@@ -389,7 +485,7 @@ ZOO_MODELS = tuple(entry for entry in _MODELS if entry.model_type in CONFIG_MAPP
 REFUSED_MODELS: tuple[ZooModel, ...] = (
     ZooModel("falcon-alibi", {"alibi": True}, base="falcon"),
     ZooModel("doge-moe", {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}, base="doge"),
-    ZooModel("roberta", _BERT | {"pad_token_id": 1, "bos_token_id": 0}),
+    ZooModel("xmod-language", _BERT | _LANGUAGES | {"default_language": None}, base="xmod"),
     ZooModel("cpmant"),
     ZooModel("musicgen", shared=False),
     ZooModel("big_bird-sparse", _BERT, base="big_bird"),
