@@ -14,6 +14,7 @@ import torch
 from torchweave.compiler import eager_forward
 from torchweave.models import DecoderStep
 from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, get_backend, run_attention
+from torchweave.ops.attention.sparse import SPARSE_OPS, run_sparse_op
 from torchweave.ops.recurrent.op import RECURRENT_OPS, run_recurrent_op
 
 BLOCK = 16
@@ -48,7 +49,7 @@ def paged_tokens(
         torch.full((len(prompts), *call.shape), torch.nan, dtype=call.dtype, device=device)
         for call in step.recurrent_layers
     ]
-    forward = eager_forward(step, {"torchweave::attention", *(op.name() for op in RECURRENT_OPS)})
+    forward = eager_forward(step, {"torchweave::attention", *(op.name() for op in RECURRENT_OPS | SPARSE_OPS)})
     sequences, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
     answers: list[list[int]] = [[] for _ in prompts]
     number = 0
@@ -71,6 +72,9 @@ def paged_tokens(
         ) -> None:
             if op in RECURRENT_OPS:
                 run_recurrent_op(meta, states, op, args, kwargs)
+                return
+            if op in SPARSE_OPS:
+                run_sparse_op([meta], caches, op, args, kwargs)
                 return
             named = {argument.name: argument.default_value for argument in op._schema.arguments}
             named |= dict(zip(named, args, strict=False)) | kwargs | (spoil or {})

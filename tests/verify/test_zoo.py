@@ -81,6 +81,18 @@ def test_zoo_models_detect_a_lost_state(name: str, lost: str) -> None:
     assert paged_tokens(step, prompts(), 6, lost=lost) != expected
 
 
+def test_zoo_models_detect_a_wrong_selection_of_keys() -> None:
+    model: Any = zoo.build(zoo.zoo_model("glm_moe_dsa"))
+    expected = zoo.reference_tokens(model, prompts(), 8)
+    specs = adapt(build_on_meta(model.config, torch.float32), Report(show=False)).attention
+    assert [(spec.sparse, spec.index_keys) for spec in specs] == [(True, False)] * 3 + [(False, True)] * 2
+    install_ops(model)
+    step = DecoderStep(model, specs, zoo.VOCAB, 512)
+    assert paged_tokens(step, prompts(), 8) == expected
+    model.model.layers[0].self_attn.indexer.index_topk = 512  # all keys
+    assert paged_tokens(step, prompts(), 8) != expected
+
+
 class _AllRows(LlamaForCausalLM):
     """As code that comes with a checkpoint often is: `logits_to_keep` is swallowed, and every token has its logits."""
 

@@ -24,6 +24,7 @@ from torchweave.models import attention, experts
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep, supports_logits_to_keep
 from torchweave.models.hooks import disable_dynamic_rope, disable_padding_warnings, hook_attention
+from torchweave.models.indexers import hook_indexers
 from torchweave.models.position_hooks import is_position_hooked
 from torchweave.models.recurrent import VERIFIED, count_hooked, hook_recurrent_layers, recurrent_kinds
 from torchweave.ops.attention.op import LayerSpec
@@ -101,7 +102,7 @@ def install_ops(model: PreTrainedModel, like: PreTrainedModel | None = None) -> 
         if hasattr(module, "torchweave_layer"):
             own: Any = model.get_submodule(name)
             own.torchweave_layer = module.torchweave_layer
-    return [*hook_attention(model), *hook_recurrent_layers(model)]
+    return [*hook_attention(model), *hook_indexers(model), *hook_recurrent_layers(model)]
 
 
 def _check_recurrent_layers(model: PreTrainedModel, kinds: list[str]) -> None:
@@ -139,12 +140,16 @@ class _ProbeMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[dict[str, Any]] = []
+        self.indexes: list[dict[str, Any]] = []
         self.states: dict[int, RecurrentSpec] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name == "torchweave::attention":
+        if name in ("torchweave::attention", "torchweave::sparse_attention"):
             self.calls.append(_call_arguments(func, args, kwargs or {}))
+            return None
+        if name == "torchweave::sparse_index":
+            self.indexes.append(_call_arguments(func, args, kwargs or {}))
             return None
         if func in RECURRENT_OPS:
             self._add_state(func, _call_arguments(func, args, kwargs or {}))
@@ -239,6 +244,7 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
             f"{name} cannot be served: only layers {sorted(by_layer)} have attention; the others keep another kind of state."
         )
     specs = [_layer_spec(name, layer, by_layer[layer]) for layer in range(len(by_layer))]
+    specs += [_index_spec(call) for call in sorted(probe.indexes, key=lambda call: call["layer"])]
     _check_window(model, specs)
     assert sorted(probe.states) == list(range(len(probe.states))), "every hooked function has a state"
     return ModelLayers(specs, [probe.states[state] for state in sorted(probe.states)])
@@ -294,12 +300,18 @@ def _layer_spec(name: str, layer: int, call: dict[str, Any]) -> LayerSpec:
         head_dim=key_dim,
         value_dim=value_dim,
         num_heads=heads,
-        window=call["window"],
-        chunk=call["chunk"],
-        softcap=call["softcap"],
+        window=call.get("window", 0),
+        chunk=call.get("chunk", 0),
+        softcap=call.get("softcap", 0.0),
         sinks=call["sinks"] is not None,
-        alibi=call["alibi_slopes"] is not None,
+        alibi=call.get("alibi_slopes") is not None,
+        sparse="indices" in call,
     )
+
+
+def _index_spec(call: dict[str, Any]) -> LayerSpec:
+    dim = call["k"].shape[1]
+    return LayerSpec(num_kv_heads=1, head_dim=dim // 2, value_dim=dim - dim // 2, num_heads=1, index_keys=True)
 
 
 def vocab_size(model: PreTrainedModel) -> int:

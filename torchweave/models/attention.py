@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-import torchweave.ops.attention.op  # noqa: F401  (defines torchweave::attention)
+import torchweave.ops.attention.op
+import torchweave.ops.attention.sparse  # noqa: F401  (both define ops)
 
 NAME = "torchweave"
 """The implementation's name in transformers. No mask function is registered under it, so models build no masks."""
@@ -45,6 +46,7 @@ def attention_forward(
     token_positions: Tensor | None = None,
     layer_offset: int = 0,
     alibi_slopes: Tensor | None = None,
+    indices: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """Attention over flattened tokens: query `[1, H, T, D]`, key `[1, KH, T, D]`, value `[1, KH, T, Dv]` -> `[1, T, H, Dv]`.
@@ -52,7 +54,7 @@ def attention_forward(
     Raises:
         UnsupportedModel: the model passes its own mask, is bidirectional, or passes an argument of unknown effect.
     """
-    _check(module, attention_mask, extra)
+    _check(module, attention_mask if indices is None else None, extra)
     temperature = getattr(module, "torchweave_temperature", None)
     if temperature is not None:
         assert token_positions is not None, "the layer hook passes positions"
@@ -60,6 +62,9 @@ def attention_forward(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = torch.empty(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device)
     scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
+    if indices is not None:
+        torch.ops.torchweave.sparse_attention(q, k, v, indices[0], out, layer_number(module), scale, s_aux)
+        return out.unsqueeze(0), None
     window, chunk = _window_and_chunk(module, sliding_window)
     layer = layer_number(module) + layer_offset
     alibi = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}

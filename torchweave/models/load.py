@@ -146,6 +146,11 @@ def load(
             f"{type(model).__name__} has layers with a recurrent state, which pipeline stages do not support; set "
             "pipeline_parallel_size to 1."
         )
+    if any(spec.index_keys for spec in layers.attention) and process_groups.size > 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__} selects keys by an indexer, which one rank supports; set tensor_parallel_size and "
+            "pipeline_parallel_size to 1."
+        )
     specs = _with_cache_scales(layers.attention, stored, bool(layers.recurrent), report)
     size = _ModelSize(vocab_size(model), sum(parameter.numel() for parameter in model.parameters()), length)
     plan = stage = whole = None

@@ -133,6 +133,7 @@ _HEAD = {"head_dim": 16}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _SHARED = {"shared_expert_intermediate_size": 32}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_COMPASS_ROPE = {"sliding_attention": {**_ROPE, "mrope_section": [3, 3, 2]}, "full_attention": None}
 _LANGUAGES = {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"}
 _LLAMA4: dict[str, Any] = {
     "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "attention_chunk_size": 32,
@@ -144,6 +145,15 @@ _GEMMA4_UNIFIED: dict[str, Any] = _HEAD | _SLIDING | _MIXED | {"global_head_dim"
 _GEMMA3N = _HEAD | _SLIDING | _PER_LAYER | _FOUR_LAYERS | {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 1, "laurel_rank": 8,
     "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "intermediate_size": [96] * 4,
+}  # fmt: skip
+_INDEXED: dict[str, Any] = _LATENT | _HEAD | {
+    "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"], "index_topk": 8, "index_head_dim": 24, "index_n_heads": 8,
+}  # fmt: skip
+_DOTS3: dict[str, Any] = {key: value for key, value in _INDEXED.items() if key not in ("rope_parameters", "head_dim")} | {
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"], "n_group": 2, **_SLIDING,
+    "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 48, "swa_kv_lora_rank": 16,
+    "swa_head_dim": 40, "swa_qk_nope_head_dim": 24, "swa_v_head_dim": 16,
+    "shared_experts_intermediate_size": 32,
 }  # fmt: skip
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": _WIDTH}
 _AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
@@ -417,6 +427,7 @@ _MODELS: tuple[ZooModel, ...] = (
     ),
     ZooModel("beam", _SLIDING),
     ZooModel("cohere2_moe", _FOUR_LAYERS | _EXPERTS | _SLIDING | {"first_k_dense_replace": 1}),
+    ZooModel("cohere_compass_text", _SLIDING | _HEAD | _MIXED | {"rope_parameters": _COMPASS_ROPE}),
     ZooModel("flint", _FOUR_LAYERS | _EXPERTS | _SLIDING | _SHARED | {"mlp_only_layers": [0], **_HEAD}),
     ZooModel("granitemoe_swa", _FOUR_LAYERS | _SLIDING | _LOCAL),
     ZooModel("hy_v3", _EXPERTS | _HEAD),
@@ -441,6 +452,23 @@ _MODELS: tuple[ZooModel, ...] = (
         base="gemma4_text",
     ),
     ZooModel("gemma4_unified_text", _GEMMA4_UNIFIED),
+    # Keys selected by an indexer, fewer than a prompt has. Eight heads make ties of scores, all of them 0, unlikely.
+    ZooModel("deepseek_v32", _INDEXED | {"n_group": 2}),
+    ZooModel("axk2", _INDEXED | {"n_group": 2}),
+    ZooModel("glm_moe_dsa", _INDEXED | {"n_group": 2, "indexer_types": ["full", "shared", "full"]}),
+    ZooModel("hy_v4", _INDEXED | {"n_group": 1, "indexer_types": ["full", "shared", "full"], "hc_mult": 2}),
+    ZooModel("dots3_note_text", _DOTS3),
+    ZooModel(
+        "dots3_note",
+        _text(
+            _DOTS3,
+            vision_config=_VISION | {"mlp_layer_types": ["dense"], "adapter_in_dim": 32, "adapter_out_dim": _WIDTH},
+            audio_config=_VISION
+            | {"num_key_value_heads": 2, "downsample_hidden_size": 8, "head_dim": 16}
+            | {"adapter_input_size": 32, "adapter_out_dim": _WIDTH, "conv_output_size": 128},
+        ),
+        shared=False,
+    ),
     # The text parts of models of several modalities.
     ZooModel("fuyu", {"text_config": _BASE, "image_size": 32, "patch_size": 16}, shared=False),
     ZooModel("gemma3-multimodal", _text(_SLIDING | _HEAD, vision_config=_VISION), base="gemma3", shared=False),

@@ -39,6 +39,7 @@ from torchweave.ops.attention.op import (
     LayerKVCache,
     run_attention_op,
 )
+from torchweave.ops.attention.sparse import SPARSE_OPS, run_sparse_op
 from torchweave.ops.recurrent.op import RECURRENT_OPS, run_recurrent_op
 from torchweave.ops.sampling.sample import logprobs, sample
 from torchweave.ops.slot_state import SlotState, StepInputs, advance, carry, prepare, prepare_decode_inputs
@@ -75,6 +76,8 @@ class StepBoundary:
             self._steps = [self._backend.begin(meta) for meta in self._metas]
         elif op in RECURRENT_OPS:
             run_recurrent_op(self._metas[0], self._recurrent_states, op, args, kwargs)
+        elif op in SPARSE_OPS:
+            run_sparse_op(self._metas, self._caches, op, args, kwargs)
         else:
             run_attention_op(self._steps, self._caches, op, args, kwargs)
 

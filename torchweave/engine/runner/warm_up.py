@@ -79,6 +79,8 @@ class PlaceholderForward:
             linear.launch_samples(torch.zeros(tokens, linear.in_features, dtype=self._dtype, device=device))
         launch_samples(self._module, tokens)
         for layer, number in self._layers.items():
+            if layer.sparse or layer.index_keys:
+                continue  # runs in torch
             q, k, v = (
                 torch.zeros(tokens, heads, dim, dtype=self._dtype, device=device)
                 for heads, dim in (

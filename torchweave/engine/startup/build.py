@@ -177,12 +177,16 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan) -> tuple[KVCacheSpec, Plan]:
         why = "layers with a recurrent state keep no state of earlier positions"
         plan = plan.with_effective("enable_prefix_caching", False, why)
         plan = plan.with_effective("kv_offload_gb", 0.0, "no block is reused", kv_offload_gb=0.0)
+    if plan.full_mixed_graphs and any(layer.sparse for layer in layers):
+        why = "sparse attention takes the tokens of a long step in many parts"
+        plan = plan.with_effective("cuda_graph_config.capture_mixed", False, why, full_mixed_graphs=False)
     device = torch.device(plan.device)
     return KVCacheSpec(layers, layout, backend, dtype, plan.block_size, device, loaded.module.recurrent_layers), plan
 
 
 def _with_cache_dtype(layers: Sequence[LayerSpec], plan: Plan) -> list[LayerSpec]:
-    return [replace(layer, cache_dtype=FP8_DTYPES.get(plan.kv_cache_dtype)) for layer in layers]
+    dtype = FP8_DTYPES.get(plan.kv_cache_dtype)
+    return [replace(layer, cache_dtype=None if layer.index_keys else dtype) for layer in layers]
 
 
 def _choose_attention(plan: Plan, layers: Sequence[LayerSpec], dtype: torch.dtype) -> tuple[AttentionBackend, Plan]:

@@ -253,6 +253,8 @@ class LayerSpec:
         softcap: soft cap of the scores; 0 for none.
         sinks: whether the softmax has attention sinks.
         alibi: whether the scores have a bias by distance (ALiBi).
+        sparse: whether an indexer selects the keys (`torchweave.ops.attention.sparse`).
+        index_keys: the cache holds an indexer's keys, half of their channels as keys and half as values.
         cache_dtype: FP8 dtype of the cache; None for the model's dtype.
         k_scale, v_scale: scales of an FP8 cache (`torchweave.ops.attention.kv_cache_dtype`).
     """
@@ -266,6 +268,8 @@ class LayerSpec:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    sparse: bool = False
+    index_keys: bool = False
     cache_dtype: torch.dtype | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0

@@ -1,0 +1,178 @@
+"""Sparse attention by an indexer over a paged cache, against float64 and whole sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchweave.ops.attention import sparse
+from torchweave.ops.attention.op import AttentionMetadata, LayerKVCache
+from torchweave.ops.attention.sparse import run_sparse_op
+
+OPS = torch.ops.torchweave
+BLOCK, TOPK = 4, 5
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 3
+INDEX_HEADS, INDEX_DIM = 8, 7
+# Tokens before the step and in the step, of each slot.
+STEPS = {
+    "decode": ((9, 1), (0, 1), (30, 1)),
+    "prefill": ((0, 11), (0, 3)),
+    "mixed": ((14, 1), (6, 9), (0, 13)),
+}
+
+
+def random_sequences(generator: torch.Generator, lengths: list[int]) -> list[dict[str, Tensor]]:
+    sizes = {
+        "q": (HEADS, DIM), "k": (KV_HEADS, DIM), "v": (KV_HEADS, VALUE_DIM),
+        "index_q": (INDEX_HEADS, INDEX_DIM), "index_k": (INDEX_DIM,), "weights": (INDEX_HEADS,),
+    }  # fmt: skip
+    return [
+        {name: torch.randn(length, *size, generator=generator) for name, size in sizes.items()} for length in lengths
+    ]
+
+
+def expected(sequence: dict[str, Tensor], sinks: Tensor | None) -> tuple[list[set[int]], Tensor]:
+    """Selected positions and attention of each token, in float64."""
+    wide = {name: tensor.double() for name, tensor in sequence.items()}
+    scores = (torch.einsum("thd,sd->hts", wide["index_q"], wide["index_k"]) * 0.5).relu()
+    scores = torch.einsum("th,hts->ts", wide["weights"], scores)
+    chosen = [set(scores[t, : t + 1].topk(min(TOPK, t + 1)).indices.tolist()) for t in range(len(scores))]
+    mask = torch.full_like(scores, float("-inf"))
+    for t, positions in enumerate(chosen):
+        mask[t, sorted(positions)] = 0.0
+    k, v = (wide[name].repeat_interleave(HEADS // KV_HEADS, dim=1) for name in ("k", "v"))
+    logits = torch.einsum("thd,shd->hts", wide["q"], k) * 0.3 + mask
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, len(scores), 1)], -1)
+    weights = logits.softmax(-1)[..., : len(scores)]
+    return chosen, torch.einsum("hts,shd->thd", weights, v)
+
+
+class _Engine:
+    """Caches, a block table and the two calls of a step."""
+
+    def __init__(self, slots: int, longest: int, generator: torch.Generator) -> None:
+        blocks = -(-longest // BLOCK)
+        self.table = torch.randperm(blocks * slots, generator=generator).view(slots, blocks).int()
+
+        def cache(heads: int, dim: int, value_dim: int) -> LayerKVCache:
+            shape = (self.table.numel(), BLOCK, heads)
+            return LayerKVCache(torch.full((*shape, dim), torch.nan), torch.full((*shape, value_dim), torch.nan))
+
+        half = INDEX_DIM // 2
+        self.caches = [cache(KV_HEADS, DIM, VALUE_DIM), cache(1, half, INDEX_DIM - half)]
+
+    def run(
+        self, sequences: list[dict[str, Tensor]], rows: list[tuple[int, int, int]], padded: int, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rows are `(slot, begin, end)`; returns indices and attention of all tokens."""
+        decode_only = not padded and all(end - begin == 1 for _, begin, end in rows)
+        places = [(slot, position) for slot, begin, end in rows for position in range(begin, end)]
+        mapping = [int(self.table[slot, p // BLOCK]) * BLOCK + p % BLOCK for slot, p in places] + [-1] * padded
+        start = torch.tensor([0, *(end - begin for _, begin, end in rows)]).cumsum(0).int()
+        meta = AttentionMetadata(
+            torch.tensor([slot for slot, _, _ in rows], dtype=torch.int32), start,
+            torch.tensor([end for _, _, end in rows], dtype=torch.int32), self.table, torch.tensor(mapping),
+            len(rows), len(mapping), decode_only, self.table.shape[1] * BLOCK,
+        )  # fmt: skip
+
+        def flat(name: str) -> Tensor:
+            parts = [sequences[slot][name][begin:end] for slot, begin, end in rows]
+            return torch.cat([*parts, torch.full((padded, *parts[0].shape[1:]), torch.nan)])
+
+        indices = torch.full((len(mapping), TOPK), 99, dtype=torch.int32)
+        out = torch.full((len(mapping), HEADS, VALUE_DIM), torch.nan)
+        index = (flat("index_q"), flat("index_k"), flat("weights"), indices, 1, 0.5)
+        run_sparse_op([meta], self.caches, OPS.sparse_index.default, index, {})
+        call = (flat("q"), flat("k"), flat("v"), indices, out, 0, 0.3, sinks)
+        run_sparse_op([meta], self.caches, OPS.sparse_attention.default, call, {})
+        return indices, out
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("padded", [0, 2])
+@pytest.mark.parametrize("step", STEPS)
+def test_step_equals_float64(step: str, padded: int, with_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "PART_BYTES", 4 * 100 * INDEX_DIM)  # parts of a few tokens
+    generator = torch.Generator().manual_seed(0)
+    sinks = torch.randn(HEADS, generator=generator) if with_sinks else None
+    sequences = random_sequences(generator, [before + new for before, new in STEPS[step]])
+    engine = _Engine(len(sequences), 40, generator)
+    for slot, (before, _) in enumerate(STEPS[step]):
+        if before:
+            engine.run(sequences, [(slot, 0, before)], 0, sinks)
+    rows = [(slot, before, before + new) for slot, (before, new) in enumerate(STEPS[step])]
+    indices, out = engine.run(sequences, rows, padded, sinks)
+    token = 0
+    for slot, begin, end in rows:
+        chosen, attended = expected(sequences[slot], sinks)
+        for position in range(begin, end):
+            found = indices[token][indices[token] >= 0].tolist()
+            assert len(found) == len(set(found)) and set(found) == chosen[position]
+            token += 1
+        torch.testing.assert_close(out[token - end + begin : token].double(), attended[begin:end], rtol=1e-4, atol=1e-5)
+    assert not out[token:].any(), "padded tokens are zero"
+
+
+class _NoHostReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._schema.name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padded", [0, 2])
+def test_nothing_is_read_on_the_host(padded: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sequences = random_sequences(generator, [7, 1])
+    engine = _Engine(2, 8, generator)
+    with _NoHostReads():
+        for op, args in _calls(engine, sequences, padded):
+            op(*args)
+
+
+def _calls(engine: _Engine, sequences: list[dict[str, Tensor]], padded: int) -> Any:
+    slots = torch.arange(7 + padded).masked_fill(torch.arange(7 + padded) >= 7, -1)
+    meta = AttentionMetadata(
+        torch.tensor([0, -1]), torch.tensor([0, 7, 7]), torch.tensor([7, 0]), engine.table, slots, 2, 7 + padded, False, 8
+    )  # fmt: skip
+    one = {name: torch.cat([tensor, tensor[:padded]]) for name, tensor in sequences[0].items()}
+    indices = torch.empty(7 + padded, TOPK, dtype=torch.int32)
+    index = (one["index_q"], one["index_k"], one["weights"], indices, 1, 0.5)
+    attend = (one["q"], one["k"], one["v"], indices, torch.empty(7 + padded, HEADS, VALUE_DIM), 0, 0.3)
+    for op, args in ((OPS.sparse_index.default, index), (OPS.sparse_attention.default, attend)):
+        yield run_sparse_op, ([meta], engine.caches, op, args, {})
+
+
+def test_padding_alone_changes_no_cache() -> None:
+    generator = torch.Generator().manual_seed(0)
+    engine = _Engine(1, 8, generator)
+    for cache in engine.caches:
+        cache.k.zero_()
+        cache.v.zero_()
+    meta = AttentionMetadata(
+        torch.tensor([-1]), torch.tensor([0, 0]), torch.tensor([0]), engine.table, torch.tensor([-1, -1]), 1, 2, False, 8
+    )  # fmt: skip
+    k, v = torch.ones(2, KV_HEADS, DIM), torch.ones(2, KV_HEADS, VALUE_DIM)
+    out = torch.empty(2, HEADS, VALUE_DIM)
+    call = (torch.ones(2, HEADS, DIM), k, v, torch.full((2, TOPK), -1, dtype=torch.int32), out, 0, 1.0)
+    run_sparse_op([meta], engine.caches, OPS.sparse_attention.default, call, {})
+    assert not engine.caches[0].k.any() and not engine.caches[0].v.any() and not out.any()
+
+
+def test_ops_without_an_engine_are_valid_custom_ops() -> None:
+    one = random_sequences(torch.Generator().manual_seed(0), [9])[0]
+    indices = torch.empty(9, TOPK, dtype=torch.int32)
+    index = (one["index_q"], one["index_k"], one["weights"], indices, 1, 0.5)
+    torch.library.opcheck(OPS.sparse_index.default, index)
+    OPS.sparse_index(*index)
+    chosen, attended = expected(one, None)
+    assert [set(row[row >= 0].tolist()) for row in indices] == chosen
+    out = torch.empty(9, HEADS, VALUE_DIM)
+    call = (one["q"], one["k"], one["v"], indices, out, 0, 0.3)
+    torch.library.opcheck(OPS.sparse_attention.default, call)
+    OPS.sparse_attention(*call)
+    torch.testing.assert_close(out.double(), attended, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,71 @@
+"""Instance hooks of sparse attention by an indexer: index and attend become boundary ops, the projections stay in the graph.
+
+transformers' attention of these models passes what its indexer returns to the attention function as `indices`. The hooked indexer
+returns positions that `torchweave::sparse_index` selects; `attention_forward` passes them to `torchweave::sparse_attention`. Layers
+without an indexer of their own get the selection of an earlier layer from the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchweave.models.attention import layer_number
+
+_ROTARY_BY_CLASS = {
+    "DeepseekV32Indexer": "apply_rotary_pos_emb",
+    "AXK2Indexer": "apply_rotary_pos_emb",
+    "HYV4Indexer": "apply_rotary_pos_emb",
+    "GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave",
+    "Dots3NoteTextIndexer": "apply_rotary_pos_emb_interleave",
+}
+"""Indexer classes, and the function of their module that rotates the first channels; those of HunYuan V4 are the last."""
+
+
+def hook_indexers(model: nn.Module) -> list[str]:
+    """Replace indexers and give each a KV cache behind those of the attention layers; returns the hooked classes."""
+    owners: list[Any] = [
+        module for module in model.modules() if type(getattr(module, "indexer", None)).__name__ in _ROTARY_BY_CLASS
+    ]
+    num_layers = model.config.num_hidden_layers if owners else 0
+    for number, owner in enumerate(owners):
+        owner.forward = types.MethodType(_attention_with_mask, owner)
+        owner.indexer.torchweave_layer = num_layers + number
+        owner.indexer.forward = types.MethodType(_indexer_forward, owner.indexer)
+    return sorted({type(owner.indexer).__name__ for owner in owners})
+
+
+def _attention_with_mask(
+    self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None = None, **given: Any
+) -> Any:
+    """The original attention, which takes a slice of its mask for the indexer; the hooked indexer ignores it."""
+    assert attention_mask is None, "the engine builds no masks"
+    return type(self).forward(self, hidden_states, attention_mask=hidden_states.new_zeros(1, 1, 1, 1), **given)
+
+
+def _indexer_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """Selected positions, int32 `[1, T, index_topk]`, of `[1, T, hidden]` and the compressed queries `[1, T, q_lora_rank]`."""
+    module: Any = self
+    rotate = getattr(inspect.getmodule(type(self)), _ROTARY_BY_CLASS[type(self).__name__])
+    order = -1 if type(self).__name__ == "HYV4Indexer" else 1
+    widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim][::order]
+    key = module.k_norm(module.wk(hidden_states).to(module.k_norm.weight.dtype)).to(hidden_states.dtype)
+    q_rot, q_pass = module.wq_b(q_resid).unflatten(-1, (module.n_heads, module.head_dim)).split(widths, dim=-1)[::order]
+    k_rot, k_pass = key.unsqueeze(2).split(widths, dim=-1)[::order]
+    q_rot, k_rot = rotate(q_rot, k_rot, *position_embeddings, unsqueeze_dim=2)
+    q, k = (torch.cat([rotated, rest][::order], dim=-1)[0] for rotated, rest in ((q_rot, q_pass), (k_rot, k_pass)))
+    weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float() * module.n_heads**-0.5
+    indices = torch.empty(q.shape[0], module.index_topk, dtype=torch.int32, device=q.device)
+    torch.ops.torchweave.sparse_index(q, k[:, 0], weights[0], indices, layer_number(self), module.softmax_scale)
+    return indices[None]
