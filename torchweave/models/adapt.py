@@ -148,7 +148,7 @@ class _ProbeMode(TorchDispatchMode):
         if name in ("torchweave::attention", "torchweave::sparse_attention"):
             self.calls.append(_call_arguments(func, args, kwargs or {}))
             return None
-        if name == "torchweave::sparse_index":
+        if name in ("torchweave::sparse_index", "torchweave::sparse_block_index"):
             self.indexes.append(_call_arguments(func, args, kwargs or {}))
             return None
         if func in RECURRENT_OPS:

@@ -47,6 +47,7 @@ def attention_forward(
     layer_offset: int = 0,
     alibi_slopes: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """Attention over flattened tokens: query `[1, H, T, D]`, key `[1, KH, T, D]`, value `[1, KH, T, Dv]` -> `[1, T, H, Dv]`.
@@ -54,6 +55,7 @@ def attention_forward(
     Raises:
         UnsupportedModel: the model passes its own mask, is bidirectional, or passes an argument of unknown effect.
     """
+    indices = block_indices if indices is None else indices
     _check(module, attention_mask if indices is None else None, extra)
     temperature = getattr(module, "torchweave_temperature", None)
     if temperature is not None:

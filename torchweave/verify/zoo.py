@@ -459,6 +459,19 @@ _MODELS: tuple[ZooModel, ...] = (
     ZooModel("hy_v4", _INDEXED | {"n_group": 1, "indexer_types": ["full", "shared", "full"], "hc_mult": 2}),
     ZooModel("dots3_note_text", _DOTS3),
     ZooModel(
+        "minimax_m3_vl_text",
+        _LOCAL
+        | {
+            "dense_intermediate_size": 96,
+            "shared_intermediate_size": 32,
+            "rotary_dim": 8,
+            "index_head_dim": 16,
+            **_HEAD,
+        }
+        | {"index_block_size": 4, "index_topk_blocks": 3, "index_n_heads": 2}
+        | {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+    ),
+    ZooModel(
         "dots3_note",
         _text(
             _DOTS3,

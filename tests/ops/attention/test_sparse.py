@@ -118,6 +118,54 @@ def test_step_equals_float64(step: str, padded: int, with_sinks: bool, monkeypat
     assert not out[token:].any(), "padded tokens are zero"
 
 
+@pytest.mark.parametrize("local_blocks", [0, 1, 2])
+@pytest.mark.parametrize("step", STEPS)
+def test_blocks_of_keys_equal_float64(step: str, local_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "PART_BYTES", 4 * 100 * INDEX_DIM)
+    generator, size, most = torch.Generator().manual_seed(1), 3, 2
+    sequences = random_sequences(generator, [before + new for before, new in STEPS[step]])
+    engine = _Engine(len(sequences), 40, generator)
+    for slot, (before, new) in enumerate(STEPS[step]):
+        one = sequences[slot]
+        q, k = one["index_q"][:, :KV_HEADS], one["index_k"]
+        for begin, end in ((0, before), (before, before + new)):
+            if begin == end:
+                continue
+            places = torch.arange(begin, end)
+            mapping = engine.table[slot, places // BLOCK].long() * BLOCK + places % BLOCK
+            meta = AttentionMetadata(
+                torch.tensor([slot]), torch.tensor([0, end - begin]), torch.tensor([end]), engine.table, mapping,
+                1, end - begin, end - begin == 1, 40,
+            )  # fmt: skip
+            indices = torch.full((end - begin, KV_HEADS, most * size), 99, dtype=torch.int32)
+            call = (q[begin:end], k[begin:end], indices, 1, size, local_blocks)
+            run_sparse_op([meta], engine.caches, OPS.sparse_block_index.default, call, {})
+        scores = torch.einsum("thd,sd->hts", q.double(), k.double())
+        for token, head in ((token, head) for token in range(before, before + new) for head in range(KV_HEADS)):
+            groups = [range(first, min(first + size, token + 1)) for first in range(0, token + 1, size)]
+            best = [scores[head, token, list(group)].max().item() for group in groups]
+            order = sorted(range(len(groups)), key=lambda n: (n < len(groups) - local_blocks, -best[n]))
+            found = indices[token - before, head]
+            chosen = found[found >= 0].tolist()
+            assert len(chosen) == len(set(chosen))
+            assert set(chosen) == {place for n in order[:most] for place in groups[n]}
+
+
+def test_keys_of_each_kv_head() -> None:
+    """With indices by KV head, each head attends as if it were alone."""
+    one = random_sequences(torch.Generator().manual_seed(2), [9])[0]
+    indices = torch.randint(0, 3, (9, KV_HEADS, 2), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    indices = indices.minimum(torch.arange(9, dtype=torch.int32)[:, None, None])
+    out = torch.empty(9, HEADS, VALUE_DIM)
+    OPS.sparse_attention(one["q"], one["k"], one["v"], indices, out, 0, 0.3)
+    group = HEADS // KV_HEADS
+    for head in range(KV_HEADS):
+        queries, alone = slice(head * group, (head + 1) * group), torch.empty(9, group, VALUE_DIM)
+        k, v = one["k"][:, head : head + 1], one["v"][:, head : head + 1]
+        OPS.sparse_attention(one["q"][:, queries], k, v, indices[:, head], alone, 0, 0.3)
+        torch.testing.assert_close(out[:, queries], alone)
+
+
 class _NoHostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func._schema.name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
@@ -143,7 +191,10 @@ def _calls(engine: _Engine, sequences: list[dict[str, Tensor]], padded: int) -> 
     indices = torch.empty(7 + padded, TOPK, dtype=torch.int32)
     index = (one["index_q"], one["index_k"], one["weights"], indices, 1, 0.5)
     attend = (one["q"], one["k"], one["v"], indices, torch.empty(7 + padded, HEADS, VALUE_DIM), 0, 0.3)
-    for op, args in ((OPS.sparse_index.default, index), (OPS.sparse_attention.default, attend)):
+    by_head = torch.empty(7 + padded, INDEX_HEADS, 6, dtype=torch.int32)
+    blocks = (one["index_q"], one["index_k"], by_head, 1, 3, 1)
+    ops = (OPS.sparse_index.default, OPS.sparse_block_index.default, OPS.sparse_attention.default)
+    for op, args in zip(ops, (index, blocks, attend), strict=True):
         yield run_sparse_op, ([meta], engine.caches, op, args, {})
 
 
@@ -168,6 +219,8 @@ def test_ops_without_an_engine_are_valid_custom_ops() -> None:
     indices = torch.empty(9, TOPK, dtype=torch.int32)
     index = (one["index_q"], one["index_k"], one["weights"], indices, 1, 0.5)
     torch.library.opcheck(OPS.sparse_index.default, index)
+    blocks = torch.empty(9, INDEX_HEADS, 6, dtype=torch.int32)
+    torch.library.opcheck(OPS.sparse_block_index.default, (one["index_q"], one["index_k"], blocks, 1, 3, 1))
     OPS.sparse_index(*index)
     chosen, attended = expected(one, None)
     assert [set(row[row >= 0].tolist()) for row in indices] == chosen

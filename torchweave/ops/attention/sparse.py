@@ -1,11 +1,12 @@
-"""Sparse attention by an indexer (DeepSeek Sparse Attention): two boundary ops, in plain torch on any device.
+"""Sparse attention by an indexer: boundary ops in plain torch on any device.
 
-`torchweave::sparse_index` scores every key of a request with a few small heads and selects the best positions of each token;
+`torchweave::sparse_index` (DeepSeek Sparse Attention) scores every key of a request with a few small heads and selects the best
+positions of each token, `torchweave::sparse_block_index` (MiniMax M3) the best blocks of keys of each token and KV head;
 `torchweave::sparse_attention` attends to these. The indexer's keys are one more layer of the paged KV cache
 (`LayerSpec.index_keys`): the first half of their channels as its keys, the others as its values, so that blocks are shared,
 offloaded and reused as any.
 
-Shapes depend on the step's sizes alone and nothing is read on the host, so both can be captured. Tokens are taken in parts of at
+Shapes depend on the step's sizes alone and nothing is read on the host, so all can be captured. Tokens are taken in parts of at
 most `PART_BYTES` of gathered keys.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchweave.ops.attention.kv_cache_dtype import as_indexable, dequantize_kv, quantize_kv
@@ -36,6 +38,18 @@ class IndexCall:
     indices: Tensor
     layer: int
     scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIndexCall:
+    """Arguments of `torchweave::sparse_block_index`."""
+
+    q: Tensor
+    k: Tensor
+    indices: Tensor
+    layer: int
+    keys_per_block: int
+    local_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +82,25 @@ def sparse_index(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, layer: 
     _run_index(IndexCall(q, k, weights, indices, layer, scale), meta, cache)
 
 
+@define("torchweave::sparse_block_index", mutates=("indices",), boundary=True)
+def sparse_block_index(
+    q: Tensor, k: Tensor, indices: Tensor, layer: int, keys_per_block: int, local_blocks: int
+) -> None:
+    """Positions of the blocks of keys with the highest score, for each token and head. A block's score is the largest `q[h] . k` of
+    its keys; the blocks next to the token come first.
+
+    Args:
+        q: `[T, H, D]`, a head for each KV head of the attention.
+        k: `[T, D]`.
+        indices: int32 `[T, H, B * keys_per_block]`, written whole: positions of the keys of B blocks, -1 where there is no key.
+        layer: index of the KV cache that holds `k`.
+        keys_per_block: block n has the positions from `n * keys_per_block` on. These are not blocks of the KV cache.
+        local_blocks: number of blocks, the token's own and those before it, that are selected whatever their score.
+    """
+    meta, cache = _one_sequence(k[:, None, : k.shape[1] // 2], k[:, None, k.shape[1] // 2 :])
+    _run_block_index(BlockIndexCall(q, k, indices, layer, keys_per_block, local_blocks), meta, cache)
+
+
 @define("torchweave::sparse_attention", mutates=("out",), boundary=True)
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, layer: int, scale: float, sinks: Tensor | None = None
@@ -76,7 +109,7 @@ def sparse_attention(
 
     Args:
         q: `[T, H, D]`; k: `[T, KH, D]`; v: `[T, KH, Dv]`.
-        indices: int32 `[T, K]`, positions in the request; -1 is no key.
+        indices: int32 `[T, K]`, or `[T, KH, K]` with keys of its own for each KV head: positions in the request; -1 is no key.
         out: `[T, H, Dv]`, written whole.
         layer: index of the KV cache that holds `k` and `v`.
         scale: factor of the scores.
@@ -86,7 +119,13 @@ def sparse_attention(
     _run_attention(SparseCall(q, k, v, indices, out, layer, scale, sinks), meta, cache)
 
 
-SPARSE_OPS = frozenset({torch.ops.torchweave.sparse_index.default, torch.ops.torchweave.sparse_attention.default})
+SPARSE_OPS = frozenset(
+    {
+        torch.ops.torchweave.sparse_index.default,
+        torch.ops.torchweave.sparse_block_index.default,
+        torch.ops.torchweave.sparse_attention.default,
+    }
+)
 """The overloads of the ops above."""
 
 
@@ -98,35 +137,59 @@ def run_sparse_op(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Run an intercepted call over the rows of a step, with the metadata of the layer's cache group."""
+    call: Any
     if op is torch.ops.torchweave.sparse_index.default:
-        index = IndexCall(*args, **kwargs)
-        _run_index(index, metas[caches[index.layer].group], caches[index.layer])
+        run, call = _run_index, IndexCall(*args, **kwargs)
+    elif op is torch.ops.torchweave.sparse_block_index.default:
+        run, call = _run_block_index, BlockIndexCall(*args, **kwargs)
     else:
-        call = SparseCall(*args, **kwargs)
-        _run_attention(call, metas[caches[call.layer].group], caches[call.layer])
+        run, call = _run_attention, SparseCall(*args, **kwargs)
+    cache = caches[call.layer]
+    run(call, metas[cache.group], cache)
 
 
 def _run_index(call: IndexCall, meta: AttentionMetadata, cache: LayerKVCache) -> None:
-    half = cache.k.shape[3]
-    _write(cache.k, call.k[:, None, :half], meta.slot_mapping)
-    _write(cache.v, call.k[:, None, half:], meta.slot_mapping)
-    block_size, num_blocks = cache.k.shape[1], -(-meta.max_seq_len // cache.k.shape[1])
-    num_blocks = min(num_blocks, meta.block_table.shape[1])
-    length, most = num_blocks * block_size, call.indices.shape[1]
-    places = torch.arange(length, device=call.q.device)
-    tokens = _TokenRows.of(meta)
+    tokens, most = _TokenRows.of(meta), call.indices.shape[1]
     call.indices.fill_(-1)
-    for part in _parts(meta.num_tokens, length * call.k.shape[1]):
-        blocks = tokens.block_table(part)[:, :num_blocks].flatten()
-        keys = torch.cat(
-            [tensor.index_select(0, blocks).view(-1, length, tensor.shape[3]) for tensor in (cache.k, cache.v)], -1
-        )
-        scores = torch.matmul(call.q[part].float(), keys.float().transpose(1, 2)) * call.scale
+    for part, keys in _index_keys(call.k, tokens, meta, cache):
+        scores = torch.matmul(call.q[part].float(), keys.transpose(1, 2)) * call.scale
         scores = torch.matmul(call.weights[part].float()[:, None], scores.relu())[:, 0]
-        positions = tokens.positions[part, None]
+        places, positions = torch.arange(keys.shape[1], device=keys.device), tokens.positions[part, None]
         # Memory behind a row's keys was perhaps never written and may hold NaN.
-        best = scores.masked_fill(places > positions, float("-inf")).topk(min(most, length)).indices
+        best = scores.masked_fill(places > positions, float("-inf")).topk(min(most, keys.shape[1])).indices
         call.indices[part, : best.shape[1]] = best.masked_fill(best > positions, -1).int()
+
+
+def _run_block_index(call: BlockIndexCall, meta: AttentionMetadata, cache: LayerKVCache) -> None:
+    tokens, size = _TokenRows.of(meta), call.keys_per_block
+    within = torch.arange(size, device=call.q.device)
+    call.indices.fill_(-1)
+    for part, keys in _index_keys(call.k, tokens, meta, cache):
+        keys = F.pad(keys, (0, 0, 0, -keys.shape[1] % size))
+        places, positions = torch.arange(keys.shape[1], device=keys.device), tokens.positions[part, None, None]
+        scores = torch.matmul(call.q[part].float(), keys.transpose(1, 2))
+        scores = scores.masked_fill(places > positions, float("-inf")).unflatten(2, (-1, size)).amax(-1)
+        behind = positions // size - torch.arange(scores.shape[2], device=keys.device)
+        scores = scores.masked_fill((behind >= 0) & (behind < call.local_blocks), float("inf"))
+        blocks = scores.topk(min(call.indices.shape[2] // size, scores.shape[2])).indices
+        best = (blocks[..., None] * size + within).flatten(2)
+        call.indices[part, :, : best.shape[2]] = best.masked_fill(best > positions, -1).int()
+
+
+def _index_keys(
+    new: Tensor, tokens: _TokenRows, meta: AttentionMetadata, cache: LayerKVCache
+) -> Iterator[tuple[slice, Tensor]]:
+    """Write the indexer's keys `[T, D]` of a step; parts of its tokens, and the keys of their requests, float32 `[n, L, D]`."""
+    half = cache.k.shape[3]
+    _write(cache.k, new[:, None, :half], meta.slot_mapping)
+    _write(cache.v, new[:, None, half:], meta.slot_mapping)
+    block_size = cache.k.shape[1]
+    num_blocks = min(-(-meta.max_seq_len // block_size), meta.block_table.shape[1])
+    length = num_blocks * block_size
+    for part in _parts(meta.num_tokens, length * new.shape[1]):
+        blocks = tokens.block_table(part)[:, :num_blocks].flatten()
+        halves = (tensor.index_select(0, blocks).view(-1, length, tensor.shape[3]) for tensor in (cache.k, cache.v))
+        yield part, torch.cat(list(halves), -1).float()
 
 
 def _run_attention(call: SparseCall, meta: AttentionMetadata, cache: LayerKVCache) -> None:
@@ -134,23 +197,26 @@ def _run_attention(call: SparseCall, meta: AttentionMetadata, cache: LayerKVCach
     _write(cache.v, quantize_kv(call.v, cache.v.dtype, cache.v_scale), meta.slot_mapping)
     block_size, kv_heads = cache.k.shape[1:3]
     group, tokens = call.q.shape[1] // kv_heads, _TokenRows.of(meta)
-    for part in _parts(meta.num_tokens, call.indices.shape[1] * kv_heads * max(call.k.shape[2], call.v.shape[2])):
-        indices = call.indices[part].long()
+    by_head = call.indices if call.indices.ndim == 3 else call.indices[:, None]
+    heads = torch.arange(kv_heads, device=call.q.device)[:, None]
+    for part in _parts(meta.num_tokens, by_head.shape[2] * kv_heads * max(call.k.shape[2], call.v.shape[2])):
+        indices = by_head[part].long()
         places = indices.clamp(min=0)
-        slots = tokens.block_table(part).gather(1, places // block_size) * block_size + places % block_size
+        blocks = tokens.block_table(part).gather(1, places.flatten(1) // block_size).view(places.shape)
+        slots = (blocks * block_size + places % block_size) * kv_heads + heads
         keys, values = (
-            dequantize_kv(_gather(tensor, slots), scale, torch.float32)
+            dequantize_kv(_gather(tensor, slots), scale, torch.float32).float()
             for tensor, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
         )
         queries = call.q[part].float().unflatten(1, (kv_heads, group))
-        scores = torch.matmul(queries, keys.permute(0, 2, 3, 1)) * call.scale
-        scores = scores.masked_fill((indices < 0)[:, None, None], float("-inf"))
+        scores = torch.matmul(queries, keys.transpose(2, 3)) * call.scale
+        scores = scores.masked_fill((indices < 0)[:, :, None], float("-inf"))
         if call.sinks is not None:
             sinks = call.sinks.float().view(1, kv_heads, group, 1).expand(len(scores), -1, -1, -1)
             weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
         else:
             weights = scores.softmax(-1)
-        result = torch.matmul(weights, values.transpose(1, 2)).flatten(1, 2)
+        result = torch.matmul(weights, values).flatten(1, 2)
         call.out[part] = result.masked_fill(~tokens.valid[part, None, None], 0.0).to(call.out.dtype)
 
 
@@ -195,8 +261,8 @@ def _parts(tokens: int, numbers_per_token: int) -> Iterator[slice]:
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """Keys or values at cache slots: `[n, K]` -> `[n, K, KH, D]`."""
-    flat = as_indexable(cache.flatten(0, 1))
+    """Keys or values by cache slot and head, `slot * KH + head`: `[n, KH, K]` -> `[n, KH, K, D]`."""
+    flat = as_indexable(cache.flatten(0, 2))
     return flat.index_select(0, slots.flatten()).view(cache.dtype).unflatten(0, slots.shape)
 
 
