@@ -113,7 +113,7 @@ def _window_and_chunk(module: Any, sliding_window: int | None) -> tuple[int, int
     if kind == "chunked_attention":
         return 0, int(config.attention_chunk_size)
     window = sliding_window or getattr(config, "sliding_window", None)
-    if kind != "sliding_attention" or not window:
+    if kind not in ("sliding_attention", "hybrid_sliding") or not window:
         raise UnsupportedModel(
             f"layer {layer} of {type(module).__name__} has type {kind}, which the engine does not support."
         )

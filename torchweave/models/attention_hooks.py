@@ -218,6 +218,13 @@ def _check_big_bird(module: Any) -> None:
         )
 
 
+def _hook_zamba(module: Any) -> None:
+    """Zamba's attentions share weights and have no index of their own."""
+    for index, layer in enumerate(module.layers):
+        if hasattr(layer, "shared_transf"):
+            layer.shared_transf.self_attn.layer_idx = index
+
+
 ATTENTION_HOOKS: dict[str, Callable[[Any], None]] = {
     "BigBirdModel": _check_big_bird,
     "BigBirdSelfAttention": _hook_bert,
@@ -235,6 +242,7 @@ ATTENTION_HOOKS: dict[str, Callable[[Any], None]] = {
     "OpenAIGPTModel": _hook_openai,
     "DiffLlamaAttention": _hook_forward(_diffllama_forward),
     "DogeAttention": _hook_forward(_doge_forward),
+    "ZambaModel": _hook_zamba,
     "HrmTextAttention": _hook_forward(_recurrent_depth_forward),
 }
 """Hooks by the name of the module's class."""

@@ -162,11 +162,79 @@ def _rg_lru(module: Any, x: Tensor, positions: Tensor, state: int) -> Tensor:
     return out
 
 
-_FORWARD_BY_CLASS: dict[str, tuple[Callable[[int], Callable[..., Any]], int]] = {
-    "MiniMaxLightningAttention": (_lightning_attention, 1),
-    "RecurrentGemmaRecurrentBlock": (_rg_lru_block, 2),
+def _zamba_mixer(state: int) -> Callable[..., Tensor]:
+    def forward(self: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Zamba's mixer (arXiv 2405.16712) of `[1, T, hidden]`: a scan of Mamba for each head."""
+        module: Any = self
+        heads, head_dim = module.n_mamba_heads, module.mamba_head_dim
+        x, gate = module.in_proj(hidden_states)[0].unflatten(-1, (-1, 2)).unbind(-1)
+        weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
+        mixed = _causal_conv(state)(x.transpose(0, 1)[None], weight, bias, activation=module.activation)[0]
+        widths = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
+        decay, outputs = -torch.exp(module.A_log.float()), []
+        for head in range(heads):
+            channels = slice(head * head_dim, (head + 1) * head_dim)
+            dt, B, C = (module.x_proj_weight[head] @ mixed[channels]).split(widths)
+            scanned = _selective_scan(state + 1 + head)(
+                mixed[None, channels],
+                (module.dt_proj_weight[head] @ dt)[None],
+                decay[head],
+                B[None],
+                C[None],
+                D=module.D[head].float(),
+                z=gate.transpose(0, 1)[None, channels],
+                delta_bias=module.dt_proj_bias[head].float(),
+                delta_softplus=True,
+            )
+            outputs.append(scanned[0].transpose(0, 1))
+        return module.out_proj(torch.cat(outputs, dim=1).to(hidden_states.dtype)[None])
+
+    return forward
+
+
+def _zaya_projection(state: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def forward(self: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[1, T, H, D]` of Zaya's convolutional attention (arXiv 2510.04476) of `[1, T, hidden]`.
+
+        A depthwise convolution, then one that mixes the channels of a head. The second reads earlier results of the first, which
+        are convolutions of their own here, with the kernel moved by as many tokens.
+        """
+        module: Any = self
+        projected = module.q_proj(hidden_states), module.k_proj(hidden_states)
+        queries, keys = (each.unflatten(-1, (-1, module.head_dim)) for each in projected)
+        query_residual = (queries + keys.repeat_interleave(module.num_key_value_groups, dim=2)) * 0.5
+        key_residual = query_residual.unflatten(2, (-1, module.num_key_value_groups)).mean(dim=3)
+        x, first, second = (
+            torch.cat(projected, dim=-1).transpose(1, 2),
+            module.conv_qk_depthwise,
+            module.conv_qk_grouped,
+        )
+        mixed, last = 0, module.grouped_kernel_size - 1
+        for delay in range(last + 1):
+            kernel = F.pad(first.weight.squeeze(1), (last - delay, delay))
+            delayed = _causal_conv(state + delay)(x, kernel, first.bias)[0].unflatten(0, (second.groups, -1))
+            mixed = mixed + second.weight[:, :, last - delay].unflatten(0, (second.groups, -1)) @ delayed
+        mixed = (mixed.flatten(0, 1).transpose(0, 1) + second.bias).unflatten(-1, (-1, module.head_dim))[None]
+        mixed_queries, mixed_keys = mixed.split([queries.shape[2], keys.shape[2]], dim=2)
+        # The second half of the values is the previous token's.
+        values = F.linear(hidden_states, module.v_proj_delayed.weight).transpose(1, 2)
+        previous = F.pad(values.new_ones(values.shape[1], 1), (0, 1))
+        values = _causal_conv(state + last + 1)(values, previous).transpose(1, 2)
+        if module.v_proj_delayed.bias is not None:
+            values = values + module.v_proj_delayed.bias
+        values = torch.cat([module.v_proj_current(hidden_states), values], dim=-1)
+        return mixed_queries + query_residual, mixed_keys + key_residual, values.unflatten(-1, (-1, module.head_dim))
+
+    return forward
+
+
+_FORWARD_BY_CLASS: dict[str, tuple[Callable[[int], Callable[..., Any]], Callable[[Any], int]]] = {
+    "MiniMaxLightningAttention": (_lightning_attention, lambda _: 1),
+    "RecurrentGemmaRecurrentBlock": (_rg_lru_block, lambda _: 2),
+    "ZambaMambaMixer": (_zamba_mixer, lambda module: 1 + module.n_mamba_heads),
+    "ZayaCCAProjection": (_zaya_projection, lambda module: 1 + module.grouped_kernel_size),
 }
-"""For layers that mix tokens inline, by class: a maker of the whole forward by its first state, and its number of states."""
+"""For layers that mix tokens inline, by class: a maker of the whole forward by its first state, and a module's number of states."""
 
 
 def hook_recurrent_layers(model: nn.Module) -> list[str]:
@@ -175,9 +243,9 @@ def hook_recurrent_layers(model: nn.Module) -> list[str]:
     for module in model.modules():
         methods = dict(_methods_to_replace(type(module)))
         if type(module).__name__ in _FORWARD_BY_CLASS:
-            make_forward, num_states = _FORWARD_BY_CLASS[type(module).__name__]
+            make_forward, count_states = _FORWARD_BY_CLASS[type(module).__name__]
             module.forward = types.MethodType(make_forward(state), module)
-            state += num_states
+            state += count_states(module)
         elif methods:
             names = sorted({name for names in methods.values() for name in names})
             replacements = {name: _REPLACEMENTS[name](state + index) for index, name in enumerate(names)}
@@ -218,7 +286,7 @@ VERIFIED = frozenset(
     {
         "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
         "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba2",
+        "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "zaya",
     }
 )  # fmt: skip
 """Model types whose tokens equal transformers': others may have a further state that no hook reaches (docs/models.md)."""
