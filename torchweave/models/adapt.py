@@ -232,7 +232,9 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
     """
     name, probe = type(model).__name__, _run_probe(model)
     if not probe.calls and not probe.states:
-        raise UnsupportedModel(f"{name} cannot be served: its attention bypasses transformers' attention interface.")
+        raise UnsupportedModel(
+            f"{name} cannot be served: its layers call neither transformers' attention interface nor a recurrence that has an op."
+        )
     by_layer: dict[int, dict[str, Any]] = {}
     for call in probe.calls:
         layer = call["layer"]

@@ -231,9 +231,11 @@ def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
     try:
         text = config.get_text_config()
     except ValueError as error:
-        raise UnsupportedModel(
-            f"{config.model_type} joins several models of text; only a single decoder can be served."
-        ) from error
+        if hasattr(config, "audio_encoder"):  # Musicgen
+            why = "generates codes of audio, several a step; only decoders of text tokens can be served"
+        else:
+            why = "has several models of text; only a single decoder can be served"
+        raise UnsupportedModel(f"{config.model_type} {why}.") from error
     if text is config or not any(hasattr(config, name) for name in ("vision_config", "audio_config")):
         return config
     if getattr(config, "tie_word_embeddings", False):

@@ -84,12 +84,13 @@ def plan_expert_merge(model: PreTrainedModel, stored: Mapping[str, CheckpointTen
                 break
         else:
             plain[name] = renamed
-    known = map_tensor_names(model, [*merged, *plain.values()])
+    # A renaming may hit names that the model has: DeepSeek-V4's of `.norm.` means the compressor's, and not `model.norm`.
+    known = map_tensor_names(model, [*merged, *plain.values(), *plain])
     if not all(target in known for target in merged):
         return None
     return ExpertMergePlan(
         {known[target]: merge for target, merge in merged.items()},
-        {name: known[renamed] for name, renamed in plain.items() if renamed in known},
+        {name: target for name, renamed in plain.items() if (target := known.get(renamed) or known.get(name))},
     )
 
 
