@@ -107,11 +107,26 @@ def _hook_llama4_layer(module: Any) -> None:
         module.forward = types.MethodType(_llama4_layer_forward, module)
 
 
+def _gaussian_topk(self: nn.Module, inputs: Tensor) -> Tensor:
+    """Gemma 3n's activations above a quantile of a normal distribution; the original computes the quantile in each forward."""
+    module: Any = self
+    mean, std = torch.mean(inputs, dim=-1, keepdim=True), torch.std(inputs, dim=-1, keepdim=True, unbiased=False)
+    return torch.relu(inputs - (mean + std * module.torchweave_quantile))
+
+
+def _hook_gemma3n_mlp(module: Any) -> None:
+    if module.activation_sparsity > 0.0:
+        quantile = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(module.activation_sparsity))
+        module.torchweave_quantile = float(quantile.to(module.gate_proj.weight.dtype))
+        module._gaussian_topk = types.MethodType(_gaussian_topk, module)
+
+
 _HOOKS_BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
     "FalconAttention": _hook_falcon,
     "GPTJAttention": _hook_attn_method(lambda m: m.head_dim**-0.5),
     "CodeGenAttention": _hook_attn_method(lambda m: m.head_dim**-0.5),
     "GPTNeoSelfAttention": _hook_gpt_neo,
+    "Gemma3nTextMLP": _hook_gemma3n_mlp,
     "Llama4TextDecoderLayer": _hook_llama4_layer,
     "PhimoeAttention": _hook_mask_window,
     "GPTNeoXJapaneseAttention": _hook_attn_method(lambda m: 1.0 / float(m.norm_factor)),

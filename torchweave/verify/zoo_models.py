@@ -52,6 +52,8 @@ _KIMI = {key: value for key, value in _LATENT.items() if key not in ("q_lora_ran
     "num_experts": 4,
     "n_group": 1,
     "topk_group": 1,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
 }
 
 
@@ -314,7 +316,7 @@ MODELS: tuple[ZooModel, ...] = (
     ),
     ZooModel("olmo_hybrid", _FOUR_LAYERS | _DELTA | {"linear_num_key_heads": 4}),
     ZooModel("kimi_linear", _KIMI | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
-    ZooModel("bailing_hybrid", _FOUR_LAYERS),
+    ZooModel("bailing_hybrid", _FOUR_LAYERS | _KIMI | {"num_expert_group": 2, "layer_group_size": 2}),
     ZooModel("minimax", _FOUR_LAYERS | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
     ZooModel(
         "recurrent_gemma", {"num_hidden_layers": 6, "head_dim": 16, "lru_width": _WIDTH, "attention_window_size": 16}
