@@ -60,5 +60,5 @@ def test_the_indexer_has_a_cache_of_its_own(llm: LLM) -> None:
 
 def test_several_ranks_are_refused(folder: Path) -> None:
     groups = replace(ProcessGroups.single_rank(), size=2, tensor_parallel_size=2)
-    with pytest.raises(UnsupportedModel, match="selects keys by an indexer, which one rank supports"):
+    with pytest.raises(UnsupportedModel, match="has an indexer or a bias by distance, which one rank supports"):
         load(folder, torch.float32, process_groups=groups)

@@ -442,3 +442,20 @@ def test_options_out_of_range(tmp_path: Path) -> None:
 def test_llama_config_of_transformers_is_read_as_it_is(tmp_path: Path) -> None:
     LlamaConfig(vocab_size=77, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
     assert load(tmp_path, load_format="dummy").config["vocab_size"] == 77
+
+
+def test_positions_after_the_padding_token_shorten_the_longest_sequence(tmp_path: Path) -> None:
+    save("roberta", tmp_path)
+    report = Report(show=False)
+    loaded = load(tmp_path, report=report)
+    assert loaded.max_model_len == model_facts(tmp_path).max_model_len == 512 - 2
+    assert logits_of(loaded, torch.full((510,), 5)).shape == (510, zoo.VOCAB)
+    assert "does not count the padding token 1" in report.select("warning")[0]["why"]
+    with pytest.raises(ValueError, match="the model supports 510 tokens"):
+        load(tmp_path, max_model_len=511)
+
+
+def test_renaming_that_hits_a_name_of_the_model(tmp_path: Path) -> None:
+    """transformers' renaming of `.norm.` for DeepSeek-V4's compressor hits the last norm of a saved folder."""
+    model = save("deepseek_v4-sliding", tmp_path)
+    assert torch.equal(load(tmp_path).module.model.model.norm.weight, model.model.norm.weight)

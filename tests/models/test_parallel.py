@@ -208,6 +208,7 @@ def test_shards_within_a_scale_block_are_refused(tmp_path: Path) -> None:
         ("gpt_bigcode", 8, False, "4 attention heads are not divisible"),
         ("codegen", 8, False, "cannot be split into 2 heads per rank; use fewer ranks"),
         ("llama4", 2, True, "are not selected by index; turn enable_expert_parallel off"),
+        ("gemma3n_text", 2, False, "activation sparsity depends on all columns of an MLP; use one rank"),
     ],
 )
 def test_indivisible_models_are_refused_with_a_reason(name: str, size: int, expert_parallel: bool, said: str) -> None:

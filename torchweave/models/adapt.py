@@ -140,16 +140,16 @@ class _ProbeMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[dict[str, Any]] = []
-        self.indexes: list[dict[str, Any]] = []
+        self.index_calls: list[dict[str, Any]] = []
         self.states: dict[int, RecurrentSpec] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name in ("torchweave::attention", "torchweave::sparse_attention"):
+        if name in ("torchweave::attention", "torchweave::sparse_attention", "torchweave::relative_attention"):
             self.calls.append(_call_arguments(func, args, kwargs or {}))
             return None
         if name in ("torchweave::sparse_index", "torchweave::sparse_block_index"):
-            self.indexes.append(_call_arguments(func, args, kwargs or {}))
+            self.index_calls.append(_call_arguments(func, args, kwargs or {}))
             return None
         if func in RECURRENT_OPS:
             self._add_state(func, _call_arguments(func, args, kwargs or {}))
@@ -246,7 +246,7 @@ def model_layers(model: PreTrainedModel) -> ModelLayers:
             f"{name} cannot be served: only layers {sorted(by_layer)} have attention; the others keep another kind of state."
         )
     specs = [_layer_spec(name, layer, by_layer[layer]) for layer in range(len(by_layer))]
-    specs += [_index_spec(call) for call in sorted(probe.indexes, key=lambda call: call["layer"])]
+    specs += [_index_spec(call) for call in sorted(probe.index_calls, key=lambda call: call["layer"])]
     _check_window(model, specs)
     assert sorted(probe.states) == list(range(len(probe.states))), "every hooked function has a state"
     return ModelLayers(specs, [probe.states[state] for state in sorted(probe.states)])
@@ -307,7 +307,7 @@ def _layer_spec(name: str, layer: int, call: dict[str, Any]) -> LayerSpec:
         softcap=call.get("softcap", 0.0),
         sinks=call["sinks"] is not None,
         alibi=call.get("alibi_slopes") is not None,
-        sparse="indices" in call,
+        sparse="indices" in call or "bias" in call,
     )
 
 
@@ -321,4 +321,4 @@ def vocab_size(model: PreTrainedModel) -> int:
     head = model.get_output_embeddings()
     if head is None:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served: it has no language-model head.")
-    return int(head.weight.shape[0])
+    return min(int(head.weight.shape[0]), getattr(model.config, "unpadded_vocab_size", None) or head.weight.shape[0])

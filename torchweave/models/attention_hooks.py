@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from torchweave.models.attention import UnsupportedModel, attention_forward
+from torchweave.models.attention import UnsupportedModel, attention_forward, layer_number
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
@@ -143,6 +143,71 @@ def _doge_forward(
     return module.o_proj(out.flatten(2)), None
 
 
+# -- bias by distance (Inkling) ----------------------------------------------------------------------------------------
+
+
+def _relative(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, relative: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention with a bias by distance: query, key, value `[1, T, H, D]`, relative `[1, T, H, d_rel]` -> `[1, T, H * D]`."""
+    out = torch.empty_like(query[0])
+    bias = relative[0] @ module.rel_logits_proj.proj
+    window = module.sliding_window or 0
+    torch.ops.torchweave.relative_attention(
+        query[0], key[0], value[0], bias, out, layer_number(module), module.scaling, window, sinks
+    )
+    return out.flatten(1)[None]
+
+
+def _inkling_forward(
+    self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """Inkling's attention, whose keys and values are convolved."""
+    module: Any = self
+    key, value = module.k_sconv(module.k_proj(hidden_states)), module.v_sconv(module.v_proj(hidden_states))
+    query, key, value = (
+        each.unflatten(-1, (-1, module.head_dim)) for each in (module.q_proj(hidden_states), key, value)
+    )
+    relative = module.r_proj(hidden_states).unflatten(-1, (module.num_heads, -1))
+    return module.o_proj(_relative(module, module.q_norm(query), module.k_norm(key), value, relative)), None
+
+
+def _hook_inkling(module: Any) -> None:
+    if module.config.log_scaling_n_floor is not None:
+        raise UnsupportedModel(
+            "inkling scales queries by the logarithm of their position (log_scaling_n_floor), which Torchweave does not."
+        )
+    module.forward = types.MethodType(_inkling_forward, module)
+
+
+def _inkling2_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    key_hidden_states: Tensor | None = None,
+    value_hidden_states: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Inkling 2's attention; layers without a window have inputs of their own for keys and values."""
+    module: Any = self
+    gate, sinks = module.gate_proj(hidden_states), module.sink_proj(hidden_states)[0]
+    query = module.q_l2_clip(module.q_proj(hidden_states).unflatten(-1, (-1, module.head_dim)))
+    relative = module.rel_l2_clip(module.r_proj(hidden_states).unflatten(-1, (module.num_heads, -1)))
+    if key_hidden_states is None or value_hidden_states is None:
+        key, value = module.k_sconv(module.k_proj(hidden_states)), module.v_sconv(module.v_proj(hidden_states))
+    else:
+        key = module.k_sconv(module.k_proj(key_hidden_states), key_hidden_states)
+        value = module.v_sconv(module.v_proj(value_hidden_states), value_hidden_states)
+        assert position_ids is not None, "the model passes positions"
+        far = ((position_ids + 1).float() / module.config.log_scaling_n_floor).clamp(min=1.0)
+        temperature = (1.0 + module.config.log_scaling_alpha * torch.log(far))[..., None, None]
+        query, relative = ((each.float() * temperature).to(each.dtype) for each in (query, relative))
+    key, value = (each.unflatten(-1, (-1, module.head_dim)) for each in (key, value))
+    value = module.v_norm(value.float()).to(value.dtype)
+    out = _relative(module, query, module.k_l2_clip(key), value, relative, sinks)
+    return module.o_proj((out.float() * torch.sigmoid(gate.float())).to(out.dtype)), None
+
+
 # -- ALiBi --------------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +305,9 @@ ATTENTION_HOOKS: dict[str, Callable[[Any], None]] = {
     "MptModel": _hook_forward(_mpt_forward),
     "MptAttention": _hook_forward(_mpt_attention_forward),
     "OpenAIGPTModel": _hook_openai,
+    "InklingAttention": _hook_inkling,
+    "Inkling2SlidingAttention": _hook_forward(_inkling2_forward),
+    "Inkling2FullAttention": _hook_forward(_inkling2_forward),
     "DiffLlamaAttention": _hook_forward(_diffllama_forward),
     "DogeAttention": _hook_forward(_doge_forward),
     "ZambaModel": _hook_zamba,

@@ -57,7 +57,7 @@ def _attention_with_mask(
 def _indexer_forward(
     self: nn.Module,
     hidden_states: Tensor,
-    q_resid: Tensor,
+    compressed_query: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     *_: Any,
     **__: Any,
@@ -68,10 +68,14 @@ def _indexer_forward(
     order = -1 if type(self).__name__ == "HYV4Indexer" else 1
     widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim][::order]
     key = module.k_norm(module.wk(hidden_states).to(module.k_norm.weight.dtype)).to(hidden_states.dtype)
-    q_rot, q_pass = module.wq_b(q_resid).unflatten(-1, (module.n_heads, module.head_dim)).split(widths, dim=-1)[::order]
-    k_rot, k_pass = key.unsqueeze(2).split(widths, dim=-1)[::order]
-    q_rot, k_rot = rotate(q_rot, k_rot, *position_embeddings, unsqueeze_dim=2)
-    q, k = (torch.cat([rotated, rest][::order], dim=-1)[0] for rotated, rest in ((q_rot, q_pass), (k_rot, k_pass)))
+    rotated_q, q_pass = (
+        module.wq_b(compressed_query).unflatten(-1, (module.n_heads, module.head_dim)).split(widths, dim=-1)[::order]
+    )
+    rotated_k, k_pass = key.unsqueeze(2).split(widths, dim=-1)[::order]
+    rotated_q, rotated_k = rotate(rotated_q, rotated_k, *position_embeddings, unsqueeze_dim=2)
+    q, k = (
+        torch.cat([rotated, rest][::order], dim=-1)[0] for rotated, rest in ((rotated_q, q_pass), (rotated_k, k_pass))
+    )
     weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float() * module.n_heads**-0.5
     indices = torch.empty(q.shape[0], module.index_topk, dtype=torch.int32, device=q.device)
     torch.ops.torchweave.sparse_index(q, k[:, 0], weights[0], indices, layer_number(self), module.softmax_scale)

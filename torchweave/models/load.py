@@ -141,16 +141,7 @@ def load(
         layers = adapt(model, report)
         experts.check_dtype(model, resolved_dtype, device)
     length = _max_model_len(model.config, max_model_len)
-    if layers.recurrent and process_groups.pipeline_parallel_size > 1:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has layers with a recurrent state, which pipeline stages do not support; set "
-            "pipeline_parallel_size to 1."
-        )
-    if any(spec.index_keys for spec in layers.attention) and process_groups.size > 1:
-        raise UnsupportedModel(
-            f"{type(model).__name__} selects keys by an indexer, which one rank supports; set tensor_parallel_size and "
-            "pipeline_parallel_size to 1."
-        )
+    _check_ranks(model, layers, process_groups)
     specs = _with_cache_scales(layers.attention, stored, bool(layers.recurrent), report)
     size = _ModelSize(vocab_size(model), sum(parameter.numel() for parameter in model.parameters()), length)
     plan = stage = whole = None
@@ -173,6 +164,20 @@ def load(
         quantizer.report_summary(model, report)
     freeze_rope(model, length, report)
     return _make_loaded_model(load_spec, model, ModelLayers(specs, layers.recurrent), size, process_groups, report)
+
+
+def _check_ranks(model: PreTrainedModel, layers: ModelLayers, process_groups: ProcessGroups) -> None:
+    """Reject layers that several ranks do not support."""
+    if layers.recurrent and process_groups.pipeline_parallel_size > 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has layers with a recurrent state, which pipeline stages do not support; set "
+            "pipeline_parallel_size to 1."
+        )
+    if any(spec.sparse for spec in layers.attention) and process_groups.size > 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has an indexer or a bias by distance, which one rank supports; set tensor_parallel_size and "
+            "pipeline_parallel_size to 1."
+        )
 
 
 def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:

@@ -209,12 +209,14 @@ def _zaya_projection(state: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]
             module.conv_qk_depthwise,
             module.conv_qk_grouped,
         )
-        mixed, last = 0, module.grouped_kernel_size - 1
+        parts, last = [], module.grouped_kernel_size - 1
         for delay in range(last + 1):
             kernel = F.pad(first.weight.squeeze(1), (last - delay, delay))
             delayed = _causal_conv(state + delay)(x, kernel, first.bias)[0].unflatten(0, (second.groups, -1))
-            mixed = mixed + second.weight[:, :, last - delay].unflatten(0, (second.groups, -1)) @ delayed
-        mixed = (mixed.flatten(0, 1).transpose(0, 1) + second.bias).unflatten(-1, (-1, module.head_dim))[None]
+            parts.append(second.weight[:, :, last - delay].unflatten(0, (second.groups, -1)) @ delayed)
+        mixed = (torch.stack(parts).sum(0).flatten(0, 1).transpose(0, 1) + second.bias).unflatten(
+            -1, (-1, module.head_dim)
+        )[None]
         mixed_queries, mixed_keys = mixed.split([queries.shape[2], keys.shape[2]], dim=2)
         # The second half of the values is the previous token's.
         values = F.linear(hidden_states, module.v_proj_delayed.weight).transpose(1, 2)
@@ -228,9 +230,27 @@ def _zaya_projection(state: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]
     return forward
 
 
+def _dynamic_conv(state: int) -> Callable[..., Tensor]:
+    def forward(self: nn.Module, hidden_states: Tensor, dynamic_input: Tensor, **_: Any) -> Tensor:
+        """Inkling 2's convolution of `[1, T, C]`, with a kernel for each token: the op moves inputs, the graph sums them."""
+        module: Any = self
+        taps, x = module.conv_kernel_size, hidden_states.float()
+        dynamic = module.weight_proj(dynamic_input).float().unflatten(-1, (module.num_heads, 1, taps))
+        kernel = module.static_weight.float().T.reshape(module.num_heads, -1, taps) + dynamic
+        mixed = x.unflatten(-1, (module.num_heads, -1)) * kernel[..., 0]
+        for lag in range(1, taps):
+            one_hot = F.pad(x.new_ones(x.shape[2], 1), (0, lag))
+            earlier = _causal_conv(state + lag - 1)(x.transpose(1, 2), one_hot).transpose(1, 2)
+            mixed = mixed + earlier.unflatten(-1, (module.num_heads, -1)) * kernel[..., lag]
+        return ((mixed.flatten(2) + x) / (2 * taps + 1) ** 0.5).to(hidden_states.dtype)
+
+    return forward
+
+
 _FORWARD_BY_CLASS: dict[str, tuple[Callable[[int], Callable[..., Any]], Callable[[Any], int]]] = {
     "MiniMaxLightningAttention": (_lightning_attention, lambda _: 1),
     "RecurrentGemmaRecurrentBlock": (_rg_lru_block, lambda _: 2),
+    "Inkling2DynamicShortConvolution": (_dynamic_conv, lambda module: module.conv_kernel_size - 1),
     "ZambaMambaMixer": (_zamba_mixer, lambda module: 1 + module.n_mamba_heads),
     "ZayaCCAProjection": (_zaya_projection, lambda module: 1 + module.grouped_kernel_size),
 }
@@ -284,7 +304,8 @@ def _with_globals(function: Any, replacements: dict[str, Any]) -> types.Function
 
 VERIFIED = frozenset(
     {
-        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba",
+        "kimi_linear", "lfm2", "lfm2_moe",
         "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
         "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "zaya",
     }

@@ -149,6 +149,11 @@ _DEEPSEEK_V4: dict[str, Any] = _HEAD | {
     "layer_types": ["sliding_attention"] * 3, "q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2, "num_key_value_heads": 1,
     "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "qk_rope_head_dim": 8,
 }  # fmt: skip
+_INKLING: dict[str, Any] = _HEAD | {
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "sliding_window_size": 16, "rel_extent": 24, "d_rel": 4,
+    "swa_head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "moe_intermediate_size": 32,
+    "n_routed_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": _WIDTH}
 _AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
 
@@ -488,6 +493,11 @@ MODELS: tuple[ZooModel, ...] = (
         _FOUR_LAYERS
         | {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 2 * _WIDTH, "attention_head_dim": 32}
         | {"num_key_value_heads": 4, "mamba_dt_rank": 8, "mamba_d_state": 8},
+    ),
+    ZooModel("inkling_text", _INKLING | {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_shared_experts": 1}),
+    ZooModel(
+        "inkling2_text",
+        _INKLING | {"unpadded_vocab_size": 250, "log_scaling_n_floor": 16, "n_layers_per_attn_res_block": 2},
     ),
     ZooModel("deepseek_v4-sliding", _DEEPSEEK_V4 | _SLIDING, base="deepseek_v4"),
     # The text parts of models of several modalities.

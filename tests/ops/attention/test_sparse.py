@@ -1,4 +1,4 @@
-"""Sparse attention by an indexer over a paged cache, against float64 and whole sequences."""
+"""Sparse attention, and attention with a bias by distance, over a paged cache against float64."""
 
 from __future__ import annotations
 
@@ -151,6 +151,48 @@ def test_blocks_of_keys_equal_float64(step: str, local_blocks: int, monkeypatch:
             assert set(chosen) == {place for n in order[:most] for place in groups[n]}
 
 
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_bias_by_distance_equals_float64(
+    step: str, with_sinks: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse, "PART_BYTES", 4 * 300)
+    generator, extent = torch.Generator().manual_seed(4), window or 7
+    sequences = random_sequences(generator, [before + new for before, new in STEPS[step]])
+    engine = _Engine(len(sequences), 40, generator)
+    for slot, (before, new) in enumerate(STEPS[step]):
+        one, length = sequences[slot], before + new
+        bias = torch.randn(length, HEADS, extent, generator=generator)
+        sinks = torch.randn(length, HEADS, generator=generator) if with_sinks else None
+        for begin, end in ((0, before), (before, length)):
+            if begin == end:
+                continue
+            places = torch.arange(begin, end)
+            mapping = engine.table[slot, places // BLOCK].long() * BLOCK + places % BLOCK
+            meta = AttentionMetadata(
+                torch.tensor([slot]), torch.tensor([0, end - begin]), torch.tensor([end]), engine.table, mapping,
+                1, end - begin, end - begin == 1, 40,
+            )  # fmt: skip
+            out = torch.full((end - begin, HEADS, VALUE_DIM), torch.nan)
+            q, k, v = (one[name][begin:end] for name in "qkv")
+            now = None if sinks is None else sinks[begin:end]
+            call = (q, k, v, bias[begin:end], out, 0, 0.3, window, now)
+            run_sparse_op([meta], engine.caches, OPS.relative_attention.default, call, {})
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        k, v = (one[name].double().repeat_interleave(HEADS // KV_HEADS, dim=1) for name in "kv")
+        scores = torch.einsum("thd,shd->hts", one["q"].double(), k) * 0.3
+        near = (distance >= 0) & (distance < extent)
+        by_key = bias.double().gather(2, distance.clamp(0, extent - 1)[:, None].expand(-1, HEADS, -1))
+        scores = scores + by_key.transpose(0, 1).masked_fill(~near, 0.0)
+        seen = (distance >= 0) & ((distance < window) if window else True)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double().T[..., None]], -1)
+        expected_out = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :length], v)
+        torch.testing.assert_close(out.double(), expected_out[before:], rtol=1e-4, atol=1e-5)
+
+
 def test_keys_of_each_kv_head() -> None:
     """With indices by KV head, each head attends as if it were alone."""
     one = random_sequences(torch.Generator().manual_seed(2), [9])[0]
@@ -193,8 +235,15 @@ def _calls(engine: _Engine, sequences: list[dict[str, Tensor]], padded: int) -> 
     attend = (one["q"], one["k"], one["v"], indices, torch.empty(7 + padded, HEADS, VALUE_DIM), 0, 0.3)
     by_head = torch.empty(7 + padded, INDEX_HEADS, 6, dtype=torch.int32)
     blocks = (one["index_q"], one["index_k"], by_head, 1, 3, 1)
-    ops = (OPS.sparse_index.default, OPS.sparse_block_index.default, OPS.sparse_attention.default)
-    for op, args in zip(ops, (index, blocks, attend), strict=True):
+    bias = torch.zeros(7 + padded, HEADS, 3)
+    relative = (one["q"], one["k"], one["v"], bias, torch.empty(7 + padded, HEADS, VALUE_DIM), 0, 0.3, 4)
+    calls = {
+        OPS.sparse_index.default: index,
+        OPS.sparse_block_index.default: blocks,
+        OPS.sparse_attention.default: attend,
+        OPS.relative_attention.default: relative,
+    }
+    for op, args in calls.items():
         yield run_sparse_op, ([meta], engine.caches, op, args, {})
 
 
@@ -228,4 +277,8 @@ def test_ops_without_an_engine_are_valid_custom_ops() -> None:
     call = (one["q"], one["k"], one["v"], indices, out, 0, 0.3)
     torch.library.opcheck(OPS.sparse_attention.default, call)
     OPS.sparse_attention(*call)
+    bias = torch.randn(9, HEADS, 3)
+    torch.library.opcheck(
+        OPS.relative_attention.default, (one["q"], one["k"], one["v"], bias, torch.empty_like(out), 0, 0.3)
+    )
     torch.testing.assert_close(out.double(), attended, rtol=1e-4, atol=1e-5)

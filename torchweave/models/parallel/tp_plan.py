@@ -107,6 +107,8 @@ class _TensorParallelPlanner:
         return UnsupportedModel(f"{name} cannot be sharded over {self.size} ranks: {why}.")
 
     def plan(self, specs: Sequence[LayerSpec], expert_parallel: bool) -> TensorParallelPlan:
+        if any(hasattr(module, "torchweave_quantile") for module in self.model.modules()):
+            raise self.refusal("its activation sparsity depends on all columns of an MLP; use one rank")
         role_by_name = roles(self.model)
         attentions = attention_modules(self.model, role_by_name)
         if sorted(map(layer_number, attentions.values())) != list(range(len(specs))):

@@ -253,7 +253,8 @@ class LayerSpec:
         softcap: soft cap of the scores; 0 for none.
         sinks: whether the softmax has attention sinks.
         alibi: whether the scores have a bias by distance (ALiBi).
-        sparse: whether an indexer selects the keys (`torchweave.ops.attention.sparse`).
+        sparse: whether ops in plain torch attend (`torchweave.ops.attention.sparse`): an indexer selects the keys, or the scores
+            have a bias by distance.
         index_keys: the cache holds an indexer's keys, half of their channels as keys and half as values.
         cache_dtype: FP8 dtype of the cache; None for the model's dtype.
         k_scale, v_scale: scales of an FP8 cache (`torchweave.ops.attention.kv_cache_dtype`).

@@ -1,10 +1,11 @@
-"""Sparse attention by an indexer: boundary ops in plain torch on any device.
+"""Sparse attention by an indexer, and attention with a bias by distance: boundary ops in plain torch on any device.
 
 `torchweave::sparse_index` (DeepSeek Sparse Attention) scores every key of a request with a few small heads and selects the best
 positions of each token, `torchweave::sparse_block_index` (MiniMax M3) the best blocks of keys of each token and KV head;
-`torchweave::sparse_attention` attends to these. The indexer's keys are one more layer of the paged KV cache
-(`LayerSpec.index_keys`): the first half of their channels as its keys, the others as its values, so that blocks are shared,
-offloaded and reused as any.
+`torchweave::sparse_attention` attends to these. `torchweave::relative_attention` (Inkling) attends to all keys or a window.
+
+The indexer's keys are one more layer of the paged KV cache (`LayerSpec.index_keys`): the first half of their channels as its keys,
+the others as its values, so that blocks are shared, offloaded and reused as any.
 
 Shapes depend on the step's sizes alone and nothing is read on the host, so all can be captured. Tokens are taken in parts of at
 most `PART_BYTES` of gathered keys.
@@ -66,6 +67,21 @@ class SparseCall:
     sinks: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RelativeCall:
+    """Arguments of `torchweave::relative_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+    out: Tensor
+    layer: int
+    scale: float
+    window: int = 0
+    sinks: Tensor | None = None
+
+
 @define("torchweave::sparse_index", mutates=("indices",), boundary=True)
 def sparse_index(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, layer: int, scale: float) -> None:
     """Positions of the K keys with the highest `sum_h weights[h] * relu(scale * q[h] . k)`, for each token.
@@ -119,11 +135,39 @@ def sparse_attention(
     _run_attention(SparseCall(q, k, v, indices, out, layer, scale, sinks), meta, cache)
 
 
+@define("torchweave::relative_attention", mutates=("out",), boundary=True)
+def relative_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> None:
+    """Causal attention with a bias of each token and head by the distance of a key (Inkling).
+
+    Args:
+        q: `[T, H, D]`; k: `[T, KH, D]`; v: `[T, KH, Dv]`.
+        bias: `[T, H, E]`, added to the scaled scores of keys `0 .. E - 1` tokens back; 0 for keys farther away.
+        out: `[T, H, Dv]`, written whole.
+        layer: index of the KV cache that holds `k` and `v`.
+        scale: factor of the scores.
+        window: sliding window: keys less than so many tokens back; 0 for all.
+        sinks: `[T, H]` logits added to the denominator of the softmax.
+    """
+    meta, cache = _one_sequence(k, v)
+    _run_relative(RelativeCall(q, k, v, bias, out, layer, scale, window, sinks), meta, cache)
+
+
 SPARSE_OPS = frozenset(
     {
         torch.ops.torchweave.sparse_index.default,
         torch.ops.torchweave.sparse_block_index.default,
         torch.ops.torchweave.sparse_attention.default,
+        torch.ops.torchweave.relative_attention.default,
     }
 )
 """The overloads of the ops above."""
@@ -142,6 +186,8 @@ def run_sparse_op(
         run, call = _run_index, IndexCall(*args, **kwargs)
     elif op is torch.ops.torchweave.sparse_block_index.default:
         run, call = _run_block_index, BlockIndexCall(*args, **kwargs)
+    elif op is torch.ops.torchweave.relative_attention.default:
+        run, call = _run_relative, RelativeCall(*args, **kwargs)
     else:
         run, call = _run_attention, SparseCall(*args, **kwargs)
     cache = caches[call.layer]
@@ -195,29 +241,55 @@ def _index_keys(
 def _run_attention(call: SparseCall, meta: AttentionMetadata, cache: LayerKVCache) -> None:
     _write(cache.k, quantize_kv(call.k, cache.k.dtype, cache.k_scale), meta.slot_mapping)
     _write(cache.v, quantize_kv(call.v, cache.v.dtype, cache.v_scale), meta.slot_mapping)
-    block_size, kv_heads = cache.k.shape[1:3]
-    group, tokens = call.q.shape[1] // kv_heads, _TokenRows.of(meta)
+    tokens = _TokenRows.of(meta)
     by_head = call.indices if call.indices.ndim == 3 else call.indices[:, None]
-    heads = torch.arange(kv_heads, device=call.q.device)[:, None]
-    for part in _parts(meta.num_tokens, by_head.shape[2] * kv_heads * max(call.k.shape[2], call.v.shape[2])):
-        indices = by_head[part].long()
-        places = indices.clamp(min=0)
-        blocks = tokens.block_table(part).gather(1, places.flatten(1) // block_size).view(places.shape)
-        slots = (blocks * block_size + places % block_size) * kv_heads + heads
-        keys, values = (
-            dequantize_kv(_gather(tensor, slots), scale, torch.float32).float()
-            for tensor, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
-        )
-        queries = call.q[part].float().unflatten(1, (kv_heads, group))
-        scores = torch.matmul(queries, keys.transpose(2, 3)) * call.scale
-        scores = scores.masked_fill((indices < 0)[:, :, None], float("-inf"))
-        if call.sinks is not None:
-            sinks = call.sinks.float().view(1, kv_heads, group, 1).expand(len(scores), -1, -1, -1)
-            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        result = torch.matmul(weights, values).flatten(1, 2)
-        call.out[part] = result.masked_fill(~tokens.valid[part, None, None], 0.0).to(call.out.dtype)
+    sinks = None if call.sinks is None else call.sinks.expand(meta.num_tokens, -1)
+    for part in _parts(meta.num_tokens, by_head.shape[2] * call.k.shape[1] * max(call.k.shape[2], call.v.shape[2])):
+        result = _attend(call.q, by_head[part].long(), tokens, part, cache, call.scale, sinks, None)
+        call.out[part] = result.to(call.out.dtype)
+
+
+def _run_relative(call: RelativeCall, meta: AttentionMetadata, cache: LayerKVCache) -> None:
+    _write(cache.k, quantize_kv(call.k, cache.k.dtype, cache.k_scale), meta.slot_mapping)
+    _write(cache.v, quantize_kv(call.v, cache.v.dtype, cache.v_scale), meta.slot_mapping)
+    tokens, length = _TokenRows.of(meta), min(meta.max_seq_len, cache.k.shape[1] * meta.block_table.shape[1])
+    distances = torch.arange(call.window or length, device=call.q.device)
+    for part in _parts(meta.num_tokens, len(distances) * call.k.shape[1] * max(call.k.shape[2], call.v.shape[2])):
+        indices = (tokens.positions[part, None, None] - distances).clamp(min=-1)
+        bias = F.pad(call.bias[part].float(), (0, len(distances) - call.bias.shape[2]))
+        result = _attend(call.q, indices, tokens, part, cache, call.scale, call.sinks, bias)
+        call.out[part] = result.to(call.out.dtype)
+
+
+def _attend(
+    q: Tensor,
+    indices: Tensor,
+    tokens: _TokenRows,
+    part: slice,
+    cache: LayerKVCache,
+    scale: float,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Attention of a part's tokens, float32 `[n, H, Dv]`: indices `[n, 1 or KH, K]`, sinks `[T, H]`, bias of a key `[n, H, K]`."""
+    block_size, kv_heads = cache.k.shape[1:3]
+    group, places = q.shape[1] // kv_heads, indices.clamp(min=0)
+    blocks = tokens.block_table(part).gather(1, places.flatten(1) // block_size).view(places.shape)
+    heads = torch.arange(kv_heads, device=q.device)[:, None]
+    slots = (blocks * block_size + places % block_size) * kv_heads + heads
+    keys, values = (
+        dequantize_kv(_gather(tensor, slots), scale, torch.float32).float()
+        for tensor, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
+    )
+    scores = torch.matmul(q[part].float().unflatten(1, (kv_heads, group)), keys.transpose(2, 3)) * scale
+    if bias is not None:
+        scores = scores + bias.view(scores.shape)
+    scores = scores.masked_fill((indices < 0)[:, :, None], float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = torch.cat([scores, sinks[part].float().view(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+    return torch.matmul(weights, values).flatten(1, 2).masked_fill(~tokens.valid[part, None, None], 0.0)
 
 
 # -- rows and caches ---------------------------------------------------------------------------------------------------
