@@ -22,7 +22,8 @@ from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
 from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
-from torchweave.ops.slot_state import SlotState, advance, prepare, prepare_decode_inputs
+from torchweave.ops.slot_state import SlotState, StepInputs, advance, prepare, prepare_decode_inputs
+from torchweave.ops.speculation import DraftBuffers, PromptLookup, accept, prepare_drafts
 
 VOCAB = 97
 
@@ -105,7 +106,12 @@ class FakeRunner:
         self.block_size = block_size
         self.windows = tuple(windows)
         width = -(-limits.max_model_len // block_size)
-        self.state = SlotState(limits.max_batch_size, width, num_tables=len(windows))
+        history_len = limits.max_model_len if limits.query_len > 1 else 0
+        self.state = SlotState(limits.max_batch_size, width, num_tables=len(windows), history_len=history_len)
+        lookup = PromptLookup(limits.query_len - 1)
+        self.drafts = DraftBuffers(limits.max_batch_size, lookup, torch.device("cpu")) if history_len else None
+        self.acceptance = 0.7
+        self.rng = np.random.default_rng(0)
         self.cache = np.full(num_blocks * block_size, -1)
         cpu = torch.device("cpu")
         self.buffers = StepBuffers(limits.max_batch_size, limits.max_num_tokens, cpu, len(windows))
@@ -121,8 +127,7 @@ class FakeRunner:
         return False
 
     def collect(self, handle: object) -> StepResult:
-        tokens, logprobs = handle  # type: ignore[misc]
-        return StepResult(tokens, "plain", logprobs)
+        return handle  # type: ignore[return-value]
 
     def memory_in_use(self) -> int | None:
         return None
@@ -130,7 +135,7 @@ class FakeRunner:
     def on_idle(self) -> None:
         pass
 
-    def launch(self, step: Step) -> tuple[np.ndarray, StepLogprobs | None]:
+    def launch(self, step: Step) -> StepResult:
         if self.launched == self.fail_at:
             raise RuntimeError("the device is gone")
         self.launched += 1
@@ -143,6 +148,8 @@ class FakeRunner:
             blocks[targets] = blocks[sources]
         rows, tokens, buffers = step.num_rows, step.num_tokens, self.buffers
         inputs = buffers.inputs(rows, tokens)
+        if step.query_len > 1:
+            return self._launch_drafts(step, inputs)
         if step.chunks:
             pack(step, rows, tokens, buffers.packed.numpy()[: packed_size(rows, tokens)])
             packed = buffers.views(rows, tokens)
@@ -159,7 +166,46 @@ class FakeRunner:
         numbers = self._numbers(slots.numpy(), inputs.seq_lens.numpy().astype(np.int64))
         drawn.numpy()[:] = numbers % VOCAB
         advance(drawn, slots, emit, self.state, buffers.out[:rows])
-        return buffers.out[:rows].numpy().copy(), self._logprobs(step, numbers, drawn.numpy())
+        return StepResult(buffers.out[:rows].numpy().copy(), "plain", self._logprobs(step, numbers, drawn.numpy()))
+
+    def _launch_drafts(self, step: Step, inputs: StepInputs) -> StepResult:
+        """A step with drafts, some of which are wrong."""
+        assert self.drafts is not None
+        state, slots = self.state, self.state.slots[: step.num_rows]
+        assert np.array_equal(slots.numpy(), step.slots), "the device's batch is not the host's"
+        rows = self.drafts.rows(step.num_rows)
+        self._propose(slots.numpy(), rows.drafts.numpy().reshape(step.num_rows, -1), rows.num_drafts.numpy())
+        prepare_drafts(state, slots, self.drafts, rows, inputs, self.block_size)
+        total = int(rows.query_start[-1])
+        mapping = inputs.slot_mapping.numpy()[..., :total]
+        assert (mapping >= 0).all() and (inputs.slot_mapping.numpy()[..., total:] == -1).all()
+        self.cache[mapping] = inputs.ids.numpy()[:total]
+        drawn = rows.entries.numpy() >= 0
+        entry_slots = np.repeat(slots.numpy(), step.query_len)[drawn]
+        positions = inputs.positions.numpy()[rows.logits_index.numpy()[drawn]]
+        assert np.array_equal(positions, self.drafts.sampled.host_arrays["position"][: drawn.size][drawn])
+        numbers = np.zeros(drawn.size, np.int64)
+        numbers[drawn] = self._numbers(entry_slots, positions + 1)
+        rows.tokens.numpy()[:] = numbers % VOCAB
+        accept(state, slots, self.drafts.lookup, rows)
+        out = rows.out.numpy().copy()
+        first = slice(None, drawn.size, step.query_len)
+        logprobs = self._logprobs(step, numbers[first], rows.tokens.numpy()[first])
+        tokens, num_drafts = out[: drawn.size].reshape(step.num_rows, -1), out[drawn.size :]
+        return StepResult(tokens, "plain", logprobs, num_drafts=num_drafts)
+
+    def _propose(self, slots: np.ndarray, drafts: np.ndarray, num_drafts: np.ndarray) -> None:
+        """Drafts of random number, each right with probability `acceptance` if those before it are."""
+        arrays = self.state.host_arrays
+        for row, slot in enumerate(slots):
+            position = int(arrays["position"][slot])
+            num_drafts[row] = self.rng.integers(0, drafts.shape[1] + 1)
+            num_drafts[row] = max(min(num_drafts[row], arrays["draft_limit"][slot] - position), 0)
+            text = arrays["history"][slot, : position + 1].tolist()
+            for place in range(num_drafts[row]):
+                token = next_token(visible_tokens(text, self.windows))
+                drafts[row, place] = token if self.rng.random() < self.acceptance else self.rng.integers(VOCAB)
+                text.append(int(drafts[row, place]))
 
     def _numbers(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Hash of the tokens that each row attends to, read through the tables of all groups."""
@@ -249,7 +295,7 @@ def make(
     if copier is not None:
         copier.device = runner.cache.reshape(num_blocks, block_size)
         host = HostBlockPool(copier, max_batch_size)
-    width, longest = -(-max_model_len // block_size), max_num_tokens + LOOKAHEAD_TOKENS
+    width, longest = -(-max_model_len // block_size), max(max_num_tokens, limits.decode_span) + LOOKAHEAD_TOKENS
     kv = BlockManager(num_blocks, block_size, max_batch_size, width, windows, longest, host)
     scheduler = Scheduler(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse)
     return scheduler, runner

@@ -7,6 +7,7 @@ Spellings of an option are normalized before argparse parses them: `--max-model-
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torchweave.cli.options import Option, build_config, convert, options_of, read_yaml, unknown_option
 from torchweave.config.options import EngineConfig
-from torchweave.config.validate import VLLM_NAMES
+from torchweave.config.validate import TENSORRT_LLM_NAMES, VLLM_NAMES
 
 Config = TypeVar("Config")
 
@@ -34,9 +35,10 @@ OPTIMIZATION_LEVELS: dict[int, dict[str, Any]] = {
         "torch_compile_config.compile_sizes": (1, 2, 4, 8),
     },
 }
-# vLLM's names and short forms.
+# vLLM's and TensorRT-LLM's names, and short forms.
 ALIASES = {
     **VLLM_NAMES,
+    **{name: f"speculative_config.{own}" for name, own in TENSORRT_LLM_NAMES.items()},
     "cudagraph_capture_sizes": "torch_compile_config.capture_num_tokens",
     "dump_dir": "torch_compile_config.dump_dir",
     "compile_cache": "torch_compile_config.compile_cache",
@@ -66,6 +68,7 @@ ENGINE_GROUPS = {
         name for name in options_of(EngineConfig) if name.startswith("torch_compile_config.")
     ),
     "CUDA graphs": tuple(name for name in options_of(EngineConfig) if name.startswith("cuda_graph_config.")),
+    "speculation": tuple(name for name in options_of(EngineConfig) if name.startswith("speculative_config.")),
 }  # fmt: skip
 """Every option of the engine but the model, by the group under which help and docs/cli.md list it."""
 COMMON_ENGINE_OPTIONS = frozenset(
@@ -308,6 +311,11 @@ def normalize_argv(argv: Sequence[str], options: Mapping[str, Option]) -> list[s
             normalized.append(argument)
             continue
         name, equals, value = argument[2:].partition("=")
+        section = _section(name.replace("-", "_"), value if equals else "".join(argv[index : index + 1]), options)
+        if section is not None:
+            normalized += section
+            index += not equals
+            continue
         name = _canonical_name(name.replace("-", "_"), options)
         if name in options and options[name].is_flag and not equals:
             following = argv[index].lower() if index < len(argv) else ""
@@ -319,6 +327,22 @@ def normalize_argv(argv: Sequence[str], options: Mapping[str, Option]) -> list[s
             name, equals, value = negated, "=", "false"
         normalized.append(f"--{name}{equals}{value}")
     return normalized
+
+
+def _section(name: str, value: str, options: Mapping[str, Option]) -> list[str] | None:
+    """The options of `--SECTION '{"NAME": VALUE}'`; None if `name` is no section, or `value` no object.
+
+    Raises:
+        ValueError: the JSON is not valid.
+    """
+    if not value.lstrip().startswith("{") or not any(each.startswith(f"{name}.") for each in options):
+        return None
+    try:
+        values = json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"--{name}={value} is not valid JSON: {error}") from None
+    texts = {key: item if isinstance(item, str) else json.dumps(item) for key, item in values.items()}
+    return [f"--{_canonical_name(f'{name}.{key}', options)}={text}" for key, text in texts.items()]
 
 
 def _canonical_name(name: str, options: Mapping[str, Option]) -> str:

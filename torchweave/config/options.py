@@ -23,6 +23,7 @@ CacheFormat = Literal["binary", "unpacked"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"]
 PassNumerics = Literal["exact", "tolerance"]
 Executor = Literal["local", "torchrun", "ray"]
+SpeculativeMethod = Literal["ngram"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,30 @@ class CudaGraphConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding: propose tokens ahead, and verify them together in one step. Tokens stay the same.
+
+    Attributes:
+        method: drafter. `ngram` proposes the tokens that followed the last tokens of a request earlier in its prompt or answer
+            (prompt lookup). None: no speculation.
+        num_speculative_tokens: most drafts per request and step. TensorRT-LLM: `max_draft_len`.
+        prompt_lookup_max: longest run of last tokens that `ngram` looks for. TensorRT-LLM: `max_matching_ngram_size`.
+        prompt_lookup_min: shortest run that `ngram` looks for.
+        disable_by_batch_size: most requests in a step with drafts; larger steps take one token per request. None: as many as
+            fit into max_num_tokens.
+        synthetic_acceptance: for benchmarks: propose for every request and accept each draft with this probability, if those
+            before it are accepted. The output is meaningless. None: verify.
+    """
+
+    method: SpeculativeMethod | None = None
+    num_speculative_tokens: int = 3
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 2
+    disable_by_batch_size: int | None = None
+    synthetic_acceptance: float | None = None
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """One engine: model, parallelism, memory and scheduling.
 
@@ -146,6 +171,7 @@ class EngineConfig:
         seed: seed of requests that have none of their own. None: a random seed.
         torch_compile_config: capture and compilation.
         cuda_graph_config: CUDA graphs of whole steps.
+        speculative_config: speculative decoding.
     """
 
     model: str
@@ -181,6 +207,7 @@ class EngineConfig:
     seed: int | None = None
     torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)
     cuda_graph_config: CudaGraphConfig = field(default_factory=CudaGraphConfig)
+    speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     @property
     def num_ranks(self) -> int:

@@ -38,6 +38,8 @@ class Plan:
         max_num_streams: largest number of CUDA streams for a piece.
         userbuffers: write operands of collectives directly into symmetric memory.
         tune: measure kernel candidates without measurements before compiling.
+        query_len: most tokens of a decode row: the last token and drafts; 1: no speculation.
+        max_drafting_rows: most rows of a step with drafts.
     """
 
     config: EngineConfig
@@ -64,7 +66,14 @@ class Plan:
     max_num_streams: int
     userbuffers: bool
     tune: bool
+    query_len: int
+    max_drafting_rows: int
     entries: tuple[PlanEntry, ...]
+
+    @property
+    def history_len(self) -> int:
+        """Tokens of each request that the device keeps, to look drafts up in; 0: none."""
+        return self.max_model_len if self.query_len > 1 else 0
 
     @property
     def mixed_step_sizes(self) -> tuple[int, ...]:

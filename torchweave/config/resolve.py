@@ -72,6 +72,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
     block_size = entries.note("block_size", *_block_size(config, attention))
     mixed_step_tokens = entries.note("mixed_step_tokens", *_mixed_step_tokens(config, device))
     graphs = _compile_fields(config, device, attention, max_batch_size, max_num_tokens, mixed_step_tokens, entries)
+    speculation = _speculation(config, device, attention, max_batch_size, max_num_tokens, entries)
     memory_why = "from the remaining memory" if config.num_kv_blocks is None else ""
     entries.note("num_kv_blocks", config.num_kv_blocks, memory_why)
     unused = "cpu_kv_cache_gib" if device.is_gpu else "gpu_memory_utilization"
@@ -92,7 +93,48 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
         run_ahead=config.run_ahead,
         entries=entries.all(),
         **graphs,
+        **speculation,
     )
+
+
+def _speculation(
+    config: EngineConfig,
+    device: DeviceFacts,
+    attention: AttentionFacts,
+    max_batch_size: int,
+    max_num_tokens: int,
+    entries: _Entries,
+) -> dict[str, Any]:
+    """Fields of the plan for speculative decoding."""
+    speculative, prefix = config.speculative_config, "speculative_config."
+    if speculative.method is None:
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"):
+            entries.note(prefix + name, None, "without a method, there is no speculation")
+        return {"query_len": 1, "max_drafting_rows": 0}
+    if config.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"speculative_config.method={speculative.method} is not supported with pipeline_parallel_size="
+            f"{config.pipeline_parallel_size}, since only the last stage knows which drafts are right; use "
+            "tensor_parallel_size, or remove it"
+        )
+    if device.is_gpu and not attention.supports_mixed_cuda_graphs:
+        raise ValueError(
+            f"speculative_config.method={speculative.method} needs an attention backend that finds each row's tokens on the "
+            f"GPU, and {attention.name} does not; use attention_backend=triton"
+        )
+    query_len = speculative.num_speculative_tokens + 1
+    if query_len > max_num_tokens:
+        raise ValueError(
+            f"speculative_config.num_speculative_tokens={speculative.num_speculative_tokens} needs steps of {query_len} tokens, "
+            f"but max_num_tokens is {max_num_tokens}; lower one or raise the other"
+        )
+    rows = min(max_batch_size, max_num_tokens // query_len)
+    why = "what max_num_tokens holds" if rows < max_batch_size else "max_batch_size"
+    requested = speculative.disable_by_batch_size
+    if requested is not None and requested <= rows:
+        rows, why = requested, ""
+    entries.note(prefix + "disable_by_batch_size", rows, why)
+    return {"query_len": query_len, "max_drafting_rows": rows}
 
 
 def _dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tuple[str, str]:

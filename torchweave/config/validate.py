@@ -12,7 +12,7 @@ from os import PathLike
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.config.options import EngineConfig, ServerConfig, SpeculativeConfig
 from torchweave.utils.suggest import did_you_mean
 
 _MAX_API_SERVERS = 64
@@ -33,6 +33,12 @@ VLLM_NAMES = {
     "cudagraph_capture_sizes": "capture_num_tokens",
 }
 """vLLM's name -> name of the equivalent option."""
+TENSORRT_LLM_NAMES = {
+    "max_draft_len": "num_speculative_tokens",
+    "max_matching_ngram_size": "prompt_lookup_max",
+}
+"""TensorRT-LLM's name -> name of the equivalent option, where vLLM has no other."""
+OTHER_NAMES = {**VLLM_NAMES, **TENSORRT_LLM_NAMES}
 
 
 def flatten(config: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -49,7 +55,7 @@ Config = TypeVar("Config")
 
 
 def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = "") -> Config:
-    """Build a config from options by name or vLLM's name; nested configs may be dicts.
+    """Build a config from options by name, or vLLM's or TensorRT-LLM's name; nested configs may be dicts, or None for the default.
 
     Raises:
         ValueError: an unknown name (with the nearest known name), or an option given by both names.
@@ -57,19 +63,21 @@ def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = 
     hints = get_type_hints(config)
     given: dict[str, Any] = {}
     for requested, value in options.items():
-        name = requested if requested in hints else VLLM_NAMES.get(requested, "")
+        name = requested if requested in hints else OTHER_NAMES.get(requested, "")
         if name not in hints:
             guess = did_you_mean(requested, hints, f"it is one of {', '.join(hints)}", prefix)
             raise ValueError(f"unknown option {prefix}{requested}; {guess}")
         if name in given:
             raise ValueError(f"{prefix}{name} is given twice; {' and '.join(_aliases_of(name))} are one option")
+        if is_dataclass(hints[name]) and value is None:
+            continue
         nested = is_dataclass(hints[name]) and isinstance(value, Mapping)
         given[name] = config_from(hints[name], value, f"{prefix}{name}.") if nested else value
     return config(**given)
 
 
 def _aliases_of(name: str) -> list[str]:
-    return [name, *(other for other, own in VLLM_NAMES.items() if own == name)]
+    return [name, *(other for other, own in OTHER_NAMES.items() if own == name)]
 
 
 _TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
@@ -116,7 +124,11 @@ _MINIMUMS = {
     "seed": 0,
     "torch_compile_config.max_padding_ratio": 1,
     "torch_compile_config.max_num_streams": 1,
+    "speculative_config.num_speculative_tokens": 1,
+    "speculative_config.prompt_lookup_min": 1,
+    "speculative_config.disable_by_batch_size": 1,
 }
+_MAX_SPECULATIVE_TOKENS = 31
 
 
 def check_value_ranges(config: EngineConfig) -> None:
@@ -142,6 +154,21 @@ def check_value_ranges(config: EngineConfig) -> None:
         raise ValueError(f"kv_offload_gb={config.kv_offload_gb} must be 0 or more")
     if not (math.isfinite(config.cpu_kv_cache_gib) and config.cpu_kv_cache_gib > 0):
         raise ValueError(f"cpu_kv_cache_gib={config.cpu_kv_cache_gib} must be above 0")
+    _check_speculation(config.speculative_config)
+
+
+def _check_speculation(config: SpeculativeConfig) -> None:
+    prefix = "speculative_config."
+    if config.num_speculative_tokens > _MAX_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"{prefix}num_speculative_tokens={config.num_speculative_tokens} must be at most {_MAX_SPECULATIVE_TOKENS}"
+        )
+    if config.prompt_lookup_max < config.prompt_lookup_min:
+        raise ValueError(
+            f"{prefix}prompt_lookup_max={config.prompt_lookup_max} must be at least prompt_lookup_min={config.prompt_lookup_min}"
+        )
+    if config.synthetic_acceptance is not None and not 0 <= config.synthetic_acceptance <= 1:
+        raise ValueError(f"{prefix}synthetic_acceptance={config.synthetic_acceptance} must be from 0 to 1")
 
 
 def check_server(config: EngineConfig, settings: ServerConfig) -> None:
@@ -176,7 +203,11 @@ def check_limits(settings: ServerConfig) -> None:
 
 def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:
     check_types(config)
-    for holder, prefix in ((config, ""), (config.torch_compile_config, "torch_compile_config.")):
+    sections = (
+        (config.torch_compile_config, "torch_compile_config."),
+        (config.speculative_config, "speculative_config."),
+    )
+    for holder, prefix in ((config, ""), *sections):
         for name, hint in get_type_hints(type(holder)).items():
             known = _choices(hint)
             if known and getattr(holder, name) not in known:

@@ -281,7 +281,7 @@ class GenerationLoop:
         self._send(responses)
         self._poll_stop()
         seconds = time.perf_counter() - self._iteration_began
-        self.iterations.append(Iteration(seconds, step.num_prefill_tokens, int(np.count_nonzero(step.emits))))
+        self.iterations.append(Iteration(seconds, step.num_prefill_tokens, result.num_sampled_tokens))
         if self._callbacks.return_stats is not None:
             self._emit_stats(step, num_active)
         ended = time.perf_counter()

@@ -64,6 +64,10 @@ class SlotState:
     stop_ids      int32 [S, 8]  -1 = unused
     block_table   int32 [G * S, B]  cache block of each block_size tokens, group by group (`tables`); -1 = none
     slots         int32 [R]     the running decode batch, -1 = padding
+
+    With speculation (`history_len` > 0) also:
+    draft_limit   int32 [S]     last position at which the slot feeds a draft; -1 = no drafts
+    history       int32 [S, history_len]  token of each position, prompt and answer, up to `last_token`
     """
 
     last_token: Tensor
@@ -78,6 +82,8 @@ class SlotState:
     stop_ids: Tensor
     block_table: Tensor
     slots: Tensor
+    draft_limit: Tensor
+    history: Tensor
 
     def __init__(
         self,
@@ -86,16 +92,21 @@ class SlotState:
         max_rows: int | None = None,
         device: str | torch.device = "cpu",
         num_tables: int = 1,
+        history_len: int = 0,
     ) -> None:
         max_rows = max_batch if max_rows is None else max_rows
         assert max_batch > 0 and max_blocks_per_seq > 0 and max_rows > 0 and num_tables > 0
         self.num_tables = num_tables
+        self.history_len = history_len
         self.max_batch, self.max_blocks_per_seq, self.max_rows = max_batch, max_blocks_per_seq, max_rows
         self.device = torch.device(device)
         self.shapes: dict[str, tuple[int, ...]] = {name: (max_batch,) for name, _, _ in _SLOT_FIELDS}
         self.shapes["stop_ids"] = (max_batch, MAX_STOP_IDS)
         self.shapes["block_table"] = (num_tables * max_batch, max_blocks_per_seq)
         self.shapes["slots"] = (max_rows,)
+        if history_len:
+            self.shapes["draft_limit"] = (max_batch,)
+            self.shapes["history"] = (max_batch, history_len)
         self.layout: dict[str, int] = {}
         """Flat offset of each region in the arena, in int32 elements."""
         end = 0
@@ -104,7 +115,7 @@ class SlotState:
             end += -(-int(np.prod(shape)) // _ALIGNMENT) * _ALIGNMENT
         self.float_fields = frozenset(name for name, is_float, _ in _SLOT_FIELDS if is_float)
 
-        initial = np.full(end, -1, dtype=np.int32)  # the two-dimensional regions and `slots` start as "none"
+        initial = np.full(end, -1, dtype=np.int32)  # all regions but those of _SLOT_FIELDS start as "none"
         for name, is_float, empty in _SLOT_FIELDS:
             value = np.array(empty, dtype=np.float32 if is_float else np.int32).view(np.int32)
             initial[self.layout[name] : self.layout[name] + max_batch] = value
@@ -216,6 +227,12 @@ class SlotUpdates:
         )
         self._indices.append(self._record_offsets + self._strides * np.int32(slot))
         self._values.append(np.frombuffer(record, np.int32))
+
+    def set_history(self, slot: int, tokens: np.ndarray) -> None:
+        """Set the first tokens of a slot's history."""
+        state = self.state
+        start = state.layout["history"] + slot * state.history_len
+        self._add(np.arange(start, start + len(tokens), dtype=np.int32), tokens.astype(np.int32, copy=False))
 
     def set_block_table(self, slots: IntArray, columns: IntArray, blocks: IntArray) -> None:
         """Set block_table[slots, columns] = blocks; the three broadcast to one length. Row g * S + s is slot s in group g."""
@@ -341,7 +358,7 @@ def prepare(
     out_ids[:num_real] = np.where(from_slot, state.host_arrays["last_token"][token_slots], host_ids.numpy()[:num_real])
     at = np.where(from_slot, state.host_arrays["position"][token_slots], host_positions.numpy()[:num_real])
     out_positions[:num_real] = at
-    _fill_slot_mapping(state, token_slots, at, block_size, mapping[..., :num_real])
+    fill_slot_mapping(state, token_slots, at, block_size, mapping[..., :num_real])
     out_ids[num_real:], out_positions[num_real:], mapping[..., num_real:] = 0, 0, -1
 
     has_tokens = (lengths > 0) & (row_slots >= 0)
@@ -370,7 +387,7 @@ def prepare_decode_inputs(state: SlotState, slots: Tensor, inputs: StepInputs, b
     ids.numpy()[...] = np.where(running, state.host_arrays["last_token"][row_slots], 0)
     positions.numpy()[...] = at
     seq_lens.numpy()[...] = np.where(running, at + 1, 0)
-    _fill_slot_mapping(state, row_slots, at, block_size, slot_mapping.numpy())
+    fill_slot_mapping(state, row_slots, at, block_size, slot_mapping.numpy())
 
 
 def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: Tensor) -> None:
@@ -379,13 +396,17 @@ def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: 
 
     Where emit: last_token[slot] = token, position[slot] += 1 (the token's own position), and out[i] = token, or -1 - token if
     it is one of the slot's stop ids and its position is not below min_position. Otherwise, and for slot -1: out[i] =
-    NOT_EMITTED only.
+    NOT_EMITTED only. Histories take the token as well.
     """
     assert tokens.numel() == slots.numel() == emit.numel() == out.numel()
     if state.device.type == "cuda":
         from torchweave.ops.kernels.step_io import launch_advance
 
         launch_advance(tokens, slots, emit, state.last_token, state.position, state.min_position, state.stop_ids, out)
+        if state.history_len:
+            from torchweave.ops.kernels.speculation import launch_record
+
+            launch_record(state, slots, emit)
         return
     row_slots, encoded = slots.numpy(), out.numpy()
     active = (emit.numpy() != 0) & (row_slots >= 0)
@@ -400,6 +421,9 @@ def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: 
     state.host_arrays["last_token"][active_slots] = new
     state.host_arrays["position"][active_slots] = at
     encoded[active] = np.where(is_stop, -1 - new, new)
+    if state.history_len:
+        inside = at < state.history_len
+        state.host_arrays["history"][active_slots[inside], at[inside]] = new[inside]
 
 
 def carry(source: Tensor, target: Tensor) -> None:
@@ -416,7 +440,7 @@ def carry(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
 
 
-def _fill_slot_mapping(
+def fill_slot_mapping(
     state: SlotState, slots: np.ndarray, at: np.ndarray, block_size: int, mapping: np.ndarray
 ) -> None:
     """Fill mapping [N], or [G, N], with the cache slot of position `at` of each slot."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tests.engine.fake import VOCAB, FakeBlockCopier, expected, expected_beams, make
+from torchweave.engine.kv_cache.block_manager import AttentionWindow
 from torchweave.engine.request import InferenceRequest, Response, SamplingParams
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.step import Step
@@ -46,7 +47,7 @@ class Simulation:
 
     def __init__(self, policy: str, seed: int = 0, run_ahead: int = 2, **options: Any) -> None:
         self.policy = policy
-        self.scheduler, self.runner = make(policy=policy, **options)
+        self.scheduler, self.runner = make(policy=policy, run_ahead=run_ahead, **options)
         self.counts: Counter[str] = Counter()
         self.pauses: Counter[int] = Counter()  # by request
         self.pending: dict[int, PendingRequest] = {}
@@ -64,7 +65,8 @@ class Simulation:
         if len(self.pending) >= MOST_ACTIVE:
             return
         rng = self.rng
-        params = random_beams(rng) if rng.random() < 0.2 else random_tokens(rng)
+        searches = rng.random() < 0.2 and len(self.runner.windows) == 1  # `expected_beams` knows no windows
+        params = random_beams(rng) if searches else random_tokens(rng)
         stem = self._stems[rng.integers(len(self._stems))][: rng.integers(0, 60)]
         prompt = np.concatenate([stem, rng.integers(0, VOCAB, rng.integers(1, 6))])
         streaming = params.beam_width == 1 and rng.random() < 0.5
@@ -108,6 +110,7 @@ class Simulation:
         assert step.num_rows <= limits.max_batch_size and len(set(step.slots.tolist())) == step.num_rows
         self.counts["steps"] += 1
         self.counts["chunks"] += len(step.chunks)
+        self.counts["with drafts"] += step.query_len > 1
         self.counts["copied"] += 0 if step.copies is None else len(step.copies[0])
 
     def on_responses(self, responses: Iterable[Response]) -> None:
@@ -133,7 +136,7 @@ class Simulation:
                 beams = [beam.token_ids.tolist() for beam in response.output.beams]
                 assert beams == expected_beams(prompt, params, stops), "a search has other beams than alone"
             return
-        tokens = expected(prompt, params.max_tokens or 0, stops)
+        tokens = expected(prompt, params.max_tokens or 0, stops, self.runner.windows)
         if reason == "cancelled":
             tokens = tokens[: len(pending.tokens)]
         assert pending.tokens == tokens, "a request has other tokens than alone"
@@ -176,14 +179,14 @@ def random_beams(rng: np.random.Generator) -> SamplingParams:
     )
 
 
-def random_options(policy: str, rng: np.random.Generator) -> dict[str, Any]:
-    """Small random sizes, so that every resource runs out.
+def random_options(policy: str, rng: np.random.Generator, drafts: bool = False) -> dict[str, Any]:
+    """Small random sizes, so that every resource runs out; with `drafts` also of steps that speculate, and of windows.
 
     `max_utilization` is combined with chunked context only, as in the engine: the prefill of a resumed request may not fit into a
     step otherwise.
     """
     chunked = bool(rng.random() < 0.8) or policy == "max_utilization"
-    return {
+    options = {
         "run_ahead": int(rng.integers(1, 4)),
         "max_batch_size": int(rng.integers(4, 9)),
         "max_num_tokens": int(rng.integers(8, 33)) if chunked else 70,
@@ -197,13 +200,21 @@ def random_options(policy: str, rng: np.random.Generator) -> dict[str, Any]:
         "batch_wait_timeout_iters": int(rng.choice([0, 0, 5])),
         "batch_wait_max_tokens_ratio": 0.5,
     }
+    if drafts:
+        query_len = int(rng.integers(2, 7))
+        options |= {"query_len": query_len, "max_drafting_rows": options["max_num_tokens"] // query_len}
+        if rng.random() < 0.4:
+            options |= {"windows": (AttentionWindow(int(rng.integers(1, 20))), AttentionWindow()), "copier": None}
+    return options
 
 
-def run(policy: str, steps: int, seed: int, check_every: int = 1, episode: int = 400) -> Counter[str]:
+def run(
+    policy: str, steps: int, seed: int, check_every: int = 1, episode: int = 400, drafts: bool = False
+) -> Counter[str]:
     """Simulate random sizes, `episode` steps each, until `steps` steps ran; returns counts of events."""
     rng, counts, number = np.random.default_rng(seed), Counter(), 0
     while counts["steps"] < steps:
-        options = random_options(policy, rng)
+        options = random_options(policy, rng, drafts)
         simulation = Simulation(policy, seed=int(rng.integers(2**32)), **options)
         rate, cancels = rng.uniform(0.05, 0.6), rng.uniform(0, 0.1)
         try:
@@ -234,10 +245,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000, help="for each policy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check-every", type=int, default=5, help="steps between two checks of all blocks")
+    parser.add_argument("--drafts", action="store_true", help="speculate, with random drafts")
     args = parser.parse_args()
     for policy in args.policy or sorted(POLICIES):
         begin = time.monotonic()
-        counts = run(policy, args.steps, args.seed, args.check_every)
+        counts = run(policy, args.steps, args.seed, args.check_every, drafts=args.drafts)
         facts = ", ".join(f"{count:,} {event}" for event, count in sorted(counts.items()))
         print(f"{policy}: {facts}; {time.monotonic() - begin:.0f} s", flush=True)
 

@@ -164,7 +164,8 @@ def blocks_that_fit(
 
 def longest_step(plan: Plan) -> int:
     """Most tokens for which a step allocates blocks of one sequence."""
-    return plan.max_num_tokens + LOOKAHEAD_TOKENS
+    drafts = plan.query_len * max(plan.run_ahead, 1) if plan.query_len > 1 else 0
+    return max(plan.max_num_tokens, drafts) + LOOKAHEAD_TOKENS
 
 
 def _blocks_of_longest(plan: Plan, windows: Sequence[AttentionWindow]) -> int:

@@ -5,6 +5,7 @@ step with prefill rows first reads one packed array. Rows with logits processors
 first way that fits:
 
     decode_graph      whole decode step, recorded by batch size
+    draft_graph       whole decode step with drafts, recorded by batch size
     mixed_graph       whole step with prefill rows, recorded by token count
     piecewise_graph   pieces between boundary ops, recorded by token count; boundary ops run between them
     plain             every kernel launched by the host
@@ -28,6 +29,7 @@ from torchweave.compiler.runtime.cuda_graphs import GraphPool, Recording, record
 from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
 from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_copy import copy_blocks
+from torchweave.engine.runner.draft_step import DraftStep
 from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
 from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size
@@ -84,10 +86,15 @@ class StepBoundary:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A launched step: its index in the host buffers, and tensors of log-probabilities that are filled when it ends."""
+    """A launched step: its index in the host buffers, and tensors of log-probabilities that are filled when it ends.
+
+    Of `num_out` values in the buffer, those of the first `rows` rows are the step's, and others of padding.
+    """
 
     ring_index: int
     rows: int
+    num_out: int
+    query_len: int
     how: str
     logprobs: tuple[np.ndarray, tuple[Tensor, ...]] | None
     prompt_logprobs: tuple[np.ndarray, tuple[Tensor, ...]] | None
@@ -126,10 +133,13 @@ class ModelRunner:
         self._report = report
         self._device = torch.device(plan.device)
         self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables)
+        self._draft_step = DraftStep(plan, state) if plan.query_len > 1 else None
         self._decode_graphs: dict[int, Recording] = {}
+        self._draft_graphs: dict[int, Recording] = {}
         self._mixed_graphs: dict[int, Recording] = {}
         most = packed_size(plan.max_batch_size, plan.max_num_tokens)
-        self._host_buffers = HostBufferRing(most, plan.max_batch_size, plan.run_ahead + 1, self._device)
+        sampled = plan.max_batch_size * (plan.query_len + 1 if plan.query_len > 1 else 1)
+        self._host_buffers = HostBufferRing(most, sampled, plan.run_ahead + 1, self._device)
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
         self._decode_steps: dict[int, tuple[Callable[[BoundaryHandler], Tensor], StepBoundary]] = {}
         self._resample, self._sample_tokens, self._has_logits = Resampler(state), sample, True
@@ -160,6 +170,38 @@ class ModelRunner:
         boundary = self._boundary(slots, buffers.rows[: rows + 1], inputs, self.plan.max_model_len, True)
         self._decode_steps[rows] = run, boundary
         return self._decode_steps[rows]
+
+    def _draft_run(self, rows: int) -> Callable[[BoundaryHandler | None], Tensor]:
+        """The decode step of `rows` rows with drafts; attention takes each row's tokens as it takes a prompt's.
+
+        Without a boundary, the step is not padded: the host of a CPU knows the number of drafts.
+        """
+        draft_step, plan = self._draft_step, self.plan
+        assert draft_step is not None
+        slots, views = self.state.slots[:rows], draft_step.buffers.rows(rows)
+        inputs = self._buffers.inputs(rows, rows * plan.query_len)
+
+        def run(boundary: BoundaryHandler | None) -> Tensor:
+            draft_step.begin(slots, views, inputs)
+            if boundary is not None:
+                boundary(BEGIN, (), {})
+                logits = self._forward(boundary, inputs.ids, inputs.positions, views.logits_index)
+            else:
+                tokens = max(int(views.query_start[-1]), self._min_size)
+                fed = self._buffers.inputs(rows, tokens)
+                boundary = self._boundary(slots, views.query_start, fed, plan.max_model_len, False)
+                boundary(BEGIN, (), {})
+                every = torch.arange(tokens)
+                logits = self._forward(boundary, fed.ids, fed.positions, every)[views.logits_index]
+            draft_step.end(logits, slots, views)
+            return logits
+
+        return run
+
+    def _draft_boundary(self, rows: int) -> StepBoundary:
+        assert self._draft_step is not None
+        views, inputs = self._draft_step.buffers.rows(rows), self._buffers.inputs(rows, rows * self.plan.query_len)
+        return self._boundary(self.state.slots[:rows], views.query_start, inputs, self.plan.max_model_len, False)
 
     def _mixed_step(
         self, rows: int, tokens: int, max_seq_len: int, prompt_targets: Tensor | None = None
@@ -217,6 +259,7 @@ class ModelRunner:
         mixed = plan.token_buckets if plan.full_mixed_graphs or plan.piecewise_graphs else ()
         decode = plan.batch_sizes if plan.decode_graphs else ()
         mixed, decode = ([size for size in sizes if size >= self._min_size] for sizes in (mixed, decode))
+        drafts = [rows for rows in decode if rows <= plan.max_drafting_rows]
         if mixed:
             with self._report.progress("recording mixed steps", len(mixed)) as advance_bar, self._on_stream():
                 for number, tokens in enumerate(sorted(mixed, reverse=True)):
@@ -227,6 +270,11 @@ class ModelRunner:
                 for number, rows in enumerate(sorted(decode, reverse=True)):
                     self.record_decode(rows, pool, warm_up=number == 0 or not is_single_rank)
                     advance_bar(1, f"batch {rows}")
+        if drafts:
+            with self._report.progress("recording steps with drafts", len(drafts)) as advance_bar, self._on_stream():
+                for number, rows in enumerate(sorted(drafts, reverse=True)):
+                    self.record_drafts(rows, pool, warm_up=number == 0 or not is_single_rank)
+                    advance_bar(1, f"batch {rows}")
 
     def release_graphs(self) -> None:
         """Destroy all graphs once they have ended; NCCL does not destroy a group while a graph holds one of its collectives.
@@ -236,6 +284,7 @@ class ModelRunner:
         """
         if self._stream is None or wait_until_idle(self._stream, _DRAIN_SECONDS):
             self._decode_graphs.clear()
+            self._draft_graphs.clear()
             self._mixed_graphs.clear()
 
     def record_mixed(self, tokens: int, pool: GraphPool, warm_up: bool = True) -> Recording:
@@ -249,6 +298,10 @@ class ModelRunner:
     def record_decode(self, rows: int, pool: GraphPool, warm_up: bool = True) -> Recording:
         run, boundary = self._decode_step(rows)
         return self._store_graph("decode", self._decode_graphs, rows, self._record(run, boundary, True, pool, warm_up))
+
+    def record_drafts(self, rows: int, pool: GraphPool, warm_up: bool = True) -> Recording:
+        recording = self._record(self._draft_run(rows), self._draft_boundary(rows), True, pool, warm_up)
+        return self._store_graph("draft", self._draft_graphs, rows, recording)
 
     def _record(
         self,
@@ -307,6 +360,11 @@ class ModelRunner:
             run, boundary = self._decode_step(rows)
             run(boundary)
 
+    def run_dummy_draft_step(self, rows: int) -> None:
+        """Run a decode step with drafts while no slot is in use."""
+        with torch.inference_mode(), self._on_stream():
+            self._draft_run(rows)(self._draft_boundary(rows))
+
     def _upload_padding(self, rows: int, tokens: int) -> None:
         ring_index, no_rows = self._host_buffers.acquire(), np.empty(0, np.int32)
         self._upload_inputs(Step(0, no_rows, no_rows, (), no_rows, None, 0), rows, tokens, ring_index)
@@ -334,22 +392,32 @@ class ModelRunner:
                 self.state.write(*step.updates)
             if step.copies is not None:
                 copy_blocks(self.caches, *step.copies)
-            how, logits = self._launch_mixed(step, ring_index) if step.chunks else self._launch_decode(step.num_rows)
+            tokens, out, num_out = self._buffers.tokens, self._buffers.out, step.num_rows
+            if step.chunks:
+                how, logits = self._launch_mixed(step, ring_index)
+            elif step.query_len == 1:
+                how, logits = self._launch_decode(step.num_rows)
+            else:
+                assert self._draft_step is not None, "a step with drafts needs `query_len` above 1"
+                how, logits, padded_rows = self._launch_drafts(step.num_rows)
+                views = self._draft_step.buffers.rows(padded_rows)
+                tokens, out, num_out = views.tokens, views.out, views.out.numel()
             if step.logits_processors is not None:
-                self._resample(step.logits_processors, logits, self._buffers.tokens, self._buffers.out)
+                self._resample(step.logits_processors.at_entries(step.query_len), logits, tokens, out)
             token_logprobs = prompt_logprobs = None
             if step.prompt_targets is not None and self._has_logits:
                 prompt_logprobs = self._prompt_logprobs(step, logits)
             if step.logprobs is not None and self._has_logits:
-                token_logprobs = step.logprobs[0], self._logprobs(logits, *step.logprobs)
-            carry(self._buffers.out[: step.num_rows], self._host_buffers.sampled[ring_index][: step.num_rows])
+                rows, most = step.logprobs
+                token_logprobs = rows, self._logprobs(logits, tokens, rows * step.query_len, most)
+            carry(out[:num_out], self._host_buffers.sampled[ring_index][:num_out])
             self._host_buffers.record_end(ring_index)
-        return LaunchedStep(ring_index, step.num_rows, how, token_logprobs, prompt_logprobs)
+        return LaunchedStep(ring_index, step.num_rows, num_out, step.query_len, how, token_logprobs, prompt_logprobs)
 
-    def _logprobs(self, logits: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
+    def _logprobs(self, logits: Tensor, tokens: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
         """Log-probabilities of `rows` as host tensors that are filled when the step ends."""
         index = torch.from_numpy(rows).to(self._device, non_blocking=True)
-        return self._on_host(logprobs(logits[index], self._buffers.tokens[index], most))
+        return self._on_host(logprobs(logits[index], tokens[index], most))
 
     def _prompt_logprobs(self, step: Step, logits: Tensor) -> tuple[np.ndarray, tuple[Tensor, ...]]:
         """The same for prompt tokens, whose logits are the last rows."""
@@ -372,6 +440,16 @@ class ModelRunner:
             return "decode_graph", recording.output
         run, boundary = self._decode_step(max(rows, self._min_size))
         return "plain", run(boundary)
+
+    def _launch_drafts(self, rows: int) -> tuple[str, Tensor, int]:
+        """As `_launch_decode`; returns the number of rows as well, with padding."""
+        bucket = self._bucket(self._draft_graphs, rows, self.plan.config.cuda_graph_config.enable_padding)
+        if bucket is not None:
+            recording = self._draft_graphs[bucket]
+            recording.replay()
+            return "draft_graph", recording.output, bucket
+        boundary = None if self._stream is None else self._draft_boundary(rows)
+        return "plain", self._draft_run(rows)(boundary), rows
 
     def _launch_mixed(self, step: Step, ring_index: int) -> tuple[str, Tensor]:
         bucket = self._bucket(self._mixed_graphs, step.num_tokens, padding=True)
@@ -406,10 +484,14 @@ class ModelRunner:
 
     def collect(self, handle: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its tokens and log-probabilities."""
-        tokens = self._host_buffers.wait(handle.ring_index)[: handle.rows].numpy().copy()
-        return StepResult(
-            tokens, handle.how, _to_step_logprobs(handle.logprobs), _to_step_logprobs(handle.prompt_logprobs)
-        )
+        tokens, num_drafts = self._host_buffers.wait(handle.ring_index)[: handle.num_out].numpy().copy(), None
+        if handle.query_len > 1:
+            tokens = tokens.reshape(-1, handle.query_len + 1)  # R * Q tokens, then R numbers of drafts
+            padded_rows = len(tokens)
+            tokens, num_drafts = np.split(tokens.ravel(), [padded_rows * handle.query_len])
+            tokens, num_drafts = tokens.reshape(padded_rows, -1)[: handle.rows], num_drafts[: handle.rows]
+        log_probabilities = _to_step_logprobs(handle.logprobs), _to_step_logprobs(handle.prompt_logprobs)
+        return StepResult(tokens, handle.how, *log_probabilities, num_drafts)
 
     def memory_in_use(self) -> int | None:
         if self._device.type != "cuda":

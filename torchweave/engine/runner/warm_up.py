@@ -143,7 +143,8 @@ def _build(
 ) -> tuple[KernelWorkers | None, list[KernelSpec]]:
     """Build and launch the kernels of steps. Returns the workers, which `stack` ends, and the missing kernels of resampling."""
     device, layers, dtype = cache_spec.device, cache_spec.layers, cache_spec.dtype
-    state = SlotState(plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=device)
+    width = -(-plan.max_model_len // plan.block_size)
+    state = SlotState(plan.max_batch_size, width, device=device, history_len=plan.history_len)
     # One cache a layer, all in group 0: the layout of the real cache changes no kernel.
     caches = [cache_spec.backend.allocate(layer, _BLOCKS, plan.block_size, dtype, device) for layer in layers]
     recurrent = list({call.key: call for call in cache_spec.recurrent}.values())
@@ -156,6 +157,8 @@ def _build(
         for tokens in _TOKENS:
             runner.run_dummy_step(min(tokens, plan.max_num_tokens))
             runner.run_dummy_decode_step(min(tokens, plan.max_batch_size))
+            if plan.query_len > 1:
+                runner.run_dummy_draft_step(min(tokens, plan.max_drafting_rows))
         for length in _LENGTHS:
             runner.run_dummy_step(1, min(length, plan.max_model_len))
 

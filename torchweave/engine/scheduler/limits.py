@@ -25,6 +25,9 @@ class Limits:
         equal_progress: prompts that do not fit together each advance by a part; else the oldest is first.
         mixed_step_sizes: tokens of steps with prefill and decode rows, see `step_token_budget`; empty: any number.
         batch_wait_timeout_iters, batch_wait_max_tokens_ratio: delay of prompts, see `should_delay_prefill`.
+        query_len: most tokens of a decode row in a step: the last token and drafts; 1: no speculation.
+        max_drafting_rows: most rows of a step with drafts.
+        run_ahead: most steps in flight.
         supports_beams: a sequence can continue from another's position; recurrent states cannot be shared.
     """
 
@@ -38,6 +41,14 @@ class Limits:
     batch_wait_timeout_iters: int = 0
     batch_wait_max_tokens_ratio: float = 0.0
     supports_beams: bool = True
+    query_len: int = 1
+    max_drafting_rows: int = 0
+    run_ahead: int = 1
+
+    @property
+    def decode_span(self) -> int:
+        """Most tokens from a decode request's next one, as far as the host knows, to the end of the next step."""
+        return self.query_len * max(self.run_ahead, 1) if self.query_len > 1 else 1
 
     def last_position(self, request: InferenceRequest) -> int:
         """Most tokens that a request stores in the KV cache: all but the last generated one."""

@@ -162,7 +162,7 @@ class SlotTable:
         state: the request in the slot; None if the slot is free.
         prompt_len: tokens of the prompt.
         prefill_len: tokens of the prompt and of the answer before a pause.
-        num_computed: tokens that launched steps have computed.
+        num_computed: tokens that launched steps have computed. With drafts: at most, until their results are known.
         limit: tokens to compute until the last token is generated.
         num_generated: tokens generated and read back; they are the first in `tokens`.
         num_sent: those of them that were sent.
@@ -172,6 +172,7 @@ class SlotTable:
         start_order: start counter; a smaller value started earlier.
         done: further tokens are ignored.
         streaming: each token is sent at once.
+        drafting: the slot may have drafts: the device alone decides on its tokens.
         needs_host_work: each token needs Python: log-probabilities, a grammar, or stop tokens beyond the device's table.
         last_step_index: index of the last step with this slot.
         free: free slots.
@@ -192,6 +193,7 @@ class SlotTable:
         self.start_order = np.zeros(size, np.int64)
         self.done = np.ones(size, bool)
         self.streaming = np.zeros(size, bool)
+        self.drafting = np.zeros(size, bool)
         self.needs_host_work = np.zeros(size, bool)
         self.last_step_index = np.full(size, -1, np.int64)
         self.tokens = np.zeros((size, 256), np.int32)
@@ -252,6 +254,7 @@ class SlotTable:
         self.state[slot] = None
         self.group[slot] = -1
         self.done[slot] = True
+        self.drafting[slot] = False
         self.free.append(slot)
 
     def state_of(self, slot: int) -> RequestState:
@@ -269,6 +272,11 @@ class SlotTable:
         if num_tokens <= len(prompt):
             return prompt[:num_tokens]
         return np.concatenate([prompt, self.tokens[slot, : num_tokens - len(prompt)]])
+
+    def num_known(self, slots: np.ndarray) -> np.ndarray:
+        """Tokens that are certainly computed: no query of a later step is at a position before."""
+        known = self.prompt_len[slots] + self.num_generated[slots] - 1
+        return np.where(self.drafting[slots], np.minimum(known, self.num_computed[slots]), self.num_computed[slots])
 
     def grow_tokens(self, num_tokens: int) -> None:
         """Make room for `num_tokens` generated tokens per slot."""

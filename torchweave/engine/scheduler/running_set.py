@@ -96,6 +96,19 @@ class RunningSet:
                 decoding = decoding[self.slots.group[decoding] < 0]
             self.decoding = np.concatenate([decoding, skipped])
 
+    def take_back(self, slots: np.ndarray, sizes: np.ndarray) -> bool:
+        """Reduce the computed tokens of a completed step's slots by drafts that were not kept.
+
+        A slot that seemed to reach its limit decodes again. Returns whether there is one.
+        """
+        table = self.slots
+        table.num_computed[slots] -= sizes
+        below_limit = table.drafting[slots] & ~table.done[slots] & (table.num_computed[slots] < table.limit[slots])
+        again = slots[below_limit & ~np.isin(slots, self.decoding)]
+        again = again[~np.isin(again, self.pending_release)]
+        self.decoding = np.concatenate([self.decoding, again])
+        return bool(again.size)
+
     def _next_prefill_slot(self, kv: BlockManager, updates: SlotUpdates, slot: int) -> int | None:
         """The slot in which the prefill of `slot` continues: itself, that of the search's next beam, or None at its end."""
         if self.slots.remaining_prefill(slot) > 0:

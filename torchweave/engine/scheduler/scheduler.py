@@ -28,9 +28,10 @@ from torchweave.engine.scheduler.prompt_logprobs import store_prompt_logprobs
 from torchweave.engine.scheduler.request_state import RequestState, WaitingQueue
 from torchweave.engine.scheduler.running_set import RunningSet
 from torchweave.engine.scheduler.snapshot import blocks_needed, take_snapshot
+from torchweave.engine.scheduler.speculation import SpeculationCounts, unused_tokens
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
 from torchweave.engine.scheduler.step_builder import StepBuilder
-from torchweave.ops.slot_state import MAX_STOP_IDS, SlotUpdates
+from torchweave.ops.slot_state import MAX_STOP_IDS, NOT_EMITTED, SlotUpdates
 
 StateChange = Literal["started", "paused", "answering"]
 
@@ -55,6 +56,7 @@ class Scheduler:
         state_changes: (id, state) in order, until a caller takes them: `started` prefill (again, after a pause), `paused` and
             lost its blocks, or `answering`, with its first token.
         static: the policy is `static_batch`.
+        speculation: drafts so far, and how many were kept.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Scheduler:
         self.paused_total = 0
         self.state_changes: list[tuple[int, StateChange]] = []
         self.static = policy is static_batch
+        self.speculation = SpeculationCounts(limits.query_len - 1)
         self._policy = policy
         self._eos = tuple(eos_token_ids)
         self._running = RunningSet(limits.max_batch_size, reuse)
@@ -229,12 +232,13 @@ class Scheduler:
             running = self._running
             slots = [*running.decoding.tolist(), *running.prefill]
             slots += [slot for group in running.searches for slot in group.continued_slots]
-            self.kv.free_out_of_window(np.array(slots, np.int64), running.slots.num_computed[slots])
+            slots = np.array(slots, np.int64)
+            self.kv.free_out_of_window(slots, running.slots.num_known(slots))
 
     def _decide(self) -> Decision | None:
         """The policy's decision; None if all requests decode and have the blocks they need."""
         running, kv, limits = self._running, self.kv, self.limits
-        needed = blocks_needed(running, kv)
+        needed = blocks_needed(running, kv, limits.query_len)
         if not self._waiting and not running.prefill and needed.sum() <= kv.free_logical_blocks:
             return None
         snapshot = take_snapshot(limits, running, kv, needed, self._waiting, self._find_prefix)
@@ -267,6 +271,10 @@ class Scheduler:
         searching = state.search is not None
         for each in running.beams.start(running.slots, kv, slot, state).slots if searching else (slot,):
             self._step_builder.write_request(each, state)
+            if self.limits.query_len > 1:
+                drafting = not (searching or running.slots.needs_host_work[slot] or state.processor_flags)
+                running.slots.drafting[each] = drafting
+                self._step_builder.write_history(each, state, last_position, drafting)
         return slot
 
     def _apply_pauses(self, decision: Decision) -> tuple[np.ndarray, list[BeamGroup]]:
@@ -295,13 +303,10 @@ class Scheduler:
         if self._running.beams.groups:
             rows = self._update_beams(step, rows, result)
         slots = step.slots[rows]
-        tokens = result.tokens[rows]
-        stopped = tokens < 0
-        tokens = np.where(stopped, -1 - tokens, tokens)
         counts = table.num_generated[slots]
-        table.grow_tokens(int(counts.max(initial=0)) + 1)
-        table.tokens[slots, counts] = tokens
-        table.num_generated[slots] = counts + 1
+        tokens, stopped = (
+            self._store_drafted(step, result, rows) if step.query_len > 1 else self._store(result, slots, rows)
+        )
 
         if step.chunks:
             first_tokens = table.ids[slots[counts == 0]].tolist()
@@ -312,18 +317,46 @@ class Scheduler:
         ended = stopped | (table.prompt_len[slots] + table.num_generated[slots] > table.limit[slots])
         for slot, by_stop in zip(slots[ended], stopped[ended], strict=True):
             self._finish(int(slot), "stop" if by_stop else "length")
+        if step.query_len > 1 and self._running.take_back(step.slots, unused_tokens(step, result, table)):
+            self._step_builder.steps_before_alloc = 0
         if needs_host_work.any() and self._running.logits_processors.constraints:
             self._advance_grammars(slots[needs_host_work & ~ended], tokens[needs_host_work & ~ended])
 
         streamed = table.streaming[slots] & ~ended
         responses = Responses()
         if streamed.any():
-            plain = streamed & ~needs_host_work & (table.num_sent[slots] == counts)
+            plain = streamed & ~needs_host_work & (table.num_sent[slots] == table.num_generated[slots] - 1)
             table.num_sent[slots[plain]] += 1
             others = (self._make_response(int(slot)) for slot in slots[streamed & ~plain])
             responses = Responses(others, table.ids[slots[plain]], tokens[plain])
         responses.extend(self._release())
         return responses
+
+    def _store(self, result: StepResult, slots: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Append the token of each row to its slot's; returns the tokens, and the rows that the device has stopped."""
+        table, tokens = self._running.slots, result.tokens[rows]
+        stopped = tokens < 0
+        tokens = np.where(stopped, -1 - tokens, tokens)
+        counts = table.num_generated[slots]
+        table.grow_tokens(int(counts.max(initial=0)) + 1)
+        table.tokens[slots, counts] = tokens
+        table.num_generated[slots] = counts + 1
+        return tokens, stopped
+
+    def _store_drafted(self, step: Step, result: StepResult, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same for a step with drafts; returns the last token of each row."""
+        table, slots, tokens = self._running.slots, step.slots[rows], result.tokens[rows]
+        lengths = (tokens != NOT_EMITTED).sum(axis=1)
+        assert result.num_drafts is not None
+        self.speculation.add(result.num_drafts[rows], lengths)
+        last = tokens[np.arange(len(rows)), lengths - 1]
+        tokens = np.where(tokens < 0, -1 - tokens, tokens)
+        counts = table.num_generated[slots]
+        table.grow_tokens(int((counts + lengths).max(initial=0)))
+        row, place = np.nonzero(np.arange(tokens.shape[1]) < lengths[:, None])
+        table.tokens[slots[row], counts[row] + place] = tokens[row, place]
+        table.num_generated[slots] = counts + lengths
+        return np.where(last < 0, -1 - last, last), last < 0
 
     def _update_beams(self, step: Step, rows: np.ndarray, result: StepResult) -> np.ndarray:
         """Process the rows of beam searches; returns the other rows."""

@@ -39,10 +39,18 @@ class LazySequence(Sequence[WaitingRequest]):
         return self._loaded[index]
 
 
-def blocks_needed(running: RunningSet, kv: BlockManager) -> np.ndarray:
-    """Logical blocks that each decode request needs for its next step; beam searches are last."""
+def blocks_needed(running: RunningSet, kv: BlockManager, query_len: int) -> np.ndarray:
+    """Logical blocks that each decode request needs for its next step; beam searches are last.
+
+    Args:
+        query_len: most tokens of a row.
+    """
     decoding, slots, searches = running.decoding, running.slots, running.searches
-    needed = kv.blocks_needed(decoding, slots.num_computed[decoding] + 1)
+    after = slots.num_computed[decoding] + 1
+    if query_len > 1:
+        sizes = np.where(slots.drafting[decoding], query_len, 1)
+        after = np.minimum(slots.num_computed[decoding] + sizes, slots.limit[decoding])
+    needed = kv.blocks_needed(decoding, after)
     if searches:
         needed = np.append(needed, [running.beams.blocks_needed(slots, kv, group) for group in searches])
     return needed

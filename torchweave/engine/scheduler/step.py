@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from torchweave.engine.request import TokenLogprobs
+from torchweave.ops.kernels.sampling.layout import ROW
 from torchweave.ops.sampling.logits_processors import LogitsStateInit
+from torchweave.ops.slot_state import NOT_EMITTED
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,14 @@ class LogitsProcessorRows:
     rows: np.ndarray
     joins: tuple[LogitsStateInit, ...] = ()
     masks: np.ndarray | None = None
+
+    def at_entries(self, query_len: int) -> LogitsProcessorRows:
+        """The same for a step whose logits have `query_len` entries a row, of which these rows use the first."""
+        if query_len == 1:
+            return self
+        rows = self.rows.copy()
+        rows[ROW] *= query_len
+        return replace(self, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ class Step:
         prompt_targets: prompt tokens whose log-probabilities are computed; None for none.
         copies: KV cache blocks to copy first, as (sources, targets); None for none.
         extra_rows: decode rows beyond one per request: further beams.
+        query_len: most tokens of a decode row: its last token and, above 1, as many drafts as the device proposes.
     """
 
     index: int
@@ -81,6 +92,7 @@ class Step:
     prompt_targets: PromptTargets | None = None
     copies: tuple[np.ndarray, np.ndarray] | None = None
     extra_rows: int = 0
+    query_len: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +112,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decode_rows + self.num_prefill_tokens
+        return self.num_decode_rows * self.query_len + self.num_prefill_tokens
 
 
 @dataclass(frozen=True)
@@ -125,13 +137,20 @@ class StepResult:
     """The result of a step.
 
     Attributes:
-        tokens: int32 [rows]; a token id, or -1 - id for a stop token of the request that the device detected.
+        tokens: int32 [rows]; a token id, or -1 - id for a stop token of the request that the device detected. With drafts
+            int32 [rows, query_len], NOT_EMITTED behind the tokens that a row keeps.
         how: execution mode: decode_graph, mixed_graph, piecewise_graph or plain.
         logprobs: log-probabilities of sampled tokens, for the step's `logprobs` rows.
         prompt_logprobs: log-probabilities of prompt tokens, for its `prompt_targets`.
+        num_drafts: int32 [rows], drafts of each row; None for a step without drafts.
     """
 
     tokens: np.ndarray
     how: str
     logprobs: StepLogprobs | None = None
     prompt_logprobs: StepLogprobs | None = None
+    num_drafts: np.ndarray | None = None
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return int(np.count_nonzero(self.tokens != NOT_EMITTED))

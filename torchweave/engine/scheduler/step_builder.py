@@ -56,6 +56,12 @@ class StepBuilder:
             stop_ids=state.stops,
         )
 
+    def write_history(self, slot: int, state: RequestState, limit: int, drafting: bool) -> None:
+        """Enter the text to look drafts up in, and the last position that may feed one."""
+        self._updates.set("draft_limit", slot, limit - 1 if drafting else -1)
+        if drafting:
+            self._updates.set_history(slot, state.prefill)
+
     def build(
         self,
         running: RunningSet,
@@ -77,26 +83,32 @@ class StepBuilder:
             beam_rows, forked = running.beams.assign_slots(table, kv, self._updates, searches)
             decode_rows = np.concatenate([decoding, beam_rows])
         starts = num_computed[decode_rows]
+        query_len = 1 if chunks or searches else self._query_len(table, decoding)
         slots, sizes, prefill_chunks = decode_rows, np.int64(1), ()
+        if query_len > 1:
+            sizes = np.where(table.drafting[decode_rows], query_len, 1)
         if chunks:
             slots = np.concatenate([decode_rows, np.array([slot for slot, _ in chunks], np.int32)])
             sizes = np.concatenate([np.ones(len(decode_rows), np.int64), [size for _, size in chunks]])
             prefill_chunks = tuple(_chunk(table, slot, size) for slot, size in chunks)
         after = num_computed[slots] + sizes
+        # Drafts end at the limit, but which of them are kept is not known yet.
+        stored = np.minimum(after, table.limit[slots]) if self._limits.query_len > 1 else after
         if self.steps_before_alloc and not chunks and not searches:
             self.steps_before_alloc -= 1
         else:
-            self._allocate_blocks(kv, slots, after, table.limit[slots])
+            self._allocate_blocks(kv, slots, stored, table.limit[slots])
             all_decode = not chunks and not running.beams.groups and len(decoding) == len(running.decoding)
-            self.steps_before_alloc = int((kv.held_blocks[slots] * kv.block_size - after).min()) if all_decode else 0
+            self.steps_before_alloc = self._steps_in_blocks(kv, slots, after, table.limit[slots]) if all_decode else 0
         copies = block_copies(table, kv, forked) if forked else None
+        span = self._limits.decode_span + LOOKAHEAD_TOKENS
         num_computed[slots] = after
         emits = np.ones(len(slots), bool)
         for row, (slot, _) in enumerate(chunks, start=len(decode_rows)):
             emits[row] = table.remaining_prefill(slot) == 0
             running.cache_full_blocks(kv, slot, int(num_computed[slot]))
             if emits[row]:
-                kv.shrink_reservation(slot, int(num_computed[slot]), int(table.limit[slot]), 1 + LOOKAHEAD_TOKENS)
+                kv.shrink_reservation(slot, int(num_computed[slot]), int(table.limit[slot]), span)
 
         processors = running.logits_processors
         step = Step(
@@ -106,12 +118,13 @@ class StepBuilder:
             chunks=prefill_chunks,
             emits=emits,
             updates=self._take_updates(None if chunks else decode_rows),
-            max_seq_len=int(after.max()),
+            max_seq_len=int(stored.max()),
             logprobs=_logprob_rows(table, slots, emits),
             logits_processors=processors.rows_of_step(slots, emits) if processors.count else None,
             prompt_targets=_prompt_targets(table, chunks, prefill_chunks, len(decode_rows)),
             copies=copies,
             extra_rows=len(decode_rows) - len(decoding) - len(searches),
+            query_len=query_len,
         )
         table.last_step_index[slots] = step.index
         if running.beams.groups:
@@ -119,6 +132,20 @@ class StepBuilder:
         self._next_index += 1
         running.advance(kv, self._updates, decoding, slots, after, emits)
         return step
+
+    def _query_len(self, table: SlotTable, decoding: np.ndarray) -> int:
+        """Most tokens of a row in a step of `decoding`: 1 without a request that may have drafts, or with too many rows."""
+        limits = self._limits
+        drafting = limits.query_len > 1 and len(decoding) <= limits.max_drafting_rows and table.drafting[decoding].any()
+        return limits.query_len if drafting else 1
+
+    def _steps_in_blocks(self, kv: BlockManager, slots: np.ndarray, after: np.ndarray, limit: np.ndarray) -> int:
+        """Decode steps of `slots` that need no further block."""
+        held_tokens = kv.held_blocks[slots] * kv.block_size
+        if self._limits.query_len == 1:
+            return int((held_tokens - after).min())
+        short = held_tokens < limit
+        return int((held_tokens - after)[short].min(initial=LOOKAHEAD_TOKENS)) // self._limits.query_len
 
     def _allocate_blocks(self, kv: BlockManager, slots: np.ndarray, after: np.ndarray, limit: np.ndarray) -> None:
         """Allocate the blocks for `after` tokens per slot, and for some lookahead tokens if enough blocks are free."""

@@ -107,7 +107,11 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
     forward, plan = _compile(loaded, plan, cache_spec, report, process_groups)
 
     state = SlotState(
-        plan.max_batch_size, -(-plan.max_model_len // plan.block_size), device=plan.device, num_tables=len(windows)
+        plan.max_batch_size,
+        -(-plan.max_model_len // plan.block_size),
+        device=plan.device,
+        num_tables=len(windows),
+        history_len=plan.history_len,
     )
     recurrent_states = cache_spec.allocate_recurrent_states(plan.max_batch_size)
     if recurrent_states:
@@ -180,6 +184,11 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan) -> tuple[KVCacheSpec, Plan]:
     if plan.full_mixed_graphs and any(layer.sparse for layer in layers):
         why = "sparse attention takes the tokens of a long step in many parts"
         plan = plan.with_effective("cuda_graph_config.capture_mixed", False, why, full_mixed_graphs=False)
+    if loaded.module.recurrent_layers and plan.query_len > 1:
+        raise ValueError(
+            f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name}: its recurrent "
+            "states cannot go back behind a token that is not kept; remove it"
+        )
     device = torch.device(plan.device)
     return KVCacheSpec(layers, layout, backend, dtype, plan.block_size, device, loaded.module.recurrent_layers), plan
 
@@ -283,6 +292,9 @@ def _build_scheduler(
         batch_wait_timeout_iters=config.batch_wait_timeout_iters,
         batch_wait_max_tokens_ratio=config.batch_wait_max_tokens_ratio,
         supports_beams=not runner.recurrent_states,
+        query_len=plan.query_len,
+        max_drafting_rows=plan.max_drafting_rows,
+        run_ahead=plan.run_ahead,
     )
     kv = BlockManager(
         num_blocks,

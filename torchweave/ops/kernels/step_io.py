@@ -25,7 +25,7 @@ _UNALIGNED += ["out", "ids", "positions", "seq_lens", "slot_mapping"]
 
 
 @triton.jit
-def _cache_slot(block_table, slot, position, max_blocks, valid, BLOCK_SIZE: tl.constexpr):
+def cache_slot(block_table, slot, position, max_blocks, valid, BLOCK_SIZE: tl.constexpr):
     """Cache slot of `position`, or -1 if it is invalid, has no block, or lies beyond the table."""
     column = position // BLOCK_SIZE
     valid = valid & (position >= 0) & (column < max_blocks)
@@ -73,7 +73,7 @@ def prepare_kernel(
             tl.store(positions + token, at.to(tl.int64), mask=inside)
             for table in tl.static_range(TABLES):
                 rows = block_table + table * table_stride
-                mapped = _cache_slot(rows, slot, at, max_blocks, inside & has_tokens, BLOCK_SIZE)
+                mapped = cache_slot(rows, slot, at, max_blocks, inside & has_tokens, BLOCK_SIZE)
                 tl.store(slot_mapping + table * mapping_stride + token, mapped, mask=inside)
         tl.store(seq_lens + row, tl.where(has_tokens, final_position + 1, 0))
         tl.store(position + slot, final_position, mask=has_tokens)
@@ -96,7 +96,7 @@ def prepare_decode_kernel(
     tl.store(positions + row, at.to(tl.int64), mask=inside)
     tl.store(seq_lens + row, tl.where(running, at + 1, 0), mask=inside)
     for table in tl.static_range(TABLES):
-        mapped = _cache_slot(block_table + table * table_stride, slot, at, max_blocks, running, BLOCK_SIZE)
+        mapped = cache_slot(block_table + table * table_stride, slot, at, max_blocks, running, BLOCK_SIZE)
         tl.store(slot_mapping + table * mapping_stride + row, mapped, mask=inside)
 
 

@@ -1,0 +1,289 @@
+"""Triton kernels of speculative decoding: prompt lookup, inputs of rows with drafts, acceptance.
+
+`torchweave.ops.speculation` describes the tensors and has the CPU versions. Nothing is specialised on values that change between
+steps.
+"""
+
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchweave.ops.kernels.sampling.layout import SlotTensors
+from torchweave.ops.kernels.step_io import INT_MIN, cache_slot
+
+
+class DraftingSlots(SlotTensors, Protocol):
+    """Regions and sizes of `torchweave.ops.slot_state.SlotState` that the kernels use."""
+
+    last_token: Tensor
+    draft_limit: Tensor
+    history: Tensor
+    block_table: Tensor
+    num_tables: int
+    history_len: int
+    max_blocks_per_seq: int
+
+
+class DraftTensors(Protocol):
+    """Fields of `torchweave.ops.speculation.DraftRows`."""
+
+    drafts: Tensor
+    num_drafts: Tensor
+    found: Tensor
+    query_start: Tensor
+    logits_index: Tensor
+    entries: Tensor
+    tokens: Tensor
+    out: Tensor
+
+
+_TOKENS = 1024  # tokens of a history that a program compares at a time
+_SPLITS = 16  # programs for each history
+_ROWS = 128
+_ALL_ROWS = 1024  # rows whose tokens a program counts at a time
+_LENGTH_SHIFT = tl.constexpr(32)  # a match as an int64: its length above the index of its last token
+
+
+@triton.jit
+def propose_kernel(
+    history, position, draft_limit, slots, found, history_len,
+    MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """found[row] = the best match of the row's history, which is longer, then later than others; 0 for none."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    last = tl.load(position + slot)
+    if tl.load(draft_limit + slot) <= last:
+        return
+    text = history + slot.to(tl.int64) * history_len
+    best = tl.zeros([BLOCK], tl.int64)
+    for first in range(tl.program_id(1) * BLOCK, last, tl.num_programs(1) * BLOCK):
+        end = first + tl.arange(0, BLOCK)
+        same = end < last
+        length = tl.zeros([BLOCK], tl.int64)
+        for back in tl.static_range(MAX_NGRAM):
+            inside = same & (end >= back)
+            token = tl.load(text + end - back, mask=inside, other=-1)
+            wanted = tl.load(text + last - back, mask=last >= back, other=-2)
+            same = inside & (token == wanted)
+            length += same.to(tl.int64)
+        match = (length << _LENGTH_SHIFT) + end
+        best = tl.where(length >= MIN_NGRAM, tl.maximum(best, match), best)
+    most = tl.max(best, axis=0)
+    if most > 0:
+        tl.atomic_max(found + row, most)
+
+
+@triton.jit
+def _num_drafts(slots, position, draft_limit, found, row, inside, K: tl.constexpr, SYNTHETIC: tl.constexpr):
+    """Drafts of rows: as many as its limit allows, if there is a match."""
+    slot = tl.load(slots + row, mask=inside, other=-1)
+    running = slot >= 0
+    room = tl.load(draft_limit + slot, mask=running, other=-1) - tl.load(position + slot, mask=running, other=0)
+    proposed = running
+    if not SYNTHETIC:
+        proposed = running & (tl.load(found + row, mask=inside, other=0) > 0)
+    return slot, tl.where(proposed, tl.maximum(tl.minimum(room, K), 0), 0)
+
+
+@triton.jit
+def prepare_drafts_kernel(
+    last_token, position, draft_limit, history, block_table, slots, found,
+    drafts, num_drafts, query_start, logits_index, entries, ids, positions, seq_lens, slot_mapping,
+    num_rows, history_len, max_blocks, table_stride, mapping_stride,
+    K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK_R: tl.constexpr,
+    SYNTHETIC: tl.constexpr,
+):  # fmt: skip
+    """One program per row, and one for the padded tokens behind the last row."""
+    Q: tl.constexpr = K + 1
+    row = tl.program_id(0)
+    start = 0
+    for first in range(0, row, BLOCK_R):
+        others = first + tl.arange(0, BLOCK_R)
+        before = others < row
+        slot, count = _num_drafts(slots, position, draft_limit, found, others, before, K, SYNTHETIC)
+        start += tl.sum(tl.where(slot >= 0, count + 1, 0), axis=0)
+    tl.store(query_start + row, start)
+    place = tl.arange(0, BLOCK_Q)
+    if row == num_rows:
+        for first in range(start, num_rows * Q, BLOCK_R):
+            token = first + tl.arange(0, BLOCK_R)
+            padded = token < num_rows * Q
+            tl.store(ids + token, tl.zeros([BLOCK_R], tl.int64), mask=padded)
+            tl.store(positions + token, tl.zeros([BLOCK_R], tl.int64), mask=padded)
+            for table in tl.static_range(TABLES):
+                tl.store(slot_mapping + table * mapping_stride + token, tl.full([BLOCK_R], -1, tl.int64), mask=padded)
+    else:
+        slot, count = _num_drafts(slots, position, draft_limit, found, row, row < num_rows, K, SYNTHETIC)
+        running = slot >= 0
+        length = tl.where(running, count + 1, 0)
+        last = tl.load(position + slot, mask=running, other=0)
+        token = tl.load(last_token + slot, mask=running, other=0)
+        match = tl.load(found + row)
+        end = (match & 0x7FFFFFFF).to(tl.int32)
+        period = tl.maximum(last - end, 1)
+        source = history + slot.to(tl.int64) * history_len + end + 1 + (place - 1) % period
+        is_draft = (place > 0) & (place < length)
+        draft = tl.load(source, mask=is_draft & (match > 0), other=0)
+        draft = tl.where(match > 0, draft, token)
+        tl.store(drafts + row * K + place - 1, draft, mask=is_draft)
+        tl.store(num_drafts + row, count)
+        inside = place < length
+        at = last + place
+        fed = tl.where(place == 0, token, draft)
+        tl.store(ids + start + place, fed.to(tl.int64), mask=inside)
+        tl.store(positions + start + place, at.to(tl.int64), mask=inside)
+        for table in tl.static_range(TABLES):
+            mapped = cache_slot(block_table + table * table_stride, slot, at, max_blocks, inside, BLOCK_SIZE)
+            tl.store(slot_mapping + table * mapping_stride + start + place, mapped, mask=inside)
+        tl.store(seq_lens + row, tl.where(running, last + length, 0))
+        index = start + tl.minimum(place, tl.maximum(length - 1, 0))
+        tl.store(logits_index + row * Q + place, index.to(tl.int64), mask=place < Q)
+        tl.store(entries + row * Q + place, tl.where(inside, row * Q + place, -1), mask=place < Q)
+
+
+@triton.jit
+def gather_kernel(
+    slots, entries, position, temperature, top_k, top_p, min_p, seed_lo, seed_hi, min_position, stop_ids,
+    to_position, to_temperature, to_top_k, to_top_p, to_min_p, to_seed_lo, to_seed_hi, to_min_position, to_stop_ids,
+    num_entries, Q: tl.constexpr, NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sampler's parameters of each entry, from its row's slot."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    drawn = tl.load(entries + entry, mask=entry < num_entries, other=-1) >= 0
+    slot = tl.load(slots + entry // Q, mask=drawn, other=0)
+    tl.store(to_position + entry, tl.load(position + slot, mask=drawn, other=0) + entry % Q, mask=drawn)
+    tl.store(to_temperature + entry, tl.load(temperature + slot, mask=drawn, other=0.0), mask=drawn)
+    tl.store(to_top_k + entry, tl.load(top_k + slot, mask=drawn, other=0), mask=drawn)
+    tl.store(to_top_p + entry, tl.load(top_p + slot, mask=drawn, other=0.0), mask=drawn)
+    tl.store(to_min_p + entry, tl.load(min_p + slot, mask=drawn, other=0.0), mask=drawn)
+    tl.store(to_seed_lo + entry, tl.load(seed_lo + slot, mask=drawn, other=0), mask=drawn)
+    tl.store(to_seed_hi + entry, tl.load(seed_hi + slot, mask=drawn, other=0), mask=drawn)
+    tl.store(to_min_position + entry, tl.load(min_position + slot, mask=drawn, other=0), mask=drawn)
+    for i in tl.static_range(NUM_STOP_IDS):
+        stop = tl.load(stop_ids + slot * NUM_STOP_IDS + i, mask=drawn, other=-1)
+        tl.store(to_stop_ids + entry * NUM_STOP_IDS + i, stop, mask=drawn)
+
+
+@triton.jit
+def _synthetic_word(position):
+    """`torchweave.ops.speculation.synthetic_words`."""
+    word = position.to(tl.uint32) * 0x9E3779B1
+    word = word ^ (word >> 15)
+    word = word * 0x85EBCA77
+    return (word ^ (word >> 13)).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_rows", "threshold"])
+def accept_kernel(
+    tokens, drafts, num_drafts, found, slots, last_token, position, min_position, stop_ids, history, out,
+    num_rows, history_len, threshold,
+    K: tl.constexpr, NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr, SYNTHETIC: tl.constexpr,
+):  # fmt: skip
+    Q: tl.constexpr = K + 1
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    slot = tl.load(slots + row, mask=inside, other=-1)
+    running = slot >= 0
+    count = tl.load(num_drafts + row, mask=inside, other=0)
+    tl.store(out + num_rows * Q + row, count, mask=inside)
+    tl.store(found + row, tl.zeros([BLOCK], tl.int64), mask=inside)
+    at = tl.load(position + slot, mask=running, other=0)
+    token = tl.load(last_token + slot, mask=running, other=0)
+    first_stop = tl.load(min_position + slot, mask=running, other=0)
+    alive = running
+    for place in tl.static_range(Q):
+        drawn = tl.load(tokens + row * Q + place, mask=alive, other=0)
+        at = tl.where(alive, at + 1, at)
+        right = alive & (place < count)
+        if place < K:
+            draft = tl.load(drafts + row * K + place, mask=right, other=-1)
+            if SYNTHETIC:
+                right = right & (_synthetic_word(at) < threshold)
+                drawn = tl.where(right, draft, drawn)
+            else:
+                right = right & (draft == drawn)
+        is_stop = tl.zeros([BLOCK], tl.int32)
+        for i in tl.static_range(NUM_STOP_IDS):
+            stop = tl.load(stop_ids + slot * NUM_STOP_IDS + i, mask=alive, other=-1)
+            is_stop |= (stop == drawn).to(tl.int32)
+        stops = (is_stop != 0) & (at >= first_stop)
+        token = tl.where(alive, drawn, token)
+        tl.store(history + slot.to(tl.int64) * history_len + at, drawn, mask=alive & (at < history_len))
+        encoded = tl.where(alive, tl.where(stops, -1 - drawn, drawn), INT_MIN)
+        tl.store(out + row * Q + place, encoded, mask=inside)
+        alive = right & (stops == 0)
+    tl.store(last_token + slot, token, mask=running)
+    tl.store(position + slot, at, mask=running)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "emit"])
+def record_kernel(slots, emit, last_token, position, history, num_rows, history_len, BLOCK: tl.constexpr):
+    """The history of each row that emitted a token takes it."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    slot = tl.load(slots + row, mask=inside, other=-1)
+    emitted = tl.load(emit + row, mask=inside, other=0).to(tl.int32) != 0
+    active = emitted & (slot >= 0)
+    at = tl.load(position + slot, mask=active, other=0)
+    token = tl.load(last_token + slot, mask=active, other=0)
+    tl.store(history + slot.to(tl.int64) * history_len + at, token, mask=active & (at < history_len))
+
+
+def launch_propose(state: DraftingSlots, slots: Tensor, min_ngram: int, max_ngram: int, found: Tensor) -> None:
+    splits = min(_SPLITS, triton.cdiv(state.history_len, _TOKENS))
+    propose_kernel[(slots.numel(), splits)](
+        state.history, state.position, state.draft_limit, slots, found, state.history_len,
+        MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, BLOCK=_TOKENS, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_prepare_drafts(
+    state: DraftingSlots, sampled: SlotTensors, slots: Tensor, rows: DraftTensors, inputs: Sequence[Tensor], block_size: int,
+    num_tokens: int, synthetic: bool,
+) -> None:  # fmt: skip
+    num_rows, query_len = slots.numel(), num_tokens + 1
+    tables = state.num_tables
+    mapping_stride = 0 if tables == 1 else inputs[3].stride(0)
+    prepare_drafts_kernel[(num_rows + 1,)](
+        state.last_token, state.position, state.draft_limit, state.history, state.block_table, slots, rows.found,
+        rows.drafts, rows.num_drafts, rows.query_start, rows.logits_index, rows.entries, *inputs,
+        num_rows, state.history_len, state.max_blocks_per_seq, state.block_table.numel() // tables, mapping_stride,
+        K=num_tokens, BLOCK_Q=triton.next_power_of_2(query_len), BLOCK_SIZE=block_size, TABLES=tables, BLOCK_R=_ALL_ROWS,
+        SYNTHETIC=synthetic, num_warps=4,
+    )  # fmt: skip
+    names = ("position", "temperature", "top_k", "top_p", "min_p", "seed_lo", "seed_hi", "min_position", "stop_ids")
+    gather_kernel[(triton.cdiv(num_rows * query_len, _ROWS),)](
+        slots, rows.entries, *(getattr(state, name) for name in names), *(getattr(sampled, name) for name in names),
+        num_rows * query_len, Q=query_len, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_accept(state: DraftingSlots, slots: Tensor, rows: DraftTensors, num_tokens: int, threshold: int) -> None:
+    num_rows = slots.numel()
+    accept_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        rows.tokens, rows.drafts, rows.num_drafts, rows.found, slots,
+        state.last_token, state.position, state.min_position, state.stop_ids, state.history, rows.out,
+        num_rows, state.history_len, threshold,
+        K=num_tokens, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, SYNTHETIC=threshold >= 0, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_record(state: DraftingSlots, slots: Tensor, emit: Tensor) -> None:
+    num_rows = slots.numel()
+    emit = emit.view(torch.uint8) if emit.dtype == torch.bool else emit
+    record_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        slots, emit, state.last_token, state.position, state.history, num_rows, state.history_len,
+        BLOCK=_ROWS, num_warps=4,
+    )  # fmt: skip

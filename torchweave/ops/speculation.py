@@ -1,0 +1,245 @@
+"""Speculative decoding on the device: propose draft tokens, feed them in one step, keep those that the sampler draws as well.
+
+A decode row feeds its last token and up to K drafts, which are guesses of the tokens that follow. The step draws a token behind
+each of them, by the sampler of all steps: noise is keyed by seed and position, so each draw is the token that a step of its own
+would have drawn, provided that the drafts before it are right. So drafts are kept while they equal what was drawn, and no
+distribution is corrected: a request has the same tokens with and without drafts.
+
+    propose          drafts[R, K], num_drafts[R]      from each slot's history (prompt lookup)
+    prepare_drafts   inputs of the model, of attention and of the sampler
+    accept           the tokens to keep, into the slots, their histories and `out`
+
+R rows, K drafts a row, Q = K + 1. The tokens of a row with n drafts are 1 + n consecutive ones, and rows follow each other:
+attention takes them as it takes prompts. Logits and drawn tokens have a fixed place, `row * Q + offset`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweave.ops.slot_state import NOT_EMITTED, SlotState, StepInputs, fill_slot_mapping
+
+SAMPLED_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed_lo",
+    "seed_hi",
+    "min_position",
+)
+"""Fields of a slot, besides position and stop ids, that the sampler reads."""
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """The drafter: the tokens that followed the latest earlier occurrence of the last few tokens.
+
+    Attributes:
+        num_tokens: K, most drafts of a row.
+        min_ngram, max_ngram: shortest and longest run of last tokens to look for; the longest one found decides.
+        synthetic_acceptance: for benchmarks: keep each draft with this probability instead, if those before it are kept.
+    """
+
+    num_tokens: int
+    min_ngram: int = 2
+    max_ngram: int = 5
+    synthetic_acceptance: float | None = None
+
+
+class DraftBuffers:
+    """Device tensors of steps with drafts, for up to `max_rows` rows.
+
+    drafts int32 [R * K]; num_drafts int32 [R]; found int64 [R], zero between steps; query_start int32 [R + 1]; logits_index int64
+    [R * Q]; entries int32 [R * Q]: its own index, or -1 where nothing is drawn; tokens int32 [R * Q]; out int32 [R * Q + R].
+    `sampled` has a slot for each entry: the sampler's parameters, and the position before the token to draw.
+    """
+
+    def __init__(self, max_rows: int, lookup: PromptLookup, device: torch.device) -> None:
+        query_len = lookup.num_tokens + 1
+        self.lookup = lookup
+        self.query_len = query_len
+
+        def zeros(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._drafts, self._num_drafts = zeros(max_rows * lookup.num_tokens), zeros(max_rows)
+        self._found, self._query_start = zeros(max_rows, torch.int64), zeros(max_rows + 1)
+        self._logits_index, self._entries = zeros(max_rows * query_len, torch.int64), zeros(max_rows * query_len)
+        self._tokens, self._out = zeros(max_rows * query_len), zeros(max_rows * (query_len + 1))
+        self.sampled = SlotState(max_rows * query_len, 1, device=device)
+
+    def rows(self, rows: int) -> DraftRows:
+        """The tensors of a step of `rows` rows."""
+        entries = rows * self.query_len
+        return DraftRows(
+            self._drafts[: rows * self.lookup.num_tokens],
+            self._num_drafts[:rows],
+            self._found[:rows],
+            self._query_start[: rows + 1],
+            self._logits_index[:entries],
+            self._entries[:entries],
+            self._tokens[:entries],
+            self._out[: entries + rows],
+        )
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """Views of `DraftBuffers` for the rows of one step."""
+
+    drafts: Tensor
+    num_drafts: Tensor
+    found: Tensor
+    query_start: Tensor
+    logits_index: Tensor
+    entries: Tensor
+    tokens: Tensor
+    out: Tensor
+
+
+def propose(state: SlotState, slots: Tensor, lookup: PromptLookup, rows: DraftRows) -> None:
+    """Propose drafts for the rows `slots`, int32 [R]: `rows.drafts` and `rows.num_drafts`.
+
+    A row has drafts for positions up to `draft_limit` of its slot. Where the text ends before the last draft, it continues with
+    the text between both occurrences once more, as a repeating text does.
+    """
+    if state.device.type == "cuda":
+        from torchweave.ops.kernels.speculation import launch_propose
+
+        launch_propose(state, slots, lookup.min_ngram, lookup.max_ngram, rows.found)
+        return  # `prepare_drafts` reads the drafts from the histories
+    history, position, limit = (state.host_arrays[name] for name in ("history", "position", "draft_limit"))
+    drafts, num_drafts = rows.drafts.numpy().reshape(-1, lookup.num_tokens), rows.num_drafts.numpy()
+    num_drafts[...] = 0
+    for row, slot in enumerate(slots.tolist()):
+        room = min(lookup.num_tokens, int(limit[slot] - position[slot])) if slot >= 0 else 0
+        if room <= 0:
+            continue
+        text = history[slot, : position[slot] + 1]
+        end = latest_match(text, lookup.min_ngram, lookup.max_ngram)
+        if end is not None:
+            drafts[row] = text[end + 1 + np.arange(lookup.num_tokens) % (len(text) - 1 - end)]
+        elif lookup.synthetic_acceptance is not None:
+            drafts[row] = text[-1]
+        num_drafts[row] = room if end is not None or lookup.synthetic_acceptance is not None else 0
+
+
+def latest_match(text: np.ndarray, min_ngram: int, max_ngram: int) -> int | None:
+    """Index of the last token of the latest earlier occurrence of the text's last tokens, of which as many as possible match."""
+    ends = np.flatnonzero(text[:-1] == text[-1])
+    best = None
+    for length in range(1, max_ngram + 1):
+        if not ends.size:
+            break
+        if length >= min_ngram:
+            best = int(ends[-1])
+        ends = ends[ends >= length]
+        ends = ends[text[ends - length] == text[-1 - length]] if ends.size else ends
+    return best
+
+
+def prepare_drafts(
+    state: SlotState,
+    slots: Tensor,
+    buffers: DraftBuffers,
+    rows: DraftRows,
+    inputs: StepInputs,
+    block_size: int,
+) -> None:
+    """Prepare the inputs of a step whose rows feed the last token and the drafts of `slots`, int32 [R]; T = R * Q.
+
+    Padded tokens get id 0, position 0, slot -1; padding rows are empty. `position` of the slots stays.
+    """
+    ids, positions, seq_lens, slot_mapping = inputs
+    query_len, sampled = buffers.query_len, buffers.sampled
+    assert ids.numel() == slots.numel() * query_len == slot_mapping.shape[-1]
+    if state.device.type == "cuda":
+        from torchweave.ops.kernels.speculation import launch_prepare_drafts
+
+        synthetic = buffers.lookup.synthetic_acceptance is not None
+        launch_prepare_drafts(state, sampled, slots, rows, inputs, block_size, buffers.lookup.num_tokens, synthetic)
+        return
+    row_slots, arrays = slots.numpy(), state.host_arrays
+    running = row_slots >= 0
+    lengths = np.where(running, rows.num_drafts.numpy() + 1, 0)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    total = int(starts[-1])
+    rows.query_start.numpy()[...] = starts
+    row = np.repeat(np.arange(len(row_slots)), lengths)
+    offset = np.arange(total) - starts[row]
+    token_slots = row_slots[row]
+    drafts = rows.drafts.numpy().reshape(len(row_slots), -1)
+    at = arrays["position"][token_slots] + offset
+    out_ids, out_positions, mapping = ids.numpy(), positions.numpy(), slot_mapping.numpy()
+    out_ids[:total] = np.where(offset > 0, drafts[row, offset - 1], arrays["last_token"][token_slots])
+    out_positions[:total] = at
+    fill_slot_mapping(state, token_slots, at, block_size, mapping[..., :total])
+    out_ids[total:], out_positions[total:], mapping[..., total:] = 0, 0, -1
+    seq_lens.numpy()[...] = np.where(running, arrays["position"][row_slots] + lengths, 0)
+
+    place = np.arange(query_len)
+    rows.logits_index.numpy()[...] = (
+        starts[:-1, None] + np.minimum(place, np.maximum(lengths - 1, 0)[:, None])
+    ).ravel()
+    drawn = (place < lengths[:, None]).ravel()
+    rows.entries.numpy()[...] = np.where(drawn, np.arange(drawn.size), -1)
+    entry_slots = np.repeat(row_slots, query_len)
+    for name in SAMPLED_FIELDS:
+        sampled.host_arrays[name][: drawn.size] = arrays[name][entry_slots]
+    sampled.host_arrays["stop_ids"][: drawn.size] = arrays["stop_ids"][entry_slots]
+    sampled.host_arrays["position"][: drawn.size] = arrays["position"][entry_slots] + np.tile(place, len(row_slots))
+
+
+def accept(state: SlotState, slots: Tensor, lookup: PromptLookup, rows: DraftRows) -> None:
+    """Keep the drawn tokens `rows.tokens` behind the last token and behind each draft that equals the token drawn before it.
+
+    Of a row's tokens, the first stop id whose position is not below min_position is the last to be kept. The slot advances by the
+    kept tokens. `rows.out`: [R, Q] the kept tokens, as `advance` writes one, NOT_EMITTED behind them; then [R] the numbers of
+    drafts.
+    """
+    threshold = -1 if lookup.synthetic_acceptance is None else round(lookup.synthetic_acceptance * 2**32)
+    if state.device.type == "cuda":
+        from torchweave.ops.kernels.speculation import launch_accept
+
+        launch_accept(state, slots, rows, lookup.num_tokens, threshold)
+        return
+    row_slots, arrays, num_rows = slots.numpy(), state.host_arrays, slots.numel()
+    drawn = rows.tokens.numpy().reshape(num_rows, -1)
+    drafts, num_drafts = rows.drafts.numpy().reshape(num_rows, -1), rows.num_drafts.numpy()
+    encoded = rows.out.numpy()[: drawn.size].reshape(drawn.shape)
+    rows.out.numpy()[drawn.size :] = num_drafts
+    encoded[...] = NOT_EMITTED
+    alive = row_slots >= 0
+    for place in range(drawn.shape[1]):
+        kept, its_slots = np.flatnonzero(alive), row_slots[alive]
+        if not kept.size:
+            break
+        tokens = drawn[kept, place]
+        at = arrays["position"][its_slots] + 1
+        draft = drafts[kept, place] if place < drafts.shape[1] else tokens
+        right = (num_drafts[kept] > place) & (draft == tokens)
+        if threshold >= 0:
+            right = (num_drafts[kept] > place) & (synthetic_words(at) < threshold)
+            tokens = np.where(right, draft, tokens)
+        stop = (arrays["stop_ids"][its_slots] == tokens[:, None]).any(axis=1) & (
+            at >= arrays["min_position"][its_slots]
+        )
+        arrays["last_token"][its_slots], arrays["position"][its_slots] = tokens, at
+        inside = at < state.history_len
+        arrays["history"][its_slots[inside], at[inside]] = tokens[inside]
+        encoded[kept, place] = np.where(stop, -1 - tokens, tokens)
+        alive[kept] = right & ~stop
+
+
+def synthetic_words(positions: np.ndarray) -> np.ndarray:
+    """A 32-bit word for each position, as int64; any hash does."""
+    word = (positions.astype(np.uint64) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)
+    word ^= word >> np.uint64(15)
+    word = (word * np.uint64(0x85EBCA77)) & np.uint64(0xFFFFFFFF)
+    word ^= word >> np.uint64(13)
+    return word.astype(np.int64)
