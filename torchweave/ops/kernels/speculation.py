@@ -97,7 +97,7 @@ def _num_drafts(slots, position, draft_limit, found, row, inside, K: tl.constexp
     return slot, tl.where(proposed, tl.maximum(tl.minimum(room, K), 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def prepare_drafts_kernel(
     last_token, position, draft_limit, history, block_table, slots, found,
     drafts, num_drafts, query_start, logits_index, entries, ids, positions, seq_lens, slot_mapping,
@@ -153,7 +153,7 @@ def prepare_drafts_kernel(
         tl.store(entries + row * Q + place, tl.where(inside, row * Q + place, -1), mask=place < Q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def gather_kernel(
     slots, entries, position, temperature, top_k, top_p, min_p, seed_lo, seed_hi, min_position, stop_ids,
     to_position, to_temperature, to_top_k, to_top_p, to_min_p, to_seed_lo, to_seed_hi, to_min_position, to_stop_ids,
