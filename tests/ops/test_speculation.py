@@ -97,7 +97,7 @@ def test_kernels_compile_for_hopper() -> None:
     buffers, rows = DraftBuffers(12, lookup, torch.device("cpu")), slots.numel()
     views, inputs = buffers.rows(rows), Outputs.empty(rows, 4 * rows, tables=2)
     with recorded(kernels, *names) as launches:
-        kernels.launch_propose(state, slots, 2, 5, views.found)
+        kernels.launch_propose(state, slots, 2, 5, views.matches)
         kernels.launch_prepare_drafts(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, 3, False)
         kernels.launch_accept(state, slots, views, 3, -1)
         kernels.launch_accept(state, slots, views, 3, 1 << 31)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torchweave.cli.options import Option, build_config, convert, options_of, read_yaml, unknown_option
 from torchweave.config.options import EngineConfig
-from torchweave.config.validate import TENSORRT_LLM_NAMES, VLLM_NAMES
+from torchweave.config.validate import SPECULATION_NAMES, VLLM_NAMES
 
 Config = TypeVar("Config")
 
@@ -38,7 +38,7 @@ OPTIMIZATION_LEVELS: dict[int, dict[str, Any]] = {
 # vLLM's and TensorRT-LLM's names, and short forms.
 ALIASES = {
     **VLLM_NAMES,
-    **{name: f"speculative_config.{own}" for name, own in TENSORRT_LLM_NAMES.items()},
+    **{name: f"speculative_config.{own}" for name, own in SPECULATION_NAMES.items()},
     "cudagraph_capture_sizes": "torch_compile_config.capture_num_tokens",
     "dump_dir": "torch_compile_config.dump_dir",
     "compile_cache": "torch_compile_config.compile_cache",

@@ -33,12 +33,12 @@ VLLM_NAMES = {
     "cudagraph_capture_sizes": "capture_num_tokens",
 }
 """vLLM's name -> name of the equivalent option."""
-TENSORRT_LLM_NAMES = {
+SPECULATION_NAMES = {
     "max_draft_len": "num_speculative_tokens",
     "max_matching_ngram_size": "prompt_lookup_max",
 }
 """TensorRT-LLM's name -> name of the equivalent option, where vLLM has no other."""
-OTHER_NAMES = {**VLLM_NAMES, **TENSORRT_LLM_NAMES}
+OTHER_NAMES = {**VLLM_NAMES, **SPECULATION_NAMES}
 
 
 def flatten(config: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:

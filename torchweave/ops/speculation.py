@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchweave.ops.kernels.sampling.layout import DraftRows
 from torchweave.ops.slot_state import NOT_EMITTED, SlotState, StepInputs, fill_slot_mapping
 
 SAMPLED_FIELDS = (
@@ -54,7 +55,7 @@ class PromptLookup:
 class DraftBuffers:
     """Device tensors of steps with drafts, for up to `max_rows` rows.
 
-    drafts int32 [R * K]; num_drafts int32 [R]; found int64 [R], zero between steps; query_start int32 [R + 1]; logits_index int64
+    drafts int32 [R * K]; num_drafts int32 [R]; matches int64 [R], zero between steps; query_start int32 [R + 1]; logits_index int64
     [R * Q]; entries int32 [R * Q]: its own index, or -1 where nothing is drawn; tokens int32 [R * Q]; out int32 [R * Q + R].
     `sampled` has a slot for each entry: the sampler's parameters, and the position before the token to draw.
     """
@@ -68,7 +69,7 @@ class DraftBuffers:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self._drafts, self._num_drafts = zeros(max_rows * lookup.num_tokens), zeros(max_rows)
-        self._found, self._query_start = zeros(max_rows, torch.int64), zeros(max_rows + 1)
+        self._matches, self._query_start = zeros(max_rows, torch.int64), zeros(max_rows + 1)
         self._logits_index, self._entries = zeros(max_rows * query_len, torch.int64), zeros(max_rows * query_len)
         self._tokens, self._out = zeros(max_rows * query_len), zeros(max_rows * (query_len + 1))
         self.sampled = SlotState(max_rows * query_len, 1, device=device)
@@ -79,27 +80,13 @@ class DraftBuffers:
         return DraftRows(
             self._drafts[: rows * self.lookup.num_tokens],
             self._num_drafts[:rows],
-            self._found[:rows],
+            self._matches[:rows],
             self._query_start[: rows + 1],
             self._logits_index[:entries],
             self._entries[:entries],
             self._tokens[:entries],
             self._out[: entries + rows],
         )
-
-
-@dataclass(frozen=True)
-class DraftRows:
-    """Views of `DraftBuffers` for the rows of one step."""
-
-    drafts: Tensor
-    num_drafts: Tensor
-    found: Tensor
-    query_start: Tensor
-    logits_index: Tensor
-    entries: Tensor
-    tokens: Tensor
-    out: Tensor
 
 
 def propose(state: SlotState, slots: Tensor, lookup: PromptLookup, rows: DraftRows) -> None:
@@ -111,7 +98,7 @@ def propose(state: SlotState, slots: Tensor, lookup: PromptLookup, rows: DraftRo
     if state.device.type == "cuda":
         from torchweave.ops.kernels.speculation import launch_propose
 
-        launch_propose(state, slots, lookup.min_ngram, lookup.max_ngram, rows.found)
+        launch_propose(state, slots, lookup.min_ngram, lookup.max_ngram, rows.matches)
         return  # `prepare_drafts` reads the drafts from the histories
     history, position, limit = (state.host_arrays[name] for name in ("history", "position", "draft_limit"))
     drafts, num_drafts = rows.drafts.numpy().reshape(-1, lookup.num_tokens), rows.num_drafts.numpy()
@@ -216,24 +203,24 @@ def accept(state: SlotState, slots: Tensor, lookup: PromptLookup, rows: DraftRow
     encoded[...] = NOT_EMITTED
     alive = row_slots >= 0
     for place in range(drawn.shape[1]):
-        kept, its_slots = np.flatnonzero(alive), row_slots[alive]
-        if not kept.size:
+        active, active_slots = np.flatnonzero(alive), row_slots[alive]
+        if not active.size:
             break
-        tokens = drawn[kept, place]
-        at = arrays["position"][its_slots] + 1
-        draft = drafts[kept, place] if place < drafts.shape[1] else tokens
-        right = (num_drafts[kept] > place) & (draft == tokens)
+        tokens = drawn[active, place]
+        at = arrays["position"][active_slots] + 1
+        draft = drafts[active, place] if place < drafts.shape[1] else tokens
+        right = (num_drafts[active] > place) & (draft == tokens)
         if threshold >= 0:
-            right = (num_drafts[kept] > place) & (synthetic_words(at) < threshold)
+            right = (num_drafts[active] > place) & (synthetic_words(at) < threshold)
             tokens = np.where(right, draft, tokens)
-        stop = (arrays["stop_ids"][its_slots] == tokens[:, None]).any(axis=1) & (
-            at >= arrays["min_position"][its_slots]
+        stop = (arrays["stop_ids"][active_slots] == tokens[:, None]).any(axis=1) & (
+            at >= arrays["min_position"][active_slots]
         )
-        arrays["last_token"][its_slots], arrays["position"][its_slots] = tokens, at
+        arrays["last_token"][active_slots], arrays["position"][active_slots] = tokens, at
         inside = at < state.history_len
-        arrays["history"][its_slots[inside], at[inside]] = tokens[inside]
-        encoded[kept, place] = np.where(stop, -1 - tokens, tokens)
-        alive[kept] = right & ~stop
+        arrays["history"][active_slots[inside], at[inside]] = tokens[inside]
+        encoded[active, place] = np.where(stop, -1 - tokens, tokens)
+        alive[active] = right & ~stop
 
 
 def synthetic_words(positions: np.ndarray) -> np.ndarray:

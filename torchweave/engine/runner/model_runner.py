@@ -188,11 +188,11 @@ class ModelRunner:
                 logits = self._forward(boundary, inputs.ids, inputs.positions, views.logits_index)
             else:
                 tokens = max(int(views.query_start[-1]), self._min_size)
-                fed = self._buffers.inputs(rows, tokens)
-                boundary = self._boundary(slots, views.query_start, fed, plan.max_model_len, False)
+                exact = self._buffers.inputs(rows, tokens)
+                boundary = self._boundary(slots, views.query_start, exact, plan.max_model_len, False)
                 boundary(BEGIN, (), {})
-                every = torch.arange(tokens)
-                logits = self._forward(boundary, fed.ids, fed.positions, every)[views.logits_index]
+                all_tokens = torch.arange(tokens)
+                logits = self._forward(boundary, exact.ids, exact.positions, all_tokens)[views.logits_index]
             draft_step.end(logits, slots, views)
             return logits
 
@@ -490,8 +490,8 @@ class ModelRunner:
             padded_rows = len(tokens)
             tokens, num_drafts = np.split(tokens.ravel(), [padded_rows * handle.query_len])
             tokens, num_drafts = tokens.reshape(padded_rows, -1)[: handle.rows], num_drafts[: handle.rows]
-        log_probabilities = _to_step_logprobs(handle.logprobs), _to_step_logprobs(handle.prompt_logprobs)
-        return StepResult(tokens, handle.how, *log_probabilities, num_drafts)
+        logprobs_of_step = _to_step_logprobs(handle.logprobs), _to_step_logprobs(handle.prompt_logprobs)
+        return StepResult(tokens, handle.how, *logprobs_of_step, num_drafts)
 
     def memory_in_use(self) -> int | None:
         if self._device.type != "cuda":

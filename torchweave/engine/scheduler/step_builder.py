@@ -101,14 +101,9 @@ class StepBuilder:
             all_decode = not chunks and not running.beams.groups and len(decoding) == len(running.decoding)
             self.steps_before_alloc = self._steps_in_blocks(kv, slots, after, table.limit[slots]) if all_decode else 0
         copies = block_copies(table, kv, forked) if forked else None
-        span = self._limits.decode_span + LOOKAHEAD_TOKENS
         num_computed[slots] = after
         emits = np.ones(len(slots), bool)
-        for row, (slot, _) in enumerate(chunks, start=len(decode_rows)):
-            emits[row] = table.remaining_prefill(slot) == 0
-            running.cache_full_blocks(kv, slot, int(num_computed[slot]))
-            if emits[row]:
-                kv.shrink_reservation(slot, int(num_computed[slot]), int(table.limit[slot]), span)
+        emits[len(decode_rows) :] = [self._finish_chunk(running, kv, slot) for slot, _ in chunks]
 
         processors = running.logits_processors
         step = Step(
@@ -132,6 +127,16 @@ class StepBuilder:
         self._next_index += 1
         running.advance(kv, self._updates, decoding, slots, after, emits)
         return step
+
+    def _finish_chunk(self, running: RunningSet, kv: BlockManager, slot: int) -> bool:
+        """Cache the full blocks of a prompt up to its new chunk; returns whether this was the last one."""
+        num_computed = int(running.slots.num_computed[slot])
+        running.cache_full_blocks(kv, slot, num_computed)
+        is_last = running.slots.remaining_prefill(slot) == 0
+        if is_last:
+            span = self._limits.decode_span + LOOKAHEAD_TOKENS
+            kv.shrink_reservation(slot, num_computed, int(running.slots.limit[slot]), span)
+        return is_last
 
     def _query_len(self, table: SlotTable, decoding: np.ndarray) -> int:
         """Most tokens of a row in a step of `decoding`: 1 without a request that may have drafts, or with too many rows."""

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.sampling.layout import SlotTensors
+from torchweave.ops.kernels.sampling.layout import DraftRows, SlotTensors
 from torchweave.ops.kernels.step_io import INT_MIN, cache_slot
 
 
@@ -33,19 +33,6 @@ class DraftingSlots(SlotTensors, Protocol):
     max_blocks_per_seq: int
 
 
-class DraftTensors(Protocol):
-    """Fields of `torchweave.ops.speculation.DraftRows`."""
-
-    drafts: Tensor
-    num_drafts: Tensor
-    found: Tensor
-    query_start: Tensor
-    logits_index: Tensor
-    entries: Tensor
-    tokens: Tensor
-    out: Tensor
-
-
 _TOKENS = 1024  # tokens of a history that a program compares at a time
 _SPLITS = 16  # programs for each history
 _ROWS = 128
@@ -55,10 +42,10 @@ _LENGTH_SHIFT = tl.constexpr(32)  # a match as an int64: its length above the in
 
 @triton.jit
 def propose_kernel(
-    history, position, draft_limit, slots, found, history_len,
+    history, position, draft_limit, slots, matches, history_len,
     MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """found[row] = the best match of the row's history, which is longer, then later than others; 0 for none."""
+    """matches[row] = the best match of the row's history, which is longer, then later than others; 0 for none."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -82,24 +69,24 @@ def propose_kernel(
         best = tl.where(length >= MIN_NGRAM, tl.maximum(best, match), best)
     most = tl.max(best, axis=0)
     if most > 0:
-        tl.atomic_max(found + row, most)
+        tl.atomic_max(matches + row, most)
 
 
 @triton.jit
-def _num_drafts(slots, position, draft_limit, found, row, inside, K: tl.constexpr, SYNTHETIC: tl.constexpr):
+def _num_drafts(slots, position, draft_limit, matches, row, inside, K: tl.constexpr, SYNTHETIC: tl.constexpr):
     """Drafts of rows: as many as its limit allows, if there is a match."""
     slot = tl.load(slots + row, mask=inside, other=-1)
     running = slot >= 0
     room = tl.load(draft_limit + slot, mask=running, other=-1) - tl.load(position + slot, mask=running, other=0)
-    proposed = running
+    has_drafts = running
     if not SYNTHETIC:
-        proposed = running & (tl.load(found + row, mask=inside, other=0) > 0)
-    return slot, tl.where(proposed, tl.maximum(tl.minimum(room, K), 0), 0)
+        has_drafts = running & (tl.load(matches + row, mask=inside, other=0) > 0)
+    return slot, tl.where(has_drafts, tl.maximum(tl.minimum(room, K), 0), 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def prepare_drafts_kernel(
-    last_token, position, draft_limit, history, block_table, slots, found,
+    last_token, position, draft_limit, history, block_table, slots, matches,
     drafts, num_drafts, query_start, logits_index, entries, ids, positions, seq_lens, slot_mapping,
     num_rows, history_len, max_blocks, table_stride, mapping_stride,
     K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -112,7 +99,7 @@ def prepare_drafts_kernel(
     for first in range(0, row, BLOCK_R):
         others = first + tl.arange(0, BLOCK_R)
         before = others < row
-        slot, count = _num_drafts(slots, position, draft_limit, found, others, before, K, SYNTHETIC)
+        slot, count = _num_drafts(slots, position, draft_limit, matches, others, before, K, SYNTHETIC)
         start += tl.sum(tl.where(slot >= 0, count + 1, 0), axis=0)
     tl.store(query_start + row, start)
     place = tl.arange(0, BLOCK_Q)
@@ -125,12 +112,12 @@ def prepare_drafts_kernel(
             for table in tl.static_range(TABLES):
                 tl.store(slot_mapping + table * mapping_stride + token, tl.full([BLOCK_R], -1, tl.int64), mask=padded)
     else:
-        slot, count = _num_drafts(slots, position, draft_limit, found, row, row < num_rows, K, SYNTHETIC)
+        slot, count = _num_drafts(slots, position, draft_limit, matches, row, row < num_rows, K, SYNTHETIC)
         running = slot >= 0
         length = tl.where(running, count + 1, 0)
         last = tl.load(position + slot, mask=running, other=0)
         token = tl.load(last_token + slot, mask=running, other=0)
-        match = tl.load(found + row)
+        match = tl.load(matches + row)
         end = (match & 0x7FFFFFFF).to(tl.int32)
         period = tl.maximum(last - end, 1)
         source = history + slot.to(tl.int64) * history_len + end + 1 + (place - 1) % period
@@ -141,8 +128,8 @@ def prepare_drafts_kernel(
         tl.store(num_drafts + row, count)
         inside = place < length
         at = last + place
-        fed = tl.where(place == 0, token, draft)
-        tl.store(ids + start + place, fed.to(tl.int64), mask=inside)
+        input_id = tl.where(place == 0, token, draft)
+        tl.store(ids + start + place, input_id.to(tl.int64), mask=inside)
         tl.store(positions + start + place, at.to(tl.int64), mask=inside)
         for table in tl.static_range(TABLES):
             mapped = cache_slot(block_table + table * table_stride, slot, at, max_blocks, inside, BLOCK_SIZE)
@@ -187,7 +174,7 @@ def _synthetic_word(position):
 
 @triton.jit(do_not_specialize=["num_rows", "threshold"])
 def accept_kernel(
-    tokens, drafts, num_drafts, found, slots, last_token, position, min_position, stop_ids, history, out,
+    tokens, drafts, num_drafts, matches, slots, last_token, position, min_position, stop_ids, history, out,
     num_rows, history_len, threshold,
     K: tl.constexpr, NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr, SYNTHETIC: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +185,7 @@ def accept_kernel(
     running = slot >= 0
     count = tl.load(num_drafts + row, mask=inside, other=0)
     tl.store(out + num_rows * Q + row, count, mask=inside)
-    tl.store(found + row, tl.zeros([BLOCK], tl.int64), mask=inside)
+    tl.store(matches + row, tl.zeros([BLOCK], tl.int64), mask=inside)
     at = tl.load(position + slot, mask=running, other=0)
     token = tl.load(last_token + slot, mask=running, other=0)
     first_stop = tl.load(min_position + slot, mask=running, other=0)
@@ -241,23 +228,23 @@ def record_kernel(slots, emit, last_token, position, history, num_rows, history_
     tl.store(history + slot.to(tl.int64) * history_len + at, token, mask=active & (at < history_len))
 
 
-def launch_propose(state: DraftingSlots, slots: Tensor, min_ngram: int, max_ngram: int, found: Tensor) -> None:
+def launch_propose(state: DraftingSlots, slots: Tensor, min_ngram: int, max_ngram: int, matches: Tensor) -> None:
     splits = min(_SPLITS, triton.cdiv(state.history_len, _TOKENS))
     propose_kernel[(slots.numel(), splits)](
-        state.history, state.position, state.draft_limit, slots, found, state.history_len,
+        state.history, state.position, state.draft_limit, slots, matches, state.history_len,
         MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, BLOCK=_TOKENS, num_warps=4,
     )  # fmt: skip
 
 
 def launch_prepare_drafts(
-    state: DraftingSlots, sampled: SlotTensors, slots: Tensor, rows: DraftTensors, inputs: Sequence[Tensor], block_size: int,
+    state: DraftingSlots, sampled: SlotTensors, slots: Tensor, rows: DraftRows, inputs: Sequence[Tensor], block_size: int,
     num_tokens: int, synthetic: bool,
 ) -> None:  # fmt: skip
     num_rows, query_len = slots.numel(), num_tokens + 1
     tables = state.num_tables
     mapping_stride = 0 if tables == 1 else inputs[3].stride(0)
     prepare_drafts_kernel[(num_rows + 1,)](
-        state.last_token, state.position, state.draft_limit, state.history, state.block_table, slots, rows.found,
+        state.last_token, state.position, state.draft_limit, state.history, state.block_table, slots, rows.matches,
         rows.drafts, rows.num_drafts, rows.query_start, rows.logits_index, rows.entries, *inputs,
         num_rows, state.history_len, state.max_blocks_per_seq, state.block_table.numel() // tables, mapping_stride,
         K=num_tokens, BLOCK_Q=triton.next_power_of_2(query_len), BLOCK_SIZE=block_size, TABLES=tables, BLOCK_R=_ALL_ROWS,
@@ -270,10 +257,10 @@ def launch_prepare_drafts(
     )  # fmt: skip
 
 
-def launch_accept(state: DraftingSlots, slots: Tensor, rows: DraftTensors, num_tokens: int, threshold: int) -> None:
+def launch_accept(state: DraftingSlots, slots: Tensor, rows: DraftRows, num_tokens: int, threshold: int) -> None:
     num_rows = slots.numel()
     accept_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        rows.tokens, rows.drafts, rows.num_drafts, rows.found, slots,
+        rows.tokens, rows.drafts, rows.num_drafts, rows.matches, slots,
         state.last_token, state.position, state.min_position, state.stop_ids, state.history, rows.out,
         num_rows, state.history_len, threshold,
         K=num_tokens, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, SYNTHETIC=threshold >= 0, num_warps=4,

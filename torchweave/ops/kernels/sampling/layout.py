@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -49,3 +50,17 @@ class LogitsProcessorTensors(Protocol):
     bias: Tensor
     words: Tensor
     recent_tokens: Tensor
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """Views of `torchweave.ops.speculation.DraftBuffers` for the rows of one step."""
+
+    drafts: Tensor
+    num_drafts: Tensor
+    matches: Tensor
+    query_start: Tensor
+    logits_index: Tensor
+    entries: Tensor
+    tokens: Tensor
+    out: Tensor
