@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchweave.config.options import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, SpeculativeConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.models import load
@@ -57,13 +57,18 @@ class VerifyResult:
 
 
 def verify(
-    names: Sequence[str] | None = None, report: Report | None = None, ranks: Sequence[int] = (1,), stages: int = 1
+    names: Sequence[str] | None = None,
+    report: Report | None = None,
+    ranks: Sequence[int] = (1,),
+    stages: int = 1,
+    num_speculative_tokens: int = 0,
 ) -> dict[str, Any]:
     """Verify architectures of the zoo; None takes all and includes rejected architectures.
 
     Args:
         ranks: numbers of tensor-parallel ranks to verify with, as processes of this machine.
         stages: pipeline stages, each of as many ranks.
+        num_speculative_tokens: most drafts of a request and step, by prompt lookup; 0: no speculation.
 
     Returns:
         `{"passed": N, "total": M, "results": [VerifyResult as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
@@ -84,7 +89,7 @@ def verify(
         for size in ranks:
             with RankProcesses(size, stages) if size * stages > 1 else contextlib.nullcontext() as processes:
                 for entry in entries:
-                    rows.append(verify_one(entry, processes))
+                    rows.append(verify_one(entry, processes, num_speculative_tokens))
                     report.event("verified", **asdict(rows[-1]))
                     advance(1, entry.name)
     refused = [
@@ -106,7 +111,9 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, zoo.VOCAB, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
-def verify_one(entry: zoo.ZooModel, ranks: RankProcesses | None = None) -> VerifyResult:
+def verify_one(
+    entry: zoo.ZooModel, ranks: RankProcesses | None = None, num_speculative_tokens: int = 0
+) -> VerifyResult:
     """Verify one architecture; any error is a failed result."""
     begin, architecture = time.monotonic(), entry.model_type
     pieces: tuple[int, ...] = ()
@@ -118,7 +125,8 @@ def verify_one(entry: zoo.ZooModel, ranks: RankProcesses | None = None) -> Verif
         with tempfile.TemporaryDirectory() as folder:
             zoo.save(model, folder)
             begin = time.monotonic()
-            served = [_serve(entry, folder)] if ranks is None else _serve_on(ranks, entry, folder)
+            config = _config(entry, folder, num_speculative_tokens)
+            served = [_serve(entry, config)] if ranks is None else ranks.generate(config, prompts(), NUM_TOKENS)
         pieces, fallback = served[0].shared_by, " ".join(served[0].fallback.split())[:300]
         reason = next(filter(None, (_difference(answer.tokens, expected) for answer in served)), "")
     except Exception as error:
@@ -137,20 +145,17 @@ def verify_one(entry: zoo.ZooModel, ranks: RankProcesses | None = None) -> Verif
     )
 
 
-def _serve(entry: zoo.ZooModel, folder: str) -> RankResult:
+def _serve(entry: zoo.ZooModel, config: EngineConfig) -> RankResult:
     report = Report(show=False)
-    loaded = load(folder, torch.float32, report=report, max_model_len=entry.max_model_len)
+    loaded = load(config.model, torch.float32, report=report, max_model_len=entry.max_model_len)
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM.from_loaded(loaded, _config(entry, folder), report) as llm:
+    with LLM.from_loaded(loaded, config, report) as llm:
         tokens = tuple(list(output.outputs[0].token_ids) for output in llm.generate(prompts(), greedy))
     return rank_result(tokens, report)
 
 
-def _serve_on(ranks: RankProcesses, entry: zoo.ZooModel, folder: str) -> list[RankResult]:
-    return ranks.generate(_config(entry, folder), prompts(), NUM_TOKENS)
-
-
-def _config(entry: zoo.ZooModel, folder: str) -> EngineConfig:
+def _config(entry: zoo.ZooModel, folder: str, num_speculative_tokens: int) -> EngineConfig:
+    speculation = SpeculativeConfig("ngram", num_speculative_tokens, prompt_lookup_min=1)
     return EngineConfig(
         model=folder,
         dtype="float32",
@@ -161,6 +166,7 @@ def _config(entry: zoo.ZooModel, folder: str) -> EngineConfig:
         num_kv_blocks=64,
         # Without Inductor, which would take minutes; its results are tested elsewhere.
         torch_compile_config=TorchCompileConfig(enable_inductor=False, compile_cache=False),
+        speculative_config=speculation if num_speculative_tokens else SpeculativeConfig(),
     )
 
 

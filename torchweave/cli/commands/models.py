@@ -35,6 +35,13 @@ def parser() -> Parser:
         default=1,
         help="pipeline stages to verify with, each of the tensor-parallel ranks",
     )
+    cli_parser.add_argument(
+        "--num_speculative_tokens",
+        metavar="N",
+        type=int,
+        default=0,
+        help="verify with speculation by prompt lookup, with up to N drafts",
+    )
     cli_parser.add_argument("--json", action="store_true", help="print a JSON object")
     cli_parser.add_argument(
         "--write", metavar="FILE", default="", help="write the table of verify to FILE (docs/models.md)"
@@ -51,6 +58,8 @@ def run(argv: Sequence[str]) -> int:
         return _list(args.json)
     if args.write and args.pipeline_parallel_size > 1:
         raise ValueError("--write cannot be combined with --pipeline_parallel_size: the table has no column for stages")
+    if args.write and args.num_speculative_tokens:
+        raise ValueError("--write cannot be combined with --num_speculative_tokens: the table has no column for it")
     write = check_output_file("--write", args.write)
     ranks = _sizes(args.tensor_parallel_size)
     if bool(args.names) == args.all:
@@ -58,7 +67,9 @@ def run(argv: Sequence[str]) -> int:
     from torchweave.verify.verify import table, verify
 
     report = Report(show=False if args.quiet else None)
-    result: dict[str, Any] = verify(None if args.all else args.names, report, ranks, args.pipeline_parallel_size)
+    result: dict[str, Any] = verify(
+        None if args.all else args.names, report, ranks, args.pipeline_parallel_size, args.num_speculative_tokens
+    )
     if write is not None:
         write_output("--write", write, table(result))
     if args.json:

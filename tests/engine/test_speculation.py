@@ -1,0 +1,173 @@
+"""Speculation in a whole engine on a CPU: the same tokens as without, whatever the requests, and fewer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.scheduler.simulate import Simulation, run
+from torchweave import LLM, SamplingParams, TorchCompileConfig
+from torchweave.engine.request import StructuredOutputs
+from torchweave.report import Report
+from torchweave.verify import zoo
+from torchweave.verify.verify import verify
+
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+TEXTS = (
+    "copy: abcabcabcabc",
+    "repeat: the fox and the fox and the fox",
+    "what is 12 + 30?",
+    "copy: a b a b a b a b a b",
+    "reverse: hello hello hello",
+    "sort: 3 1 2 3 1 2 3 1 2",
+)
+
+
+def engine(speculative_config: dict[str, Any] | None, **options: Any) -> LLM:
+    config = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+    return LLM(
+        "demo",
+        device="cpu",
+        seed=3,
+        torch_compile_config=config,
+        speculative_config=speculative_config,
+        report=Report(show=False),
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[tuple[LLM, LLM]]:
+    """An engine without speculation, and one with it."""
+    with engine(None) as plain, engine(SPECULATION) as speculating:
+        yield plain, speculating
+
+
+def tokens(llm: LLM, params: Any) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(list(TEXTS), params)]
+
+
+KINDS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.95, top_k=30, min_p=0.01, seed=11, max_tokens=40),
+    "engine seed": SamplingParams(temperature=1.0, max_tokens=20),
+    "stop token": SamplingParams(temperature=0, max_tokens=60, min_tokens=4),
+    "stop string": SamplingParams(temperature=0, max_tokens=40, stop="b", ignore_eos=True),
+    "one token": SamplingParams(temperature=0, max_tokens=1),
+    "penalties": SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.3, ignore_eos=True),
+    "bad words": SamplingParams(temperature=0, max_tokens=24, bad_words=["a"], ignore_eos=True),
+    "grammar": SamplingParams(temperature=0, max_tokens=24, structured_outputs=StructuredOutputs(regex="[abc ]{4,30}")),
+    "logprobs": SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True),
+    "beams": SamplingParams(beam_width=2, max_tokens=8),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_without_speculation(engines: tuple[LLM, LLM], kind: str) -> None:
+    plain, speculating = engines
+    assert tokens(speculating, KINDS[kind]) == tokens(plain, KINDS[kind])
+
+
+def test_a_mix_of_requests(engines: tuple[LLM, LLM]) -> None:
+    """Rows without drafts are in steps with drafts; log-probabilities are those of the same row."""
+    plain, speculating = engines
+    params = [KINDS[kind] for kind in ("greedy", "logprobs", "penalties", "seeded", "grammar", "stop string")]
+    counts = speculating.engine.scheduler.speculation
+    before = counts.num_accepted_tokens
+    one, other = plain.generate(list(TEXTS), params), speculating.generate(list(TEXTS), params)
+    assert [each.outputs[0].token_ids for each in one] == [each.outputs[0].token_ids for each in other]
+    assert [each.outputs[0].text for each in one] == [each.outputs[0].text for each in other]
+    scores = [[list(entry.values()) for entry in each[1].outputs[0].logprobs or ()] for each in (one, other)]
+    for each, twin in zip(*scores, strict=True):
+        np.testing.assert_allclose(each, twin, atol=1e-4)
+    assert counts.num_accepted_tokens > before
+
+
+def test_drafts_save_steps(engines: tuple[LLM, LLM]) -> None:
+    plain, speculating = engines
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    steps = []
+    for llm in engines:
+        before = sum(llm.manager.counts.values())
+        llm.generate(["copy: abcabcabcabcabcabcabc"], params)
+        steps.append(sum(llm.manager.counts.values()) - before)
+    assert steps[1] < 0.7 * steps[0], steps
+    counts = speculating.engine.scheduler.speculation
+    assert counts.num_accepted_tokens_per_pos.sum() == counts.num_accepted_tokens <= counts.num_draft_tokens
+    assert plain.engine.scheduler.speculation.num_drafts == 0
+
+
+def test_streams_send_every_token_once(engines: tuple[LLM, LLM]) -> None:
+    plain, speculating = engines
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = plain.generate([TEXTS[0]], params)[0].outputs[0]
+    parts = list(speculating.stream(TEXTS[0], params))
+    assert [token for part in parts for token in part.token_ids] == expected.token_ids
+    assert "".join(part.text for part in parts) == expected.text
+    assert len(parts) < len(expected.token_ids)
+
+
+def test_prefix_hits_and_pauses() -> None:
+    """Histories hold cached prompts and, after a pause, the answer so far."""
+    options = {"num_kv_blocks": 24, "block_size": 4, "max_model_len": 80, "max_batch_size": 6, "max_num_tokens": 32}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    answers = []
+    for config in (None, SPECULATION):
+        with engine(config, capacity_scheduler_policy="max_utilization", **options) as llm:
+            answers.append([tokens(llm, params), tokens(llm, params)])
+            scheduler = llm.engine.scheduler
+            scheduler.check()
+            assert scheduler.paused_total > 0 and scheduler.kv.num_free == scheduler.kv.num_blocks
+    assert answers[0] == answers[1]
+
+
+def test_synthetic_acceptance_in_steps_that_are_not_too_wide() -> None:
+    with engine({**SPECULATION, "synthetic_acceptance": 0.5, "disable_by_batch_size": 4}) as llm:
+        assert llm.plan.max_drafting_rows == 4
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        llm.generate(list(TEXTS[:4]), params)
+        counts = llm.engine.scheduler.speculation
+        num_drafts = counts.num_drafts
+        assert 0.35 < counts.num_accepted_tokens_per_pos[0] / num_drafts < 0.65
+        llm.generate(list(TEXTS), params)
+        assert counts.num_drafts == num_drafts
+
+
+def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2, since only the last stage"):
+        engine(SPECULATION, pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match="must be at least prompt_lookup_min=4"):
+        engine({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2})
+    with pytest.raises(ValueError, match="needs steps of 4 tokens, but max_num_tokens is 2"):
+        engine(SPECULATION, max_num_tokens=2, max_batch_size=1)
+    zoo.save(zoo.build(zoo.zoo_model("qwen3_next")), tmp_path)
+    config = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+    with pytest.raises(ValueError, match="recurrent states cannot go back behind a token"):
+        LLM(str(tmp_path), device="cpu", speculative_config=SPECULATION, torch_compile_config=config)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2"])
+def test_models_have_the_tokens_of_transformers(name: str) -> None:
+    """Dense layers, experts, and windows; `torchweave models verify --num_speculative_tokens` runs the others."""
+    result = verify([name], num_speculative_tokens=3)
+    assert result["passed"] == 1, result["results"]
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+def test_short_simulation_with_random_drafts(policy: str) -> None:
+    counts = run(policy, steps=800, seed=3, check_every=4, episode=200, drafts=True)
+    assert counts["requests"] > 60 and counts["cancelled"] > 5 and counts["with drafts"] > 150
+    assert (counts["paused"] > 0) == (policy == "max_utilization")
+
+
+def test_the_simulation_notices_a_wrong_length() -> None:
+    """A slot whose unused tokens are not taken back, or twice, loses or repeats tokens, or never ends."""
+    simulation = Simulation("guaranteed_no_evict", query_len=4, max_drafting_rows=4)
+    simulation.submit([1, 2, 3], SamplingParams(temperature=0, max_tokens=30))
+    simulation.scheduler._running.take_back = lambda slots, sizes: False  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        simulation.drain()
