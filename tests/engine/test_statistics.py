@@ -52,6 +52,16 @@ def test_the_keys_of_in_flight_batching_are_the_documented_ones() -> None:
     assert set(list(first)[:4]) == GENERAL
 
 
+def test_drafts_are_counted() -> None:
+    with (h := Harness(sizes={"query_len": 4, "max_drafting_rows": 8})).manager:
+        h.ask(1, [1] * 5, max_tokens=30)
+        h.wait_final(1)
+    counts = h.stats[-1]["spec_decode"]
+    assert 0 < counts["num_accepted_tokens"] == sum(counts["num_accepted_tokens_per_pos"]) <= counts["num_draft_tokens"]
+    means = [record["inflightBatchingStats"].get("avgNumDecodedTokensPerIter", 0) for record in h.stats]
+    assert 1 < max(means) <= 4
+
+
 def test_the_keys_of_static_batching_are_the_documented_ones() -> None:
     with (h := Harness(sizes={"policy": "static_batch"})).manager:
         h.ask(1, [1] * 5, max_tokens=3)

@@ -283,7 +283,7 @@ class GenerationLoop:
         seconds = time.perf_counter() - self._iteration_began
         self.iterations.append(Iteration(seconds, step.num_prefill_tokens, result.num_sampled_tokens))
         if self._callbacks.return_stats is not None:
-            self._emit_stats(step, num_active)
+            self._emit_stats(step, result, num_active)
         ended = time.perf_counter()
         self._iteration_began = ended
         self.timings.append(Timing(self._schedule_seconds, self._launch_seconds, collected - begin, ended - collected))
@@ -301,7 +301,7 @@ class GenerationLoop:
         if stops:
             self._send(Responses(response for each in stops for response in self._scheduler.cancel(each)))
 
-    def _emit_stats(self, step: Step, num_active: int) -> None:
+    def _emit_stats(self, step: Step, result: StepResult, num_active: int) -> None:
         assert self._callbacks.return_stats is not None
         now = time.perf_counter()
         if now - self._last_stats_time < self._stats_interval and self._scheduler.num_active:
@@ -317,6 +317,8 @@ class GenerationLoop:
             static=self._scheduler.static,
             max_requests=self._scheduler.limits.max_batch_size,
             memory_in_use=self._runner.memory_in_use(),
+            tokens_per_row=result.num_sampled_tokens / step.num_rows if step.query_len > 1 else 1.0,
+            speculation=self._scheduler.speculation if self._scheduler.limits.query_len > 1 else None,
         )
         self._num_new = self._num_completed = 0
         try:

@@ -11,12 +11,18 @@ import time
 from dataclasses import dataclass
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.scheduler.speculation import SpeculationCounts
 from torchweave.engine.scheduler.step import Step
 
 
 @dataclass(frozen=True)
 class IterationFacts:
-    """Counts of one iteration; times in seconds, GPU memory in bytes (None: no GPU)."""
+    """Counts of one iteration; times in seconds, GPU memory in bytes (None: no GPU).
+
+    Attributes:
+        tokens_per_row: tokens that a decode row generated, on average.
+        speculation: drafts since the start; None without speculation.
+    """
 
     latency: float
     num_active: int
@@ -27,6 +33,8 @@ class IterationFacts:
     max_requests: int
     static: bool = False
     memory_in_use: int | None = None
+    tokens_per_row: float = 1.0
+    speculation: SpeculationCounts | None = None
 
 
 def _gptmanager_stats(step: Step, facts: IterationFacts) -> dict[str, int]:
@@ -63,7 +71,7 @@ def _batching_stats(step: Step, facts: IterationFacts) -> dict[str, dict[str, in
         "microBatchId": 0,
     }
     if step.num_decode_rows:
-        record["avgNumDecodedTokensPerIter"] = 1.0  # one token per sequence and step
+        record["avgNumDecodedTokensPerIter"] = facts.tokens_per_row
     return {"inflightBatchingStats": record}
 
 
@@ -117,6 +125,8 @@ def iteration_stats(step: Step, kv: BlockManager, facts: IterationFacts) -> str:
         },
         **_batching_stats(step, facts),
     }
+    if facts.speculation is not None:
+        record["spec_decode"] = facts.speculation.as_dict()
     if facts.memory_in_use is not None:
         record["gpuMemUsage"] = facts.memory_in_use
     return json.dumps(record)

@@ -87,6 +87,17 @@ def test_metrics_have_vllms_meanings():
     assert of["iteration_seconds_sum"] == pytest.approx(0.009)
 
 
+def test_speculation_has_vllms_counters():
+    app, client, _ = watched(state="ready")
+    counts = {"num_drafts": 5, "num_draft_tokens": 14, "num_accepted_tokens": 9, "num_accepted_tokens_per_pos": [5, 4]}
+    client._stats = STATS | {"spec_decode": counts}
+    found = values_of(get("/metrics", app).text)
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert found[f"spec_decode_{name}_total", ()] == counts[name]
+    by_position = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert [found[by_position, (("position", str(position)),)] for position in range(2)] == [5, 4]
+
+
 def test_reasons_and_buckets():
     app, client, clock = watched()
     record_some_requests(client.request_metrics, clock)

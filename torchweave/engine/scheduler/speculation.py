@@ -29,6 +29,9 @@ class SpeculationCounts:
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_accepted_tokens_per_pos = np.zeros(most, np.int64)
 
+    def as_dict(self) -> dict[str, int | list[int]]:
+        return vars(self) | {"num_accepted_tokens_per_pos": self.num_accepted_tokens_per_pos.tolist()}
+
     def add(self, num_drafts: np.ndarray, lengths: np.ndarray) -> None:
         """Add the rows of a step, which had `num_drafts` drafts and kept `lengths` tokens."""
         accepted = lengths - 1

@@ -83,6 +83,12 @@ CACHE_COUNTERS: tuple[tuple[str, str, Callable[[EngineSnapshot], int]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda now: now.queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda now: now.hits),
 )
+SPECULATION_COUNTERS = (
+    ("num_drafts", "Rows of steps with drafts"),
+    ("num_draft_tokens", "Drafts"),
+    ("num_accepted_tokens", "Drafts that were accepted"),
+)
+"""Counters of an engine with speculation, and their names in its statistics."""
 
 
 class HttpRequestCounters:
@@ -174,6 +180,23 @@ class PrometheusMetrics(Collector):
             yield self._gauge(name, meaning, map(value, now))
         for name, meaning, value in CACHE_COUNTERS:
             yield self._counter(name, meaning, map(value, now))
+        yield from self._of_speculation([engine.stats.get("spec_decode", {}) for engine in engines])
+
+    def _of_speculation(self, counts: Sequence[dict[str, Any]]) -> Iterator[Metric]:
+        """The counters of engines with speculation, once one of them has run a step."""
+        if not any(counts):
+            return
+        for name, meaning in SPECULATION_COUNTERS:
+            yield self._counter(f"spec_decode_{name}", meaning, [each.get(name, 0) for each in counts])
+        by_position = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by their position behind the last token",
+            labels=[*self._labels, "position"],
+        )
+        for labels, each in zip(self._values, counts, strict=True):
+            for position, count in enumerate(each.get("num_accepted_tokens_per_pos", ())):
+                by_position.add_metric([*labels, str(position)], count)
+        yield by_position
 
     # -- one family, with a value of each engine -----------------------------------------------------------------------
 
