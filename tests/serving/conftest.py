@@ -22,3 +22,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     template.write_text(TEMPLATE, encoding="utf-8")
     with serving("--chat_template", str(template), "--served_model_name", "demo,sums") as running:
         yield running
+
+
+REASONING_TEMPLATE = """{{ bos_token }}
+{%- for m in messages %}{{ '(' + m['role'] + ')' if m['role'] != 'user' else '<|user|>' }}
+{%- if m['reasoning_content'] %}{{ '[' + m['reasoning_content'] + ']' }}{% endif %}{{ m['content'] | trim }}
+{{- '<|end|>' if m['role'] == 'user' }}{% endfor %}
+{{- '<|assistant|>' }}{{ '<think>\\n' if enable_thinking is not defined or enable_thinking }}"""
+
+
+@pytest.fixture(scope="session")
+def reasoning_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The built-in model behind a chat template that opens reasoning, in two HTTP processes."""
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(REASONING_TEMPLATE, encoding="utf-8")
+    options = ("--chat_template", str(template), "--trust_request_chat_template", "--api_server_count", "2")
+    with serving(*options) as running:
+        yield running

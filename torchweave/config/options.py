@@ -21,6 +21,19 @@ ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
 CacheFormat = Literal["binary", "unpacked"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"]
+ReasoningParser = Literal[
+    "auto",
+    "none",
+    "deepseek_r1",
+    "glm45",
+    "granite",
+    "kimi_k2",
+    "kimi_vl",
+    "minimax_m2",
+    "mistral",
+    "qwen3",
+    "seed_oss",
+]
 PassNumerics = Literal["exact", "tolerance"]
 Executor = Literal["local", "torchrun", "ray"]
 SpeculativeMethod = Literal["ngram"]
@@ -238,6 +251,11 @@ class ServerConfig:
         allowed_origins: origins (`https://chat.example.com`; `*`: all) whose web pages may send requests (CORS).
         chat_template: file with a Jinja chat template that replaces the model's own.
         tool_call_parser: format of the model's tool calls. auto: chosen from the chat template.
+        reasoning_parser: format of the model's reasoning, which is returned apart from the answer. auto: chosen from the chat
+            template. none: reasoning is part of the answer.
+        trust_request_chat_template: render chat templates that requests bring. They are programs: a malicious one can take
+            any time.
+        response_store_mib: memory for stored responses of the Responses API, in MiB; the oldest are dropped. 0: store none.
         max_body_bytes: largest request body in bytes; larger bodies get status 413.
         max_request_tokens: most tokens per HTTP request, prompts and outputs together. None: the engine's capacity.
         max_request_sequences: most output sequences per HTTP request (prompts times `n`).
@@ -259,6 +277,9 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
+    trust_request_chat_template: bool = False
+    response_store_mib: int = 64
     max_body_bytes: int = 8 << 20
     max_request_tokens: int | None = None
     max_request_sequences: int = 256

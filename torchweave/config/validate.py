@@ -21,6 +21,7 @@ _SERVER_MINIMUMS = {
     "max_request_tokens": 1,
     "max_request_sequences": 1,
     "max_waiting_requests": 0,
+    "response_store_mib": 0,
     "request_timeout": 0,
     "drain_timeout": 0,
 }

@@ -54,6 +54,7 @@ class CompletionBuilder:
 
     Attributes:
         prompt_logprobs: of the prompt's tokens except the first, in the completion that carries them.
+        stop_reason: the stop string or the token of `stop_token_ids` that ended the completion.
     """
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None, index: int) -> None:
@@ -61,6 +62,7 @@ class CompletionBuilder:
         self.text = ""
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._params = params
         self._detokenizer = detokenizer
@@ -93,6 +95,8 @@ class CompletionBuilder:
             self.text += self._detokenizer.finish()
             self._truncate_at_stop(start)
         self.finish_reason = self.finish_reason or ("stop" if reason == "complete" else reason)
+        if reason == "stop" and self.stop_reason is None and ids and ids[-1] in (self._params.stop_token_ids or ()):
+            self.stop_reason = ids[-1]
         return False
 
     def _append_text(self, ids: list[int]) -> bool:
@@ -122,6 +126,7 @@ class CompletionBuilder:
         if not matches:
             return False
         at, text = min(matches, key=lambda each: (each[0], len(each[1])))
+        self.stop_reason = text
         self.text = self.text[: at + len(text) * self._params.include_stop_str_in_output]
         self.finish_reason = "stop"
         return True

@@ -353,6 +353,7 @@ class Output(NamedTuple):
         logprobs: log-probabilities of these tokens, if requested.
         prompt_logprobs: log-probabilities of the prompt tokens except the first, in the first response after the prefill.
         beams: the `n` best answers of a beam search, best first; the other fields are those of the first.
+        num_cached_tokens: prompt tokens found in the prefix cache; in the final response.
     """
 
     token_ids: np.ndarray
@@ -360,6 +361,7 @@ class Output(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     beams: tuple[BeamOutput, ...] = ()
+    num_cached_tokens: int = 0
 
 
 @dataclass

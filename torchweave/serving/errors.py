@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
@@ -49,7 +50,7 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, _http_sentence(error), headers=dict(error.headers or {}))
-    if isinstance(error, RequestValidationError):
+    if isinstance(error, (RequestValidationError, ValidationError)):
         return _invalid(error)
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable")
@@ -89,7 +90,7 @@ def _unread_sentence(why: BaseException | None) -> str:
     )
 
 
-def _invalid(error: RequestValidationError) -> ApiError:
+def _invalid(error: RequestValidationError | ValidationError) -> ApiError:
     """The first validation error of a body, with the field's name."""
     first = error.errors()[0]
     # Without the tags of body variants ("a text", ...).

@@ -17,6 +17,7 @@ from torchweave.serving.engine_client.request_stream import EngineUnavailable
 from torchweave.serving.errors import ApiError
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.generation import AnswerStream
+from torchweave.serving.openai.responses.store import BackgroundResponses, ResponseStore
 from torchweave.serving.tokenization import AsyncTokenizer, prepare
 
 _MAX_RETRY_AFTER = 60  # seconds
@@ -45,6 +46,8 @@ class Service:
         template = settings.chat_template
         self._template = None if template is None else read_text_file("chat_template", template)
         self.created = int(time.time())
+        self.response_store = ResponseStore(settings.response_store_mib << 20)
+        self.background_responses = BackgroundResponses()
         self._finish_times: deque[float] = deque(maxlen=_RATE_WINDOW)
 
     async def open(self) -> None:
@@ -219,6 +222,7 @@ class Service:
         self._finish_times.append(time.monotonic())
 
     def close(self) -> None:
+        self.background_responses.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
 

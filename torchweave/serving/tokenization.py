@@ -62,7 +62,7 @@ class AsyncTokenizer:
             ValueError: the model has no template, or the template rejects the messages.
         """
         if self._template is not None:
-            variables["chat_template"] = self._template
+            variables.setdefault("chat_template", self._template)
         return await self._on_thread(lambda: self._chat(messages, variables))
 
     def _chat(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
@@ -93,6 +93,11 @@ class AsyncTokenizer:
         if text is None:
             text = self._texts[token] = self._decoder.token_text(token)
         return text
+
+    def token_of(self, text: str) -> int | None:
+        """The token that is exactly this text; None if the text is several tokens."""
+        ids = self._decoder.encode(text, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
 
     async def _on_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -14,7 +14,7 @@ from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```(py|bash)\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
-SAYS = ("42", "apple fig pear", "completion_tokens=", "'sum':", "{")
+SAYS = ("42", "apple fig pear", "completion_tokens=", "'sum':", "{", "42 True")
 """What each example prints, in the order of the page."""
 
 

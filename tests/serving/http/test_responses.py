@@ -11,10 +11,10 @@ import pytest
 from torchweave.engine.request import SamplingParams
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.responses import EventStream, full_response
+from torchweave.serving.openai.answer_parser import AnswerFormat
 from torchweave.serving.openai.generation import AnswerStream, Delta
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder, event
-from torchweave.serving.openai.tools import ToolUse
 
 
 class SlowRun:
@@ -42,8 +42,14 @@ class PlainReply:
     def events(self, delta: Delta) -> bytes:
         return event({"text": delta.text})
 
-    def last_chunk(self) -> dict[str, Any]:
-        return {"last": True}
+    def begin(self) -> bytes:
+        return b""
+
+    def end(self) -> bytes:
+        return event({"last": True})
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body) + b"data: [DONE]\n\n"
 
     def full(self, answers: list[Delta]) -> dict[str, Any]:
         return {"texts": [answer.text for answer in answers]}
@@ -67,9 +73,7 @@ def stream(run: SlowRun, seconds: float, receive: Any) -> list[str]:
         sent.append(message.get("body", b""))
 
     async def go() -> None:
-        await EventStream(cast(AnswerStream, run), PlainReply(), seconds, with_usage=True)(
-            {"type": "http"}, receive, cast(Any, send)
-        )
+        await EventStream(cast(AnswerStream, run), PlainReply(), seconds)({"type": "http"}, receive, cast(Any, send))
 
     asyncio.run(go())
     return [line.removeprefix("data: ") for line in b"".join(sent).decode().split("\n\n") if line]
@@ -98,7 +102,7 @@ def test_timed_out_stream_ends_even_if_unread() -> None:
             await asyncio.Event().wait()
 
     async def go() -> None:
-        reply = EventStream(cast(AnswerStream, run), PlainReply(), 0.05, with_usage=False)
+        reply = EventStream(cast(AnswerStream, run), PlainReply(), 0.05)
         sending = asyncio.create_task(reply({"type": "http"}, stays, cast(Any, send)))
         await asyncio.sleep(0.2)
         assert run.closed and not sending.done()
@@ -121,7 +125,7 @@ def test_events_with_text_alone_are_like_all_others() -> None:
     run = cast(AnswerStream, SlowRun())
     completion = CompletionResponseBuilder(run, CompletionRequest(prompt="", n=2), "1", "a \0 model")
     messages = [{"role": "user", "content": "a"}]
-    chat = ChatResponseBuilder(run, ChatRequest.model_validate({"messages": messages}), "1", "m", ToolUse())
+    chat = ChatResponseBuilder(run, ChatRequest.model_validate({"messages": messages}), "1", "m", AnswerFormat())
     for reply in (completion, chat):
         for index in (0, 1):
             reply.events(Delta(index, "the first one may be another", [1], None, []))

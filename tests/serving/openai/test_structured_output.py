@@ -75,7 +75,7 @@ def test_json_object(server: ServerProcess) -> None:
         ({"extra_body": {"guided_regex": "(("}}, "regex"),
         ({"extra_body": {"guided_grammar": "no grammar"}}, "grammar"),
         ({"response_format": {"type": "json_schema"}}, "needs json_schema"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "forced tool call"),
+        ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "forced tool call"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}},

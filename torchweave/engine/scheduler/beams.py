@@ -226,5 +226,7 @@ def beam_response(state: RequestState) -> Response:
     beams = state.search.best("cancelled" if state.reason == "cancelled" else None)
     if not beams:  # stopped before its first step
         return Response(state.request.id, Output(NO_TOKENS, state.reason), final=True)
-    output = Output(beams[0].token_ids, state.reason, beams[0].logprobs, beams=beams)
+    first = beams[0]
+    num_cached_tokens = state.num_cached_tokens
+    output = Output(first.token_ids, state.reason, first.logprobs, beams=beams, num_cached_tokens=num_cached_tokens)
     return Response(state.request.id, output, final=True)

@@ -43,6 +43,7 @@ class RequestState:
         constraint: grammar of the answer; None without structured outputs.
         search: state of a beam search; None for all other requests.
         prefix_hit: the last prefix lookup, while the request waits.
+        num_cached_tokens: prompt tokens found in the prefix cache when the request started first.
     """
 
     request: InferenceRequest
@@ -64,6 +65,7 @@ class RequestState:
     constraint: Constraint | None = None
     search: BeamSearch | None = None
     prefix_hit: PrefixHit | None = None
+    num_cached_tokens: int = 0
     _hashes: list[bytes] = field(default_factory=list)
 
     @property

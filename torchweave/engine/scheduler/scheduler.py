@@ -260,7 +260,10 @@ class Scheduler:
         self.state_changes.append((state.request.id, "started"))
         hit, state.prefix_hit = self._find_prefix(state), None
         last_position = self.limits.last_position(state.request)
-        slot = running.slots.allocate(state, last_position, hit.num_blocks * kv.block_size)
+        num_cached_tokens = hit.num_blocks * kv.block_size
+        slot = running.slots.allocate(state, last_position, num_cached_tokens)
+        if not state.paused:
+            state.num_cached_tokens = num_cached_tokens
         if hit.num_blocks:
             self._step_builder.write_blocks(kv.attach(slot, hit))
         kv.missed_total += state.prefill_len // kv.block_size - hit.num_blocks
@@ -413,7 +416,8 @@ class Scheduler:
         table.num_sent[slot] = num_generated
         logprobs, state.logprobs = tuple(state.logprobs), []
         prompt_logprobs, state.prompt_logprobs = tuple(state.prompt_logprobs), []
-        output = Output(tokens, state.reason, logprobs, prompt_logprobs)
+        num_cached_tokens = state.num_cached_tokens if state.reason is not None else 0
+        output = Output(tokens, state.reason, logprobs, prompt_logprobs, num_cached_tokens=num_cached_tokens)
         return Response(state.request.id, output, state.reason is not None, state.error)
 
     def _release(self) -> list[Response]:
@@ -466,5 +470,6 @@ def _final_response(state: RequestState) -> Response:
     if state.search is not None:
         return beam_response(state)
     tokens, logprobs = state.generated[state.num_sent :], tuple(state.logprobs)
-    output = Output(tokens, state.reason, logprobs, tuple(state.prompt_logprobs))
+    prompt_logprobs = tuple(state.prompt_logprobs)
+    output = Output(tokens, state.reason, logprobs, prompt_logprobs, num_cached_tokens=state.num_cached_tokens)
     return Response(state.request.id, output, final=True, error=state.error)

@@ -15,8 +15,9 @@ from torchweave.config.options import ServerConfig
 from torchweave.serving.engine_client.client import EngineClient
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.errors import add_error_handlers
-from torchweave.serving.http import generation_routes, routes
+from torchweave.serving.http import generation_routes, responses_api, routes
 from torchweave.serving.http.middleware import (
+    AnthropicErrorsMiddleware,
     AuthLimitsMiddleware,
     FastPathMiddleware,
     HeadMethodMiddleware,
@@ -67,7 +68,7 @@ def create_app(
     app = FastAPI(title="Torchweave", version=torchweave.__version__, lifespan=lifespan, redoc_url=None)
     app.state.service = service
     add_error_handlers(app)
-    routers = generation_routes.router, routes.router
+    routers = generation_routes.router, responses_api.router, routes.router
     for router in routers:  # matched in this order
         app.include_router(router)
     install_openapi(app)
@@ -89,6 +90,7 @@ def create_app(
         app.add_middleware(ProxyMiddleware, address=primary_socket)  # type: ignore[arg-type]
     app.add_middleware(FastPathMiddleware, router=generation_routes.router)  # type: ignore[arg-type]
     app.add_middleware(AuthLimitsMiddleware, settings=settings, keys=keys, admission_pacer=client.admission_pacer)  # type: ignore[arg-type]
+    app.add_middleware(AnthropicErrorsMiddleware)  # type: ignore[arg-type]
     app.add_middleware(RequestIdMiddleware)  # type: ignore[arg-type]
     if settings.allowed_origins:  # outside the key check: browsers send preflight requests without the key
         app.add_middleware(

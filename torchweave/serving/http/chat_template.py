@@ -1,13 +1,19 @@
-"""Chat requests: render messages and tools with the chat template, and choose the tool-call parser."""
+"""Chat requests: render messages and tools with the chat template, and choose the parsers of the answer."""
 
 from __future__ import annotations
 
 import json
 import uuid
+from dataclasses import replace
 from typing import Any
 
+from torchweave.engine.request import SamplingParams
 from torchweave.serving.errors import ApiError
+from torchweave.serving.openai.answer_parser import AnswerFormat
+from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message
+from torchweave.serving.openai.reasoning import FORMATS, TAIL_TOKENS, ReasoningFormat, detect_reasoning_format
+from torchweave.serving.openai.sampling_fields import chat_params
 from torchweave.serving.openai.tools import (
     ToolUse,
     detect_tool_format,
@@ -17,6 +23,8 @@ from torchweave.serving.openai.tools import (
 )
 from torchweave.serving.service import Service
 
+_REASONING_SWITCHES = ("enable_thinking", "thinking")
+"""Template variables that turn reasoning on and off: Qwen's and GLM's, DeepSeek's and Granite's."""
 # Arguments of the tokenizer, which `chat_template_kwargs` must not set.
 _RESERVED = frozenset(
     (
@@ -25,6 +33,62 @@ _RESERVED = frozenset(
         "tokenizer_kwargs",
     )
 )  # fmt: skip
+
+
+async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream, AnswerFormat]:
+    """Submit a chat request to the engine; returns its answers, and how they are parsed.
+
+    Raises:
+        ApiError, ValueError, EngineUnavailable: see `resolve_tool_use`, `encode`, `chat_params` and `Service.generate`.
+    """
+    tools = resolve_tool_use(service, body)
+    ids = await encode(service, body, tools.tools)
+    answer_format = AnswerFormat(
+        tools,
+        _resolve_reasoning(service, body),
+        first_call_only=body.parallel_tool_calls is False,
+        with_reasoning=body.include_reasoning,
+    )
+    params = chat_params(body, service.model, tools.forced, answer_format.keep_special)
+    answer_format = _with_prompt(service, answer_format, params, ids)
+    answer_stream = await service.generate(
+        [ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
+    )
+    return answer_stream, answer_format
+
+
+def _resolve_reasoning(service: Service, body: ChatTemplate) -> ReasoningFormat | None:
+    """The format of the model's reasoning; None if it is not parsed."""
+    name: str | None = service.settings.reasoning_parser
+    if name == "auto":
+        name = detect_reasoning_format(_template(service, body))
+    return None if name in (None, "none") else FORMATS[name]
+
+
+def _with_prompt(service: Service, answer_format: AnswerFormat, params: SamplingParams, ids: list[int]) -> AnswerFormat:
+    """Add the end of the prompt, which may open the reasoning. A grammar admits none: its answer is the answer."""
+    if answer_format.reasoning is None:
+        return answer_format
+    if params.structured_outputs is not None:
+        return replace(answer_format, reasoning=None)
+    return replace(answer_format, prompt_tail=service.require_tokenizer().decode(ids[-TAIL_TOKENS:]))
+
+
+def _template(service: Service, body: ChatTemplate) -> str:
+    """Source of the chat template of a request.
+
+    Raises:
+        ApiError: 400, the request has a template of its own, which this server does not allow.
+    """
+    if body.chat_template is None:
+        return service.require_tokenizer().chat_template
+    if not service.settings.trust_request_chat_template:
+        sentence = (
+            "chat_template: this server renders no templates of requests; leave it out, or start the server with "
+            "trust_request_chat_template."
+        )
+        raise ApiError(400, sentence, param="chat_template")
+    return body.chat_template
 
 
 def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
@@ -47,14 +111,14 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
         )
     if choice == "none":
         return ToolUse()
-    template = service.require_tokenizer().chat_template
+    template = _template(service, body)
     if "tools" not in template:
         sentence = (
             "The chat template of this model does not support tools; leave tools out, or serve the model with a chat_template "
             "that does."
         )
         raise ApiError(400, sentence, param="tools")
-    tool_definitions = [tool.model_dump(exclude_none=True) for tool in tools]
+    tool_definitions = [tool.definition for tool in tools]
     configured = service.settings.tool_call_parser
     tool_format = detect_tool_format(template) if configured == "auto" else configured
     if named is not None or choice == "required":
@@ -86,11 +150,10 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
         )
     if tools is not None:
         variables["tools"] = tools
-    if body.reasoning_effort is not None:
-        if "reasoning_effort" not in service.require_tokenizer().chat_template:
-            sentence = "The chat template of this model does not support reasoning_effort; leave it out."
-            raise ApiError(400, sentence, param="reasoning_effort")
-        variables["reasoning_effort"] = body.reasoning_effort
+    template = _template(service, body)
+    if body.chat_template is not None:
+        variables["chat_template"] = template
+    variables = _reasoning_variables(template, body) | variables
     if body.continue_final_message:
         if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
             raise ApiError(
@@ -98,16 +161,42 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
             )
         variables["continue_final_message"] = True
     return await service.require_tokenizer().chat(
-        [_message(each) for each in body.messages],
+        [_message(each, template) for each in body.messages],
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         **variables,
     )
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """Convert a message for the template: `content` is always present, arguments of tool calls are objects."""
+def _reasoning_variables(template: str, body: ChatTemplate) -> dict[str, Any]:
+    """Template variables of `reasoning_effort`; a template that only turns reasoning on and off gets that.
+
+    Raises:
+        ApiError: 400, the template supports neither.
+    """
+    effort = body.reasoning_effort
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    switches = [name for name in _REASONING_SWITCHES if name in template]
+    if not switches:
+        sentence = "The chat template of this model does not support reasoning_effort; leave it out."
+        raise ApiError(400, sentence, param="reasoning_effort")
+    return dict.fromkeys(switches[:1], effort != "none")
+
+
+def _message(message: Message, template: str) -> dict[str, Any]:
+    """Convert a message for the template.
+
+    `content` is always present, arguments of tool calls are objects, reasoning has the name that templates read, and OpenAI's
+    role `developer` is the system's where the template does not know it.
+    """
     fields = message.model_dump(exclude_none=True)
     fields.setdefault("content", "")
+    if isinstance(fields.get("reasoning"), str):
+        fields.setdefault("reasoning_content", fields["reasoning"])
+    if fields["role"] == "developer" and "developer" not in template:
+        fields["role"] = "system"
     if fields.get("tool_calls"):
         fields["tool_calls"] = [_call(call) for call in fields["tool_calls"]]
     else:

@@ -1,18 +1,19 @@
-"""`/v1/completions` continues a prompt of text or token ids; `/v1/chat/completions` generates the next message."""
+"""`/v1/completions` continues a prompt; `/v1/chat/completions` and Anthropic's `/v1/messages` generate the next message."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
+from torchweave.serving.anthropic.builder import MessagesBuilder
+from torchweave.serving.anthropic.protocol import CountTokensRequest, MessagesRequest
 from torchweave.serving.errors import ApiError
-from torchweave.serving.http.chat_template import encode, resolve_tool_use
+from torchweave.serving.http.chat_template import encode, resolve_tool_use, start_chat
 from torchweave.serving.http.middleware import REQUEST_ID
-from torchweave.serving.http.responses import EventStream, full_response
-from torchweave.serving.openai.generation import AnswerStream
+from torchweave.serving.http.responses import respond
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation, Prompt
-from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
-from torchweave.serving.openai.sampling_fields import chat_params, completion_params, is_prompt_only
+from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
+from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only
 from torchweave.serving.service import Service, service_of
 
 router = APIRouter(prefix="/v1", tags=["generation"])
@@ -23,14 +24,27 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
     _check_stream_options(body)
-    tools = resolve_tool_use(service, body)
-    params = chat_params(body, service.model, tools.forced, tools.keep_special)
-    ids = await encode(service, body, tools.tools)
-    answer_stream = await service.generate(
-        [ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
-    )
-    builder = ChatResponseBuilder(answer_stream, body, request.scope[REQUEST_ID], name, tools)
-    return await _response(request, body, answer_stream, builder)
+    answer_stream, answer_format = await start_chat(service, body)
+    builder = ChatResponseBuilder(answer_stream, body, request.scope[REQUEST_ID], name, answer_format)
+    return await respond(request, bool(body.stream), answer_stream, builder)
+
+
+@router.post("/messages", summary="Generate the next message of a conversation, in Anthropic's format")
+async def messages(body: MessagesRequest, request: Request) -> Response:
+    service = service_of(request)
+    name = service.check_model(body.model)
+    answer_stream, answer_format = await start_chat(service, body.to_chat())
+    builder = MessagesBuilder(answer_stream, answer_format, request.scope[REQUEST_ID], name)
+    return await respond(request, bool(body.stream), answer_stream, builder)
+
+
+@router.post("/messages/count_tokens", summary="Count the prompt's tokens of a message request")
+async def count_tokens(body: CountTokensRequest, request: Request) -> JSONResponse:
+    service = service_of(request)
+    service.check_model(body.model)
+    chat = body.to_chat()
+    ids = await encode(service, chat, resolve_tool_use(service, chat).tools)
+    return JSONResponse({"input_tokens": len(ids)})
 
 
 @router.post("/completions", summary="Complete a prompt")
@@ -56,17 +70,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     builder = CompletionResponseBuilder(
         answer_stream, body, request.scope[REQUEST_ID], name, echoes, echoes_special=not _is_text(body.prompt)
     )
-    return await _response(request, body, answer_stream, builder)
-
-
-async def _response(
-    request: Request, body: Generation, answer_stream: AnswerStream, builder: ResponseBuilder
-) -> Response:
-    seconds = service_of(request).settings.request_timeout
-    if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(answer_stream, builder, seconds, with_usage)
-    return await full_response(answer_stream, builder, request.receive, seconds)
+    return await respond(request, bool(body.stream), answer_stream, builder)
 
 
 async def _encode_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:

@@ -17,6 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from torchweave.config.options import ServerConfig, read_text_file
+from torchweave.serving.anthropic.builder import anthropic_error
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
 from torchweave.serving.errors import ApiError, api_error
@@ -134,6 +135,8 @@ class AuthLimitsMiddleware(HttpMiddleware):
         if not self._digests or scope["path"] in OPEN_PATHS:
             return
         given = header(scope, b"authorization")
+        if not given and (anthropic_key := header(scope, b"x-api-key")):
+            given = b"Bearer " + anthropic_key
         scheme, _, key = given.partition(b" ")
         digest = _digest(key.strip())
         # Constant time: every key is compared in full.
@@ -141,7 +144,7 @@ class AuthLimitsMiddleware(HttpMiddleware):
         if scheme.lower() == b"bearer" and any(matches):
             return
         problem = "The API key is unknown" if given else "The API key is missing"
-        sentence = f"{problem}; send a key of this server as `Authorization: Bearer KEY`."
+        sentence = f"{problem}; send a key of this server as `Authorization: Bearer KEY` or `x-api-key: KEY`."
         raise ApiError(401, sentence, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _body(self, scope: Any, receive: Receive) -> bytes | None:
@@ -224,6 +227,34 @@ class RequestIdMiddleware(HttpMiddleware):
             await send(message)
 
         await self._app(scope, receive, with_id)
+
+
+class AnthropicErrorsMiddleware(HttpMiddleware):
+    """Rewrites the errors of `/v1/messages` from OpenAI's form to Anthropic's."""
+
+    async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
+        if not scope["path"].startswith("/v1/messages"):
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        parts: list[bytes] = []
+
+        async def rewriting_send(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                start = message
+            elif start is None:
+                await send(message)
+            else:
+                parts.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    body = anthropic_error(b"".join(parts), start["status"], scope[REQUEST_ID])
+                    headers = [each for each in start["headers"] if each[0] != b"content-length"]
+                    headers.append((b"content-length", b"%d" % len(body)))
+                    await send({**start, "headers": headers})
+                    await send({"type": "http.response.body", "body": body})
+
+        await self._app(scope, receive, rewriting_send)
 
 
 class HeadMethodMiddleware(HttpMiddleware):

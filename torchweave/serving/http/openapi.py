@@ -23,6 +23,19 @@ _ERROR = {
         }
     },
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
 _ERROR_DESCRIPTIONS = {
     "400": "Invalid request; the message says why and what to do",
     "401": "The API key is missing or unknown",
@@ -35,7 +48,7 @@ _ERROR_DESCRIPTIONS = {
     "503": "The model is being loaded, the server is shutting down, or the engine failed",
 }
 _COMMON_STATUSES = ("401", "500", "503")
-_STREAMS = ("/v1/completions", "/v1/chat/completions")
+_STREAMS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _PROBES = ("/health", "/ready")  # their 503 is not in OpenAI's format
 _NOT_RETURNED = ("HTTPValidationError", "ValidationError")
 
@@ -49,7 +62,7 @@ def install_openapi(app: FastAPI) -> None:
             schemas = openapi.setdefault("components", {}).setdefault("schemas", {})
             for name in _NOT_RETURNED:
                 schemas.pop(name, None)
-            schemas["Error"] = _ERROR
+            schemas["Error"], schemas["AnthropicError"] = _ERROR, _ANTHROPIC_ERROR
             for path, methods in openapi["paths"].items():
                 for method, operation in methods.items():
                     _add_responses(path, method, operation["responses"])
@@ -63,10 +76,10 @@ def _add_responses(path: str, method: str, responses: dict[str, Any]) -> None:
     """Add the error responses and stream types of an operation."""
     responses.pop("422", None)
     statuses = _COMMON_STATUSES + (
-        ("400", "404", "408", "413", "415", "429") if method == "post" else ("404",) if "{" in path else ()
+        ("400", "404", "408", "413", "415", "429") if method == "post" else ("400", "404") if "{" in path else ()
     )
     for status in sorted(statuses):
-        responses[status] = _error_response(status)
+        responses[status] = _error_response(status, "AnthropicError" if path.startswith("/v1/messages") else "Error")
     if path in _PROBES:
         responses["503"] = {
             "description": "Not healthy or not ready",
@@ -76,6 +89,6 @@ def _add_responses(path: str, method: str, responses: dict[str, Any]) -> None:
         responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
 
 
-def _error_response(status: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _error_response(status: str, schema: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
     return {"description": _ERROR_DESCRIPTIONS[status], "content": content}

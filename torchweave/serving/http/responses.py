@@ -7,15 +7,28 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import msgspec
+from fastapi import Request
 from fastapi.responses import Response
 
 from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.http.middleware import CLIENT_CLOSED_REQUEST, STREAM_SEND, Receive, Send
 from torchweave.serving.openai.generation import AnswerStream
-from torchweave.serving.openai.response_builders import ResponseBuilder, event
+from torchweave.serving.openai.response_builders import ResponseBuilder
+from torchweave.serving.service import service_of
 
 Value = TypeVar("Value")
-_DONE = b"data: [DONE]\n\n"
+
+
+async def respond(request: Request, stream: bool, answer_stream: AnswerStream, builder: ResponseBuilder) -> Response:
+    """The response of a request: its answers as they come, or in one body.
+
+    Raises:
+        ApiError, EngineUnavailable: see `full_response`.
+    """
+    seconds = service_of(request).settings.request_timeout
+    if stream:
+        return EventStream(answer_stream, builder, seconds)
+    return await full_response(answer_stream, builder, request.receive, seconds)
 
 
 async def full_response(
@@ -31,7 +44,7 @@ async def full_response(
         async with asyncio.timeout(seconds or None):
             answers = await cancel_on_disconnect(answer_stream.full(), receive)
     except TimeoutError:
-        raise _timeout_error(seconds) from None
+        raise timeout_error(seconds) from None
     finally:
         answer_stream.close()
     if answers is None:
@@ -46,23 +59,22 @@ class EventStream(Response):
 
     Args:
         seconds: time limit for all answers; 0: none.
-        with_usage: send a final event with token counts.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer_stream: AnswerStream, builder: ResponseBuilder, seconds: float, with_usage: bool) -> None:
+    def __init__(self, answer_stream: AnswerStream, builder: ResponseBuilder, seconds: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._answer_stream, self._builder = answer_stream, builder
-        self._seconds, self._with_usage = seconds, with_usage
+        self._seconds = seconds
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         send_part = scope.get(STREAM_SEND, send)
 
         async def send_all() -> bool:
             last = await self._send_answers(send_part)
-            await send_part({"type": "http.response.body", "body": last + _DONE, "more_body": True})
+            await send_part({"type": "http.response.body", "body": last, "more_body": True})
             return True
 
         try:
@@ -73,21 +85,25 @@ class EventStream(Response):
             self._answer_stream.close()
 
     async def _send_answers(self, send: Send) -> bytes:
-        """Send the events of the answers; returns the final event, which is the error event after a failure."""
+        """Send the events of the answers; returns the last events, which report the error after a failure."""
         answer_stream, events = self._answer_stream, self._builder.events
         try:
+            if begin := self._builder.begin():
+                await send({"type": "http.response.body", "body": begin, "more_body": True})
             async with asyncio.timeout(self._seconds or None):
                 while deltas := await answer_stream.next():
                     body = events(deltas[0]) if len(deltas) == 1 else b"".join(map(events, deltas))
                     if body:
                         await send({"type": "http.response.body", "body": body, "more_body": True})
-            return event(self._builder.last_chunk()) if self._with_usage else b""
+            return self._builder.end()
         except Exception as error:
             answer_stream.close()  # before the final event is sent, which may block on a slow client
-            return event((_timeout_error(self._seconds) if isinstance(error, TimeoutError) else api_error(error)).body)
+            timed_out = isinstance(error, TimeoutError)
+            return self._builder.failure(timeout_error(self._seconds) if timed_out else api_error(error))
 
 
-def _timeout_error(seconds: float) -> ApiError:
+def timeout_error(seconds: float) -> ApiError:
+    """The error of a request that took longer than `request_timeout`."""
     sentence = (
         f"The answer took longer than the {seconds:g} seconds that this server allows per request; lower max_tokens."
     )

@@ -118,7 +118,7 @@ async def tokenize(body: AnyTokenizeRequest, request: Request) -> dict[str, Any]
     if isinstance(body, TokenizeRequest):
         ids = await tokenizer.encode(body.prompt, body.add_special_tokens)
     else:
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+        tools = [tool.definition for tool in body.tools] if body.tools else None
         ids = await encode(service, body, tools)
     texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}

@@ -22,6 +22,7 @@ class Delta:
     token_ids: list[int]
     finish_reason: str | None
     logprobs: list[TokenLogprobs]
+    stop_reason: str | int | None = None
 
 
 class AnswerBuilder(CompletionBuilder):
@@ -33,11 +34,13 @@ class AnswerBuilder(CompletionBuilder):
         first = self._num_tokens_taken
         text, ids = self.new()
         self.reported = self.finished
-        return Delta(self.index, text, ids, self.finish_reason, self._logprobs[first : first + len(ids)])
+        logprobs = self._logprobs[first : first + len(ids)]
+        return Delta(self.index, text, ids, self.finish_reason, logprobs, self.stop_reason)
 
     def whole(self) -> Delta:
         """The whole answer."""
-        return Delta(self.index, self.text, self.token_ids, self.finish_reason, self._logprobs[: len(self.token_ids)])
+        logprobs = self._logprobs[: len(self.token_ids)]
+        return Delta(self.index, self.text, self.token_ids, self.finish_reason, logprobs, self.stop_reason)
 
 
 class AnswerStream:
@@ -60,6 +63,8 @@ class AnswerStream:
         self.request_stream = request_stream
         self._answer_builders: dict[int, list[AnswerBuilder]] = {}  # by request id; a beam search has several answers
         self._num_answers = 0
+        self._first_requests: set[int] = set()  # of each prompt: of their tokens, `usage` counts the cached ones
+        self.num_cached_tokens = 0
         self.prompts: list[list[int]] = []
         self.tokenizer = tokenizer
         self.params = params
@@ -75,12 +80,16 @@ class AnswerStream:
             request = InferenceRequest(0, _as_tokens(ids), params, stream, priority, cache_salt)
             if params.beam_width > 1:
                 answers = [self._answer(ids) for _ in range(params.n)]
-                self._answer_builders[self.request_stream.submit(request)] = answers
+                request_id = self.request_stream.submit(request)
+                self._answer_builders[request_id] = answers
+                self._first_requests.add(request_id)
                 continue
-            for seeded in params.each():
+            for number, seeded in enumerate(params.each()):
                 answer = self._answer(ids)
                 request_id = self.request_stream.submit(replace(request, sampling=seeded, streaming=streamed))
                 self._answer_builders[request_id] = [answer]
+                if number == 0:
+                    self._first_requests.add(request_id)
 
     def _answer(self, prompt: list[int]) -> AnswerBuilder:
         text = None if self.tokenizer is None else self.tokenizer.stream(prompt, self.params.skip_special_tokens)
@@ -123,6 +132,8 @@ class AnswerStream:
             reported[answer_builder.index] = answer_builder
         if response.final:
             self._finished()
+            if response.id in self._first_requests:
+                self.num_cached_tokens += output.num_cached_tokens
 
     async def full(self) -> list[Delta]:
         """Wait for the end of all answers and return them in order."""
@@ -140,12 +151,17 @@ class AnswerStream:
         return [answer_builder for builders in self._answer_builders.values() for answer_builder in builders]
 
     @property
+    def answer_ids(self) -> list[list[int]]:
+        """Tokens of each answer so far."""
+        return [answer_builder.token_ids for answer_builder in self._all_answers]
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
     @property
     def num_answer_tokens(self) -> int:
-        return sum(len(answer_builder.token_ids) for answer_builder in self._all_answers)
+        return sum(map(len, self.answer_ids))
 
     def close(self) -> None:
         self.request_stream.close()

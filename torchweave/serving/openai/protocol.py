@@ -77,6 +77,12 @@ def _tool_choice(value: Any) -> Any:
     raise ValueError('expected none, auto, required, or {"type": "function", "function": {"name": ...}}')
 
 
+def _function_name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
 _NAMED = "()"  # suffix of a function's name, which distinguishes a function named `auto` from the mode
 _Prompt = str | list[str] | list[int] | list[list[int]]
 Prompt = Annotated[_Prompt, PlainValidator(_prompt, json_schema_input_type=_Prompt)]
@@ -218,6 +224,16 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
+    @property
+    def definition(self) -> dict[str, Any]:
+        """For the chat template, complete: templates read all of it."""
+        definition = self.model_dump(exclude_none=True)
+        filled = {"description": "", "parameters": {"type": "object", "properties": {}}}
+        return {
+            **definition,
+            "function": definition["function"] | {k: v for k, v in filled.items() if k not in definition["function"]},
+        }
+
 
 class ChatTemplate(Body):
     """Fields that the chat template uses."""
@@ -228,6 +244,7 @@ class ChatTemplate(Body):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    chat_template: str | None = None
 
 
 class ChatRequest(ChatTemplate, Generation):
@@ -240,6 +257,29 @@ class ChatRequest(ChatTemplate, Generation):
         str | None, BeforeValidator(_tool_choice, json_schema_input_type=str | dict[str, Any] | None)
     ] = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _allowed_tools(cls, value: Any) -> Any:
+        """Replace `tool_choice` of type allowed_tools: the other tools are left out."""
+        choice = value.get("tool_choice") if isinstance(value, dict) else None
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return value
+        allowed = choice.get("allowed_tools")
+        listed = allowed.get("tools") if isinstance(allowed, dict) else None
+        if (
+            not isinstance(allowed, dict)
+            or not isinstance(listed, list)
+            or allowed.get("mode") not in ("auto", "required")
+        ):
+            expected = '{"mode": "auto" or "required", "tools": [...]}'
+            raise ValueError(f"tool_choice of type allowed_tools needs allowed_tools: {expected}")
+        names = [_function_name(tool) for tool in listed]
+        tools = [tool for tool in value.get("tools") or () if _function_name(tool) in names]
+        if missing := [name for name in names if name not in map(_function_name, tools)]:
+            raise ValueError(f"tool_choice allows {missing[0]!r}, which is not in tools")
+        return {**value, "tools": tools, "tool_choice": allowed["mode"]}
 
     @property
     def named_function(self) -> str | None:

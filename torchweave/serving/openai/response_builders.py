@@ -9,13 +9,16 @@ from typing import Any
 
 import msgspec
 
+from torchweave.serving.errors import ApiError
+from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser, WholeAnswer
 from torchweave.serving.openai.generation import AnswerStream, Delta
 from torchweave.serving.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation, StreamOptions
-from torchweave.serving.openai.tools import ArgumentsDelta, Call, ParserDelta, TextDelta, ToolCallParser, ToolUse
+from torchweave.serving.openai.tools import Call, ParserDelta, ReasoningDelta, TextDelta
 
 _encode = msgspec.json.encode
 _MARK = "\0text\0"
+_DONE = b"data: [DONE]\n\n"
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -39,7 +42,31 @@ class TextEventCache:
 
 
 class ResponseBuilder(ABC):
-    """Builds the response bodies of one request.
+    """Builds the response of one request, whole or as server-sent events."""
+
+    def begin(self) -> bytes:
+        """Encode the events before the first delta."""
+        return b""
+
+    @abstractmethod
+    def events(self, delta: Delta) -> bytes:
+        """Encode the stream events of a delta; may be empty."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """Encode the events after the last delta."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """Encode the last events of a stream that failed."""
+
+    @abstractmethod
+    def full(self, answers: list[Delta]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+
+
+class OpenAIResponseBuilder(ResponseBuilder):
+    """Builds the response bodies of completions and chat completions.
 
     Args:
         body: the request.
@@ -60,40 +87,49 @@ class ResponseBuilder(ABC):
         }
         self._answer_stream, self._tokenizer = answer_stream, answer_stream.tokenizer
         self._with_prompt_logprobs = body.prompt_logprobs is not None
-        self._continuous_usage = (body.stream_options or StreamOptions()).continuous_usage_stats
+        options = body.stream_options or StreamOptions()
+        self._with_usage_event = options.include_usage
+        self._continuous_usage = options.include_usage and options.continuous_usage_stats
         self._started: set[int] = set()
         self._texts = TextEventCache()
 
-    @abstractmethod
-    def events(self, delta: Delta) -> bytes:
-        """Encode the stream events of a delta; may be empty."""
+    def end(self) -> bytes:
+        usage = event(self._with_usage({**self._head, "choices": []})) if self._with_usage_event else b""
+        return usage + _DONE
 
-    @abstractmethod
-    def full(self, answers: list[Delta]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
-
-    def last_chunk(self) -> dict[str, Any]:
-        """The final event, with token counts."""
-        return self._with_usage({**self._head, "choices": []})
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body) + _DONE
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         body = {**self._head, "choices": [choice]}
-        return self._with_usage(body) if self._continuous_usage else body
+        return self._with_usage(body, with_details=False) if self._continuous_usage else body
 
     def _full(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._with_usage({**self._head, "object": self._OBJECT, "choices": choices})
 
-    def _with_usage(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Add `usage`; each prompt is counted once."""
+    def _with_usage(self, body: dict[str, Any], with_details: bool = True) -> dict[str, Any]:
+        """Add `usage`; each prompt is counted once. The details are known at the end only."""
         prompt, answers = self._answer_stream.num_prompt_tokens, self._answer_stream.num_answer_tokens
-        body["usage"] = {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": answers,
+            "total_tokens": prompt + answers,
+        }
+        if with_details:
+            usage["prompt_tokens_details"] = {"cached_tokens": self._answer_stream.num_cached_tokens}
+            usage |= self._answer_details()
+        body["usage"] = usage
         return body
+
+    def _answer_details(self) -> dict[str, Any]:
+        """Further counts for `usage`."""
+        return {}
 
     def _prompt_logprobs(self, prompt: int) -> list[dict[str, Any] | None]:
         return prompt_logprobs(self._tokenizer, self._answer_stream.prompt_logprobs(prompt))
 
 
-class CompletionResponseBuilder(ResponseBuilder):
+class CompletionResponseBuilder(OpenAIResponseBuilder):
     """Builds the bodies of `/v1/completions`.
 
     Args:
@@ -172,7 +208,7 @@ def _mean_logprob(answer: Delta) -> float:
     return sum(values) / len(values) if values else float("-inf")
 
 
-class ChatResponseBuilder(ResponseBuilder):
+class ChatResponseBuilder(OpenAIResponseBuilder):
     """Builds the bodies of `/v1/chat/completions`."""
 
     _ID_PREFIX = "chatcmpl"
@@ -180,18 +216,21 @@ class ChatResponseBuilder(ResponseBuilder):
     _CHUNK_OBJECT = "chat.completion.chunk"
 
     def __init__(
-        self, answer_stream: AnswerStream, body: ChatRequest, request_id: str, model: str, tools: ToolUse
+        self,
+        answer_stream: AnswerStream,
+        body: ChatRequest,
+        request_id: str,
+        model: str,
+        answer_format: AnswerFormat,
     ) -> None:
         super().__init__(answer_stream, body, request_id, model)
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
-        self._tools = tools
-        self._first_call_only = body.parallel_tool_calls is False
+        self._format = answer_format
         self._calls_end = body.named_function is None  # answers with calls have the finish reason `tool_calls`
-        self._parsers: dict[int, ToolCallParser] = {}
-        self._called: set[int] = set()  # answers with calls
+        self._parsers: dict[int, AnswerParser] = {}
 
     def events(self, delta: Delta) -> bytes:
-        only_text = self._tools.parser is None and self._num_top is None and not self._continuous_usage
+        only_text = self._format.is_plain and self._num_top is None and not self._continuous_usage
         if only_text and delta.text and delta.finish_reason is None and delta.index in self._started:
             return self._texts.of(delta.index, delta.text, self._text_chunk)
         return b"".join(map(event, self._chunks(delta)))
@@ -225,23 +264,15 @@ class ChatResponseBuilder(ResponseBuilder):
         return body
 
     def _answer(self, answer: Delta) -> dict[str, Any]:
-        pieces = self._pieces(answer)
-        text = "".join(piece.text for piece in pieces if isinstance(piece, TextDelta))
+        whole = WholeAnswer.of(self._pieces(answer))
         calls = [
-            {
-                "id": self._tools.new_id(),
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": "".join(
-                        p.text for p in pieces if isinstance(p, ArgumentsDelta) and p.index == call.index
-                    ),
-                },
-            }
-            for call in pieces
-            if isinstance(call, Call)
+            {"id": self._format.tools.new_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in whole.calls
         ]
+        text = whole.text
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if whole.reasoning:
+            message |= _reasoning(whole.reasoning)
         if calls:
             message["tool_calls"] = calls
         return {
@@ -252,18 +283,19 @@ class ChatResponseBuilder(ResponseBuilder):
         }
 
     def _pieces(self, delta: Delta) -> list[ParserDelta]:
-        """Parse the new text into text and calls."""
-        if self._tools.parser is None:
-            return [TextDelta(delta.text)] if delta.text else []
-        parser = self._parsers.setdefault(delta.index, self._tools.parser())
-        pieces = parser.feed(delta.text)
-        if delta.finish_reason:
-            pieces = [*pieces, *parser.finish()]
-        if self._first_call_only:
-            pieces = [piece for piece in pieces if isinstance(piece, TextDelta) or piece.index == 0]
-        if any(isinstance(piece, Call) for piece in pieces):
-            self._called.add(delta.index)
-        return pieces
+        """Parse the new text into reasoning, text and calls."""
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = AnswerParser(self._format)
+        return parser.feed(delta.text, is_last=delta.finish_reason is not None)
+
+    def _answer_details(self) -> dict[str, Any]:
+        num_reasoning_tokens = sum(
+            self._parsers[index].num_reasoning_tokens(ids, self._tokenizer)
+            for index, ids in enumerate(self._answer_stream.answer_ids)
+            if index in self._parsers
+        )
+        return {"completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens}}
 
     def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None or not delta.logprobs:
@@ -271,20 +303,27 @@ class ChatResponseBuilder(ResponseBuilder):
         return chat_logprobs(self._tokenizer, delta.logprobs, self._num_top)
 
     def _finish_reason(self, delta: Delta) -> str | None:
-        called = self._calls_end and delta.index in self._called
+        called = self._calls_end and delta.index in self._parsers and self._parsers[delta.index].has_calls
         return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
     def _delta_of(self, piece: ParserDelta) -> dict[str, Any]:
         if isinstance(piece, TextDelta):
             return {"content": piece.text}
+        if isinstance(piece, ReasoningDelta):
+            return _reasoning(piece.text)
         if isinstance(piece, Call):
             function = {"name": piece.name, "arguments": ""}
             return {
                 "tool_calls": [
-                    {"index": piece.index, "id": self._tools.new_id(), "type": "function", "function": function}
+                    {"index": piece.index, "id": self._format.tools.new_id(), "type": "function", "function": function}
                 ]
             }
         return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """The reasoning under both names that clients read: DeepSeek's and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _choice(index: int, change: dict[str, Any]) -> dict[str, Any]:

@@ -101,17 +101,16 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
         {} if beam_search else {name: value for name, value in defaults.items() if value is not None}
     )
     merged |= fields
-    structured_outputs = _structured_outputs(body)
+    is_forced = "structured_outputs" in others  # a tool call; `response_format` is that of answers without calls
+    structured_outputs = _structured_outputs(body, with_response_format=not is_forced)
     if structured_outputs is not None:
-        if "structured_outputs" in others:
-            raise ValueError(
-                "A forced tool call cannot be combined with response_format or structured_outputs; leave them out."
-            )
+        if is_forced:
+            raise ValueError("A forced tool call cannot be combined with structured_outputs; leave one of them out.")
         merged["structured_outputs"] = structured_outputs
     return SamplingParams(**merged)
 
 
-def _structured_outputs(body: Generation) -> StructuredOutputs | None:
+def _structured_outputs(body: Generation, with_response_format: bool) -> StructuredOutputs | None:
     """Structured-output constraint of the answer, from any of its fields."""
     constraints: dict[str, StructuredOutputs] = {}
     if body.structured_outputs is not None:
@@ -120,7 +119,7 @@ def _structured_outputs(body: Generation) -> StructuredOutputs | None:
         value = getattr(body, f"guided_{name}")
         if value is not None:
             constraints[f"guided_{name}"] = StructuredOutputs(**{name: value})
-    response_format = body.response_format
+    response_format = body.response_format if with_response_format else None
     if response_format is not None and response_format.type == "json_object":
         constraints["response_format"] = StructuredOutputs(json_object=True)
     elif response_format is not None and response_format.type == "json_schema":

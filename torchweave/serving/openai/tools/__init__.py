@@ -11,6 +11,7 @@ from torchweave.serving.openai.protocol import Tool
 from torchweave.serving.openai.tools.base import ArgumentsDelta as ArgumentsDelta
 from torchweave.serving.openai.tools.base import Call as Call
 from torchweave.serving.openai.tools.base import ParserDelta as ParserDelta
+from torchweave.serving.openai.tools.base import ReasoningDelta as ReasoningDelta
 from torchweave.serving.openai.tools.base import TextDelta as TextDelta
 from torchweave.serving.openai.tools.base import ToolCallParser as ToolCallParser
 from torchweave.serving.openai.tools.parsers import PARSERS, ForcedCallsParser, NamedCallParser

@@ -14,6 +14,13 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
+class ReasoningDelta:
+    """Text of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Call:
     """Start of a call, the `index`-th of the answer."""
 
@@ -29,7 +36,7 @@ class ArgumentsDelta:
     text: str
 
 
-ParserDelta = TextDelta | Call | ArgumentsDelta
+ParserDelta = TextDelta | ReasoningDelta | Call | ArgumentsDelta
 
 
 class ToolCallParser(Protocol):

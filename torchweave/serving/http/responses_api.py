@@ -1,0 +1,109 @@
+"""`/v1/responses`: OpenAI's Responses API over the path of chat requests.
+
+The first HTTP process handles all of it, since responses are stored in its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from torchweave.serving.errors import ApiError, api_error
+from torchweave.serving.http.chat_template import start_chat
+from torchweave.serving.http.responses import respond, timeout_error
+from torchweave.serving.openai.generation import AnswerStream
+from torchweave.serving.openai.responses.builder import ResponsesBuilder, new_response
+from torchweave.serving.openai.responses.protocol import ResponsesRequest
+from torchweave.serving.openai.responses.store import StoredResponse
+from torchweave.serving.service import Service, service_of
+
+router = APIRouter(prefix="/v1", tags=["responses"])
+
+
+@router.post("/responses", summary="Generate a response")
+async def create(body: ResponsesRequest, request: Request) -> Response:
+    service = service_of(request)
+    name = service.check_model(body.model)
+    if body.background and (body.stream or not body.store):
+        raise ApiError(400, "background needs store=true and stream=false.", param="background")
+    previous = body.previous_response_id
+    history = [] if previous is None else _stored(service, previous, "previous_response_id").items
+    answer_stream, answer_format = await start_chat(service, body.to_chat(history))
+    response = new_response(body, name)
+
+    def finished(response: dict[str, Any]) -> None:
+        if body.store:
+            service.response_store.put(response, [*history, *body.items, *response["output"]])
+
+    builder = ResponsesBuilder(answer_stream, answer_format, body, response, finished)
+    if not body.background:
+        return await respond(request, bool(body.stream), answer_stream, builder)
+    work = _in_background(answer_stream, builder, service.settings.request_timeout)
+    service.background_responses.start(response, work)
+    return JSONResponse(response)
+
+
+async def _in_background(answer_stream: AnswerStream, builder: ResponsesBuilder, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds or None):
+            builder.full(await answer_stream.full())
+    except Exception as error:
+        builder.failure(timeout_error(seconds) if isinstance(error, TimeoutError) else api_error(error))
+    finally:
+        answer_stream.close()
+
+
+@router.get("/responses/{response_id}", summary="Return a stored response")
+async def retrieve(response_id: str, request: Request, stream: bool = False) -> JSONResponse:
+    if stream:
+        raise ApiError(400, "A stored response is not streamed again; leave stream out.", param="stream")
+    service = service_of(request)
+    running = service.background_responses.get(response_id)
+    return JSONResponse(running or _stored(service, response_id, "response_id").response)
+
+
+@router.delete("/responses/{response_id}", summary="Delete a stored response")
+async def delete(response_id: str, request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    if service.background_responses.cancel(response_id) is None and not service.response_store.delete(response_id):
+        raise _unknown(response_id, "response_id")
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/responses/{response_id}/cancel", summary="Stop a background response")
+async def cancel(response_id: str, request: Request) -> JSONResponse:
+    service = service_of(request)
+    response = service.background_responses.cancel(response_id)
+    if response is not None:
+        service.response_store.put(response, [])
+        return JSONResponse(response)
+    response = _stored(service, response_id, "response_id").response
+    if response["status"] != "cancelled":
+        sentence = (
+            f"The response has ended ({response['status']}); only a background response in progress is cancelled."
+        )
+        raise ApiError(400, sentence, param="response_id")
+    return JSONResponse(response)
+
+
+def _stored(service: Service, response_id: str, param: str) -> StoredResponse:
+    """Return a stored response.
+
+    Raises:
+        ApiError: 404, there is none with this id.
+    """
+    stored = service.response_store.get(response_id)
+    if stored is None:
+        raise _unknown(response_id, param)
+    return stored
+
+
+def _unknown(response_id: str, param: str) -> ApiError:
+    sentence = (
+        f"There is no response {response_id[:80]!r}: it was not stored, was deleted, or made room for newer ones "
+        "(response_store_mib); send the whole conversation as input."
+    )
+    return ApiError(404, sentence, param=param, code="response_not_found")

@@ -1,0 +1,111 @@
+"""One answer of a chat in parts: reasoning, text and tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchweave.serving.openai.reasoning import ReasoningFormat, ReasoningParser, num_reasoning_tokens
+from torchweave.serving.openai.tools import (
+    ArgumentsDelta,
+    Call,
+    ParserDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallParser,
+    ToolUse,
+)
+from torchweave.serving.tokenization import AsyncTokenizer
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How the answers of a request are parsed.
+
+    Attributes:
+        tools: tools of the request, and the parser of their calls.
+        reasoning: format of the reasoning; None: it is not parsed.
+        prompt_tail: the end of the prompt's text, which may open the reasoning.
+        first_call_only: drop all calls but the first.
+        with_reasoning: return the reasoning.
+    """
+
+    tools: ToolUse = field(default_factory=ToolUse)
+    reasoning: ReasoningFormat | None = None
+    prompt_tail: str = ""
+    first_call_only: bool = False
+    with_reasoning: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an answer is nothing but text."""
+        return self.reasoning is None and self.tools.parser is None
+
+    @property
+    def keep_special(self) -> bool:
+        """Whether special tokens mark parts of the answer."""
+        return self.tools.keep_special or (self.reasoning is not None and self.reasoning.keep_special)
+
+
+class AnswerParser:
+    """Parses one answer incrementally.
+
+    Attributes:
+        has_calls: the answer has tool calls.
+    """
+
+    def __init__(self, answer_format: AnswerFormat) -> None:
+        self._format = answer_format
+        form, tools = answer_format.reasoning, answer_format.tools.parser
+        self._reasoning = None if form is None else ReasoningParser(form, answer_format.prompt_tail)
+        self._tools: ToolCallParser | None = None if tools is None else tools()
+        self.has_calls = False
+
+    def feed(self, text: str, is_last: bool) -> list[ParserDelta]:
+        """Add text of the answer; returns the parts that are unambiguous by now, all if this text is the last."""
+        pieces: list[ParserDelta] = [TextDelta(text)] if text else []
+        if self._reasoning is not None:
+            pieces = self._reasoning.feed(text) + (self._reasoning.finish() if is_last else [])
+        if self._tools is not None:
+            pieces = [part for piece in pieces for part in self._parse_calls(self._tools, piece)]
+            pieces += self._tools.finish() if is_last else []
+        pieces = [piece for piece in pieces if self._is_returned(piece)]
+        self.has_calls = self.has_calls or any(isinstance(piece, Call) for piece in pieces)
+        return pieces
+
+    @staticmethod
+    def _parse_calls(tools: ToolCallParser, piece: ParserDelta) -> list[ParserDelta]:
+        return tools.feed(piece.text) if isinstance(piece, TextDelta) else [piece]
+
+    def _is_returned(self, piece: ParserDelta) -> bool:
+        if isinstance(piece, ReasoningDelta):
+            return self._format.with_reasoning
+        return not self._format.first_call_only or isinstance(piece, TextDelta) or piece.index == 0
+
+    def num_reasoning_tokens(self, ids: list[int], tokenizer: AsyncTokenizer | None) -> int:
+        """Number of the answer's tokens up to the end of its reasoning."""
+        form = self._format.reasoning
+        if form is None or tokenizer is None or self._reasoning is None or not self._reasoning.has_reasoning:
+            return 0
+        return num_reasoning_tokens(ids, form, tokenizer.token_of(form.closing[0]), tokenizer.stream([], False))
+
+
+@dataclass(frozen=True)
+class WholeAnswer:
+    """An answer in parts. `calls` are (name, JSON text of the arguments)."""
+
+    reasoning: str
+    text: str
+    calls: list[tuple[str, str]]
+
+    @classmethod
+    def of(cls, pieces: list[ParserDelta]) -> WholeAnswer:
+        """Join the parts of a whole answer."""
+        arguments: dict[int, str] = {}
+        for piece in pieces:
+            if isinstance(piece, ArgumentsDelta):
+                arguments[piece.index] = arguments.get(piece.index, "") + piece.text
+        return cls(
+            "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta)),
+            "".join(piece.text for piece in pieces if isinstance(piece, TextDelta)),
+            [(piece.name, arguments.get(piece.index, "")) for piece in pieces if isinstance(piece, Call)],
+        )

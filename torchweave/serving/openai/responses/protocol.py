@@ -1,0 +1,186 @@
+"""Body of `/v1/responses`, and its translation to a chat request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from torchweave.serving.openai.protocol import Body, ChatRequest, Whole
+from torchweave.serving.openai.responses.items import messages_of
+
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+_SAME_NAME_FIELDS = (
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+    "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "structured_outputs", "chat_template", "chat_template_kwargs", "include_reasoning", "priority", "cache_salt",
+)  # fmt: skip
+
+
+def _tool(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type", "function") != "function":
+        raise ValueError(f"tools of type {str(value['type'])[:80]!r} are not supported; use type function")
+    return value
+
+
+def _included(value: Any) -> Any:
+    if value not in _INCLUDED:
+        raise ValueError(f"{str(value)[:80]!r} cannot be included; use {' or '.join(_INCLUDED)}")
+    return value
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    """Format of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        return value  # a field's name differs from the body's (alias); `extra="forbid"` rejects unknown ones
+
+
+class TextOptions(Body):
+    """Options of the answer's text. `verbosity` is accepted and ignored."""
+
+    format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
+    verbosity: str | None = None
+
+
+class ReasoningOptions(Body):
+    """Options of the reasoning. Summaries are not written: `summary` is accepted and ignored."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponseStreamOptions(Body):
+    """OpenAI's padding of events; accepted and ignored."""
+
+    include_obfuscation: bool = False
+
+
+class ResponsesRequest(Body):
+    """Body of `/v1/responses`.
+
+    Accepted and ignored: `user`, `metadata` (returned), `service_tier`, `safety_identifier`, `prompt_cache_key`,
+    `prompt_cache_retention`, `max_tool_calls` (of OpenAI's own tools).
+    """
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    background: bool = False
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Whole | None = None
+    include: list[Annotated[str, BeforeValidator(_included)]] | None = None
+    text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
+    tools: list[Annotated[FunctionTool, BeforeValidator(_tool)]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    max_tool_calls: Whole | None = None
+    # fields of chat requests that OpenAI's API does not have here
+    top_k: Whole | None = None
+    min_p: float | None = None
+    seed: Whole | None = None
+    stop: Any = None
+    stop_token_ids: list[Whole] | None = None
+    min_tokens: Whole | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Any = None
+    structured_outputs: Any = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool = True
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: str | None = None
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    @property
+    def with_logprobs(self) -> bool:
+        return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
+
+    def to_chat(self, history: list[dict[str, Any]]) -> ChatRequest:
+        """Translate to a chat request.
+
+        Args:
+            history: items of the conversation before this request.
+
+        Raises:
+            ValueError: an item, a tool or a field is invalid.
+        """
+        fields = {name: getattr(self, name) for name in _SAME_NAME_FIELDS}
+        fields["messages"] = messages_of(self.instructions, [*history, *self.items])
+        fields["max_completion_tokens"] = self.max_output_tokens
+        fields["reasoning_effort"] = self.reasoning.effort
+        if self.with_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        form = self.text.format
+        if form.type == "json_object":
+            fields["response_format"] = {"type": "json_object"}
+        elif form.type == "json_schema":
+            if form.schema_ is None:
+                raise ValueError('text.format of type json_schema needs a schema: {"name": ..., "schema": {...}}.')
+            fields["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": form.name, "schema": form.schema_, "strict": form.strict},
+            }
+        if self.tools:
+            fields["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+                for tool in self.tools
+            ]
+            fields["tool_choice"] = _chat_tool_choice(self.tool_choice)
+        return ChatRequest.model_validate(fields)
+
+
+def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    """`tool_choice` as in chat requests, which nest the function's name and the allowed tools."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and "function" not in choice:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
+        tools = choice.get("tools")
+        named = [_chat_tool_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+    return choice
