@@ -298,7 +298,7 @@ class AttentionMetadata:
         num_rows: R.
         num_tokens: T.
         decode_only: every row has exactly one token, and row i's token is token i.
-        max_seq_len: host bound of `seq_lens`, for choosing a kernel; correctness never depends on it.
+        max_seq_len: host bound, no less than any of `seq_lens`: kernels are chosen by it, and sparse attention reads so many keys.
     """
 
     slots: Tensor
