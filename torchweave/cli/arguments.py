@@ -51,6 +51,7 @@ SHORT_PREFIX, LONG_PREFIX = "-cc.", "--torch_compile_config."
 ENGINE_GROUPS = {
     "model": (
         "dtype", "quantization", "max_model_len", "device", "load_format", "trust_remote_code", "attention_backend", "seed",
+        "limit_mm_per_prompt.image",
     ),
     "parallelism": (
         "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor", "rank_timeout",

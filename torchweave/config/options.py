@@ -134,6 +134,17 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True)
+class MultiModalLimits:
+    """Inputs of a prompt beside its text.
+
+    Attributes:
+        image: most images of a prompt. 0: serve an image-text model as a text decoder, without its vision tower.
+    """
+
+    image: int = 16
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """One engine: model, parallelism, memory and scheduling.
 
@@ -182,6 +193,7 @@ class EngineConfig:
         rank_timeout: seconds without a heartbeat after which a rank counts as hung and all ranks end.
         symmetric_memory: run small and medium all-reduces with Torchweave's kernels over peer GPU memory instead of NCCL.
         seed: seed of requests that have none of their own. None: a random seed.
+        limit_mm_per_prompt: inputs of a prompt beside its text.
         torch_compile_config: capture and compilation.
         cuda_graph_config: CUDA graphs of whole steps.
         speculative_config: speculative decoding.
@@ -218,6 +230,7 @@ class EngineConfig:
     rank_timeout: float = 8.0
     symmetric_memory: bool = True
     seed: int | None = None
+    limit_mm_per_prompt: MultiModalLimits = field(default_factory=MultiModalLimits)
     torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)
     cuda_graph_config: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)

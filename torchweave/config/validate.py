@@ -123,6 +123,7 @@ _MINIMUMS = {
     "pipeline_parallel_size": 1,
     "rank_timeout": 1,
     "seed": 0,
+    "limit_mm_per_prompt.image": 0,
     "torch_compile_config.max_padding_ratio": 1,
     "torch_compile_config.max_num_streams": 1,
     "speculative_config.num_speculative_tokens": 1,

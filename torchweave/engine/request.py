@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
+from torchweave.images import ImageInput
+
 FinishReason = Literal["stop", "length", "complete", "cancelled", "error"]
 """Why an answer ended: stop token, limit, complete structured output, cancellation, error. Users see `complete` as `stop`."""
 
@@ -310,6 +312,7 @@ class InferenceRequest:
         streaming: a response per token; else one at the end.
         priority: requests with a higher priority start earlier, equal ones in the order of arrival.
         cache_salt: requests with different salts share no KV cache blocks.
+        images: of the prompt, in their order.
     """
 
     id: int
@@ -318,6 +321,7 @@ class InferenceRequest:
     streaming: bool = False
     priority: int = 0
     cache_salt: str = ""
+    images: tuple[ImageInput, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from torchweave.models import attention, experts
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.decoder import DecoderStep, supports_logits_to_keep
+from torchweave.models.decoder import supports_logits_to_keep
 from torchweave.models.hooks import disable_dynamic_rope, disable_padding_warnings, hook_attention
 from torchweave.models.indexers import hook_indexers
+from torchweave.models.multimodal.image_step import make_step
+from torchweave.models.multimodal.support import decoder_of, text_config
 from torchweave.models.position_hooks import is_position_hooked
 from torchweave.models.recurrent import VERIFIED, count_hooked, hook_recurrent_layers, recurrent_kinds
 from torchweave.ops.attention.op import LayerSpec
@@ -60,7 +62,7 @@ def adapt(model: PreTrainedModel, report: Report) -> ModelLayers:
         UnsupportedModel: the model needs a feature that the engine lacks; the message names it.
     """
     check_config(model.config)
-    kinds = recurrent_kinds(model.config)
+    kinds = recurrent_kinds(text_config(model))
     hooked = install_ops(model)
     _check_recurrent_layers(model, kinds)
     number_attention_layers(model)
@@ -87,28 +89,29 @@ def install_ops(model: PreTrainedModel, like: PreTrainedModel | None = None) -> 
     Args:
         like: an adapted model of the same class, whose numbers of attention layers are taken over.
     """
-    by_kind = _uses_layer_types(model)
-    for module in model.modules():
+    decoder = decoder_of(model)  # a vision tower keeps its own attention
+    by_kind = _uses_layer_types(decoder)
+    for module in decoder.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = attention.NAME
             if not by_kind and getattr(config, "layer_types", None):
                 with contextlib.suppress(AttributeError):  # RecurrentGemma's is a property
                     config.layer_types = None
-    experts.install_experts(model)
-    disable_dynamic_rope(model)
+    experts.install_experts(decoder)
+    disable_dynamic_rope(decoder)
     disable_padding_warnings(model)
     for name, module in like.named_modules() if like is not None else ():
         if hasattr(module, "torchweave_layer"):
             own: Any = model.get_submodule(name)
             own.torchweave_layer = module.torchweave_layer
-    return [*hook_attention(model), *hook_indexers(model), *hook_recurrent_layers(model)]
+    return [*hook_attention(decoder), *hook_indexers(decoder), *hook_recurrent_layers(decoder)]
 
 
 def _check_recurrent_layers(model: PreTrainedModel, kinds: list[str]) -> None:
     """Reject layers with a recurrent state that have no hook, or that were not verified against transformers."""
     hooked = count_hooked(model)
-    if hooked and model.config.model_type not in VERIFIED:
+    if hooked and text_config(model).model_type not in VERIFIED:
         raise UnsupportedModel(
             f"{model.config.model_type} has layers with a recurrent state that were not verified against transformers."
         )
@@ -119,7 +122,7 @@ def _check_recurrent_layers(model: PreTrainedModel, kinds: list[str]) -> None:
         )
 
 
-def _uses_layer_types(model: PreTrainedModel) -> bool:
+def _uses_layer_types(model: nn.Module) -> bool:
     """Whether the model's code reads `layer_types`; otherwise all layers have the same attention, whatever the config lists."""
     classes = {each for module in model.modules() for each in type(module).__mro__}
     names = {each.__module__ for each in classes if not each.__module__.startswith(("torch.", "builtins"))}
@@ -189,7 +192,9 @@ def _run_probe(model: PreTrainedModel) -> _ProbeMode:
         ids = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device="meta")
         index = torch.zeros(_PROBE_LOGITS, dtype=torch.int64, device="meta")
         try:
-            logits = DecoderStep(model, [], 0, 0)(ids, ids.clone(), index)
+            step = make_step(model, [], 0, 0)
+            rope_offsets = ids.expand(step.rope_axes, -1) if step.rope_axes else None
+            logits = step(ids, ids.clone(), index, *([] if rope_offsets is None else [rope_offsets]))
         except UnsupportedModel as refusal:
             raise UnsupportedModel(f"{name} cannot be served: {refusal}") from refusal
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
@@ -256,7 +261,9 @@ def number_attention_layers(model: PreTrainedModel) -> None:
     """Number the attention layers by themselves in a model where some layers have none: recurrent ones, and cross-attention."""
     if not count_hooked(model) and not getattr(model.config, "cross_attention_layers", None):
         return
-    modules: list[Any] = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
+    modules: list[Any] = [
+        each for each in decoder_of(model).modules() if isinstance(getattr(each, "layer_idx", None), int)
+    ]
     for number, module in enumerate(modules):
         module.torchweave_layer = number
     called = [call["layer"] for call in _run_probe(model).calls]
@@ -269,9 +276,9 @@ def number_attention_layers(model: PreTrainedModel) -> None:
 
 def _check_window(model: PreTrainedModel, specs: list[LayerSpec]) -> None:
     """Reject a sliding window that exists only in the model's mask and is not passed to attention."""
-    config = model.config
+    config = text_config(model)
     windowed = getattr(config, "sliding_window", None) and getattr(config, "layer_types", None) is None
-    in_mask = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
+    in_mask = hasattr(sys.modules[type(decoder_of(model)).__module__], "create_sliding_window_causal_mask")
     if windowed and in_mask and not any(spec.window for spec in specs):
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be served: its sliding window exists only in its mask, and the engine builds no masks."

@@ -28,7 +28,10 @@ class DecoderStep(nn.Module):
         vocab_size: columns of the logits.
         max_model_len: longest sequence in tokens with valid positions.
         recurrent_layers: calls of recurrent ops by their `state` argument.
+        rope_axes: rows of `rope_offsets`, a further input of models that take images; 0: no such input.
     """
+
+    rope_axes = 0
 
     def __init__(
         self,

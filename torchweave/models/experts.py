@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import torchweave.ops.moe.experts
@@ -146,7 +145,7 @@ def launch_samples(module: nn.Module, num_tokens: int) -> None:
         experts_forward(block, x, spread, torch.ones_like(spread, dtype=dtype))
 
 
-def install_experts(model: PreTrainedModel) -> None:
+def install_experts(model: nn.Module) -> None:
     """Make every experts block of the model call `experts_forward`."""
     for block in experts_modules(model):
         block.config._experts_implementation = NAME  # type: ignore[union-attr]

@@ -23,6 +23,8 @@ from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.hooks import freeze_rope
 from torchweave.models.materialize import WeightLoadSpec, causal_lm_class, is_mapped, load_dummy_weights, load_weights
+from torchweave.models.multimodal.image_step import make_step
+from torchweave.models.multimodal.support import attention_at_load, image_rejection, image_text_class, takes_images
 from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
 from torchweave.models.position_hooks import POSITIONS_AFTER_PADDING
 from torchweave.models.resolve import Source, read_json, resolve
@@ -77,6 +79,7 @@ class LoadedModel:
         num_parameters: parameters over all ranks, tied ones counted once.
         weight_bytes: bytes of parameters and buffers on this rank.
         quantization: quantization scheme of the linears (`fp8_per_tensor`); None: unquantized.
+        no_images: why a model with a vision tower is served without images, as a clause; empty if it is not.
         process_groups: the ranks that share the model.
         stage: the layers of this rank; None: all.
     """
@@ -93,6 +96,7 @@ class LoadedModel:
     num_parameters: int
     weight_bytes: int
     quantization: str | None = None
+    no_images: str = ""
     process_groups: ProcessGroups = field(default_factory=ProcessGroups.single_rank)
     stage: PipelineStage | None = None
 
@@ -108,6 +112,7 @@ def load(
     quantization: str | None = None,
     process_groups: ProcessGroups | None = None,
     expert_parallel: bool = False,
+    images: bool = False,
 ) -> LoadedModel:
     """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
 
@@ -120,6 +125,7 @@ def load(
             checkpoint's format.
         process_groups: the ranks that share the model; this rank loads its part. None: a single rank.
         expert_parallel: distribute whole experts over the ranks instead of sharding each.
+        images: load an image-text model with its vision tower, if it is served with images; else its text decoder.
 
     Raises:
         ValueError: the model does not exist, is damaged or unsupported.
@@ -131,8 +137,11 @@ def load(
     source = resolve(name_or_path, trust_remote_code)
     if source.folder is None and load_format != "dummy":
         raise ValueError(f"{source.name!r} is a shape without weights: use it with load_format=dummy.")
-    config = read_config(source, trust_remote_code)
-    check_config(config)
+    no_images = _why_no_images(source, trust_remote_code, quantization, process_groups, images)
+    images = images and not no_images
+    config = _read_served_config(source, trust_remote_code, no_images, images)
+    if no_images:
+        report.event("images", served=False, why=no_images)
     resolved_dtype = _choose_dtype(dtype, config, device)
     stored = weights.read_headers(source.folder) if source.folder is not None and load_format == "auto" else None
     with report.stage("build model"):
@@ -152,7 +161,7 @@ def load(
         stage = make_pipeline_stage(model, specs, process_groups.stage, process_groups.pipeline_parallel_size, report)
         plan, specs = None if plan is None else plan.restricted_to(stage.owns), stage.local_layers(specs)
         stored = None if stored is None else stage.filter_checkpoint(stored)
-    fresh = read_config(source, trust_remote_code)
+    fresh = read_config(source, trust_remote_code, images)
     load_spec = WeightLoadSpec(
         source, fresh, resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
     )
@@ -163,7 +172,8 @@ def load(
     if quantizer is not None:
         quantizer.report_summary(model, report)
     freeze_rope(model, length, report)
-    return _make_loaded_model(load_spec, model, ModelLayers(specs, layers.recurrent), size, process_groups, report)
+    loaded = _make_loaded_model(load_spec, model, ModelLayers(specs, layers.recurrent), size, process_groups, report)
+    return replace(loaded, no_images=no_images)
 
 
 def _check_ranks(model: PreTrainedModel, layers: ModelLayers, process_groups: ProcessGroups) -> None:
@@ -180,14 +190,16 @@ def _check_ranks(model: PreTrainedModel, layers: ModelLayers, process_groups: Pr
         )
 
 
-def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> ModelFacts:
-    """Properties of a model that the plan depends on, from its config.
+def model_facts(
+    name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False, images: bool = False
+) -> ModelFacts:
+    """Properties of a model that the plan depends on, from its config; images as in `load`.
 
     Raises:
         ValueError: the model does not exist or its config is invalid or unsupported.
     """
     source = resolve(name_or_path, trust_remote_code)
-    config = read_config(source, trust_remote_code)
+    config = read_config(source, trust_remote_code, images)
     check_config(config)
     stored, quant_scheme = _stored_dtype(config), checkpoint_scheme(source)
     heads, length = _global_value(config, "num_attention_heads"), _max_model_len(config, None)
@@ -203,8 +215,19 @@ def model_facts(name_or_path: str | Path | Mapping[str, Any], trust_remote_code:
     )
 
 
-def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read the config of a source; ValueError for an invalid config or an unknown architecture."""
+def read_config(source: Source, trust_remote_code: bool = False, images: bool = False) -> PreTrainedConfig:
+    """Read the config of a source; ValueError for an invalid config or an unknown architecture.
+
+    Args:
+        images: the whole config of an image-text model that is served with images; else its text part.
+    """
+    config = _read_whole_config(source, trust_remote_code)
+    if images and takes_images(config) and not image_rejection(config):
+        return config
+    return _text_part(config)
+
+
+def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
     raw = source.config if source.folder is None else read_json(source.folder / "config.json")
     assert raw is not None
     model_type = raw.get("model_type")
@@ -228,7 +251,35 @@ def read_config(source: Source, trust_remote_code: bool = False) -> PreTrainedCo
     except (*_BAD_CONFIG, OSError) as error:
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"The config of {source.name!r} is not a valid {model_type} config: {why}") from error
-    return _text_part(config)
+    return config
+
+
+def _why_no_images(
+    source: Source, trust_remote_code: bool, quantization: str | None, process_groups: ProcessGroups, images: bool
+) -> str:
+    """Why a model with a vision tower is loaded without it, as a clause; empty if it is not."""
+    config = _read_whole_config(source, trust_remote_code)
+    if not takes_images(config):
+        return ""
+    if not images:
+        return "limit_mm_per_prompt.image is 0"
+    if process_groups.size > 1:
+        return "a model with images runs on a single rank"
+    if quantization is not None or checkpoint_scheme(source) is not None:
+        return "a model with images is not quantized"
+    return image_rejection(config)
+
+
+def _read_served_config(source: Source, trust_remote_code: bool, no_images: str, images: bool) -> PreTrainedConfig:
+    """Read a config that the engine serves; a model without a text decoder is refused with the reason for `no_images`."""
+    try:
+        config = read_config(source, trust_remote_code, images)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"{error} It is not served with images: {no_images}." if no_images else str(error)
+        ) from error
+    check_config(config)
+    return config
 
 
 def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -253,9 +304,11 @@ def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build the `ForCausalLM` of a config on the meta device."""
+    """Build the `ForCausalLM` of a config, or its image-text model, on the meta device."""
     name = config.model_type
     own = None if is_mapped(config) or trust_remote_code else causal_lm_class(config)
+    if takes_images(config):
+        own = image_text_class(config)
     if not is_mapped(config) and own is None and not trust_remote_code:
         raise UnsupportedModel(
             f"{name} has no causal language model in transformers {transformers.__version__}; only decoders can be served."
@@ -266,7 +319,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
     try:
         with torch.device("meta"):
             if own is not None:
-                model = own._from_config(config, dtype=dtype, attn_implementation="eager")
+                model = own._from_config(config, dtype=dtype, attn_implementation=attention_at_load(config))
             else:
                 model = AutoModelForCausalLM.from_config(
                     config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
@@ -382,7 +435,7 @@ def _make_loaded_model(
     process_groups: ProcessGroups,
     report: Report,
 ) -> LoadedModel:
-    step = DecoderStep(model, layers.attention, size.vocab, size.length, layers.recurrent).eval().requires_grad_(False)
+    step = make_step(model, layers.attention, size.vocab, size.length, layers.recurrent).eval().requires_grad_(False)
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     loaded = LoadedModel(

@@ -14,6 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from torchweave.models.adapt import install_ops
 from torchweave.models.attention import UnsupportedModel
+from torchweave.models.multimodal.support import attention_at_load, image_text_class, takes_images
 from torchweave.models.parallel import TensorParallelPlan
 from torchweave.models.parallel.apply import apply, register_rank_offsets
 from torchweave.models.parallel.pipeline_stages import PipelineStage, remove_other_stages
@@ -242,11 +243,12 @@ def _load_with_transformers(
     assert folder is not None
     with report.stage("weights"), quiet_transformers():
         own = None if is_mapped(load_spec.config) else causal_lm_class(load_spec.config)
+        own = image_text_class(load_spec.config) if takes_images(load_spec.config) else own
         converted, info = (own or AutoModelForCausalLM).from_pretrained(
             folder,
             config=load_spec.config,
             dtype=load_spec.dtype,
-            attn_implementation="eager",
+            attn_implementation=attention_at_load(load_spec.config),
             output_loading_info=True,
             trust_remote_code=load_spec.trust_remote_code,
         )  # type: ignore[misc]

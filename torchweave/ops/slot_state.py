@@ -64,6 +64,7 @@ class SlotState:
     stop_ids      int32 [S, 8]  -1 = unused
     block_table   int32 [G * S, B]  cache block of each block_size tokens, group by group (`tables`); -1 = none
     slots         int32 [R]     the running decode batch, -1 = padding
+    rope_delta    int32 [S]     with `rope_axes` only: added to the positions of generated tokens for the rotation
 
     With speculation (`history_len` > 0) also:
     draft_limit   int32 [S]     last position at which the slot feeds a draft; -1 = no drafts
@@ -84,6 +85,7 @@ class SlotState:
     slots: Tensor
     draft_limit: Tensor
     history: Tensor
+    rope_delta: Tensor
 
     def __init__(
         self,
@@ -93,14 +95,16 @@ class SlotState:
         device: str | torch.device = "cpu",
         num_tables: int = 1,
         history_len: int = 0,
+        rope_axes: int = 0,
     ) -> None:
         max_rows = max_batch if max_rows is None else max_rows
         assert max_batch > 0 and max_blocks_per_seq > 0 and max_rows > 0 and num_tables > 0
-        self.num_tables = num_tables
+        self.num_tables, self.rope_axes = num_tables, rope_axes
         self.history_len = history_len
+        fields = (*_SLOT_FIELDS, *((("rope_delta", False, 0),) if rope_axes else ()))
         self.max_batch, self.max_blocks_per_seq, self.max_rows = max_batch, max_blocks_per_seq, max_rows
         self.device = torch.device(device)
-        self.shapes: dict[str, tuple[int, ...]] = {name: (max_batch,) for name, _, _ in _SLOT_FIELDS}
+        self.shapes: dict[str, tuple[int, ...]] = {name: (max_batch,) for name, _, _ in fields}
         self.shapes["stop_ids"] = (max_batch, MAX_STOP_IDS)
         self.shapes["block_table"] = (num_tables * max_batch, max_blocks_per_seq)
         self.shapes["slots"] = (max_rows,)
@@ -113,10 +117,10 @@ class SlotState:
         for name, shape in self.shapes.items():
             self.layout[name] = end
             end += -(-int(np.prod(shape)) // _ALIGNMENT) * _ALIGNMENT
-        self.float_fields = frozenset(name for name, is_float, _ in _SLOT_FIELDS if is_float)
+        self.float_fields = frozenset(name for name, is_float, _ in fields if is_float)
 
-        initial = np.full(end, -1, dtype=np.int32)  # all regions but those of _SLOT_FIELDS start as "none"
-        for name, is_float, empty in _SLOT_FIELDS:
+        initial = np.full(end, -1, dtype=np.int32)  # all regions but those of `fields` start as "none"
+        for name, is_float, empty in fields:
             value = np.array(empty, dtype=np.float32 if is_float else np.int32).view(np.int32)
             initial[self.layout[name] : self.layout[name] + max_batch] = value
         self.arena = torch.from_numpy(initial).to(self.device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
 
 NO_BLOCK = -1
+_NO_KEYS: Mapping[int, bytes] = {}
 Key = tuple[int, bytes]
 """A group of layers, and the hash of a block's tokens and of all tokens before them."""
 
@@ -104,13 +105,22 @@ class BlockHashes(Sequence[bytes]):
         tokens: int32, from the sequence's first token on.
         salt: sequences with different salts share no blocks.
         computed: hashes of the leading blocks computed so far for this sequence; new ones are appended.
+        block_keys: what the hash of a block includes beside its tokens, by block: images, whose tokens are all equal.
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int, salt: str, computed: list[bytes]) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        block_size: int,
+        salt: str,
+        computed: list[bytes],
+        block_keys: Mapping[int, bytes] = _NO_KEYS,
+    ) -> None:
         self._tokens = np.ascontiguousarray(tokens, np.int32)
         self._block_size = block_size
         self._salt = salt
         self._computed = computed
+        self._block_keys = block_keys
         self._count = len(self._tokens) // block_size
 
     def __len__(self) -> int:
@@ -139,5 +149,6 @@ class BlockHashes(Sequence[bytes]):
         content = self._tokens[len(computed) * size : count * size].tobytes()
         width = size * self._tokens.itemsize
         for start in range(0, len(content), width):
-            last = hashlib.blake2b(last + content[start : start + width], digest_size=16).digest()
+            key = self._block_keys.get(len(computed), b"") if self._block_keys else b""
+            last = hashlib.blake2b(last + content[start : start + width] + key, digest_size=16).digest()
             computed.append(last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,8 +97,13 @@ def measure_memory(
     state: SlotState,
     report: Report,
     recurrent_states: Sequence[Tensor] = (),
+    encode_image: Callable[[], None] | None = None,
 ) -> MemoryUse | None:
-    """Run and record the largest steps over a small KV cache; returns None on a CPU, where nothing is measured."""
+    """Run and record the largest steps over a small KV cache; returns None on a CPU, where nothing is measured.
+
+    Args:
+        encode_image: encodes a large image, which happens between steps; None for a model without images.
+    """
     if not plan.device.startswith("cuda"):
         return None
     device = torch.device(plan.device)
@@ -110,6 +115,8 @@ def measure_memory(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner.run_dummy_step(plan.max_num_tokens)
+    if encode_image is not None:
+        encode_image()
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()

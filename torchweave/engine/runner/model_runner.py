@@ -132,12 +132,13 @@ class ModelRunner:
         self._backend = backend
         self._report = report
         self._device = torch.device(plan.device)
-        self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables)
+        rope_axes = state.rope_axes
+        self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables, rope_axes)
         self._draft_step = DraftStep(plan, state) if plan.query_len > 1 else None
         self._decode_graphs: dict[int, Recording] = {}
         self._draft_graphs: dict[int, Recording] = {}
         self._mixed_graphs: dict[int, Recording] = {}
-        most = packed_size(plan.max_batch_size, plan.max_num_tokens)
+        most = packed_size(plan.max_batch_size, plan.max_num_tokens, rope_axes)
         sampled = plan.max_batch_size * (plan.query_len + 1 if plan.query_len > 1 else 1)
         self._host_buffers = HostBufferRing(most, sampled, plan.run_ahead + 1, self._device)
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
@@ -158,11 +159,14 @@ class ModelRunner:
         tokens, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.row_index[:rows]
         emit_all = buffers.emit_all[:rows]
         block_size, sample_tokens = self.plan.block_size, self._sample_tokens
+        rope_offsets = buffers.rope_offsets(rows)
 
         def run(boundary: BoundaryHandler) -> Tensor:
             prepare_decode_inputs(state, slots, inputs, block_size)
+            for offsets in rope_offsets:
+                offsets.copy_(state.rope_delta[slots.clamp(min=0).long()])
             boundary(BEGIN, (), {})
-            logits = self._forward(boundary, inputs.ids, inputs.positions, index)
+            logits = self._forward(boundary, inputs.ids, inputs.positions, index, *rope_offsets)
             sample_tokens(logits, slots, state, tokens)
             advance(tokens, slots, emit_all, state, out)
             return logits
@@ -216,13 +220,16 @@ class ModelRunner:
         inputs = buffers.inputs(rows, tokens)
         sampled, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.logits_index[:rows]
         block_size, sample_tokens = self.plan.block_size, self._sample_tokens
+        rope_offsets = buffers.rope_offsets(tokens)
 
         def run(boundary: BoundaryHandler) -> Tensor:
             index.copy_(packed.logits_index)
+            for offsets in rope_offsets:
+                offsets.copy_(packed.rope_offsets.view(offsets.shape))
             prepare(state, packed.slots, packed.query_start, packed.ids, packed.positions, inputs, block_size)
             boundary(BEGIN, (), {})
             logits_index = index if prompt_targets is None else torch.cat([index, prompt_targets])
-            logits = self._forward(boundary, inputs.ids, inputs.positions, logits_index)
+            logits = self._forward(boundary, inputs.ids, inputs.positions, logits_index, *rope_offsets)
             sample_tokens(logits[:rows], packed.slots, state, sampled)
             advance(sampled, packed.slots, packed.emit, state, out)
             return logits
@@ -371,8 +378,9 @@ class ModelRunner:
         self._host_buffers.record_end(ring_index)
 
     def _upload_inputs(self, step: Step, rows: int, tokens: int, ring_index: int) -> None:
-        packed_inputs = self._host_buffers.packed_inputs[ring_index][: packed_size(rows, tokens)]
-        pack(step, rows, tokens, packed_inputs.numpy())
+        rope_axes = self._buffers.rope_axes
+        packed_inputs = self._host_buffers.packed_inputs[ring_index][: packed_size(rows, tokens, rope_axes)]
+        pack(step, rows, tokens, packed_inputs.numpy(), rope_axes)
         carry(packed_inputs, self._buffers.packed[: len(packed_inputs)])
 
     # -- running -------------------------------------------------------------------------------------------------------

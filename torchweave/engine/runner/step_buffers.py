@@ -3,8 +3,9 @@
 Graphs replay on fixed addresses, so every bucket reads views of the same tensors. The host's inputs of a step with prefill rows are
 packed into one int32 array and copied at once:
 
-    slots[R] | query_start[R + 1] | emit[R] | last_token_row[R] | token ids[T] | positions[T]
+    slots[R] | query_start[R + 1] | emit[R] | last_token_row[R] | token ids[T] | positions[T] [| rope_offsets[A, T]]
 
+with offsets of A axes for a model with several positions a token (mRoPE).
 A decode step needs no host input.
 """
 
@@ -30,16 +31,17 @@ class PackedInputs:
     logits_index: Tensor
     ids: Tensor
     positions: Tensor
+    rope_offsets: Tensor
 
 
-def packed_size(rows: int, tokens: int) -> int:
-    return 4 * rows + 1 + 2 * tokens
+def packed_size(rows: int, tokens: int, rope_axes: int = 0) -> int:
+    return 4 * rows + 1 + (2 + rope_axes) * tokens
 
 
-def pack(step: Step, rows: int, tokens: int, out: np.ndarray) -> None:
-    """Write a step into `out`, int32 [packed_size(rows, tokens)]; rows and tokens beyond the step's are padding."""
+def pack(step: Step, rows: int, tokens: int, out: np.ndarray, rope_axes: int = 0) -> None:
+    """Write a step into `out`, int32 [packed_size(rows, tokens, rope_axes)]; rows and tokens beyond the step's are padding."""
     out[: 4 * rows + 1] = 0
-    slots, starts, emit, index, ids, positions = _split(out, rows, tokens)
+    slots, starts, emit, index, ids, positions, rope_offsets = _split(out, rows, tokens, rope_axes)
     num_rows, num_decode_rows = step.num_rows, step.num_decode_rows
     slots[:num_rows] = step.slots
     slots[num_rows:] = -1
@@ -58,24 +60,34 @@ def pack(step: Step, rows: int, tokens: int, out: np.ndarray) -> None:
         at += size
     ids[at:] = 0
     positions[at:] = 0
+    if rope_axes:
+        rope_offsets[:] = 0
+        if step.rope_offsets is not None:
+            rope_offsets.reshape(rope_axes, tokens)[:, :at] = step.rope_offsets
 
 
-def _split(flat: np.ndarray, rows: int, tokens: int) -> list[np.ndarray]:
-    ends = np.cumsum([rows, rows + 1, rows, rows, tokens, tokens])
-    return [
-        flat[end - size : end] for end, size in zip(ends, (rows, rows + 1, rows, rows, tokens, tokens), strict=True)
-    ]
+def _sizes(rows: int, tokens: int, rope_axes: int) -> tuple[int, ...]:
+    return rows, rows + 1, rows, rows, tokens, tokens, rope_axes * tokens
+
+
+def _split(flat: np.ndarray, rows: int, tokens: int, rope_axes: int) -> list[np.ndarray]:
+    sizes = _sizes(rows, tokens, rope_axes)
+    return [flat[end - size : end] for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
 
 
 class StepBuffers:
     """Device tensors that steps read and write, sized for the largest step.
 
     ids, positions int64 [T]; slot_mapping int64 [T], or [G, T] for G groups of layers; seq_lens int32 [R];
-    tokens, out int32 [R]; arange int64 [R].
+    tokens, out int32 [R]; arange int64 [R]; rope_offsets int64 [A * T].
     """
 
-    def __init__(self, max_rows: int, max_tokens: int, device: torch.device, num_tables: int = 1) -> None:
+    def __init__(
+        self, max_rows: int, max_tokens: int, device: torch.device, num_tables: int = 1, rope_axes: int = 0
+    ) -> None:
         self.device = device
+        self.rope_axes = rope_axes
+        self._rope_offsets = torch.zeros(rope_axes * max_tokens, dtype=torch.int64, device=device)
         self.ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         shape = (max_tokens,) if num_tables == 1 else (num_tables, max_tokens)
@@ -87,15 +99,19 @@ class StepBuffers:
         self.rows = torch.arange(max_rows + 1, dtype=torch.int32, device=device)  # query_start of a decode step
         self.row_index = torch.arange(max_rows, dtype=torch.int64, device=device)
         self.emit_all = torch.ones(max_rows, dtype=torch.int32, device=device)  # `emit` of a decode step
-        self.packed = torch.zeros(packed_size(max_rows, max_tokens), dtype=torch.int32, device=device)
+        self.packed = torch.zeros(packed_size(max_rows, max_tokens, rope_axes), dtype=torch.int32, device=device)
 
     def inputs(self, rows: int, tokens: int) -> StepInputs:
         """The inputs of a step of `tokens` tokens in `rows` rows."""
         mapping = self.slot_mapping[..., :tokens]
         return StepInputs(self.ids[:tokens], self.positions[:tokens], self.seq_lens[:rows], mapping)
 
+    def rope_offsets(self, tokens: int) -> tuple[Tensor, ...]:
+        """The further inputs of the model in a step of `tokens` tokens: `[A, tokens]`, contiguous, or none."""
+        return (self._rope_offsets[: self.rope_axes * tokens].view(self.rope_axes, tokens),) if self.rope_axes else ()
+
     def views(self, rows: int, tokens: int) -> PackedInputs:
-        sizes = (rows, rows + 1, rows, rows, tokens, tokens)
+        sizes = _sizes(rows, tokens, self.rope_axes)
         return PackedInputs(*self.packed[: sum(sizes)].split(sizes))
 
 

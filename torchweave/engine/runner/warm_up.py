@@ -70,7 +70,7 @@ class PlaceholderForward:
         self._integer = [each.detached() for each in distinct_int_linears(module)]
 
     def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Tensor:
-        ids, _, index = inputs
+        ids, _, index, *_ = inputs
         tokens, device = ids.shape[0], ids.device
         for quantized in self._fp8:
             # Not by calling the module: torch.fx, tracing in another thread, intercepts calls of every module.

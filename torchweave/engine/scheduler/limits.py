@@ -29,6 +29,7 @@ class Limits:
         max_drafting_rows: most rows of a step with drafts.
         run_ahead: most steps in flight.
         supports_beams: a sequence can continue from another's position; recurrent states cannot be shared.
+        no_images: why prompts have no images, as a clause.
     """
 
     max_batch_size: int
@@ -41,6 +42,7 @@ class Limits:
     batch_wait_timeout_iters: int = 0
     batch_wait_max_tokens_ratio: float = 0.0
     supports_beams: bool = True
+    no_images: str = "the model has no vision tower"
     query_len: int = 1
     max_drafting_rows: int = 0
     run_ahead: int = 1
@@ -63,6 +65,8 @@ class Limits:
 
     def _beam_rejection(self, request: InferenceRequest) -> str:
         width = request.sampling.beam_width
+        if request.images:
+            return "Beam search is not supported for prompts with images; set beam_width to 1."
         if not self.supports_beams:
             return "Beam search is not supported for models with recurrent layers; set beam_width to 1."
         if width > self.max_batch_size:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.kv_cache.image_rows import PromptImages
 from torchweave.engine.kv_cache.prefix_index import BlockHashes, PrefixHit
 from torchweave.engine.request import FinishReason, InferenceRequest, TokenLogprobs
 from torchweave.engine.sampling.beam_search import BeamSearch
@@ -44,6 +45,8 @@ class RequestState:
         search: state of a beam search; None for all other requests.
         prefix_hit: the last prefix lookup, while the request waits.
         num_cached_tokens: prompt tokens found in the prefix cache when the request started first.
+        images: of the prompt; None for a prompt of text.
+        rope_delta: what is added to the positions behind the prompt.
     """
 
     request: InferenceRequest
@@ -66,7 +69,10 @@ class RequestState:
     search: BeamSearch | None = None
     prefix_hit: PrefixHit | None = None
     num_cached_tokens: int = 0
+    images: PromptImages | None = None
+    rope_delta: int = 0
     _hashes: list[bytes] = field(default_factory=list)
+    _block_keys: dict[int, bytes] | None = None
 
     @property
     def prefill(self) -> np.ndarray:
@@ -103,7 +109,11 @@ class RequestState:
 
     def hashes(self, tokens: np.ndarray, block_size: int) -> BlockHashes:
         """Hashes of the full blocks of `tokens`, a prefix of this request's sequence. Computed hashes are kept."""
-        return BlockHashes(tokens, block_size, self.request.cache_salt, self._hashes)
+        if self.images is None:
+            return BlockHashes(tokens, block_size, self.request.cache_salt, self._hashes)
+        if self._block_keys is None:
+            self._block_keys = self.images.block_keys(block_size)
+        return BlockHashes(tokens, block_size, self.request.cache_salt, self._hashes, self._block_keys)
 
     def find_prefix(self, kv: BlockManager) -> PrefixHit:
         """Look up the longest cached prefix. It leaves out the last token, and tokens whose logits are still to be scored."""

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.kv_cache.image_rows import ImageRows, PromptImages
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.request import FinishReason, InferenceRequest, Output, Response, Responses, refusal
 from torchweave.engine.sampling.beam_search import BeamSearch, num_candidates
@@ -31,6 +32,7 @@ from torchweave.engine.scheduler.snapshot import blocks_needed, take_snapshot
 from torchweave.engine.scheduler.speculation import SpeculationCounts, unused_tokens
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
 from torchweave.engine.scheduler.step_builder import StepBuilder
+from torchweave.images import ImageLimits
 from torchweave.ops.slot_state import MAX_STOP_IDS, NOT_EMITTED, SlotUpdates
 
 StateChange = Literal["started", "paused", "answering"]
@@ -50,6 +52,7 @@ class Scheduler:
         eos_token_ids: end-of-sequence tokens of the model.
         reuse: requests with a common prefix share KV cache blocks.
         grammars: grammars of structured outputs; None if the model has no tokenizer.
+        image_rows: the pool of images; None for a model without images.
 
     Attributes:
         paused_total: number of pauses so far.
@@ -68,8 +71,10 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         reuse: bool = True,
         grammars: GrammarManager | None = None,
+        image_rows: ImageRows | None = None,
     ) -> None:
         self.limits = limits
+        self.image_rows = image_rows
         self.kv = kv
         self.grammars = grammars
         self.paused_total = 0
@@ -79,7 +84,7 @@ class Scheduler:
         self._policy = policy
         self._eos = tuple(eos_token_ids)
         self._running = RunningSet(limits.max_batch_size, reuse)
-        self._step_builder = StepBuilder(limits, updates)
+        self._step_builder = StepBuilder(limits, updates, image_rows)
         self._waiting = WaitingQueue()
         self._waiting_for_grammar: dict[int, RequestState] = {}  # by id; before the start or after a pause
         self._num_arrivals = 0
@@ -113,11 +118,26 @@ class Scheduler:
         running = request_id in self._running.slots.slot_of
         return running or request_id in self._waiting or request_id in self._waiting_for_grammar
 
+    @property
+    def image_limits(self) -> ImageLimits:
+        """How prompts with images are encoded for this model."""
+        rows = self.image_rows
+        return (
+            ImageLimits(reason=self.limits.no_images)
+            if rows is None
+            else ImageLimits(rows.model.token_id, rows.max_images)
+        )
+
     def rejection_reason(self, request: InferenceRequest) -> str:
         """Why a request can never run, in a sentence; empty if it can. Safe to call from any thread."""
         if request.sampling.structured_outputs is not None and self.grammars is None:
             return "structured_outputs needs a tokenizer, but this model has none; leave structured_outputs out."
-        return conflicting_fields(request.sampling, self._eos) or self.limits.rejection_reason(request, self.kv)
+        why = conflicting_fields(request.sampling, self._eos) or self.limits.rejection_reason(request, self.kv)
+        if why or not request.images:
+            return why
+        if self.image_rows is None:
+            return f"The prompt has images, but this model is served without: {self.limits.no_images}."
+        return self.image_rows.rejection_reason(np.asarray(request.input_ids), request.images)
 
     def add(self, request: InferenceRequest, seed: int) -> None:
         """Add a request without a `rejection_reason`; `seed` is for requests without a seed."""
@@ -133,6 +153,10 @@ class Scheduler:
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
+        if request.images:
+            assert self.image_rows is not None, "a request with images was refused"
+            offsets, state.rope_delta = self.image_rows.model.rope_offsets(state.prompt, request.images)
+            state.images = PromptImages(request.images, offsets)
         if params.beam_width > 1:
             max_tokens = self.limits.last_position(request) + 1 - len(state.prompt)
             state.search = BeamSearch(params, frozenset(stops), max_tokens)
@@ -212,6 +236,8 @@ class Scheduler:
                 chunks += [(self._start(self._waiting.pop()), size) for size in decision.admitted]
                 ready = [(slot, size) for slot, size in chunks if self.kv.ready(slot)]
                 chunks = [(slot, running.slots.state_of(slot).chunk_size(size)) for slot, size in ready]
+                if self.image_rows is not None:
+                    chunks = self._with_images(chunks, self.image_rows)
             decoding = self._with_mask(decoding)
             searches = [group for group in searches if group.num_rows]
             if chunks or searches or decoding.size:
@@ -220,6 +246,25 @@ class Scheduler:
                 return None
             responses = self._release()  # no step in flight has the paused requests: their blocks can be used at once
             assert not responses, "finished requests are released when their last step has completed"
+
+    def _with_images(self, chunks: list[tuple[int, int]], image_rows: ImageRows) -> list[tuple[int, int]]:
+        """The chunks, cut where the pool has no room for an image. A request whose image cannot be encoded ends."""
+        image_rows.begin_step()
+        fitting, table = [], self._running.slots
+        for slot, size in chunks:
+            state = table.state_of(slot)
+            if state.images is None:
+                fitting.append((slot, size))
+                continue
+            try:
+                size = state.images.fit(int(table.num_computed[slot]), size, image_rows)
+            except ValueError as error:
+                state.error = str(error)
+                self._finish(slot, "error")
+                continue
+            if size:
+                fitting.append((slot, size))
+        return fitting
 
     def _with_mask(self, slots: np.ndarray) -> np.ndarray:
         """The decode slots that do not wait for a token mask."""
@@ -271,6 +316,8 @@ class Scheduler:
         running.prefill.append(slot)
         if state.constraint is not None or state.processor_flags:
             running.logits_processors.start(slot, state)
+        if self.image_rows is not None:
+            self.image_rows.rope_delta[slot] = state.rope_delta
         searching = state.search is not None
         for each in running.beams.start(running.slots, kv, slot, state).slots if searching else (slot,):
             self._step_builder.write_request(each, state)

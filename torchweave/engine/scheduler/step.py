@@ -78,6 +78,8 @@ class Step:
         copies: KV cache blocks to copy first, as (sources, targets); None for none.
         extra_rows: decode rows beyond one per request: further beams.
         query_len: most tokens of a decode row: its last token and, above 1, as many drafts as the device proposes.
+        rope_offsets: int32 [axes, tokens], what each axis adds to the positions of a step with chunks; None for a model with one
+            position a token.
     """
 
     index: int
@@ -93,6 +95,7 @@ class Step:
     copies: tuple[np.ndarray, np.ndarray] | None = None
     extra_rows: int = 0
     query_len: int = 1
+    rope_offsets: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:

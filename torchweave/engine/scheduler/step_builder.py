@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.kv_cache.image_rows import ImageRows
 from torchweave.engine.kv_cache.prefix_index import BlockGrant
 from torchweave.engine.scheduler.beams import BeamGroup, block_copies
 from torchweave.engine.scheduler.limits import Limits
@@ -25,15 +26,17 @@ class StepBuilder:
     Args:
         limits: sizes of steps and requests.
         updates: collects updates of device state for the next step.
+        image_rows: of a model that takes images.
 
     Attributes:
         steps_before_alloc: number of decode-only steps before any request needs a block.
     """
 
-    def __init__(self, limits: Limits, updates: SlotUpdates) -> None:
+    def __init__(self, limits: Limits, updates: SlotUpdates, image_rows: ImageRows | None = None) -> None:
         self.steps_before_alloc = 0
         self._limits = limits
         self._updates = updates
+        self._image_rows = image_rows
         self._device_decode_slots = NO_SLOTS  # decode slots as the device has them
         self._next_index = 0
 
@@ -55,6 +58,12 @@ class StepBuilder:
             seed=state.seed,
             stop_ids=state.stops,
         )
+        if self._has_rope:
+            self._updates.set("rope_delta", slot, state.rope_delta)
+
+    @property
+    def _has_rope(self) -> bool:
+        return self._image_rows is not None and self._image_rows.model.rope_axes > 0
 
     def write_history(self, slot: int, state: RequestState, limit: int, drafting: bool) -> None:
         """Enter the text to look drafts up in, and the last position that may feed one."""
@@ -90,7 +99,7 @@ class StepBuilder:
         if chunks:
             slots = np.concatenate([decode_rows, np.array([slot for slot, _ in chunks], np.int32)])
             sizes = np.concatenate([np.ones(len(decode_rows), np.int64), [size for _, size in chunks]])
-            prefill_chunks = tuple(_chunk(table, slot, size) for slot, size in chunks)
+            prefill_chunks = tuple(self._chunk(table, slot, size) for slot, size in chunks)
         after = num_computed[slots] + sizes
         # Drafts end at the limit, but which of them are kept is not known yet.
         stored = np.minimum(after, table.limit[slots]) if self._limits.query_len > 1 else after
@@ -120,6 +129,7 @@ class StepBuilder:
             copies=copies,
             extra_rows=len(decode_rows) - len(decoding) - len(searches),
             query_len=query_len,
+            rope_offsets=self._rope_offsets(table, decode_rows, chunks) if chunks and self._has_rope else None,
         )
         table.last_step_index[slots] = step.index
         if running.beams.groups:
@@ -168,15 +178,32 @@ class StepBuilder:
             self._device_decode_slots = decode_rows
         return self._updates.take() if len(self._updates) else None
 
+    def _chunk(self, table: SlotTable, slot: int, size: int) -> Chunk:
+        start = int(table.num_computed[slot])
+        tokens = table.prefill_tokens[slot][start : start + size]
+        images = table.state_of(slot).images
+        if images is not None:
+            assert self._image_rows is not None, "a request with images was refused"
+            tokens = images.substitute(start, tokens, self._image_rows.model.first_image_id)
+        return Chunk(start, tokens)
+
+    def _rope_offsets(self, table: SlotTable, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]]) -> np.ndarray:
+        """What each axis adds to the positions of a step with chunks, int32 `[axes, tokens]`, after `num_computed` has advanced."""
+        assert self._image_rows is not None
+        axes = self._image_rows.model.rope_axes
+        parts = [np.broadcast_to(self._image_rows.rope_delta[decode_rows], (axes, len(decode_rows)))]
+        for slot, size in chunks:
+            state, end = table.state_of(slot), int(table.num_computed[slot])
+            if state.images is None:
+                parts.append(np.zeros((axes, size), np.int32))
+            else:
+                parts.append(state.images.rope_offsets(end - size, size, state.rope_delta))
+        return np.concatenate(parts, axis=1)
+
     def clear(self) -> None:
         """Discard the pending updates."""
         self.steps_before_alloc = 0
         self._updates.take()
-
-
-def _chunk(slots: SlotTable, slot: int, size: int) -> Chunk:
-    start = int(slots.num_computed[slot])
-    return Chunk(start, slots.prefill_tokens[slot][start : start + size])
 
 
 def _prompt_targets(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
@@ -19,6 +21,7 @@ from torchweave.engine.batch_manager import StepRunner
 from torchweave.engine.kv_cache.block_copy import make_block_copier
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
+from torchweave.engine.kv_cache.image_rows import ImageRows
 from torchweave.engine.kv_cache.layer_groups import KVLayout, group_layers, longest_sequence
 from torchweave.engine.ranks.leader_runner import Executor
 from torchweave.engine.runner import warm_up
@@ -30,12 +33,19 @@ from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.startup.compile_model import build_forward
 from torchweave.engine.startup.device_facts import device_facts
+from torchweave.images import ImageLimits, ImageProcessor, blank_image
 from torchweave.models.load import LoadedModel, load, model_facts
+from torchweave.models.multimodal.image_encoder import ImageEncoder
+from torchweave.models.multimodal.image_step import ImageDecoderStep
 from torchweave.models.parallel import PipelineStage
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.ops.attention.op import AttentionBackend, LayerSpec, get_backend
 from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
+
+_MEASURED_IMAGE_SIZE = 2048  # pixels of a side of the image that is encoded while memory is measured
+_IMAGE_STEPS = 2  # the pool of images holds those of so many full steps,
+_MIN_IMAGE_ROWS = 16384  # and at least this many tokens
 
 
 @dataclass(frozen=True)
@@ -112,13 +122,15 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         device=plan.device,
         num_tables=len(windows),
         history_len=plan.history_len,
+        rope_axes=loaded.module.rope_axes,
     )
     recurrent_states = cache_spec.allocate_recurrent_states(plan.max_batch_size)
     if recurrent_states:
         num_bytes = sum(tensor.nbytes for tensor in recurrent_states)
         report.event("recurrent_states", bytes=num_bytes, bytes_per_request=num_bytes // plan.max_batch_size)
     with report.stage("measuring memory"):
-        use = measure_memory(plan, forward, cache_spec, state, report, recurrent_states)
+        encode_image = _image_encoding(loaded) if plan.device.startswith("cuda") else None
+        use = measure_memory(plan, forward, cache_spec, state, report, recurrent_states, encode_image)
     num_blocks = process_groups.all_reduce_min(blocks_that_fit(plan, cache_spec.block_bytes, use, windows))
     plan = _with_num_blocks(plan, num_blocks, use, cache_spec.layout)
 
@@ -156,13 +168,16 @@ def _load(
             quantization=plan.quantization,
             process_groups=process_groups,
             expert_parallel=config.enable_expert_parallel,
+            images=config.limit_mm_per_prompt.image > 0,
         )
+    if isinstance(loaded.module, ImageDecoderStep):
+        loaded.module.allocate_image_rows(max(_IMAGE_STEPS * plan.max_num_tokens, _MIN_IMAGE_ROWS))
     return loaded, plan
 
 
 def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts:
     if loaded is None:
-        return model_facts(config.model, config.trust_remote_code)
+        return model_facts(config.model, config.trust_remote_code, config.limit_mm_per_prompt.image > 0)
     if config.quantization is not None and loaded.quantization is None:
         raise ValueError(
             f"quantization={config.quantization}: {loaded.name} is in memory already; quantise it as it is loaded"
@@ -188,6 +203,11 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan) -> tuple[KVCacheSpec, Plan]:
         raise ValueError(
             f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name}: its recurrent "
             "states cannot go back behind a token that is not kept; remove it"
+        )
+    if isinstance(loaded.module, ImageDecoderStep) and plan.query_len > 1:
+        raise ValueError(
+            f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name} with images; "
+            "remove it, or set limit_mm_per_prompt.image to 0"
         )
     device = torch.device(plan.device)
     return KVCacheSpec(layers, layout, backend, dtype, plan.block_size, device, loaded.module.recurrent_layers), plan
@@ -265,6 +285,25 @@ def _cache_facts(plan: Plan, cache_spec: KVCacheSpec, num_blocks: int) -> dict[s
     return {**size, "dtype": plan.kv_cache_dtype, "groups": groups}
 
 
+def _image_encoding(loaded: LoadedModel) -> Callable[[], None] | None:
+    """A function that encodes a large image; None without images, and for a folder without a processor, which gets none."""
+    if not isinstance(loaded.module, ImageDecoderStep) or loaded.tokenizer is None:
+        return None
+    encoder, tokenizer = ImageEncoder(loaded.module), loaded.tokenizer
+    try:
+        processor = ImageProcessor(tokenizer.folder, ImageLimits(encoder.token_id, 1), tokenizer.trust_remote_code)
+        image = processor.encode(processor.placeholder, [blank_image(_MEASURED_IMAGE_SIZE)]).images[0]
+    except ValueError:
+        return None
+    rows = np.arange(min(len(image.index), encoder.num_rows), dtype=np.int32)
+
+    def encode() -> None:
+        with suppress(ValueError):  # it has used what memory there is, or a tower refuses the image
+            encoder.encode(image, rows)
+
+    return encode
+
+
 # -- 5. record CUDA graphs, and the host's part ------------------------------------------------------------------------
 
 
@@ -295,6 +334,7 @@ def _build_scheduler(
         query_len=plan.query_len,
         max_drafting_rows=plan.max_drafting_rows,
         run_ahead=plan.run_ahead,
+        **({"no_images": loaded.no_images} if loaded.no_images else {}),
     )
     kv = BlockManager(
         num_blocks,
@@ -309,7 +349,12 @@ def _build_scheduler(
     reuse = config.enable_prefix_caching and not runner.recurrent_states
     eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
     grammars = None if tokenizer is None else GrammarManager(tokenizer, limits.vocab_size, eos)
-    return Scheduler(limits, kv, policy, state.updates(), eos, reuse, grammars)
+    image_rows = None
+    if isinstance(loaded.module, ImageDecoderStep):
+        encoder = ImageEncoder(loaded.module)
+        image_rows = ImageRows(encoder, plan.max_batch_size, config.limit_mm_per_prompt.image)
+        report.event("images", served=True, rows=encoder.num_rows, bytes=loaded.module.image_rows.nbytes)
+    return Scheduler(limits, kv, policy, state.updates(), eos, reuse, grammars, image_rows)
 
 
 def _host_pool(runner: ModelRunner, report: Report) -> HostBlockPool | None:

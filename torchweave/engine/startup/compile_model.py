@@ -24,6 +24,7 @@ from torchweave.config import Plan
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.engine.runner.pipeline_stage import StageForward
+from torchweave.models.decoder import DecoderStep
 from torchweave.models.parallel import PipelineStage
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
@@ -44,7 +45,7 @@ def effective_compile_config(plan: Plan) -> TorchCompileConfig:
 
 
 def compile_model(
-    module: torch.nn.Module,
+    module: DecoderStep,
     config: TorchCompileConfig,
     device: torch.device,
     cache: CompileCache | None,
@@ -62,6 +63,9 @@ def compile_model(
         "logits_index": torch.tensor([4, 9, 22], device=device),
     }
     dynamic = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
+    if module.rope_axes:
+        example["rope_offsets"] = torch.zeros(module.rope_axes, 23, dtype=torch.int64, device=device)
+        dynamic["rope_offsets"] = {1: "T"}
     ops = boundary_ops()
     return compile_graph(
         module, example, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, lock_cache=lock_cache
@@ -69,7 +73,7 @@ def compile_model(
 
 
 def tune_model(
-    module: torch.nn.Module,
+    module: DecoderStep,
     config: TorchCompileConfig,
     device: torch.device,
     cache: CompileCache,
@@ -85,7 +89,8 @@ def tune_model(
 
     def step(compiled_graph: CompiledGraph, tokens: int) -> object:
         ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-        return compiled_graph(call_op, ids, torch.arange(tokens, device=device), ids[:1])
+        rope_offsets = [ids.expand(module.rope_axes, -1).contiguous()] if module.rope_axes else []
+        return compiled_graph(call_op, ids, torch.arange(tokens, device=device), ids[:1], *rope_offsets)
 
     measured = tune_module(Module(compile_candidate, step, device), config, GraphClock(), known, report)
     if measured.entries:
@@ -131,7 +136,7 @@ class CacheLock:
 
 
 def build_forward(
-    module: torch.nn.Module,
+    module: DecoderStep,
     plan: Plan,
     report: Report,
     process_groups: ProcessGroups,

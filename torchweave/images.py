@@ -1,0 +1,386 @@
+"""Images of a prompt as the engine takes them: arrays from the checkpoint's own processor and the tokens that they replace.
+
+Neither torch nor Pillow is imported before the first image, since HTTP processes of text models need neither.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchweave.tokenizer import check_text, content_text
+
+_DIGEST_BYTES = 16
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+MAX_IMAGE_PIXELS = 1 << 25
+"""Largest image that is decoded: 128 MiB in memory."""
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """One image of a prompt.
+
+    Attributes:
+        tensors: the processor's arrays of this image alone, by the argument of transformers' `get_image_features`.
+        index: int32, ascending positions of the image's tokens in the prompt.
+        digest: hash of `tensors`; images of the same digest are the same.
+    """
+
+    tensors: Mapping[str, np.ndarray]
+    index: np.ndarray
+    digest: bytes = b""
+
+    def __post_init__(self) -> None:
+        if not self.digest:
+            object.__setattr__(self, "digest", _digest(self.tensors))
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as token ids, with its images in their order."""
+
+    token_ids: np.ndarray
+    images: tuple[ImageInput, ...] = ()
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """How the prompts of a model with images are encoded.
+
+    Attributes:
+        token_id: the model's id of image tokens.
+        max_images: most images of a prompt; 0: the model is served without images.
+        reason: why it is, as a clause.
+    """
+
+    token_id: int = 0
+    max_images: int = 0
+    reason: str = "the model has no vision tower"
+
+
+class PromptIds(list[int]):
+    """Token ids of a prompt, with its images in their order."""
+
+    def __init__(self, prompt: EncodedPrompt) -> None:
+        super().__init__(prompt.token_ids.tolist())
+        self.images = prompt.images
+
+
+def images_of(prompt: Sequence[int]) -> tuple[ImageInput, ...]:
+    """The images of a prompt; none for a plain list of token ids."""
+    return prompt.images if isinstance(prompt, PromptIds) else ()
+
+
+def _digest(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """Hash of the names, dtypes, shapes and contents of arrays."""
+    content = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in sorted(tensors):
+        array = np.ascontiguousarray(tensors[name])
+        content.update(f"{name} {array.dtype.str} {array.shape};".encode())
+        content.update(array.tobytes())
+    return content.digest()
+
+
+# -- images as clients send them ---------------------------------------------------------------------------------------
+
+
+def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
+    """Decode a file to an RGB image of Pillow; its size is checked before its pixels are decoded.
+
+    Raises:
+        ValueError: the file is damaged, too large, or no image.
+    """
+    pillow, exif = _import_pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
+                check_size(image, max_pixels)
+                image.load()
+                return exif(image).convert("RGB")
+    except _TooLarge:
+        raise
+    except pillow.DecompressionBombError:
+        raise ValueError(f"The image has too many pixels; send one of at most {max_pixels}.") from None
+    except Exception as error:  # Pillow's decoders raise errors of any kind for damaged files
+        raise ValueError(
+            f"The image cannot be decoded ({type(error).__name__}); send a whole {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]} file."
+        ) from error
+
+
+class _TooLarge(ValueError):
+    pass
+
+
+def check_size(image: Any, max_pixels: int) -> None:
+    """Raise ValueError for an image of more than `max_pixels` pixels."""
+    width, height = image.size
+    if width * height > max_pixels:
+        raise _TooLarge(
+            f"The image has {width} x {height} pixels, but at most {max_pixels} are allowed; send a smaller one."
+        )
+
+
+def blank_image(size: int) -> Any:
+    """A black square of `size` pixels a side."""
+    return _import_pillow()[0].new("RGB", (size, size))
+
+
+def read_data_url(url: str) -> bytes:
+    """The content of a `data:image/...;base64,...` URL.
+
+    Raises:
+        ValueError: another URL, or invalid base64.
+    """
+    head, comma, content = url.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
+        raise ValueError(
+            f"The image URL {url[:40]!r} is no data URL; send the image itself, as data:image/png;base64,..., since the server "
+            "fetches no addresses."
+        )
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"The image's data URL is not valid base64 ({error}); send the whole file.") from None
+
+
+def _import_pillow() -> tuple[Any, Callable[[Any], Any]]:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ValueError("Images need Pillow, which is not installed; install torchweave[images].") from error
+    return Image, ImageOps.exif_transpose
+
+
+def split_images(messages: Sequence[Mapping[str, Any]], max_images: int) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The messages of a conversation with `{"type": "image"}` in place of each image, and the images as Pillow's.
+
+    Args:
+        max_images: most images of a conversation.
+
+    An image part is `{"type": "image", "image": PIL.Image}` or OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`.
+
+    Raises:
+        ValueError: an image cannot be decoded, or a part is of another kind.
+    """
+    texts, images = [], []
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, (list, tuple)):
+            texts.append(dict(message))
+            continue
+        parts = []
+        for part in content:
+            if len(images) == max_images and has_images([{"content": [part]}]):
+                raise ValueError(
+                    f"The conversation has more than {max_images} images (limit_mm_per_prompt); send fewer."
+                )
+            image = _part_image(part)
+            images += [] if image is None else [image]
+            parts.append({"type": "image"} if image is not None else part)
+        texts.append({**message, "content": parts})
+    return texts, images
+
+
+def _part_image(part: Any) -> Any:
+    """The image of a content part; None for a text part."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image":
+        return _as_image(part.get("image"))
+    if kind == "image_url":
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, Mapping) else url
+        if not isinstance(url, str):
+            raise ValueError(
+                'An image_url part is {"type": "image_url", "image_url": {"url": ...}}; this one has no URL.'
+            )
+        return open_image(read_data_url(url))
+    if kind == "text" and isinstance(part.get("text"), str):
+        return None
+    raise ValueError("A content part is a text, an image or an image_url; this one is none of them.")
+
+
+def _as_image(image: Any) -> Any:
+    """Check and convert an image of Pillow."""
+    pillow, _ = _import_pillow()
+    if not isinstance(image, pillow.Image):
+        raise ValueError(f"An image must be a PIL.Image, but is {type(image).__name__}.")
+    check_size(image, MAX_IMAGE_PIXELS)
+    return image.convert("RGB")
+
+
+def message_content(content: Any) -> Any:
+    """The content of a message of the chat API: its text, or its parts if some are images.
+
+    Raises:
+        ValueError: a part is neither a text nor an `image_url`.
+    """
+    if not has_images([{"content": content}]):
+        return content_text(content)
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in ("text", "image_url"):
+            raise ValueError("a part of a content with images is a text or an image_url")
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, dict) else url
+        if part["type"] == "image_url" and not isinstance(url, str):
+            raise ValueError('expected {"type": "image_url", "image_url": {"url": ...}}, but got a part without a URL')
+        if part["type"] == "text":
+            content_text([part])
+    return content
+
+
+def has_images(messages: Any) -> bool:
+    """Whether a conversation has image parts."""
+    if not isinstance(messages, (list, tuple)):
+        return False
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, (list, tuple)) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)
+
+
+# -- the checkpoint's processor ----------------------------------------------------------------------------------------
+
+
+class ImageProcessor:
+    """The processor of a checkpoint: texts with image placeholders and images in, token ids and arrays out. Thread-safe.
+
+    Args:
+        folder: contains the processor's files.
+        limits: of the model.
+
+    Raises:
+        ValueError: the model is served without images, or its processor cannot be read.
+    """
+
+    def __init__(self, folder: Path, limits: ImageLimits, trust_remote_code: bool = False) -> None:
+        if not limits.max_images:
+            raise ValueError(f"This model is served without images: {limits.reason}.")
+        _import_pillow()
+        self.token_id = limits.token_id
+        self._max_images = limits.max_images
+        try:
+            self._processor = _load_processor(folder, trust_remote_code)
+        except Exception as error:
+            why = " ".join(str(error).split())[:200]
+            raise ValueError(f"The image processor of {folder} cannot be read: {why}") from error
+        self.placeholder: str = getattr(self._processor, "image_token", None) or "<image>"
+
+    def encode(self, text: str, images: Sequence[Any], **options: Any) -> EncodedPrompt:
+        """Encode a text with as many placeholders as images of Pillow.
+
+        Raises:
+            ValueError: another number of images, or the processor fails on one.
+        """
+        if len(images) > self._max_images:
+            raise ValueError(
+                f"The prompt has {len(images)} images, but limit_mm_per_prompt.image is {self._max_images}; send fewer, or raise "
+                "the limit."
+            )
+        if text.count(self.placeholder) != len(images):
+            raise ValueError(
+                f"The prompt has {text.count(self.placeholder)} placeholders ({self.placeholder}) for {len(images)} images; write "
+                "one for each."
+            )
+        images = [_as_image(image) for image in images]
+        ids, tensors = self._run(text, images, options)
+        alone = [tensors] if len(images) == 1 else []
+        counts = [int((ids == self.token_id).sum())] if alone else []
+        for image in images if not alone else ():  # by themselves: the arrays of several are joined in many ways
+            ids_of_image, tensors = self._run(self.placeholder, [image], {})
+            alone.append(tensors)
+            counts.append(int((ids_of_image == self.token_id).sum()))
+        index = np.flatnonzero(ids == self.token_id).astype(np.int32)
+        if sum(counts) != len(index) or 0 in counts:
+            raise ValueError(
+                "The processor wrote another number of image tokens than its images have; use fewer images."
+            )
+        ends = np.cumsum(counts)
+        indices = [index[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
+        return EncodedPrompt(ids, tuple(map(ImageInput, alone, indices)))
+
+    def _run(self, text: str, images: Sequence[Any], options: Mapping[str, Any]) -> tuple[np.ndarray, dict[str, Any]]:
+        try:
+            output = self._processor(text=text, images=list(images), return_tensors="np", **options)
+        except Exception as error:  # processors raise errors of any kind for images that they do not support
+            why = " ".join(str(error).split())[:200].rstrip(".")
+            raise ValueError(f"The image cannot be processed ({why}); send another one.") from error
+        tensors = {name: np.asarray(each) for name, each in output.items() if name not in _TEXT_OUTPUTS}
+        return np.asarray(output["input_ids"]).reshape(-1).astype(np.int64), tensors
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> EncodedPrompt:
+        """Encode a conversation with images with the model's chat template; see `split_images` for its parts.
+
+        Raises:
+            ValueError: the model has no template, or the template rejects the messages.
+        """
+        messages, images = split_images(messages, self._max_images)
+        check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
+        text = self._render(messages, variables)
+        if text is None or text.count(self.placeholder) != len(images):  # a template for texts only
+            text = self._render([self._flat(message) for message in messages], variables)
+        if text is None:
+            raise ValueError("The model's chat template rejects the messages; see its documentation.")
+        begin = getattr(self._processor.tokenizer, "bos_token", None)
+        starts = begin is not None and text.startswith(begin)
+        return self.encode(text, images, **({"add_special_tokens": False} if starts else {}))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str | None:
+        given = {"add_generation_prompt": True, **variables}
+        try:
+            return self._processor.apply_chat_template(list(messages), tokenize=False, **given)
+        except Exception:  # templates are programs
+            return None
+
+    def _flat(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message whose content is one text with placeholders."""
+        content = message.get("content")
+        if not isinstance(content, (list, tuple)):
+            return dict(message)
+        texts = [self.placeholder if part.get("type") == "image" else part["text"] for part in content]
+        return {**message, "content": "\n".join(texts)}
+
+
+def _load_processor(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception:
+        processor = _without_videos(folder)
+        if processor is None:
+            raise
+    if not hasattr(processor, "image_processor"):
+        raise ValueError("it has a tokenizer only.")
+    return processor
+
+
+def _without_videos(folder: Path) -> Any:
+    """The processor without its part for videos, which needs torchvision; None if it has no such part."""
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    cls: Any = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(folder)), None)
+    if cls is None or "video_processor" not in cls.get_attributes():
+        return None
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        "tokenizer": AutoTokenizer.from_pretrained(folder),
+        "video_processor": None,
+    }
+    file = folder / "processor_config.json"
+    options = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    options = {name: value for name, value in options.items() if name not in (*parts, "processor_class", "auto_map")}
+    # The constructor checks the class of each part, and None has none.
+    own = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
+    return own(**parts, chat_template=getattr(parts["tokenizer"], "chat_template", None), **options)

@@ -1,0 +1,101 @@
+"""The images of a loaded image-text model: its encoder, which fills rows of the pool, and the positions of prompts with images."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweave.images import ImageInput
+from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.models.multimodal.support import image_token_id
+
+NO_ROPE_OFFSETS = np.empty((0, 0), np.int32)
+
+
+class ImageEncoder:
+    """Runs the vision tower and projector, one image at a time, and eagerly: towers split and index by values.
+
+    Args:
+        step: the model's forward, which owns the pool.
+
+    Attributes:
+        num_rows: rows of the pool.
+        first_image_id: see `ImageDecoderStep`.
+        token_id: the token that stands for a row of an image in a prompt.
+        rope_axes: rows of the positions; 0: one position a token.
+    """
+
+    def __init__(self, step: ImageDecoderStep) -> None:
+        model: Any = step.model
+        self._step, self._model = step, model
+        self.num_rows = len(step.image_rows)
+        self.first_image_id = step.first_image_id
+        self.token_id = image_token_id(model.config)
+        self.rope_axes = step.rope_axes
+
+    @torch.inference_mode()
+    def encode(self, image: ImageInput, rows: np.ndarray) -> None:
+        """Write the features of an image to `rows` of the pool.
+
+        Raises:
+            ValueError: the tower fails on this image, or returns another number of rows.
+        """
+        pool = self._step.image_rows
+        given = {name: _to_device(array, pool) for name, array in image.tensors.items()}
+        try:
+            features = image_features(self._model, given)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise ValueError("The GPU has too little memory to encode the image; send a smaller one.") from error
+            why = " ".join(str(error).split())[:200].rstrip(".")
+            raise ValueError(f"The model cannot encode the image ({why}); send another one.") from error
+        if features.shape != (len(rows), pool.shape[1]):
+            raise ValueError(
+                f"The model encodes the image as {len(features)} rows, but the prompt has {len(rows)} tokens for it; use the "
+                "checkpoint's own processor."
+            )
+        index = torch.from_numpy(rows.astype(np.int64)).to(pool.device)
+        pool.index_copy_(0, index, features.to(pool.dtype))
+
+    def rope_offsets(self, token_ids: np.ndarray, images: Sequence[ImageInput]) -> tuple[np.ndarray, int]:
+        """What each axis adds to the positions of a prompt, int32 `[rope_axes, tokens]`, and of what follows it."""
+        if not self.rope_axes or not images:
+            return NO_ROPE_OFFSETS, 0
+        inner: Any = self._model.model
+        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+        kinds = (ids == self.token_id).int()  # 0 for text, 1 for an image
+        accepted = inspect.signature(inner.get_rope_index).parameters
+        grids = {name: array for name, array in _joined(images).items() if name in accepted and name != "pixel_values"}
+        positions, delta = inner.get_rope_index(ids, mm_token_type_ids=kinds, **grids)
+        offsets = positions[:, 0] - torch.arange(ids.shape[1])
+        return offsets.numpy().astype(np.int32), int(delta.reshape(-1)[0])
+
+
+def _to_device(array: np.ndarray, pool: Tensor) -> Tensor:
+    tensor = torch.from_numpy(np.array(array))
+    tensor = tensor.to(pool.dtype) if tensor.is_floating_point() else tensor
+    return tensor.to(pool.device)
+
+
+def _joined(images: Sequence[ImageInput]) -> Mapping[str, Tensor]:
+    """The tensors of all images by name, without their pixels."""
+    names = [name for name in images[0].tensors if not name.startswith("pixel")]
+    return {name: torch.from_numpy(np.concatenate([image.tensors[name] for image in images])) for name in names}
+
+
+def image_features(model: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Features of one image as `[rows, hidden]`, followed in each row by those of the layers that add their own (DeepStack)."""
+    output = model.model.get_image_features(**tensors)
+    features = _flat(output.pooler_output if hasattr(output, "pooler_output") else output)
+    added = getattr(output, "deepstack_features", None) or ()
+    return torch.cat([features, *map(_flat, added)], dim=1) if added else features
+
+
+def _flat(features: Any) -> Tensor:
+    parts = features if isinstance(features, (list, tuple)) else [features]
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
