@@ -16,6 +16,7 @@ from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.step import Step, StepResult
+from torchweave.images import EncodedPrompt
 from torchweave.ops.slot_state import SlotState
 
 _BLOCK_SIZE = 64
@@ -59,9 +60,9 @@ def measure_host_time(num_requests: int = 256, num_steps: int = 1000, streaming:
     scheduler = Scheduler(limits, kv, POLICIES["guaranteed_no_evict"], state.updates())
     client = Client()
     inbox: Inbox = queue.SimpleQueue()
-    prompts = np.arange(prompt_len) % 1000
+    prompt = EncodedPrompt(np.arange(prompt_len) % 1000)
     for _ in range(num_requests):
-        client.submit(prompts, SamplingParams(temperature=0, max_tokens=num_steps), inbox, streaming)
+        client.submit(prompt, SamplingParams(temperature=0, max_tokens=num_steps), inbox, streaming)
     manager = BatchManager(
         scheduler,
         FakeRunner(state),

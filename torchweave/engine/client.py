@@ -13,6 +13,7 @@ import numpy as np
 
 from torchweave.engine.detokenizer import CompletionBuilder, Detokenizer
 from torchweave.engine.request import NO_TOKENS, InferenceRequest, Output, Response, Responses, SamplingParams, refusal
+from torchweave.images import EncodedPrompt
 from torchweave.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Client:
         self._closed = False
         self._all_answered = threading.Condition(self._lock)
 
-    def submit(self, prompt: np.ndarray, params: SamplingParams, inbox: Inbox, streaming: bool) -> int:
+    def submit(self, prompt: EncodedPrompt, params: SamplingParams, inbox: Inbox, streaming: bool) -> int:
         """Queue a request whose responses go to `inbox` and return its id; the caller then wakes the batch manager.
 
         Raises:
@@ -42,7 +43,7 @@ class Client:
         with self._lock:
             if self._closed:
                 raise RuntimeError("The engine was shut down; make a new one.")
-            request = InferenceRequest(next(self._ids), prompt, params, streaming)
+            request = InferenceRequest(next(self._ids), prompt.token_ids, params, streaming, images=prompt.images)
             self._inboxes[request.id] = inbox
             self._queue[request.id] = request
         return request.id
@@ -137,22 +138,23 @@ class RequestStream:
         self._manager = manager
         self._tokenizer = tokenizer
 
-    def submit(self, prompt: np.ndarray, params: SamplingParams, streaming: bool) -> list[int]:
+    def submit(self, prompt: EncodedPrompt, params: SamplingParams, streaming: bool) -> list[int]:
         """Queue the `n` completions of a prompt and return their request ids; call `wake_engine` after the last prompt.
 
         Raises:
             RuntimeError: the engine was shut down.
         """
-        completions = [CompletionBuilder(params, self._detokenizer(prompt, params), index) for index in range(params.n)]
+        ids = prompt.token_ids
+        completions = [CompletionBuilder(params, self._detokenizer(ids, params), index) for index in range(params.n)]
         if params.beam_width > 1:
             return [self._submit(prompt, params, streaming, completions)]
-        ids = []
+        request_ids = []
         for completion, seeded in zip(completions, params.each(), strict=True):
-            ids.append(self._submit(prompt, seeded, streaming, [completion]))
-        return ids
+            request_ids.append(self._submit(prompt, seeded, streaming, [completion]))
+        return request_ids
 
     def _submit(
-        self, prompt: np.ndarray, params: SamplingParams, streaming: bool, completions: list[CompletionBuilder]
+        self, prompt: EncodedPrompt, params: SamplingParams, streaming: bool, completions: list[CompletionBuilder]
     ) -> int:
         request_id = self._client.submit(prompt, params, self._inbox, streaming)
         self._active_ids.add(request_id)

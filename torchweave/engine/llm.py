@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.engine.startup.early_start import prestart_workers
+from torchweave.images import EncodedPrompt, ImageProcessor, has_images
 from torchweave.report import Report
 from torchweave.utils import gc
 
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from torchweave.models.load import LoadedModel
     from torchweave.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | EncodedPrompt | Mapping[str, Any]
+"""A text, token ids, or vLLM's `{"prompt": ..., "multi_modal_data": {"image": ...}}`."""
 Messages = Sequence[dict[str, Any]]
 _POLL_SECONDS = 1.0  # between checks that the engine is alive while it drains
 
@@ -110,7 +113,8 @@ class LLM:
         """Generate completions of prompts, batched together.
 
         Args:
-            prompts: texts, or lists of token ids.
+            prompts: texts, lists of token ids, or `{"prompt": text, "multi_modal_data": {"image": PIL.Image or a list}}` with a
+                placeholder of the model (`<image>`) in the text for each image.
             sampling_params: one for all, or one for each; None: `default_sampling_params()`.
             use_tqdm: show a progress bar on a terminal.
 
@@ -138,8 +142,8 @@ class LLM:
         return [
             RequestOutput(
                 request_id=of_prompt[0],
-                prompt=text if isinstance(text, str) else None,
-                prompt_token_ids=prompt.tolist(),
+                prompt=_text_of(text),
+                prompt_token_ids=prompt.token_ids.tolist(),
                 outputs=[completion.result() for each in of_prompt for completion in stream.completions[each]],
                 prompt_logprobs=stream.completions[of_prompt[0]][0].prompt_logprob_dicts(),
             )
@@ -157,6 +161,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate replies to conversations, lists of `{"role": ..., "content": ...}`, with the model's chat template.
 
+        A content is a text or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": PIL.Image}` or
+        OpenAI's `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
+
         Args:
             chat_template_kwargs: variables of the template (`{"enable_thinking": False}`); also accepted as keyword arguments.
         """
@@ -173,7 +180,7 @@ class LLM:
 
         Leaving the iterator early stops the request.
         """
-        checked: Any = prompt if isinstance(prompt, str) else _as_ids(prompt)
+        checked: Any = prompt if isinstance(prompt, (str, EncodedPrompt, Mapping)) else _as_ids(prompt)
         return (output for _, output in self.stream_all([checked], sampling_params))
 
     def stream_all(
@@ -223,7 +230,10 @@ class LLM:
     def encode(self, text: str) -> list[int]:
         return self._require_tokenizer().encode(text)
 
-    def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
+    def encode_chat(self, messages: Messages, **variables: Any) -> list[int] | EncodedPrompt:
+        """Token ids of a conversation; with its images, if it has any."""
+        if has_images(messages):
+            return self.image_processor.chat(messages, **variables)
         return self._require_tokenizer().chat(messages, **variables)
 
     def _require_tokenizer(self) -> Tokenizer:
@@ -234,14 +244,34 @@ class LLM:
     def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         return encode_bad_words(params, lambda text: self._require_tokenizer().encode(text, add_special_tokens=False))
 
-    def _encode_all(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
-        return [_as_ids(self.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
+    def _encode_all(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
+        return [self._encode_prompt(prompt) for prompt in prompts]
 
-    def _validate(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> None:
+    def _encode_prompt(self, prompt: Prompt) -> EncodedPrompt:
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
+        if isinstance(prompt, Mapping):
+            text, images = _text_and_images(prompt)
+            return self.image_processor.encode(text, images) if images else self._encode_prompt(text)
+        return EncodedPrompt(_as_ids(self.encode(prompt) if isinstance(prompt, str) else prompt))
+
+    @cached_property
+    def image_processor(self) -> ImageProcessor:
+        """The checkpoint's processor of images.
+
+        Raises:
+            ValueError: the model is served without images, or has no processor.
+        """
+        tokenizer = self._require_tokenizer()
+        return ImageProcessor(tokenizer.folder, self.engine.scheduler.image_limits, tokenizer.trust_remote_code)
+
+    def _validate(self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams]) -> None:
         grammar_errors: dict[int, str] = {}  # by grammar, since a check takes milliseconds and prompts mostly share one
         for number, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
             why, grammar = (
-                self.engine.scheduler.rejection_reason(InferenceRequest(0, prompt, settings)),
+                self.engine.scheduler.rejection_reason(
+                    InferenceRequest(0, prompt.token_ids, settings, images=prompt.images)
+                ),
                 settings.structured_outputs,
             )
             if not why and grammar is not None:
@@ -276,6 +306,11 @@ def _shutdown_engine(manager: BatchManager, engine: Engine) -> None:
     engine.close()
 
 
+def _text_of(prompt: Prompt) -> str | None:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
 def _stream_deltas(stream: RequestStream, prompt_of: dict[int, int]) -> Iterator[tuple[int, CompletionOutput]]:
     """Yield new output of each completion with the index of its prompt, until all have finished."""
     done: set[tuple[int, int]] = set()
@@ -288,6 +323,23 @@ def _stream_deltas(stream: RequestStream, prompt_of: dict[int, int]) -> Iterator
                     yield prompt_of[request_id], delta
                 if completion.finished:
                     done.add(key)
+
+
+def _text_and_images(prompt: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """The text (or token ids) and the images of vLLM's prompt dict."""
+    data = prompt.get("multi_modal_data") or {}
+    unknown = {*prompt} - {"prompt", "prompt_token_ids", "multi_modal_data"} | {*data} - {"image"}
+    text = prompt.get("prompt", prompt.get("prompt_token_ids"))
+    if unknown or text is None:
+        wrong = f"has {sorted(unknown)[0]!r}" if unknown else "has no prompt"
+        raise ValueError(f'A prompt is {{"prompt": text, "multi_modal_data": {{"image": ...}}}}; this one {wrong}.')
+    images = data.get("image")
+    images = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
+    if images and not isinstance(text, str):
+        raise ValueError(
+            "A prompt with images is a text, since the processor writes their tokens; this one has token ids."
+        )
+    return text, images
 
 
 def _as_ids(prompt: Sequence[int]) -> np.ndarray:

@@ -146,6 +146,7 @@ def _model_card(engine: Engine) -> wire.ModelCard:
         num_kv_blocks=engine.scheduler.kv.num_blocks,
         block_size=plan.block_size,
         trust_remote_code=plan.config.trust_remote_code,
+        images=engine.scheduler.image_limits,
         **{name: getattr(loaded.generation, name) for name in wire.GENERATION_DEFAULTS},
     )
 

@@ -57,7 +57,8 @@ class Service:
             await self.client.wait_until_ready()
             folder = self.model.folder
             if folder is not None:
-                self.tokenizer = await AsyncTokenizer.open(folder, self._template, self.model.trust_remote_code)
+                card = self.model
+                self.tokenizer = await AsyncTokenizer.open(folder, self._template, card.trust_remote_code, card.images)
             self.startup_ok = True
         except EngineUnavailable:
             pass  # `client.failure` says why

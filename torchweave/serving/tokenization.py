@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any, TypeVar
 
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.request import SamplingParams
+from torchweave.images import ImageLimits, ImageProcessor, PromptIds, has_images
 from torchweave.tokenizer import IncrementalDetokenizer, Tokenizer, check_text, import_without_torch
 
 Value = TypeVar("Value")
+NO_IMAGES = ImageLimits()
+_IMAGE_THREADS = 2  # that decode and process images
 
 
 class AsyncTokenizer:
@@ -22,30 +26,43 @@ class AsyncTokenizer:
 
     Args:
         template: chat template that replaces the model's.
+        images: how prompts with images are encoded.
     """
 
-    def __init__(self, encoder: Tokenizer, decoder: Tokenizer, template: str | None) -> None:
+    def __init__(
+        self, encoder: Tokenizer, decoder: Tokenizer, template: str | None, images: ImageLimits = NO_IMAGES
+    ) -> None:
         self._encoder = encoder
         self._decoder = decoder
         self._template = template
         self._texts: dict[int, str] = {}  # of single tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchweave-encode")
+        self._image_limits = images
+        self._image_processor: ImageProcessor | None = None
+        self._image_lock = threading.Lock()
+        self._image_threads = ThreadPoolExecutor(_IMAGE_THREADS, thread_name_prefix="torchweave-images")
 
     @classmethod
-    async def open(cls, folder: str, template: str | None = None, trust_remote_code: bool = False) -> AsyncTokenizer:
+    async def open(
+        cls,
+        folder: str,
+        template: str | None = None,
+        trust_remote_code: bool = False,
+        images: ImageLimits = NO_IMAGES,
+    ) -> AsyncTokenizer:
         """Load the tokenizer of a model folder.
 
         Raises:
             ValueError: its files cannot be read.
         """
-        return await asyncio.to_thread(cls._read, folder, template, trust_remote_code)
+        return await asyncio.to_thread(cls._read, folder, template, trust_remote_code, images)
 
     @classmethod
-    def _read(cls, folder: str, template: str | None, trust_remote_code: bool) -> AsyncTokenizer:
+    def _read(cls, folder: str, template: str | None, trust_remote_code: bool, images: ImageLimits) -> AsyncTokenizer:
         encoder, decoder = (Tokenizer(Path(folder), trust_remote_code) for _ in range(2))
         encoder.encode("a")
         decoder.decode([0])
-        return cls(encoder, decoder, template)
+        return cls(encoder, decoder, template, images)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text.
@@ -63,7 +80,17 @@ class AsyncTokenizer:
         """
         if self._template is not None:
             variables.setdefault("chat_template", self._template)
+        if has_images(messages):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._image_threads, lambda: self._image_chat(messages, variables))
         return await self._on_thread(lambda: self._chat(messages, variables))
+
+    def _image_chat(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> PromptIds:
+        with self._image_lock:
+            if self._image_processor is None:
+                folder, trust = self._encoder.folder, self._encoder.trust_remote_code
+                self._image_processor = ImageProcessor(folder, self._image_limits, trust)
+        return PromptIds(self._image_processor.chat(messages, **variables))
 
     def _chat(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
         check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
@@ -103,7 +130,8 @@ class AsyncTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._thread, self._image_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 async def prepare() -> None:

@@ -59,9 +59,9 @@ def test_parts_of_text_are_one_message(server: ServerProcess) -> None:
     refusal = [*SUM, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, *SUM]
     ids = server.post("/tokenize", {"messages": refusal}).json()["tokens"]
     assert "No.<|end|>" in server.post("/detokenize", {"tokens": ids}).json()["prompt"]
-    image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
-    with pytest.raises(openai.BadRequestError, match=r"only text parts are supported.*image_url"):
-        server.client().chat.completions.create(model="demo", messages=image)
+    audio: Any = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AA"}}]}]
+    with pytest.raises(openai.BadRequestError, match=r"only text parts are supported.*input_audio"):
+        server.client().chat.completions.create(model="demo", messages=audio)
 
 
 def test_reasoning_effort_reaches_a_template_that_knows_it(server: ServerProcess) -> None:

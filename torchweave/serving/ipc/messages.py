@@ -8,15 +8,18 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
 
 from torchweave.engine.request import InferenceRequest, Response, Responses, SamplingParams, StructuredOutputs
+from torchweave.images import ImageInput, ImageLimits
 
 Ids = TypeVar("Ids", int, np.ndarray)
+Array = tuple[str, tuple[int, ...], bytes]
+"""dtype, shape and content."""
 State = Literal["starting", "ready", "failed", "stopped"]
 
 
@@ -70,6 +73,7 @@ class ModelCard:
         max_batch_size: requests in a step.
         trust_remote_code: the tokenizer may run code from the folder.
         temperature, top_k, top_p, min_p, repetition_penalty: the checkpoint's defaults; None if it has none.
+        images: how prompts with images are encoded.
     """
 
     name: str
@@ -90,13 +94,14 @@ class ModelCard:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    images: ImageLimits = field(default_factory=ImageLimits)
 
 
 # -- to the engine -----------------------------------------------------------------------------------------------------
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
-    """A request. `sampling` holds the non-default fields; `input_ids` are int32."""
+    """A request. `sampling` holds the non-default fields; `input_ids` are int32; an image is its arrays, index and digest."""
 
     id: int
     input_ids: bytes
@@ -104,6 +109,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     streaming: bool
     priority: int
     cache_salt: str
+    images: list[tuple[dict[str, Array], bytes, bytes]] = []
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
@@ -263,7 +269,19 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=from_msgpack).
 def submit(request: InferenceRequest) -> Submit:
     ids = np.ascontiguousarray(request.input_ids, np.int32).tobytes()
     sampling = _non_default_fields(request.sampling)
-    return Submit(request.id, ids, sampling, request.streaming, request.priority, request.cache_salt)
+    images = [_encode_image(image) for image in request.images]
+    return Submit(request.id, ids, sampling, request.streaming, request.priority, request.cache_salt, images)
+
+
+def _encode_image(image: ImageInput) -> tuple[dict[str, Array], bytes, bytes]:
+    arrays = {name: np.ascontiguousarray(array) for name, array in image.tensors.items()}
+    tensors = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in arrays.items()}
+    return tensors, image.index.tobytes(), image.digest
+
+
+def _decode_image(tensors: dict[str, Array], index: bytes, digest: bytes) -> ImageInput:
+    arrays = {name: np.frombuffer(data, dtype).reshape(shape) for name, (dtype, shape, data) in tensors.items()}
+    return ImageInput(arrays, np.frombuffer(index, np.int32), digest)
 
 
 def decode_request(message: Submit) -> InferenceRequest:
@@ -282,6 +300,7 @@ def decode_request(message: Submit) -> InferenceRequest:
         message.streaming,
         message.priority,
         message.cache_salt,
+        tuple(_decode_image(*image) for image in message.images),
     )
 
 

@@ -33,7 +33,7 @@ class Sender:
         self._path = path
         self._lock = threading.Condition()
         self._socket: socket.socket | None = None
-        self._pending: deque[bytes] = deque()
+        self._pending: deque[bytes | memoryview] = deque()
         self._writing = False
         self._closed = False
         with self._lock:
@@ -60,7 +60,7 @@ class Sender:
             if self._socket is not None:
                 self._socket.close()
 
-    def _write(self, data: bytes) -> int:
+    def _write(self, data: bytes | memoryview) -> int:
         """Write as much as the socket accepts; returns the number of bytes, all of them if the reader is gone."""
         assert self._socket is not None
         try:
@@ -82,7 +82,7 @@ class Sender:
             with self._lock:
                 while self._pending and not self._closed:
                     first = self._pending[0]
-                    rest = first[self._write(first) :]
+                    rest = memoryview(first)[self._write(first) :]  # images are large: no copy of what is left
                     if rest:
                         self._pending[0] = rest
                         break

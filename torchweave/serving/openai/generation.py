@@ -9,6 +9,7 @@ import numpy as np
 
 from torchweave.engine.detokenizer import CompletionBuilder
 from torchweave.engine.request import InferenceRequest, Response, SamplingParams, TokenLogprobs
+from torchweave.images import images_of
 from torchweave.serving.engine_client.request_stream import RequestStream, StreamOutput
 from torchweave.serving.tokenization import AsyncTokenizer
 
@@ -77,7 +78,8 @@ class AnswerStream:
         for prompt in prompts:
             ids = list(prompt)
             self.prompts.append(ids)
-            request = InferenceRequest(0, _as_tokens(ids), params, stream, priority, cache_salt)
+            images = images_of(prompt)
+            request = InferenceRequest(0, _as_tokens(ids), params, stream, priority, cache_salt, images)
             if params.beam_width > 1:
                 answers = [self._answer(ids) for _ in range(params.n)]
                 request_id = self.request_stream.submit(request)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
-from torchweave.tokenizer import content_text
+from torchweave.images import message_content
 from torchweave.utils.suggest import did_you_mean
 
 
@@ -204,7 +204,8 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
     content: Annotated[
-        str | None, BeforeValidator(content_text, json_schema_input_type=str | list[dict[str, Any]] | None)
+        str | list[dict[str, Any]] | None,
+        BeforeValidator(message_content, json_schema_input_type=str | list[dict[str, Any]] | None),
     ] = None
     tool_calls: list[dict[str, Any]] | None = None
 
