@@ -13,14 +13,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from torchweave.config.options import EngineConfig, SpeculativeConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
+from torchweave.images import EncodedPrompt
 from torchweave.models import load
 from torchweave.report import Report
-from torchweave.verify import zoo
+from torchweave.verify import image_zoo, zoo
 from torchweave.verify.ranks import RankProcesses, RankResult, rank_result
 
 PROMPT_LENGTHS = (3, 70, 21, 40)
@@ -77,7 +80,8 @@ def verify(
         ValueError: an unknown name or an invalid number of ranks or stages.
     """
     report = report if report is not None else Report(show=False)
-    entries = zoo.ZOO_MODELS if names is None else tuple(zoo.zoo_model(name) for name in names)
+    everything = (*zoo.ZOO_MODELS, *image_zoo.IMAGE_MODELS)
+    entries = everything if names is None else tuple(image_zoo.zoo_entry(name) for name in names)
     if not ranks or min(ranks) < 1:
         raise ValueError(
             f"tensor_parallel_size is {', '.join(map(str, ranks)) or 'empty'}: expected numbers of at least 1."
@@ -87,6 +91,8 @@ def verify(
     rows = []
     with report.progress("verifying", len(entries) * len(ranks)) as advance:
         for size in ranks:
+            if size * stages > 1 or num_speculative_tokens:
+                entries = tuple(entry for entry in entries if not isinstance(entry, image_zoo.ImageZooModel))
             with RankProcesses(size, stages) if size * stages > 1 else contextlib.nullcontext() as processes:
                 for entry in entries:
                     rows.append(verify_one(entry, processes, num_speculative_tokens))
@@ -119,16 +125,16 @@ def verify_one(
     pieces: tuple[int, ...] = ()
     fallback = ""
     try:
-        model = zoo.build(entry)
+        model, given, expected = _reference(entry)
         architecture = type(model).__name__
-        expected = zoo.reference_tokens(model, prompts(), NUM_TOKENS)
         with tempfile.TemporaryDirectory() as folder:
             zoo.save(model, folder)
             begin = time.monotonic()
             config = _config(entry, folder, num_speculative_tokens)
-            served = [_serve(entry, config)] if ranks is None else ranks.generate(config, prompts(), NUM_TOKENS)
+            served = [_serve(entry, config, given)] if ranks is None else ranks.generate(config, prompts(), NUM_TOKENS)
         pieces, fallback = served[0].shared_by, " ".join(served[0].fallback.split())[:300]
-        reason = next(filter(None, (_difference(answer.tokens, expected) for answer in served)), "")
+        lengths = [len(each.token_ids) for each in given]
+        reason = next(filter(None, (_difference(answer.tokens, expected, lengths) for answer in served)), "")
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return VerifyResult(
@@ -145,12 +151,27 @@ def verify_one(
     )
 
 
-def _serve(entry: zoo.ZooModel, config: EngineConfig) -> RankResult:
-    report = Report(show=False)
-    loaded = load(config.model, torch.float32, report=report, max_model_len=entry.max_model_len)
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+def _reference(entry: zoo.ZooModel) -> tuple[PreTrainedModel, list[EncodedPrompt], list[list[int]]]:
+    """transformers' model, the prompts, and its tokens; prompts with images come twice, so that the second ones reuse a prefix."""
+    if not isinstance(entry, image_zoo.ImageZooModel):
+        model, given = zoo.build(entry), prompts()
+        encoded = [EncodedPrompt(np.array(prompt)) for prompt in given]
+        return model, encoded, zoo.reference_tokens(model, given, NUM_TOKENS)
+    model = entry.build()
+    encoded = image_zoo.image_prompts(entry, model)
+    expected = image_zoo.image_reference_tokens(entry, model, encoded, NUM_TOKENS)
+    return model, encoded * 2, expected * 2
+
+
+def _serve(entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPrompt]) -> RankResult:
+    report, has_images = Report(show=False), isinstance(entry, image_zoo.ImageZooModel)
+    loaded = load(config.model, torch.float32, report=report, max_model_len=entry.max_model_len, images=has_images)
+    bias = {image_zoo.IMAGE_TOKEN: -100.0} if has_images else None
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=bias)
     with LLM.from_loaded(loaded, config, report) as llm:
-        tokens = tuple(list(output.outputs[0].token_ids) for output in llm.generate(prompts(), greedy))
+        batch = len(PROMPT_LENGTHS)
+        outputs = [each for at in range(0, len(given), batch) for each in llm.generate(given[at : at + batch], greedy)]
+        tokens = tuple(list(output.outputs[0].token_ids) for output in outputs)
     return rank_result(tokens, report)
 
 
@@ -170,9 +191,9 @@ def _config(entry: zoo.ZooModel, folder: str, num_speculative_tokens: int) -> En
     )
 
 
-def _difference(answers: Sequence[list[int]], expected: list[list[int]]) -> str:
+def _difference(answers: Sequence[list[int]], expected: list[list[int]], lengths: Sequence[int]) -> str:
     """The first difference, as a sentence; empty if there is none."""
-    for length, answer, right in zip(PROMPT_LENGTHS, answers, expected, strict=True):
+    for length, answer, right in zip(lengths, answers, expected, strict=True):
         for place, (token, wanted) in enumerate(zip(answer, right, strict=True)):
             if token != wanted:
                 return f"prompt of {length} tokens: token {place} is {token}, expected {wanted}"
@@ -204,7 +225,9 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"Generated by `torchweave models verify --all{_option(complete)} --write docs/models.md`: tiny models with random "
         f"weights, saved to and loaded from a folder, concurrent prompts of {', '.join(map(str, PROMPT_LENGTHS))} tokens, "
-        f"chunked to a budget of {_BUDGET} tokens per step, {NUM_TOKENS} tokens generated. *Pieces* are distinct / all."
+        f"chunked to a budget of {_BUDGET} tokens per step, {NUM_TOKENS} tokens generated. Models named `-images` get prompts "
+        "without images, with one, with three of different sizes, and with the same text and another image, each twice; their "
+        "image token is not generated. *Pieces* are distinct / all."
         + (
             ""
             if complete == sizes

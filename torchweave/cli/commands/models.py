@@ -90,12 +90,13 @@ def _sizes(text: str) -> list[int]:
 
 def _list(as_json: bool) -> int:
     from torchweave.models.resolve import BUILT_IN, SHAPES
+    from torchweave.verify.image_zoo import IMAGE_MODELS
     from torchweave.verify.zoo import ZOO_MODELS
 
     models = {
         "built_in": sorted(BUILT_IN),
         "shapes": sorted(SHAPES),
-        "architectures": sorted(entry.name for entry in ZOO_MODELS),
+        "architectures": sorted(entry.name for entry in (*ZOO_MODELS, *IMAGE_MODELS)),
     }
     if as_json:
         print(json.dumps(models))
