@@ -12,6 +12,7 @@ import pytest
 from tests.engine.scheduler.simulate import Simulation, run
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.engine.request import StructuredOutputs
+from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.report import Report
 from torchweave.verify import zoo
 from torchweave.verify.verify import verify
@@ -85,6 +86,27 @@ def test_a_mix_of_requests(engines: tuple[LLM, LLM]) -> None:
     for each, twin in zip(*scores, strict=True):
         np.testing.assert_allclose(each, twin, atol=1e-4)
     assert counts.num_accepted_tokens > before
+
+
+class Replay:
+    """A step of fixed size, padded as a recording is."""
+
+    def __init__(self, runner: ModelRunner, rows: int) -> None:
+        self._run, self._boundary = runner._draft_run(rows), runner._draft_boundary(rows)
+
+    def replay(self) -> None:
+        self.output = self._run(self._boundary)
+
+
+def test_padded_steps_have_the_same_tokens(engines: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and tokens behind those of the step change nothing, as where a GPU replays a larger recording."""
+    plain, speculating = engines
+    runner = speculating.engine.runner
+    monkeypatch.setattr(runner, "_draft_graphs", {rows: Replay(runner, rows) for rows in (2, 8)})
+    params = [KINDS[kind] for kind in ("greedy", "logprobs", "penalties", "seeded", "stop token", "stop string")]
+    before = speculating.manager.counts.get("draft_graph", 0)
+    assert tokens(speculating, params) == tokens(plain, params)
+    assert speculating.manager.counts["draft_graph"] > before
 
 
 def test_drafts_save_steps(engines: tuple[LLM, LLM]) -> None:

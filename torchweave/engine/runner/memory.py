@@ -127,9 +127,12 @@ def measure_memory(
         recorded += runner.record_mixed(max(plan.token_buckets), pool).bytes
     if plan.batch_sizes:
         recorded += runner.record_decode(max(plan.batch_sizes), pool).bytes
+    drafting = [rows for rows in plan.batch_sizes if rows <= plan.max_drafting_rows]
+    if drafting:
+        recorded += runner.record_drafts(max(drafting), pool).bytes
     torch.cuda.synchronize(device)
     graphs = max(free - torch.cuda.mem_get_info(device)[0], recorded)
-    graphs += (len(plan.token_buckets) + len(plan.batch_sizes)) * _BYTES_PER_GRAPH
+    graphs += (len(plan.token_buckets) + len(plan.batch_sizes) + len(drafting)) * _BYTES_PER_GRAPH
     runner.release_graphs()  # graphs and runner refer to each other
     del runner, caches, pool
     torch.cuda.empty_cache()
