@@ -20,7 +20,7 @@ from torchweave.cli.arguments import (
 from torchweave.cli.commands import generate, serve
 from torchweave.cli.options import attribute_docs, build_config, convert, flatten, options_of, read_yaml
 from torchweave.cli.output import print_table
-from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, ServerConfig, SpeculativeConfig, TorchCompileConfig
 from torchweave.engine.request import SamplingParams, StructuredOutputs
 
 
@@ -235,6 +235,25 @@ def parse_argv(*argv: str) -> EngineConfig:
 )
 def test_every_spelling_of_an_option_is_accepted(argv: list[str]):
     assert parse_argv(*argv) == EngineConfig("demo", torch_compile_config=TorchCompileConfig(enable_inductor=False))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--speculative_config", '{"method": "ngram", "num_speculative_tokens": 4}'],
+        ['--speculative-config={"method": "ngram", "max_draft_len": 4}'],
+        ["--speculative_config.method=ngram", "--max-draft-len", "4"],
+    ],
+)
+def test_a_section_is_an_object_in_json_or_its_options(argv: list[str]):
+    assert parse_argv(*argv).speculative_config == SpeculativeConfig("ngram", 4)
+
+
+def test_a_section_that_is_no_json_is_refused():
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        parse_argv("--speculative_config", "{method: ngram}")
+    with pytest.raises(ValueError, match=r"did you mean --speculative_config\.method"):
+        parse_argv("--speculative_config", '{"metod": "ngram"}')
 
 
 def test_flag_before_the_prompt_does_not_consume_it():
