@@ -199,6 +199,11 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan) -> tuple[KVCacheSpec, Plan]:
     if plan.full_mixed_graphs and any(layer.sparse for layer in layers):
         why = "sparse attention takes the tokens of a long step in many parts"
         plan = plan.with_effective("cuda_graph_config.capture_mixed", False, why, full_mixed_graphs=False)
+    if loaded.module.rope_axes and plan.query_len > 1:
+        raise ValueError(
+            f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name}: it rotates by "
+            "positions of its own, which drafts do not have; remove it"
+        )
     if loaded.module.recurrent_layers and plan.query_len > 1:
         raise ValueError(
             f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name}: its recurrent "
