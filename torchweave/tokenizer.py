@@ -18,6 +18,8 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekke
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_WINDOW = 64
 """Most ids decoded together, which bounds the cost of bytes that never become text."""
+_MAX_COMPOSED = 4
+"""Most characters that Unicode normalisation composes to one; tokenizers may normalise a text first."""
 
 
 def import_without_torch() -> None:
@@ -35,6 +37,10 @@ def import_without_torch() -> None:
     finally:
         del sys.modules["torch"]
         advice.disabled = False
+
+
+class TextTooLong(ValueError):
+    """A text certainly has more tokens than a model reads; it was not encoded."""
 
 
 def check_text(text: str) -> None:
@@ -138,15 +144,29 @@ class Tokenizer:
                 ) from error
             raise ValueError(f"The tokenizer in {self.folder} cannot be read: {error}") from error
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a text, with the beginning-of-text token if the model has one.
+
+        Args:
+            max_tokens: refuse a text that has more even if each of its tokens is the longest one, without encoding it.
 
         Raises:
             ValueError: see `check_text`.
+            TextTooLong: see `max_tokens`.
         """
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token * _MAX_COMPOSED:
+            raise TextTooLong(
+                f"This model's maximum context length is {max_tokens} tokens (max_model_len), but the prompt has {len(text)} "
+                f"characters, and a token has at most {self._longest_token}; shorten the prompt."
+            )
         check_text(text)
         # Not verbose: the engine reports texts that are too long.
         return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.hf_tokenizer.get_vocab()))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids, without cleanup of spaces before punctuation."""
@@ -187,12 +207,18 @@ class Tokenizer:
         return twice[len(alone) :] if twice.startswith(alone) and _REPLACEMENT not in twice else alone
 
     def chat(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        max_prompt_tokens: int | None = None,
+        **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation, from the model's chat template.
 
         Args:
             messages: `{"role": ..., "content": ...}` each, oldest first; a content is a text or a list of text parts.
+            max_prompt_tokens: see `max_tokens` of `encode`.
             variables: further variables of the template, such as `tools` or `enable_thinking`; `chat_template` replaces the
                 model's template.
 
@@ -217,7 +243,7 @@ class Tokenizer:
             )
         except Exception as error:
             raise ValueError(f"The model's chat template rejects these messages: {error}") from error
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, max_tokens=max_prompt_tokens)
 
     def tokenizer_json(self) -> str | None:
         """The tokenizer as JSON of Hugging Face's tokenizers; None for other tokenizers."""

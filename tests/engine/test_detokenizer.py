@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -193,3 +195,41 @@ def test_include_text_of_a_stop_token() -> None:
     with_it.add(ids("ab!"), "stop")
     without.add(ids("ab!"), "stop")
     assert (with_it.text, without.text) == ("ab!", "ab")
+
+
+def test_the_automaton_finds_what_a_search_for_each_string_finds() -> None:
+    chance = random.Random(3)
+    for _ in range(400):
+        stops = ["".join(chance.choices("abc", k=chance.randint(1, 5))) for _ in range(chance.randint(1, 6))]
+        pieces = ["".join(chance.choices("abc", k=chance.randint(0, 4))) for _ in range(12)]
+        it = CompletionBuilder(SamplingParams(stop=stops), Pieces(pieces), 0)
+        text = ""
+        for number, piece in enumerate(pieces):
+            text += piece
+            found = [(text.find(stop), len(stop)) for stop in stops if stop in text]
+            assert it.add([number], None) == bool(found)
+            if found:
+                text = text[: min(found)[0]]
+                break
+        assert it.text == text
+
+
+def test_the_time_for_a_token_does_not_depend_on_the_number_of_stop_strings() -> None:
+    it = answer(stop=[f"{number:016d}" for number in range(1000)])
+    begin = time.perf_counter()
+    it.add(ids("0123456789" * 2000), None)
+    assert time.perf_counter() - begin < 2  # 20 seconds with a search for each string
+    assert it.token_ids == ids("0123456789" * 2000)
+
+
+class Pieces:
+    """The text of each id is given."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self._pieces = pieces
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(self._pieces[token] for token in token_ids)
+
+    def finish(self) -> str:
+        return ""

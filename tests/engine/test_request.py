@@ -37,10 +37,14 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [[]]}, "non-empty strings"),
     ({"bad_words": "word"}, "a list of non-empty strings"),
     ({"prompt_logprobs": 101}, "between 0 and 100"),
+    ({"stop": ["a"] * 2000}, "holds 2000 strings; give at most 1024"),
+    ({"stop": "a" * 20_000}, "holds 20000 characters in all; give at most 16384"),
+    ({"bad_words": [[1]] * 30_000}, "holds 30000 words"),
+    ({"logit_bias": {token: 1000.0 for token in range(1000)}}, r"\.\.\.\."),
 ]
 
 
-@pytest.mark.parametrize(("fields", "words"), FAULTS, ids=[str(fields) for fields, _ in FAULTS])
+@pytest.mark.parametrize(("fields", "words"), FAULTS, ids=[str(fields)[:80] for fields, _ in FAULTS])
 def test_a_field_out_of_range_is_refused_in_a_sentence_that_names_it(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as refusal:
         SamplingParams(**fields)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -44,6 +46,61 @@ def encode_bad_words(params: SamplingParams, encode: Callable[[str], Sequence[in
     return replace(params, bad_words=encoded)
 
 
+class StopMatcher:
+    """Aho-Corasick automaton of stop strings: a text is matched in one pass, however many strings there are.
+
+    A state is the longest end of the text read so far that begins a string; 0 is the empty one.
+
+    (Aho and Corasick, "Efficient string matching: an aid to bibliographic search", CACM 1975)
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._longest = [0]  # length of the longest string that ends in a state; 0 for none
+        for string in strings:
+            state = 0
+            for char in string:
+                following = self._next[state].get(char)
+                if following is None:
+                    following = self._next[state][char] = len(self._next)
+                    self._next.append({})
+                    self._longest.append(0)
+                state = following
+            self._longest[state] = len(string)
+        self._fallback = [0] * len(self._next)  # state of the longest proper end
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            self._longest[state] = self._longest[state] or self._longest[self._fallback[state]]
+            for char, following in self._next[state].items():
+                self._fallback[following] = self.advance(self._fallback[state], char)
+                queue.append(following)
+
+    def advance(self, state: int, char: str) -> int:
+        """Return the state after a further character."""
+        while (following := self._next[state].get(char)) is None and state:
+            state = self._fallback[state]
+        return following or 0
+
+    def find(self, text: str, state: int) -> tuple[int, tuple[int, int] | None]:
+        """Read text; returns the new state, and begin and end of the first string that ends in the text.
+
+        Of several the one that begins first, then the shortest. The begin is negative for one that begins in earlier text.
+        """
+        match = None
+        for end, char in enumerate(text, 1):
+            state = self.advance(state, char)
+            length = self._longest[state]
+            if length and (match is None or end - length < match[0]):
+                match = end - length, end
+        return state, match
+
+
+@functools.lru_cache(maxsize=4)  # the answers to one request, and to concurrent requests of one client, share it
+def _stop_matcher(strings: tuple[str, ...]) -> StopMatcher:
+    return StopMatcher(strings)
+
+
 class CompletionBuilder:
     """Builds a completion from its tokens.
 
@@ -72,7 +129,8 @@ class CompletionBuilder:
         self._sum = 0.0  # of their log-probabilities
         self._stops = params.stop_strings
         self._holdback = max((len(text) for text in self._stops), default=1) - 1
-        self._first_stop_char = 0  # characters of the first `min_tokens` tokens, in which no stop string may end
+        self._matcher = _stop_matcher(self._stops) if self._stops else None
+        self._match_state = 0
 
     @property
     def finished(self) -> bool:
@@ -91,9 +149,7 @@ class CompletionBuilder:
             return True
         self.token_ids += ids
         if reason is not None and self._detokenizer is not None:
-            start = max(len(self.text) - self._holdback, 0)
-            self.text += self._detokenizer.finish()
-            self._truncate_at_stop(start)
+            self._append_and_match(self._detokenizer.finish())
         self.finish_reason = self.finish_reason or ("stop" if reason == "complete" else reason)
         if reason == "stop" and self.stop_reason is None and ids and ids[-1] in (self._params.stop_token_ids or ()):
             self.stop_reason = ids[-1]
@@ -107,27 +163,22 @@ class CompletionBuilder:
             return False
         num_before_min = self._params.min_tokens - len(self.token_ids)
         for at in range(len(ids)):
-            start = max(len(self.text) - self._holdback, 0)
-            self.text += self._detokenizer.feed(ids[at : at + 1])
-            if at < num_before_min:
-                self._first_stop_char = len(self.text)
-            elif self._truncate_at_stop(start):
+            if self._append_and_match(self._detokenizer.feed(ids[at : at + 1]), at >= num_before_min):
                 self.token_ids += ids[: at + 1]
                 return True
         return False
 
-    def _truncate_at_stop(self, start: int) -> bool:
-        """End the text at the first stop string from `start` on, before it or (`include_stop_str_in_output`) after it."""
-        matches = [
-            (at, text)
-            for text in self._stops
-            if (at := self.text.find(text, max(start, self._first_stop_char - len(text) + 1))) >= 0
-        ]
-        if not matches:
+    def _append_and_match(self, text: str, may_stop: bool = True) -> bool:
+        """Add text; if a stop string ends in it, end the text before that or (`include_stop_str_in_output`) after it."""
+        begin = len(self.text)
+        self.text += text
+        if self._matcher is None:
             return False
-        at, text = min(matches, key=lambda each: (each[0], len(each[1])))
-        self.stop_reason = text
-        self.text = self.text[: at + len(text) * self._params.include_stop_str_in_output]
+        self._match_state, match = self._matcher.find(text, self._match_state)
+        if match is None or not may_stop:
+            return False
+        self.stop_reason = self.text[begin + match[0] : begin + match[1]]
+        self.text = self.text[: begin + match[self._params.include_stop_str_in_output]]
         self.finish_reason = "stop"
         return True
 

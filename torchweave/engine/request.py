@@ -97,6 +97,9 @@ _MAX_FLOAT = 1e30
 """The device stores values and their inverses as float32."""
 _MAX_N = 16384
 """Each answer is a request of its own; vLLM's bound."""
+_MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS, _MAX_BAD_WORDS = 1024, 16384, 2048
+"""Bounds of what each token of an answer is compared with."""
+_MAX_SHOWN = 400  # characters of a value in an error
 _N_RANGE = f"from 1 to {_MAX_N}"  # formatted once, not per request
 _TEMPERATURE_RANGE = f"0 (greedy) or a positive number up to {_MAX_FLOAT:g}"
 _PENALTY_RANGE = f"between {1 / _MAX_FLOAT:g} and {_MAX_FLOAT:g}, 1 for none"
@@ -166,6 +169,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        _check_lengths(self)
         checks = (
             ("n", 1 <= self.n <= _MAX_N, _N_RANGE),
             ("temperature", 0 <= self.temperature <= _MAX_FLOAT, _TEMPERATURE_RANGE),
@@ -199,13 +203,15 @@ class SamplingParams:
         )
         for name, holds, expected in checks:
             if not holds:
-                raise ValueError(f"{name} must be {expected}, but is {getattr(self, name)}.")
+                raise ValueError(f"{name} must be {expected}, but is {_shortened(str(getattr(self, name)))}.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
         if not isinstance(self.stop, str | list | tuple | None) or not all(
             isinstance(each, str) for each in self.stop_strings
         ):
-            raise ValueError(f"stop must be a string, a list of strings, or None, but is {self.stop!r}.")
+            raise ValueError(
+                f"stop must be a string, a list of strings, or None, but is {_shortened(repr(self.stop))}."
+            )
         if not all(self.stop_strings):
             raise ValueError("stop holds an empty string; leave it out or give the string that ends the answer.")
         if self.beam_width > 1 and (why := _beam_search_error(self)):
@@ -238,6 +244,25 @@ def _check_types(params: SamplingParams) -> None:
             raise ValueError(f"{name} must be {expected}, but is {value!r}.")
         if isinstance(value, np.generic):
             object.__setattr__(params, name, value.item())
+
+
+def _check_lengths(params: SamplingParams) -> None:
+    """Reject lists whose check at each token would delay other requests."""
+    stop, words = params.stop, params.bad_words
+    if isinstance(stop, (list, tuple)) and len(stop) > _MAX_STOP_STRINGS:
+        raise ValueError(f"stop holds {len(stop)} strings; give at most {_MAX_STOP_STRINGS}.")
+    if isinstance(stop, (str, list, tuple)) and (size := sum(len(each) for each in stop if isinstance(each, str))):
+        if size > _MAX_STOP_CHARACTERS:
+            raise ValueError(f"stop holds {size} characters in all; give at most {_MAX_STOP_CHARACTERS}.")
+    if isinstance(words, (list, tuple)) and len(words) > _MAX_BAD_WORDS:
+        raise ValueError(
+            f"bad_words holds {len(words)} words, counting a text twice if it differs after a space; give at most "
+            f"{_MAX_BAD_WORDS}."
+        )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 _SAMPLING_DEFAULTS = {"temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}

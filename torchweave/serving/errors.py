@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
+from torchweave.tokenizer import TextTooLong
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -55,7 +56,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable")
     if isinstance(error, ValueError):
-        return ApiError(400, str(error))
+        code = "context_length_exceeded" if isinstance(error, TextTooLong) else None
+        return ApiError(400, str(error), code=code)
     return ApiError(500, f"Internal server error: {type(error).__name__}.", code="internal_error")
 
 

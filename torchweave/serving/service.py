@@ -136,16 +136,7 @@ class Service:
             )
         model, settings = self.model, self.settings
         sequences = len(prompts) * params.n
-        # Capacity of an idle server: a larger request would get 429 forever.
-        capacity = settings.max_waiting_requests + model.max_batch_size * len(self.client.engines)
-        limit = min(settings.max_request_sequences, capacity)
-        if sequences > limit:
-            raise ApiError(
-                400,
-                f"The request asks for {sequences} answers (prompts times n), but this server allows at most {limit} to one "
-                "request; split it.",
-                param="n",
-            )
+        self.check_sequences(sequences)
         self._check_tokens(prompts, params, model)
         waiting = self.client.num_waiting
         if waiting + sequences > settings.max_waiting_requests + self.client.num_free:
@@ -154,6 +145,24 @@ class Service:
                 f"{waiting} requests are waiting, and this server queues at most {settings.max_waiting_requests}; retry later.",
                 code="queue_full",
                 headers={"Retry-After": str(self._retry_after(waiting))},
+            )
+
+    def check_sequences(self, count: int) -> None:
+        """Check the number of answers to a request.
+
+        Raises:
+            ApiError: 400, the server allows fewer.
+        """
+        settings = self.settings
+        # Capacity of an idle server: a larger request would get 429 forever.
+        capacity = settings.max_waiting_requests + self.model.max_batch_size * len(self.client.engines)
+        limit = min(settings.max_request_sequences, capacity)
+        if count > limit:
+            raise ApiError(
+                400,
+                f"The request asks for {count} answers (prompts times n), but this server allows at most {limit} to one "
+                "request; split it.",
+                param="n",
             )
 
     def _check_tokens(self, prompts: Sequence[Sequence[int]], params: SamplingParams, model: ModelCard) -> None:

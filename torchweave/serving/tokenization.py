@@ -1,4 +1,4 @@
-"""Tokenization in the HTTP process. Encoding runs on a separate thread, so that long prompts do not block the event loop."""
+"""Tokenization in the HTTP process. Encoding runs on separate threads, so that prompts do not block the event loop."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from torchweave.tokenizer import IncrementalDetokenizer, Tokenizer, check_text, 
 Value = TypeVar("Value")
 NO_IMAGES = ImageLimits()
 _IMAGE_THREADS = 2  # that decode and process images
+_LONG = 1 << 16
+"""Texts with more characters (about 50 ms) are encoded on a thread of their own, so that others do not wait for them."""
 
 
 class AsyncTokenizer:
-    """Two copies of the model's tokenizer: one encodes on a thread, the other decodes in the event loop. Created by `open`.
+    """Copies of the model's tokenizer: two encode, each on a thread, the third decodes in the event loop. Created by `open`.
 
     Args:
         template: chat template that replaces the model's.
@@ -41,6 +43,8 @@ class AsyncTokenizer:
         self._image_processor: ImageProcessor | None = None
         self._image_lock = threading.Lock()
         self._image_threads = ThreadPoolExecutor(_IMAGE_THREADS, thread_name_prefix="torchweave-images")
+        self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="torchweave-encode-long")
+        self._long_encoder: Tokenizer | None = None  # read with the first long text: most servers get none
 
     @classmethod
     async def open(
@@ -64,26 +68,30 @@ class AsyncTokenizer:
         decoder.decode([0])
         return cls(encoder, decoder, template, images)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text.
+    async def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Encode a text; for `max_tokens` see `Tokenizer.encode`.
 
         Raises:
-            ValueError: the text is not valid Unicode.
+            ValueError: the text is not valid Unicode, or certainly has more than `max_tokens` tokens.
         """
-        return await self._on_thread(lambda: self._encoder.encode(text, add_special_tokens))
+        return await self._on_thread(
+            lambda tokenizer: tokenizer.encode(text, add_special_tokens, max_tokens), len(text)
+        )
 
     async def chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
         """Encode a conversation with the chat template.
 
         Raises:
-            ValueError: the model has no template, or the template rejects the messages.
+            ValueError: the model has no template, the template rejects the messages, or see `encode`.
         """
         if self._template is not None:
             variables.setdefault("chat_template", self._template)
         if has_images(messages):
+            variables.pop("max_prompt_tokens", None)  # the processor counts images' tokens too
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._image_threads, lambda: self._image_chat(messages, variables))
-        return await self._on_thread(lambda: self._chat(messages, variables))
+        size = sum(len(each) for message in messages for each in message.values() if isinstance(each, str))
+        return await self._on_thread(lambda tokenizer: _chat(tokenizer, messages, variables), size)
 
     def _image_chat(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> PromptIds:
         with self._image_lock:
@@ -91,10 +99,6 @@ class AsyncTokenizer:
                 folder, trust = self._encoder.folder, self._encoder.trust_remote_code
                 self._image_processor = ImageProcessor(folder, self._image_limits, trust)
         return PromptIds(self._image_processor.chat(messages, **variables))
-
-    def _chat(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
-        check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
-        return self._encoder.chat(messages, **variables)
 
     @property
     def chat_template(self) -> str:
@@ -104,8 +108,10 @@ class AsyncTokenizer:
 
     async def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with `bad_words` as token ids, as the engine requires."""
-        encode = functools.partial(self._encoder.encode, add_special_tokens=False)
-        return await self._on_thread(lambda: encode_bad_words(params, encode))
+        return await self._on_thread(
+            lambda tokenizer: encode_bad_words(params, functools.partial(tokenizer.encode, add_special_tokens=False)),
+            sum(map(len, params.bad_words or ())),
+        )
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> IncrementalDetokenizer:
         """Create an incremental decoder for the answer to a prompt."""
@@ -126,12 +132,26 @@ class AsyncTokenizer:
         ids = self._decoder.encode(text, add_special_tokens=False)
         return ids[0] if len(ids) == 1 else None
 
-    async def _on_thread(self, work: Callable[[], Value]) -> Value:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _on_thread(self, work: Callable[[Tokenizer], Value], size: int) -> Value:
+        """Run `work` with the tokenizer of the thread for texts of `size` characters."""
+        loop = asyncio.get_running_loop()
+        if size <= _LONG:
+            return await loop.run_in_executor(self._thread, work, self._encoder)
+        return await loop.run_in_executor(self._long_thread, self._run_long, work)
+
+    def _run_long(self, work: Callable[[Tokenizer], Value]) -> Value:
+        if self._long_encoder is None:
+            self._long_encoder = Tokenizer(self._encoder.folder, self._encoder.trust_remote_code)
+        return work(self._long_encoder)
 
     def close(self) -> None:
-        for threads in (self._thread, self._image_threads):
+        for threads in (self._thread, self._long_thread, self._image_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+    check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
+    return tokenizer.chat(messages, **variables)
 
 
 async def prepare() -> None:

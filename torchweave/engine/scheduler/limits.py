@@ -127,7 +127,7 @@ def _token_id_rejection(params: SamplingParams, vocab_size: int) -> str:
             return f"bad_words holds the text {word!r}, but the engine takes token ids; see `encode_bad_words`."
         if len(word) > MAX_BAD_WORD_TOKENS:
             return f"bad_words holds a word of {len(word)} tokens; give words of at most {MAX_BAD_WORD_TOKENS} tokens."
-        token_ids["bad_words"] = (*token_ids.get("bad_words", ()), *word)
+    token_ids["bad_words"] = [token for word in params.bad_words or () for token in word]
     for name, ids in token_ids.items():
         if ids and max(ids) >= vocab_size:
             return f"{name} holds the token id {max(ids)}, but this model's vocabulary is 0..{vocab_size - 1}."

@@ -11,7 +11,7 @@ from torchweave.engine.request import SamplingParams
 from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.answer_parser import AnswerFormat
 from torchweave.serving.openai.generation import AnswerStream
-from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message
+from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message, TokenizeChatRequest
 from torchweave.serving.openai.reasoning import FORMATS, TAIL_TOKENS, ReasoningFormat, detect_reasoning_format
 from torchweave.serving.openai.sampling_fields import chat_params
 from torchweave.serving.openai.tools import (
@@ -30,7 +30,7 @@ _RESERVED = frozenset(
     (
         "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
         "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
+        "tokenizer_kwargs", "max_prompt_tokens",
     )
 )  # fmt: skip
 
@@ -139,7 +139,7 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
 
     Raises:
         ApiError: 400, template variables that are reserved or not supported by the template.
-        ValueError: the model has no template, or the template rejects the messages.
+        ValueError: the model has no template, the template rejects the messages, or they have too many characters.
     """
     variables = dict(body.chat_template_kwargs or {})
     if reserved := sorted(_RESERVED & set(variables)):
@@ -163,6 +163,7 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
     return await service.require_tokenizer().chat(
         [_message(each, template) for each in body.messages],
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        max_prompt_tokens=None if isinstance(body, TokenizeChatRequest) else service.model.max_model_len,
         **variables,
     )
 

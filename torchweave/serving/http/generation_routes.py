@@ -10,7 +10,7 @@ from torchweave.serving.anthropic.protocol import CountTokensRequest, MessagesRe
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.chat_template import encode, resolve_tool_use, start_chat
 from torchweave.serving.http.middleware import REQUEST_ID
-from torchweave.serving.http.responses import respond
+from torchweave.serving.http.responses import respond, unless_disconnected
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation, Prompt
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only
@@ -24,7 +24,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
     _check_stream_options(body)
-    answer_stream, answer_format = await start_chat(service, body)
+    answer_stream, answer_format = await unless_disconnected(start_chat(service, body), request)
     builder = ChatResponseBuilder(answer_stream, body, request.scope[REQUEST_ID], name, answer_format)
     return await respond(request, bool(body.stream), answer_stream, builder)
 
@@ -33,7 +33,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 async def messages(body: MessagesRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
-    answer_stream, answer_format = await start_chat(service, body.to_chat())
+    answer_stream, answer_format = await unless_disconnected(start_chat(service, body.to_chat()), request)
     builder = MessagesBuilder(answer_stream, answer_format, request.scope[REQUEST_ID], name)
     return await respond(request, bool(body.stream), answer_stream, builder)
 
@@ -57,7 +57,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             400, "echo with logprobs cannot be streamed for n above 1; set stream=false or n=1.", param="echo"
         )
     params = completion_params(body, service.model)
-    prompts = await _encode_prompts(service, body)
+    prompts = await unless_disconnected(_encode_prompts(service, body), request)
     answer_stream = await service.generate(
         prompts,
         params,
@@ -75,15 +75,16 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 async def _encode_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
     """Encode the prompts as token ids."""
-    prompt = body.prompt
+    prompt, longest = body.prompt, service.model.max_model_len
     if isinstance(prompt, str):
-        return [await service.require_tokenizer().encode(prompt, body.add_special_tokens)]
+        return [await service.require_tokenizer().encode(prompt, body.add_special_tokens, longest)]
     if isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
     if isinstance(prompt[0], list):
         return prompt  # type: ignore[return-value]
+    service.check_sequences(len(prompt) * (body.n or 1))
     tokenizer = service.require_tokenizer()
-    return [await tokenizer.encode(text, body.add_special_tokens) for text in prompt]  # type: ignore[arg-type]
+    return [await tokenizer.encode(text, body.add_special_tokens, longest) for text in prompt]  # type: ignore[arg-type]
 
 
 def _is_text(prompt: Prompt) -> bool:

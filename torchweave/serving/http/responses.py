@@ -11,12 +11,13 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from torchweave.serving.errors import ApiError, api_error
-from torchweave.serving.http.middleware import CLIENT_CLOSED_REQUEST, STREAM_SEND, Receive, Send
+from torchweave.serving.http.middleware import CLIENT_CLOSED_REQUEST, STREAM_SEND, Receive, Send, header
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.response_builders import ResponseBuilder
 from torchweave.serving.service import service_of
 
 Value = TypeVar("Value")
+_LONG_BODY = 1 << 16  # bytes
 
 
 async def respond(request: Request, stream: bool, answer_stream: AnswerStream, builder: ResponseBuilder) -> Response:
@@ -121,6 +122,21 @@ async def cancel_on_disconnect(work: Coroutine[Any, Any, Value], receive: Receiv
         task.cancel()
         disconnect.cancel()
         await asyncio.gather(task, disconnect, return_exceptions=True)
+
+
+async def unless_disconnected(work: Coroutine[Any, Any, Value], request: Request) -> Value:
+    """Return the result of `work`, which ends early if the client disconnects. The body of `request` has been read.
+
+    Raises:
+        ApiError: the client disconnected.
+    """
+    length = header(request.scope, b"content-length")
+    if length.isdigit() and int(length[:20]) <= _LONG_BODY:  # soon done, and a task for each costs as much
+        return await work
+    result = await cancel_on_disconnect(work, request.receive)
+    if result is None:
+        raise ApiError(CLIENT_CLOSED_REQUEST, "The client has disconnected.")
+    return result
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

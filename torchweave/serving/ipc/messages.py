@@ -343,9 +343,11 @@ def _encode_outputs(responses: Responses, replica_info: ReplicaInfo, failing: bo
 
 
 def _non_default_fields(params: SamplingParams) -> dict[str, Any]:
-    """Fields that differ from their defaults, dataclasses as dicts."""
+    """Fields that differ from their defaults, dataclasses as dicts, without those that the caller handles."""
     changed: dict[str, Any] = {}
     for item in fields(params):
+        if item.name == "stop":
+            continue
         value = getattr(params, item.name)
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         if value != default:

@@ -1,0 +1,81 @@
+"""Requests that would occupy the server: they are refused at once, or wait apart, and others are answered meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchweave
+from tests.serving.running import ServerProcess
+from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.serving.ipc import messages
+from torchweave.serving.tokenization import AsyncTokenizer
+from torchweave.tokenizer import TextTooLong, Tokenizer
+
+DEMO = Path(torchweave.__file__).parent / "models" / "demo"
+HEAVY: dict[str, tuple[dict[str, Any], str]] = {
+    "bad words": ({"prompt": "1+1=", "bad_words": [f"word {number}" for number in range(30_000)]}, "give at most 2048"),
+    "stop strings": ({"prompt": "1+1=", "n": 32, "stop": [f"s{number}" for number in range(100_000)]}, "at most 1024"),
+    "text": ({"prompt": "12+30= " * 1_000_000}, "maximum context length is 512 tokens"),
+    "conversation": ({"messages": [{"role": "user", "content": "1+1= " * 1_000_000}]}, "maximum context length is 512"),
+    "texts": ({"prompt": ["12+30= " * 100] * 2000}, "asks for 2000 answers"),
+}
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_heavy_requests_are_refused_at_once(server: ServerProcess, name: str) -> None:
+    body, words = HEAVY[name]
+    begin = time.monotonic()
+    answer = server.post("/v1/chat/completions" if "messages" in body else "/v1/completions", body)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+    assert len(answer.text) < 1000 and time.monotonic() - begin < 3  # 14 seconds to encode the text
+    if name in ("text", "conversation"):
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_longest_text_that_may_fit_is_encoded() -> None:
+    tokenizer = Tokenizer(DEMO)
+    text = max(tokenizer.hf_tokenizer.get_vocab(), key=len) * 5
+    assert len(tokenizer.encode(text, False, max_tokens=5)) <= 5
+    with pytest.raises(TextTooLong, match="at most 13"):
+        tokenizer.encode(text * 5, max_tokens=5)
+
+
+class Slow(Tokenizer):
+    """Takes a while for long texts, and notes them."""
+
+    begun: list[int] = []  # noqa: RUF012
+
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        self.begun.append(len(text))
+        time.sleep(0.3 if len(text) > 100_000 else 0)
+        return [len(text)]
+
+
+def test_short_texts_do_not_wait_for_long_ones_and_nobody_encodes_for_those_who_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        slow = Slow(DEMO)
+        tokenizer = AsyncTokenizer(slow, slow, None)
+        monkeypatch.setattr("torchweave.serving.tokenization.Tokenizer", Slow)
+        long = [asyncio.create_task(tokenizer.encode("a" * size)) for size in (200_001, 200_002, 200_003)]
+        await asyncio.sleep(0.05)
+        begin = time.monotonic()
+        assert await tokenizer.encode("a") == [1] and time.monotonic() - begin < 0.2
+        long[1].cancel()
+        assert await long[2] == [200_003]
+        assert sorted(Slow.begun) == [1, 200_001, 200_003]
+        tokenizer.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_gets_no_stop_strings() -> None:
+    request = InferenceRequest(1, [1], SamplingParams(stop=["a"], top_k=3))  # type: ignore[arg-type]
+    decoded = messages.decode_request(messages.submit(request))
+    assert decoded.sampling == SamplingParams(top_k=3)
