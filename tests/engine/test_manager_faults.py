@@ -13,7 +13,9 @@ import pytest
 from tests.engine.fake import expected
 from tests.engine.test_batch_manager import Harness
 from torchweave.distributed.worker_group import RankFailure
-from torchweave.engine.request import InferenceRequest, Output, SamplingParams
+from torchweave.engine.request import INVALID_LOGITS, InferenceRequest, Output, SamplingParams
+from torchweave.engine.scheduler.step import StepResult
+from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN
 
 
 class Lost(BaseException):
@@ -209,3 +211,45 @@ def test_an_idle_manager_that_looks_for_requests_costs_less_than_a_hundredth_of_
         begin, used = time.monotonic(), time.process_time()
         time.sleep(1.5)
         assert (time.process_time() - used) / (time.monotonic() - begin) < 0.01
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 2}, {"beam_width": 3, "n": 2}], ids=str)
+def test_logits_that_are_not_finite_end_their_request_alone(
+    params: dict[str, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h = Harness(sizes={"num_blocks": 60})
+    collect, break_slots = h.runner.collect, set[int]()
+
+    def broken(handle: object) -> StepResult:
+        result = collect(handle)
+        slots = steps.pop(0)
+        tokens = result.tokens.copy()
+        tokens[[number for number, slot in enumerate(slots) if slot in break_slots]] = INVALID_TOKEN
+        return StepResult(tokens, result.how, result.logprobs)
+
+    launch = h.runner.launch
+    steps: list[list[int]] = []
+
+    def noting(step: Any) -> Any:
+        steps.append(step.slots.tolist())
+        return launch(step)
+
+    monkeypatch.setattr(h.runner, "collect", broken)
+    monkeypatch.setattr(h.runner, "launch", noting)
+    with h.manager:
+        h.ask(1, [1] * 20, streaming=True, max_tokens=60)
+        while not h.received[1]:
+            time.sleep(0.001)
+        h.ask(2, [2] * 20, max_tokens=60, **params)
+        while 2 not in h.scheduler._running.slots.slot_of:
+            time.sleep(0.001)
+        break_slots.add(h.scheduler._running.slots.slot_of[2])
+        h.wait_final(2)
+        break_slots.clear()
+        h.ask(3, [2] * 20, max_tokens=10)
+        h.wait_final(1, 3)
+    output, _, error = h.received[2][-1]
+    assert output.finish_reason == "error" and error == INVALID_LOGITS
+    assert "Request 2 ended with an error: The model's logits are not finite" in capfd.readouterr().err
+    assert h.tokens(1) == expected([1] * 20, 60) and h.tokens(3) == expected([2] * 20, 10)
+    assert h.scheduler.num_invalid == 1 and h.scheduler.kv.num_free == h.scheduler.kv.num_blocks

@@ -40,7 +40,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a"] * 2000}, "holds 2000 strings; give at most 1024"),
     ({"stop": "a" * 20_000}, "holds 20000 characters in all; give at most 16384"),
     ({"bad_words": [[1]] * 30_000}, "holds 30000 words"),
-    ({"logit_bias": {token: 1000.0 for token in range(1000)}}, r"\.\.\.\."),
+    ({"logit_bias": dict.fromkeys(range(1000), 1000.0)}, r"\.\.\.\."),
 ]
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step
 from torchweave.ops.kernels import step_io
+from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN
 from torchweave.ops.slot_state import advance, prepare, prepare_decode_inputs
 
 
@@ -31,6 +32,7 @@ def main() -> None:
         assert expected.lists() == got.lists()
 
         sampled = torch.from_numpy(generator.integers(0, 6, rows).astype(np.int32))
+        sampled[seed % rows] = INVALID_TOKEN
         emit = torch.from_numpy(generator.integers(0, 4, rows) > 0)
         out, other = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.int32)
         advance(sampled, step.slots, emit, state, out)

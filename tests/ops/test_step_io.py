@@ -8,6 +8,7 @@ import torch
 
 from tests.ops.interpreted import run_interpreted
 from tests.ops.step_cases import BLOCK_SIZE, Outputs, copy_state, random_state, random_step, set_stop_ids
+from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN
 from torchweave.ops.slot_state import NOT_EMITTED, SlotState, advance, prepare, prepare_decode_inputs
 
 
@@ -112,6 +113,12 @@ def test_advance() -> None:
     assert out.tolist() == [7, -9, 7, -8, NOT_EMITTED, NOT_EMITTED]
     assert state.position.tolist() == [11, 12, 13, 14, 14]
     assert state.last_token.tolist() == [7, 8, 7, 7, 0]
+
+
+def test_after_an_invalid_token_a_slot_continues_from_an_index_of_the_embedding() -> None:
+    state, out = SlotState(2, 2), torch.empty(2, dtype=torch.int32)
+    advance(torch.tensor([INVALID_TOKEN, 3]), torch.tensor([0, 1]), torch.ones(2, dtype=torch.int32), state, out)
+    assert out.tolist() == [INVALID_TOKEN, 3] and state.last_token.tolist() == [0, 3]
 
 
 def test_request_through_prefill_and_decode() -> None:

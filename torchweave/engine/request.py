@@ -15,6 +15,11 @@ FinishReason = Literal["stop", "length", "complete", "cancelled", "error"]
 """Why an answer ended: stop token, limit, complete structured output, cancellation, error. Users see `complete` as `stop`."""
 
 MAX_REQUEST_ID = 2**64 - 1
+INVALID_LOGITS = (
+    "The model's logits are not finite (NaN or infinity); check its weights, or use a dtype with a larger range "
+    "(bfloat16, float32)."
+)
+"""Error of a request for which the model computed no valid distribution."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +256,9 @@ def _check_lengths(params: SamplingParams) -> None:
     stop, words = params.stop, params.bad_words
     if isinstance(stop, (list, tuple)) and len(stop) > _MAX_STOP_STRINGS:
         raise ValueError(f"stop holds {len(stop)} strings; give at most {_MAX_STOP_STRINGS}.")
-    if isinstance(stop, (str, list, tuple)) and (size := sum(len(each) for each in stop if isinstance(each, str))):
-        if size > _MAX_STOP_CHARACTERS:
-            raise ValueError(f"stop holds {size} characters in all; give at most {_MAX_STOP_CHARACTERS}.")
+    size = sum(len(each) for each in stop if isinstance(each, str)) if isinstance(stop, (str, list, tuple)) else 0
+    if size > _MAX_STOP_CHARACTERS:
+        raise ValueError(f"stop holds {size} characters in all; give at most {_MAX_STOP_CHARACTERS}.")
     if isinstance(words, (list, tuple)) and len(words) > _MAX_BAD_WORDS:
         raise ValueError(
             f"bad_words holds {len(words)} words, counting a text twice if it differs after a space; give at most "

@@ -399,8 +399,8 @@ def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: 
     [N].
 
     Where emit: last_token[slot] = token, position[slot] += 1 (the token's own position), and out[i] = token, or -1 - token if
-    it is one of the slot's stop ids and its position is not below min_position. Otherwise, and for slot -1: out[i] =
-    NOT_EMITTED only. Histories take the token as well.
+    it is one of the slot's stop ids and its position is not below min_position. The slot continues from token 0 after an
+    `INVALID_TOKEN`. Otherwise, and for slot -1: out[i] = NOT_EMITTED only. Histories take the token as well.
     """
     assert tokens.numel() == slots.numel() == emit.numel() == out.numel()
     if state.device.type == "cuda":
@@ -422,12 +422,12 @@ def advance(tokens: Tensor, slots: Tensor, emit: Tensor, state: SlotState, out: 
     is_stop = (state.host_arrays["stop_ids"][active_slots] == new[:, None]).any(axis=1) & (
         at >= state.host_arrays["min_position"][active_slots]
     )
-    state.host_arrays["last_token"][active_slots] = new
+    state.host_arrays["last_token"][active_slots] = np.maximum(new, 0)
     state.host_arrays["position"][active_slots] = at
     encoded[active] = np.where(is_stop, -1 - new, new)
     if state.history_len:
         inside = at < state.history_len
-        state.host_arrays["history"][active_slots[inside], at[inside]] = new[inside]
+        state.host_arrays["history"][active_slots[inside], at[inside]] = np.maximum(new[inside], 0)
 
 
 def carry(source: Tensor, target: Tensor) -> None:

@@ -216,9 +216,10 @@ def accept(state: SlotState, slots: Tensor, lookup: PromptLookup, rows: DraftRow
         stop = (arrays["stop_ids"][active_slots] == tokens[:, None]).any(axis=1) & (
             at >= arrays["min_position"][active_slots]
         )
-        arrays["last_token"][active_slots], arrays["position"][active_slots] = tokens, at
+        known = np.maximum(tokens, 0)  # an invalid token is no index of an embedding
+        arrays["last_token"][active_slots], arrays["position"][active_slots] = known, at
         inside = at < state.history_len
-        arrays["history"][active_slots[inside], at[inside]] = tokens[inside]
+        arrays["history"][active_slots[inside], at[inside]] = known[inside]
         encoded[active, place] = np.where(stop, -1 - tokens, tokens)
         alive[active] = right & ~stop
 

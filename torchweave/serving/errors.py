@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from torchweave.serving.engine_client.request_stream import EngineUnavailable
+from torchweave.engine.request import INVALID_LOGITS
+from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestFailed
 from torchweave.tokenizer import TextTooLong
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -55,6 +56,8 @@ def api_error(error: Exception) -> ApiError:
         return _invalid(error)
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable")
+    if isinstance(error, RequestFailed) and str(error) == INVALID_LOGITS:
+        return ApiError(500, INVALID_LOGITS, code="invalid_logits")
     if isinstance(error, ValueError):
         code = "context_length_exceeded" if isinstance(error, TextTooLong) else None
         return ApiError(400, str(error), code=code)

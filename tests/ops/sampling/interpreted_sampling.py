@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tests.ops.sampling.sampling_cases import PARAMETERS, build
+from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN
 from torchweave.ops.kernels.sampling.sample import launch_sample
 from torchweave.ops.sampling.sample import GREEDY_BELOW, sample
 from torchweave.ops.slot_state import SlotState
@@ -27,6 +28,19 @@ def main() -> None:
     greedy, got = SlotState(3, 2), torch.empty(3, dtype=torch.int32)
     launch_sample(tied, torch.arange(3, dtype=torch.int32), greedy, got, GREEDY_BELOW)
     assert got.tolist() == [0, 17, 0], got
+
+    for vocab_size in (300, 4100):  # one chunk and two
+        logits, slots, state = build(vocab_size)
+        rows = [0, 3, 8, 6, len(slots) - 1]  # greedy, unfiltered, top_p, top_k, padding
+        logits, slots, got = logits[rows], slots[rows], torch.empty(len(rows), dtype=torch.int32)
+        for value in (torch.nan, torch.inf, -torch.inf):
+            broken = torch.full_like(logits, value)
+            launch_sample(broken, slots, state, got, GREEDY_BELOW)
+            assert got.tolist() == sample(broken, slots, state).tolist() == [INVALID_TOKEN] * 4 + [0]
+        logits[::2, vocab_size - 2] = torch.inf  # the other rows are not affected
+        launch_sample(logits, slots, state, got, GREEDY_BELOW)
+        assert got.tolist() == sample(logits, slots, state).tolist()
+        assert (got == INVALID_TOKEN).tolist() == [True, False, True, False, False]
 
 
 if __name__ == "__main__":

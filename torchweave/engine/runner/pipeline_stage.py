@@ -78,4 +78,4 @@ class StageResampler(Resampler):
         self._pipeline.broadcast_from_last(tokens)
         if not self._pipeline.is_last:
             records, _ = self._on_device(replace(logits_processors, masks=None))
-            self._state.last_token[records[SLOT].long()] = tokens[records[ROW].long()]
+            self._state.last_token[records[SLOT].long()] = tokens[records[ROW].long()].clamp(min=0)

@@ -10,6 +10,7 @@ are released, and its final response is sent, when the last of them has complete
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
@@ -19,7 +20,15 @@ import numpy as np
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.image_rows import ImageRows, PromptImages
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
-from torchweave.engine.request import FinishReason, InferenceRequest, Output, Response, Responses, refusal
+from torchweave.engine.request import (
+    INVALID_LOGITS,
+    FinishReason,
+    InferenceRequest,
+    Output,
+    Response,
+    Responses,
+    refusal,
+)
 from torchweave.engine.sampling.beam_search import BeamSearch, num_candidates
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.beams import BeamGroup, beam_response
@@ -33,9 +42,11 @@ from torchweave.engine.scheduler.speculation import SpeculationCounts, unused_to
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
 from torchweave.engine.scheduler.step_builder import StepBuilder
 from torchweave.images import ImageLimits
+from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN
 from torchweave.ops.slot_state import MAX_STOP_IDS, NOT_EMITTED, SlotUpdates
 
 StateChange = Literal["started", "paused", "answering"]
+_log = logging.getLogger("torchweave")
 
 
 class Scheduler:
@@ -58,6 +69,7 @@ class Scheduler:
         paused_total: number of pauses so far.
         state_changes: (id, state) in order, until a caller takes them: `started` prefill (again, after a pause), `paused` and
             lost its blocks, or `answering`, with its first token.
+        num_invalid: number of requests that ended because their logits were not finite.
         static: the policy is `static_batch`.
         speculation: drafts so far, and how many were kept.
     """
@@ -78,6 +90,7 @@ class Scheduler:
         self.kv = kv
         self.grammars = grammars
         self.paused_total = 0
+        self.num_invalid = 0
         self.state_changes: list[tuple[int, StateChange]] = []
         self.static = policy is static_batch
         self.speculation = SpeculationCounts(limits.query_len - 1)
@@ -350,6 +363,9 @@ class Scheduler:
         if step.prompt_targets is not None and result.prompt_logprobs is not None:
             store_prompt_logprobs(step.prompt_targets, result.prompt_logprobs, table.state)
         rows = np.flatnonzero(step.emits & ~table.done[step.slots])
+        if (invalid := result.tokens[rows] == INVALID_TOKEN).any():
+            self._end_invalid(step.slots[rows[invalid if invalid.ndim == 1 else invalid.any(axis=1)]])
+            rows = rows[~table.done[step.slots[rows]]]
         if self._running.beams.groups:
             rows = self._update_beams(step, rows, result)
         slots = step.slots[rows]
@@ -381,6 +397,27 @@ class Scheduler:
             responses = Responses(others, table.ids[slots[plain]], tokens[plain])
         responses.extend(self._release())
         return responses
+
+    def _end_invalid(self, slots: np.ndarray) -> None:
+        """End requests whose logits are not finite with an error."""
+        table = self._running.slots
+        for slot in slots.tolist():
+            if table.done[slot]:  # with another beam of its search
+                continue
+            self.num_invalid += 1
+            if (
+                self.num_invalid & (self.num_invalid - 1) == 0
+            ):  # the first, second, fourth, ...: a broken model ends all
+                _log.warning(
+                    "Request %d ended with an error: %s (%d such requests so far)",
+                    table.ids[slot], INVALID_LOGITS, self.num_invalid,
+                )  # fmt: skip
+            group = self._running.search_of(slot)
+            leader = slot if group is None else group.leader
+            table.state_of(leader).error = INVALID_LOGITS
+            self._finish(leader, "error")
+        if not self.is_loading:
+            self.kv.reset()  # cached blocks may hold the cause
 
     def _store(self, result: StepResult, slots: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Append the token of each row to its slot's; returns the tokens, and the rows that the device has stopped."""
@@ -473,12 +510,13 @@ class Scheduler:
         for slot in [slot for slot in running.pending_release if not running.in_flight(slot)]:
             running.pending_release.remove(slot)
             state, num_generated = table.state_of(slot), int(table.num_generated[slot])
-            if state.search is None:
+            if state.search is None and not state.error:
                 # The last token was sampled but not fed: its key and value are in no block.
                 num_cached = min(int(table.num_computed[slot]), len(state.prompt) + max(num_generated - 1, 0))
                 running.cache_full_blocks(self.kv, slot, num_cached)
             if state.reason is not None:
-                responses.append(self._make_response(slot) if state.search is None else beam_response(state))
+                beams = state.search is not None and not state.error
+                responses.append(beam_response(state) if beams else self._make_response(slot))
             else:
                 self._wait_again(slot, state)
             running.release(self.kv, slot)

@@ -206,8 +206,9 @@ def accept_kernel(
             stop = tl.load(stop_ids + slot * NUM_STOP_IDS + i, mask=alive, other=-1)
             is_stop |= (stop == drawn).to(tl.int32)
         stops = (is_stop != 0) & (at >= first_stop)
-        token = tl.where(alive, drawn, token)
-        tl.store(history + slot.to(tl.int64) * history_len + at, drawn, mask=alive & (at < history_len))
+        known = tl.maximum(drawn, 0)  # an invalid token is no index of an embedding
+        token = tl.where(alive, known, token)
+        tl.store(history + slot.to(tl.int64) * history_len + at, known, mask=alive & (at < history_len))
         encoded = tl.where(alive, tl.where(stops, -1 - drawn, drawn), INT_MIN)
         tl.store(out + row * Q + place, encoded, mask=inside)
         alive = right & (stops == 0)

@@ -118,7 +118,7 @@ def advance_kernel(
         is_stop |= (stop == token).to(tl.int32)
     may_stop = at >= tl.load(min_position + slot, mask=active, other=0)
     encoded = tl.where((is_stop != 0) & may_stop, -1 - token, token)
-    tl.store(last_token + slot, token, mask=active)
+    tl.store(last_token + slot, tl.maximum(token, 0), mask=active)  # an invalid token is no index of an embedding
     tl.store(position + slot, at, mask=active)
     tl.store(out + row, tl.where(active, encoded, INT_MIN), mask=inside)
 

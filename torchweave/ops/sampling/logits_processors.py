@@ -207,7 +207,7 @@ def commit_reference(
     out.numpy()[records[layout.ROW]] = encoded.numpy()
     counted = np.flatnonzero(records[layout.FLAGS] & layout.HAS_COUNTS)
     if counted.size:
-        processor_state.counts.numpy()[records[layout.STATE_ROW, counted], new[counted]] += 1
+        processor_state.counts.numpy()[records[layout.STATE_ROW, counted], np.maximum(new[counted], 0)] += 1
     worded = np.flatnonzero(records[layout.FLAGS] & layout.HAS_BAD_WORDS)
     if worded.size:
         at = state.host_arrays["position"][records[layout.SLOT, worded]] % layout.MAX_BAD_WORD_TOKENS

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.kernels.sampling.layout import LANES
+from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN, LANES
 from torchweave.ops.slot_state import SlotState
 
 _MASK = np.uint64(0xFFFFFFFF)
@@ -77,7 +77,7 @@ GREEDY_BELOW = 1e-5
 def sample(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor | None = None) -> Tensor:
     """Sample one token for each row. logits [N, V] float32, bfloat16 or float16; slots int32 [N] (-1 = padding: 0, unused).
 
-    Returns `out`, int32 [N]. Greedy takes the first index on ties, like torch.argmax. Fit for CUDA graphs; V < 2**31.
+    Returns `out`, int32 [N]: `INVALID_TOKEN` for a row whose largest logit is not finite. Greedy takes the first index on ties, like torch.argmax. Fit for CUDA graphs; V < 2**31.
     """
     assert logits.dim() == 2 and logits.shape[0] == slots.numel(), (logits.shape, slots.shape)
     out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device) if out is None else out
@@ -98,12 +98,14 @@ def sample_reference(logits: Tensor, slots: Tensor, state: SlotState) -> Tensor:
     stop_masked = real & (positions < host_arrays["min_position"][rows])
     if stop_masked.any():
         logits = _without_stop_ids(logits, stop_masked, host_arrays["stop_ids"][rows])
-    tokens = logits.argmax(dim=-1) * torch.from_numpy(real)
+    tokens = logits.argmax(dim=-1)  # of the first NaN if there is one
+    invalid = ~logits.gather(1, tokens[:, None])[:, 0].isfinite() & torch.from_numpy(real)
+    tokens *= torch.from_numpy(real)
     random_rows = np.flatnonzero(real & (host_arrays["temperature"][rows] >= GREEDY_BELOW))
     if random_rows.size:
         picked = torch.from_numpy(random_rows)
         tokens[picked] = _draw(logits[picked].float(), rows[random_rows], positions[random_rows], state)
-    return tokens
+    return tokens.masked_fill_(invalid, INVALID_TOKEN)
 
 
 def _without_stop_ids(logits: Tensor, stop_masked: np.ndarray, stop_ids: np.ndarray) -> Tensor:
@@ -155,7 +157,7 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, 
     int64 [N], 1 = the most likely; tied tokens share the better rank). Runs after the graph, on the rows that request it.
     """
     values = logits.float().log_softmax(dim=-1)
-    chosen = values.gather(1, tokens.long()[:, None])
+    chosen = values.gather(1, tokens.long().clamp(min=0)[:, None])  # may be INVALID_TOKEN
     best, ids = values.topk(min(top, values.shape[1]), dim=-1)
     rank = (values > chosen).sum(dim=-1) + 1
     return chosen[:, 0], best, ids, rank

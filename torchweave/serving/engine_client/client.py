@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from torchweave.engine.request import InferenceRequest, Response, refusal
+from torchweave.engine.request import INVALID_LOGITS, InferenceRequest, Response, refusal
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
 from torchweave.serving.engine_client.request_metrics import RequestMetrics, RequestMetricsData, ServingCounters
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
@@ -282,6 +282,7 @@ class EngineClient(ABC):
             del self._request_streams[response.id]
             self._changed.set()
         reason = (response.output.finish_reason or "error") if response.final else None
+        self.request_metrics.counts.invalid_logits += response.error == INVALID_LOGITS
         self.request_metrics.response_received(response.id, len(response.output.token_ids), reason)
         request_stream.on_output(response, engine_failing)
 

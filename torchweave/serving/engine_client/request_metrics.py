@@ -75,6 +75,7 @@ class ServingCounters:
     refused: int = 0
     iterations: int = 0
     compiles_after_ready: int = 0
+    invalid_logits: int = 0
     first_token: BucketHistogram = field(
         default_factory=lambda: BucketHistogram(FIRST_TOKEN_SECONDS, _NUM_RECENT_VALUES)
     )

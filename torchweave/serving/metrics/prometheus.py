@@ -44,6 +44,9 @@ COUNTERS = (
     ),
     MetricSpec("iterations", "Iterations of the engine", lambda c: c.iterations),
     MetricSpec(
+        "invalid_logits", "Requests ended because the model's logits were not finite", lambda c: c.invalid_logits
+    ),
+    MetricSpec(
         "compiles_after_ready", "Compilations after the engine was ready; expected: 0", lambda c: c.compiles_after_ready
     ),
 )

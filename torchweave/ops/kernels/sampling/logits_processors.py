@@ -97,7 +97,7 @@ def commit_kernel(rows, num_rows, sampled, encoded, position, counts, recent_tok
     tl.store(tokens + row, token)
     tl.store(out + row, tl.load(encoded + i))
     if (flags & _COUNTS) != 0:
-        count = counts + state_row * vocab_size + token
+        count = counts + state_row * vocab_size + tl.maximum(token, 0)  # may be invalid
         tl.store(count, tl.load(count) + 1)
     if (flags & _WORDS) != 0:
         tl.store(

@@ -20,10 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.sampling.layout import LANES, MAX_STOP_IDS, SlotTensors
+from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN, LANES, MAX_STOP_IDS, SlotTensors
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
+INFINITY_KEY = tl.constexpr(0x7F800000)  # NaN of kernels lies above
+MINUS_INFINITY_KEY = tl.constexpr(-0x7F800001)
+_INVALID_TOKEN = tl.constexpr(INVALID_TOKEN)
 _LANES = tl.constexpr(LANES)
 _STOPS = tl.constexpr(MAX_STOP_IDS)
 _CHUNK = 4096
@@ -348,16 +351,18 @@ def finish_kernel(
     chunk = tl.arange(0, CHUNKS)
     best = tl.load(partial_key + row * num_chunks + chunk, mask=chunk < num_chunks, other=INT_MIN)
     other = tl.load(partial_other + row * num_chunks + chunk, mask=chunk < num_chunks, other=INT_MAX)
+    top = tl.max(best, axis=0)
+    is_valid = (top > MINUS_INFINITY_KEY) & (top < INFINITY_KEY)
     if (t < GREEDY_BELOW) | ((k == vocab_size) & (p >= 1.0) & (m <= 0.0)):
         _, token = _first_best(best, other)
-        tl.store(out + row, token)
+        tl.store(out + row, tl.where(is_valid, token, _INVALID_TOKEN))
     else:
         row_logits = logits + row.to(tl.int64) * row_stride
         row_stops = stop_ids + slot * _STOPS
         lo, hi = tl.load(seed_lo + slot), tl.load(seed_hi + slot)
         inverse = tl.div_rn(1.0, t)
         log_min_p = tl.log(m)
-        largest = _value(tl.max(best, axis=0))
+        largest = _value(top)
         mass = tl.where(
             chunk < num_chunks, other.to(tl.float32, bitcast=True) * tl.exp((_value(best) - largest) * inverse), 0.0
         )
@@ -394,7 +399,7 @@ def finish_kernel(
                 row_logits, row_stops, stop_masked, k, p, whole_mass, largest, inverse, log_min_p, lo, hi, at, vocab_size,
                 KEY_SHIFT, TILE,
             )  # fmt: skip
-        tl.store(out + row, token)
+        tl.store(out + row, tl.where(is_valid, token, _INVALID_TOKEN))
 
 
 def launch_sample(logits: Tensor, slots: Tensor, state: SlotTensors, out: Tensor, greedy_below: float) -> None:
