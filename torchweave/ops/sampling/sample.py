@@ -77,7 +77,8 @@ GREEDY_BELOW = 1e-5
 def sample(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor | None = None) -> Tensor:
     """Sample one token for each row. logits [N, V] float32, bfloat16 or float16; slots int32 [N] (-1 = padding: 0, unused).
 
-    Returns `out`, int32 [N]: `INVALID_TOKEN` for a row whose largest logit is not finite. Greedy takes the first index on ties, like torch.argmax. Fit for CUDA graphs; V < 2**31.
+    Returns `out`, int32 [N]: `INVALID_TOKEN` for a row whose largest logit is not finite. Greedy takes the first index on ties,
+    like torch.argmax. Fit for CUDA graphs; V < 2**31.
     """
     assert logits.dim() == 2 and logits.shape[0] == slots.numel(), (logits.shape, slots.shape)
     out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device) if out is None else out
