@@ -275,6 +275,9 @@ class ServerConfig:
         max_waiting_requests: most requests queued beyond those in a step; further requests get status 429.
         request_timeout: seconds until a request is cancelled. 0: never.
         drain_timeout: seconds that running requests have to finish at shutdown.
+        max_connections_per_address: most open connections of one client address to an HTTP process; further ones are closed.
+            None: any number.
+        engine_timeout: seconds without an answer after which an engine process counts as hung and is killed. 0: never.
         restart_engine: restart an engine that failed. Off: continue with the remaining replicas, and exit with code 1 after
             the last.
         data_parallel_size: engine replicas behind the server, each with its own GPUs (replica i of engines with R ranks
@@ -299,6 +302,8 @@ class ServerConfig:
     max_waiting_requests: int = 1024
     request_timeout: float = 0.0
     drain_timeout: float = 30.0
+    max_connections_per_address: int | None = None
+    engine_timeout: float = 20.0
     restart_engine: bool = False
     data_parallel_size: int = 1
     api_server_count: int | None = None

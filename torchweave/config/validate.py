@@ -24,6 +24,8 @@ _SERVER_MINIMUMS = {
     "response_store_mib": 0,
     "request_timeout": 0,
     "drain_timeout": 0,
+    "max_connections_per_address": 1,
+    "engine_timeout": 0,
 }
 
 VLLM_NAMES = {

@@ -96,6 +96,9 @@ def _serve(engine: Engine, config: EngineConfig, listening: socket.socket, outbo
         elif isinstance(message, wire.Stop):
             for request_id in inbox.stop(message.ids):
                 outbox.put([Response(request_id, Output(NO_TOKENS, "cancelled"), True)])
+        elif isinstance(message, wire.Ping):
+            outbox.put(wire.Pong())
+            continue
         else:
             manager.shutdown(drain=False)
             engine.close()

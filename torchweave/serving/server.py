@@ -49,12 +49,17 @@ class Server:
         frontend_context = FrontendContext(shared_load=SharedLoad(settings.data_parallel_size, count))
         self._frontends = FrontendGroup(count, frontend_context)
         self.client = create_replicas(
-            config, settings.data_parallel_size, settings.restart_engine, frontend_context, count
+            config,
+            settings.data_parallel_size,
+            settings.restart_engine,
+            frontend_context,
+            count,
+            settings.engine_timeout,
         )
         self.app = create_app(self.client, settings, poll_remote_metrics=self._frontends.poll_metrics)
         self.service: Service = self.app.state.service
         self._draining: asyncio.Task[None] | None = None
-        self._uvicorn = UvicornServer(self.app)
+        self._uvicorn = UvicornServer(self.app, settings.max_connections_per_address)
 
     @property
     def failure(self) -> str:

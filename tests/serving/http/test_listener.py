@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
@@ -212,3 +213,76 @@ def test_long_bodies_and_pipelined_requests_do_not_count_as_heads() -> None:
     long = b"POST /long HTTP/1.1\r\nContent-Length: 300000\r\n\r\n" + b"a" * 300_000
     found = answers(long + (b"GET / HTTP/1.1\r\n" + headers(300) + b"\r\n") * 20 + LAST, 50_000)
     assert found.count(b"<GET / >") == 20 and found.endswith(b"<POST /last abcdefgh>")
+
+
+# -- connections without requests --------------------------------------------------------------------------------------
+
+
+def connections(act: Callable[[UvicornServer, tuple[str, int]], Awaitable[None]], **options: Any) -> None:
+    """Run `act` with a server and its address."""
+
+    async def run() -> None:
+        uvicorn = UvicornServer(echo, **options)
+        with listen("127.0.0.1", 0) as door:
+            serving = asyncio.create_task(uvicorn.serve(sockets=[door]))
+            await uvicorn.listening.wait()
+            await act(uvicorn, door.getsockname())
+            uvicorn.should_exit = True
+            await serving
+
+    asyncio.run(run())
+
+
+async def request(address: tuple[str, int]) -> bytes:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(LAST)
+    found = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return found
+
+
+def test_connections_that_send_no_head_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "_HEAD_SECONDS", 0.2)
+
+    async def act(uvicorn: UvicornServer, address: tuple[str, int]) -> None:
+        silent, slow, idle = [await asyncio.open_connection(*address) for _ in range(3)]
+        slow[1].write(b"GET / HTTP/1.1\r\nHost:")
+        idle[1].write(b"GET /first HTTP/1.1\r\n\r\n")
+        assert await asyncio.wait_for(silent[0].read(), 5) == b""
+        assert b"did not arrive within 0.2 seconds" in await asyncio.wait_for(slow[0].read(), 5)
+        idle[1].write(LAST)  # between requests the keep-alive time holds
+        assert (await asyncio.wait_for(idle[0].read(), 5)).count(b"200 OK") == 2
+        for _, writer in (silent, slow, idle):
+            writer.close()
+
+    connections(act)
+
+
+def test_half_open_connections_leave_room_for_others() -> None:
+    async def act(uvicorn: UvicornServer, address: tuple[str, int]) -> None:
+        uvicorn.server_state._limit = 8  # type: ignore[attr-defined]
+        half_open = []
+        for sent in (b"", b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\nabc") * 10:
+            half_open.append(await asyncio.open_connection(*address))
+            half_open[-1][1].write(sent)
+            await asyncio.sleep(0.002)
+            assert len(uvicorn.server_state.connections) <= 9
+        assert b"<POST /last abcdefgh>" in await request(address)
+        for _, writer in half_open:
+            writer.close()
+
+    connections(act)
+
+
+def test_connections_of_an_address_are_limited_by_option() -> None:
+    async def act(uvicorn: UvicornServer, address: tuple[str, int]) -> None:
+        first = [await asyncio.open_connection(*address) for _ in range(3)]
+        with pytest.raises((OSError, AssertionError)):
+            assert b"200 OK" in await request(address)
+        first[0][1].close()
+        await asyncio.sleep(0.05)
+        assert b"200 OK" in await request(address)
+        for _, writer in first:
+            writer.close()
+
+    connections(act, max_connections_per_address=3)

@@ -7,6 +7,8 @@ import contextlib
 import shutil
 from functools import partial
 
+import msgspec
+
 from torchweave.config.options import EngineConfig
 from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
@@ -18,6 +20,7 @@ from torchweave.utils import gc
 from torchweave.utils.child_process import ChildProcess, exit_with_parent
 
 _END_SECONDS = 5.0  # for the engine process to end by itself
+_PING_SECONDS = 1.0
 
 
 class EngineSupervisor(EngineClient):
@@ -25,6 +28,7 @@ class EngineSupervisor(EngineClient):
 
     Args:
         restart: restart the engine if it fails after it was ready.
+        timeout: seconds without an answer after which the engine counts as hung and is killed; 0: never.
     """
 
     def __init__(
@@ -33,12 +37,15 @@ class EngineSupervisor(EngineClient):
         restart: bool = False,
         replica_info: messages.ReplicaInfo = messages.ReplicaInfo(),  # noqa: B008
         frontend_context: FrontendContext | None = None,
+        timeout: float = 0.0,
     ) -> None:
         super().__init__(replica_info, frontend_context or FrontendContext())
         self._config = config
         self._restart = restart
+        self._timeout = timeout
         self._task: asyncio.Task[None] | None = None
         self._process: ChildProcess | None = None
+        self._silent_seconds = 0.0  # since the last message of the engine
 
     async def start(self) -> None:
         """Start the engine process; returns at once."""
@@ -86,7 +93,29 @@ class EngineSupervisor(EngineClient):
         name = f"tw-engine-{self.replica_info.index}"
         self._process = spawn(_run_engine, self._config, addresses, self.replica_info, name=name)
         exit_stack.push_async_callback(asyncio.to_thread, self._process.kill_and_wait)
+        if self._timeout:
+            exit_stack.callback(asyncio.create_task(self._end_if_silent(self._process)).cancel)
         await self._read_messages_until(process_exit(self._process), from_engine)
+
+    async def _end_if_silent(self, process: ChildProcess) -> None:
+        """Kill an engine that was ready and then sends nothing, not even answers to pings."""
+        while True:
+            before = asyncio.get_running_loop().time()
+            await asyncio.sleep(_PING_SECONDS)
+            if self.state != "ready":
+                self._silent_seconds = 0.0
+                continue
+            # At most: this process may have been stopped itself.
+            self._silent_seconds += min(asyncio.get_running_loop().time() - before, 2 * _PING_SECONDS)
+            if self._silent_seconds > self._timeout:
+                self.failure = f"The engine process has not answered for {self._timeout:g} s."
+                process.kill()
+                return
+            self._send(messages.Ping())
+
+    def _on_message(self, message: msgspec.Struct) -> None:
+        self._silent_seconds = 0.0
+        super()._on_message(message)
 
     def _on_ready(self, message: messages.Ready) -> None:
         super()._on_ready(message)
@@ -129,12 +158,13 @@ def create_replicas(
     restart: bool = False,
     frontend_context: FrontendContext | None = None,
     frontends: int = 1,
+    timeout: float = 0.0,
 ) -> Replicas:
     """Create `count` replicas for `frontends` HTTP processes. For the other arguments see `EngineSupervisor`."""
     frontend_context = frontend_context or FrontendContext(shared_load=SharedLoad(count, frontends))
     replica_infos = (messages.ReplicaInfo(index, count, frontends) for index in range(count))
     return Replicas(
         config,
-        [EngineSupervisor(config, restart, replica_info, frontend_context) for replica_info in replica_infos],
+        [EngineSupervisor(config, restart, replica_info, frontend_context, timeout) for replica_info in replica_infos],
         frontend_context,
     )

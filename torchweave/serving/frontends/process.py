@@ -72,7 +72,7 @@ class Frontend:
         client = Replicas(config, self._engines, frontend_context)
         self._app = create_app(client, settings, wait=True, primary_socket=frontend_info.proxy_socket)
         self._service: Service = self._app.state.service
-        self.uvicorn = UvicornServer(self._app)
+        self.uvicorn = UvicornServer(self._app, settings.max_connections_per_address)
         self._to_first = Sender(frontend_info.to_first)
 
     async def run(self) -> None:

@@ -6,17 +6,21 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 _CLOSE_SECONDS = 5  # for connections to receive their last data
 _KEEP_ALIVE_SECONDS = 75  # longer than the keep-alive time of proxies
+_HEAD_SECONDS = 15.0  # time limit for receiving a request's head
 _HEAD_BYTES = 2**16  # limit for a request's head, and for data after its body
 _BACKLOG = 2048  # connections that wait for accept
 _CORES_PER_PROCESS, _MAX_PROCESSES = 4, 4  # default number of HTTP processes
@@ -36,15 +40,90 @@ class _Http10Cycle(RequestResponseCycle):
         await super().send(message)
 
 
+class _Connections(ServerState):
+    """The connections of a process, of which those without a whole request may be closed.
+
+    Args:
+        max_per_address: most connections of a client address; None: any number.
+    """
+
+    def __init__(self, max_per_address: int | None) -> None:
+        super().__init__()
+        self._max_per_address = max_per_address
+        self._per_address: Counter[str] = Counter()
+        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # the rest is for the engines and files
+        self._waiting: dict[_Http1Protocol, None] = {}
+
+    def on_connected(self, protocol: _Http1Protocol) -> None:
+        """Close `protocol` if its address has too many, or the one that has waited longest if the process has too many."""
+        address = protocol.client[0] if protocol.client else ""
+        self._per_address[address] += 1
+        self._waiting[protocol] = None
+        if address and self._max_per_address is not None and self._per_address[address] > self._max_per_address:
+            protocol.transport.abort()
+        elif 0 < self._limit < len(self.connections):
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.transport.abort()
+
+    def on_request(self, protocol: _Http1Protocol) -> None:
+        """A whole request was received."""
+        self._waiting.pop(protocol, None)
+
+    def on_response(self, protocol: _Http1Protocol) -> None:
+        """It was answered: the connection waits for another."""
+        if protocol in self.connections:
+            self._waiting[protocol] = None
+
+    def on_lost(self, protocol: _Http1Protocol) -> None:
+        self._waiting.pop(protocol, None)
+        address = protocol.client[0] if protocol.client else ""
+        self._per_address[address] -= 1
+        if not self._per_address[address]:
+            del self._per_address[address]
+
+
 class _Http1Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol with three fixes.
+    """uvicorn's HTTP/1.1 protocol with four fixes.
 
     It ignores requests to upgrade the protocol, which Java's client sends first: the parser stops after the head of such a
     request, and uvicorn would lose the body. It sends no chunks to HTTP/1.0 clients. It closes connections whose request head
-    exceeds `_HEAD_BYTES`, which uvicorn would buffer without limit.
+    exceeds `_HEAD_BYTES`, which uvicorn would buffer without limit, or takes longer than `_HEAD_SECONDS`.
     """
 
+    server_state: _Connections
     _head_bytes = 0  # received since the last body part, end of a head or end of a request
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timer()
+        self.server_state.on_connected(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        self.server_state.on_lost(self)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self.server_state.on_response(self)
+        super().on_response_complete()
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(_HEAD_SECONDS, self._on_head_timeout)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_head_timeout(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:  # the head of a request that is sent ahead
+            self._start_head_timer()
+        elif self._head_bytes:
+            self.send_400_response(f"The head of the request did not arrive within {_HEAD_SECONDS:g} seconds.")
+        else:
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -58,11 +137,14 @@ class _Http1Protocol(HttpToolsProtocol):
             self.logger.warning(sentence)
             self.send_400_response(sentence)
             return
+        if self._head_bytes and self._head_timer is None:
+            self._start_head_timer()
         if self._head_bytes > _HEAD_BYTES:
             self.send_400_response(f"The head of the request is longer than {_HEAD_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
+        self._stop_head_timer()
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before and self.parser.get_http_version() == "1.0":
@@ -74,6 +156,7 @@ class _Http1Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
+        self.server_state.on_request(self)
         super().on_message_complete()
 
     def _read(self, data: memoryview) -> int:
@@ -108,11 +191,14 @@ def _is_fault(record: logging.LogRecord) -> bool:
 class UvicornServer(uvicorn.Server):
     """uvicorn without signal handlers: a signal starts the drain, it does not close the socket.
 
+    Args:
+        max_connections_per_address: most open connections of a client address; None: any number.
+
     Attributes:
         listening: set once connections are accepted.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, max_connections_per_address: int | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -127,6 +213,7 @@ class UvicornServer(uvicorn.Server):
                 timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
         )
+        self.server_state = _Connections(max_connections_per_address)
         logging.getLogger("uvicorn.error").addFilter(_is_fault)
         self.listening = asyncio.Event()
 

@@ -118,11 +118,15 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     ids: list[int]
 
 
+class Ping(msgspec.Struct, tag=True, array_like=True):
+    """Answer with `Pong`: a process that hangs does not."""
+
+
 class End(msgspec.Struct, tag=True, array_like=True):
     """End the process, without finishing its requests."""
 
 
-ToEngine = Submit | Stop | End
+ToEngine = Submit | Stop | Ping | End
 
 
 # -- from the engine ---------------------------------------------------------------------------------------------------
@@ -186,6 +190,10 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     iterations: list[tuple[float, int, int]] = []
 
 
+class Pong(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `Ping`."""
+
+
 class Failed(msgspec.Struct, tag=True, array_like=True):
     """The engine ends. `is_config_error`: an option or the model is invalid, as opposed to a fault of the engine."""
 
@@ -193,7 +201,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     is_config_error: bool
 
 
-FromEngine = EngineEvent | Ready | Accepted | Outputs | RequestStateChanges | Stats | Failed
+FromEngine = EngineEvent | Ready | Accepted | Outputs | RequestStateChanges | Stats | Pong | Failed
 
 
 # -- from the HTTP process that starts the engines to the others -------------------------------------------------------
