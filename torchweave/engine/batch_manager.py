@@ -8,7 +8,9 @@ with an error.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
 import warnings
@@ -140,8 +142,10 @@ class GenerationLoop:
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._num_new = self._num_completed = 0
         self._iteration_began = self._last_stats_time = float("-inf")
-        self._stopping: str | None = None  # "drain" or "abandon"
+        self._stopping: str | None = None  # "finish" (fetch once more, then drain), "drain" or "abandon"
         self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._process = 0
         self._schedule_seconds = self._launch_seconds = 0.0
         self._last_logged: dict[str, float] = {}
         if scheduler.grammars is not None:
@@ -158,9 +162,20 @@ class GenerationLoop:
             self._stopping = "drain" if drain else "abandon"
         self._wake.set()
 
+    def finish_at_exit(self) -> None:
+        """Finish the requests before the interpreter ends: it would kill this daemon thread in the middle of a step."""
+        if self._thread is None or os.getpid() != self._process:  # a fork has no loop
+            return
+        if self._stopping is None:
+            self._stopping = "finish"
+        self._wake.set()
+        self._thread.join()
+
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        self._thread, self._process = threading.current_thread(), os.getpid()
+        atexit.register(self.finish_at_exit)
         try:
             with gc.gc_frozen():
                 self._runner.start()
@@ -177,11 +192,15 @@ class GenerationLoop:
             )
             self._send(self._scheduler.abort_all(f"The engine failed: {failure}"))
             self._reject_pending()
+        finally:
+            atexit.unregister(self.finish_at_exit)
 
     def _loop(self) -> None:
         while True:
-            if self._stopping is None:
+            if self._stopping in (None, "finish"):
+                last = self._stopping == "finish"
                 self._fetch()
+                self._stopping = "drain" if last and self._stopping == "finish" else self._stopping
             if self._stopping == "abandon":
                 self._discard_in_flight()
                 self._send(self._scheduler.abort_all("The engine was shut down before the request had finished."))
@@ -381,7 +400,7 @@ class GenerationLoop:
 
 
 class BatchManager:
-    """Runs requests until `shutdown`. When the object is garbage-collected, active requests are finished first.
+    """Runs requests until `shutdown`. When the object is garbage-collected or the program ends, active requests are finished first.
 
     Each iteration calls `get_requests`; when a step has completed, it calls `send_response`, `poll_stop` and `return_stats`, in
     this order. All run on the manager's own thread and should return soon, because no step is scheduled meanwhile.
@@ -448,7 +467,7 @@ class BatchManager:
         )
         self._thread = threading.Thread(target=self._loop.run, name="torchweave-batch-manager", daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, self._loop.stop, drain=True)  # the thread references only the loop
+        self._finalizer = weakref.finalize(self, _drain, self._loop, os.getpid())  # the thread references only the loop
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -495,3 +514,8 @@ class BatchManager:
     def iterations(self) -> deque[Iteration]:
         """The last iterations. A single consumer may remove them (`popleft`), on any thread."""
         return self._loop.iterations
+
+
+def _drain(loop: GenerationLoop, process: int) -> None:
+    if os.getpid() == process:  # a fork has no loop, and perhaps a lock that nobody will release
+        loop.stop(drain=True)

@@ -5,6 +5,7 @@ Importing this module does not import torch: several ranks are started first and
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
@@ -98,7 +99,7 @@ class LLM:
             idle_seconds=None,
             seed=config.seed,
         )
-        self._finalizer = weakref.finalize(self, _shutdown_engine, self.manager, self.engine)
+        self._finalizer = weakref.finalize(self, _shutdown_engine, self.manager, self.engine, os.getpid())
         self.report.event("ready")
         save_explanation(self.plan, self.report)
 
@@ -198,7 +199,7 @@ class LLM:
         for number, (prompt, settings) in enumerate(zip(ids, params, strict=True)):
             prompt_of |= dict.fromkeys(stream.submit(prompt, settings, settings.beam_width == 1), number)
         stream.wake_engine()
-        return _stream_deltas(stream, prompt_of)
+        return _stream_deltas(stream, prompt_of, self)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -300,8 +301,10 @@ class LLM:
         self.shutdown(drain=exc[0] is None)
 
 
-def _shutdown_engine(manager: BatchManager, engine: Engine) -> None:
-    """End the threads and processes of an engine that was dropped."""
+def _shutdown_engine(manager: BatchManager, engine: Engine, process: int) -> None:
+    """End the threads and processes of an engine that was dropped; in a fork they are those of its parent."""
+    if os.getpid() != process:
+        return
     manager.shutdown(drain=False)
     engine.close()
 
@@ -311,8 +314,14 @@ def _text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _stream_deltas(stream: RequestStream, prompt_of: dict[int, int]) -> Iterator[tuple[int, CompletionOutput]]:
-    """Yield new output of each completion with the index of its prompt, until all have finished."""
+def _stream_deltas(
+    stream: RequestStream, prompt_of: dict[int, int], llm: LLM
+) -> Iterator[tuple[int, CompletionOutput]]:
+    """Yield new output of each completion with the index of its prompt, until all have finished.
+
+    Args:
+        llm: of the stream; held, since its engine ends with its last reference.
+    """
     done: set[tuple[int, int]] = set()
     with stream:
         for request_id, _ in stream.responses():

@@ -52,7 +52,7 @@ def test_a_hung_engine_is_ended(restart: bool, monkeypatch: pytest.MonkeyPatch) 
             assert engine.state == "ready", "an engine without output answers pings"
             os.kill(process.pid, signal.SIGSTOP)
             begin = time.monotonic()
-            with pytest.raises(EngineUnavailable, match="has not answered for 0.6 s"):
+            with pytest.raises(EngineUnavailable, match=r"has not answered for 0\.6 s"):
                 await stream.new_output()
             assert time.monotonic() - begin < 5 and process.wait(5)
         if restart:

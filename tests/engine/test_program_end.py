@@ -1,0 +1,44 @@
+"""Programs that end, fork, or drop the engine while requests run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import os, threading, time
+from torchweave import LLM, SamplingParams
+
+FAST = {"device": "cpu", "torch_compile_config": {"enable_fullgraph": False}}
+LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+print("dropped", sum(len(each.token_ids) for each in LLM("demo", **FAST).stream("1+1=", LONG)))
+
+llm = LLM("demo", **FAST)
+answers = [[], []]
+begun = threading.Event()
+
+def generate():
+    for output in llm.stream("12+30=", LONG):
+        answers[0] += output.token_ids
+        begun.set()
+
+threading.Thread(target=generate, daemon=True).start()
+begun.wait()
+if (child := os.fork()) == 0:
+    try:
+        llm.generate("1+1=")
+    except RuntimeError as error:
+        print("fork", "ended" in str(error))
+    raise SystemExit(3)
+print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+threading.Thread(target=lambda: print("answer", len(llm.generate("1+1=", LONG)[0].outputs[0].token_ids)), daemon=True).start()
+while not llm.engine.scheduler.num_active:
+    time.sleep(0.001)
+print("end")
+"""
+
+
+def test_requests_outlive_their_program_and_their_engines_last_reference() -> None:
+    ended = subprocess.run([sys.executable, "-u", "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr and "terminate called" not in ended.stderr, ended
+    assert ended.stdout.splitlines() == ["dropped 100", "fork True", "child 3", "end", "answer 100"]
