@@ -6,13 +6,21 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from torchweave.distributed.process_groups import PipelineTransport, ProcessGroups, abort_groups, init_process_groups
+from torchweave.distributed.process_groups import (
+    PipelineTransport,
+    ProcessGroups,
+    abort_groups,
+    create_rendezvous_store,
+    init_process_groups,
+    join_rendezvous_store,
+)
 
 
 def _look(process_groups: ProcessGroups) -> tuple:
@@ -123,3 +131,14 @@ print(*sorted(set(sys.modules) - before))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not done.stdout.split()
+
+
+def test_the_store_listens_at_its_address_only_and_needs_a_secret() -> None:
+    store, address = create_rendezvous_store("127.0.0.1")
+    listening = f":{address.port:04X}"
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    assert [row[1] for row in rows if row[1].endswith(listening) and row[3] == "0A"] == ["0100007F" + listening]
+    store.set("address of rank 0", "here")
+    assert join_rendezvous_store(address).get("address of rank 0") == b"here"
+    foreign = join_rendezvous_store(address._replace(secret="guessed"))
+    assert not foreign.check(["address of rank 0"])

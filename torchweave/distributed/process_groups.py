@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import datetime
 import logging
+import secrets
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchweave.ops.collectives.all_reduce_norm import NormSpec
 from torchweave.ops.collectives.op import communicator, find_communicator, register_communicator
@@ -31,15 +34,32 @@ _log = logging.getLogger("torchweave")
 RendezvousStore = Store
 
 
-def create_rendezvous_store(host: str) -> tuple[RendezvousStore, tuple[str, int]]:
-    """Create the store on rank 0; returns it (it closes when dropped) and its address for the other ranks."""
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    return store, (host, store.port)
+class StoreAddress(NamedTuple):
+    """Where the other ranks reach the store. Its keys begin with `secret`: a process without it finds no rank."""
+
+    host: str
+    port: int
+    secret: str
 
 
-def join_rendezvous_store(address: tuple[str, int]) -> RendezvousStore:
+def create_rendezvous_store(host: str) -> tuple[RendezvousStore, StoreAddress]:
+    """Create the store on rank 0; returns it (it closes when dropped) and its address for the other ranks.
+
+    It listens at `host` only; torch's own socket would listen at every address of the machine.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, kind, protocol)
+    listening.bind(address)
+    listening.listen()
+    port = listening.getsockname()[1]
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    secret = secrets.token_hex(16)
+    return PrefixStore(secret, store), StoreAddress(host, port, secret)
+
+
+def join_rendezvous_store(address: StoreAddress) -> RendezvousStore:
     """Connect another rank to the store at an address."""
-    return TCPStore(*address, is_master=False)
+    return PrefixStore(address.secret, TCPStore(address.host, address.port, is_master=False))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 from torchweave.config.options import EngineConfig
 from torchweave.distributed.process_groups import (
     ProcessGroups,
+    StoreAddress,
     create_rendezvous_store,
     destroy_process_groups,
     init_process_groups,
@@ -107,7 +108,7 @@ class RankProcesses:
             return RuntimeError(f"rank {rank} ended")
 
 
-def _rank_main(fd: int, rank: int, size: int, stages: int, address: tuple[str, int]) -> None:
+def _rank_main(fd: int, rank: int, size: int, stages: int, address: StoreAddress) -> None:
     """Process of a rank: serve requests until the pipe closes."""
     exit_with_parent()
     pipe = Connection(fd)

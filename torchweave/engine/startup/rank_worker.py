@@ -21,6 +21,7 @@ from torchweave.config.options import EngineConfig
 from torchweave.distributed.process_groups import (
     ProcessGroups,
     RendezvousStore,
+    StoreAddress,
     destroy_process_groups,
     init_process_groups,
     join_rendezvous_store,
@@ -52,7 +53,7 @@ class WorkerTask:
     config: EngineConfig
     rank: int
     device: str
-    store: tuple[str, int] | None = None
+    store: StoreAddress | None = None
     num_threads: int | None = None
 
 
