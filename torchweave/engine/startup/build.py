@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchweave.compiler.precompile.after_ready import watch_builds
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.compiler.runtime.forward import Forward
 from torchweave.config import ModelFacts, Plan, resolve
@@ -145,6 +146,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         release_workers()
 
     scheduler = _build_scheduler(runner, num_blocks, cache_spec.layout, loaded, report)
+    watch_builds(report, has_triton=plan.device != "cpu")
     return Engine(plan, loaded, scheduler, runner, report, runner)
 
 
