@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from torchweave.models import load
 from torchweave.models.load import build_on_meta, model_facts, read_config
 from torchweave.models.resolve import SHAPES, resolve
+from torchweave.models.weights import read as weights_read
 from torchweave.report import Report
 from torchweave.verify import zoo
 
@@ -51,6 +52,45 @@ def test_an_index_of_other_files_beside_the_file_of_the_model(tmp_path: Path) ->
     index = {"weight_map": dict.fromkeys(old, "old.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert torch.equal(load(tmp_path).module.model.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", 3, ["a"]], ids=str)
+def test_an_index_names_files_of_its_folder_only(name: Any, tmp_path: Path) -> None:
+    save("llama", tmp_path, max_shard_size="100KB")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match="no file of its folder"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", [[], {}, 3], ids=str)
+def test_a_model_type_that_is_no_name(model_type: Any, tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="expected a name"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_weights_that_change_while_they_are_loaded(
+    replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("llama", tmp_path)
+    file, set_tensor = tmp_path / "model.safetensors", weights_read.set_tensor
+
+    def write(*args: Any) -> None:
+        if replaced:
+            (tmp_path / "new").write_bytes(file.read_bytes())
+            (tmp_path / "new").replace(file)
+        else:
+            with file.open("r+b") as stream:
+                stream.seek(-4, 2)
+                stream.write(b"\0" * 4)
+        set_tensor(*args)
+
+    monkeypatch.setattr(weights_read, "set_tensor", write)
+    with pytest.raises(ValueError, match="changed while it was loaded"):
+        load(tmp_path)
 
 
 def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:

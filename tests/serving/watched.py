@@ -45,7 +45,7 @@ def watched_replicas(count: int) -> tuple[FastAPI, tuple[EngineClient, ...], Clo
 @asynccontextmanager
 async def asking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         yield http
 
 

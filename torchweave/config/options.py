@@ -261,6 +261,8 @@ class ServerConfig:
         api_key: accepted keys (`Authorization: Bearer KEY`). Other users of the machine can read command lines: prefer
             api_key_file.
         api_key_file: file with accepted keys, one per line.
+        allowed_hosts: further host names (`chat.example.com`; `*`: all) in the `Host` header of requests to a server on a
+            loopback address without a key; a web page could reach it under a name of its own.
         allowed_origins: origins (`https://chat.example.com`; `*`: all) whose web pages may send requests (CORS).
         chat_template: file with a Jinja chat template that replaces the model's own.
         tool_call_parser: format of the model's tool calls. auto: chosen from the chat template.
@@ -290,6 +292,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] | None = None
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: ToolCallParser = "auto"

@@ -231,6 +231,8 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
     raw = source.config if source.folder is None else read_json(source.folder / "config.json")
     assert raw is not None
     model_type = raw.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise ValueError(f"The config of {source.name!r} has model_type={model_type!r}: expected a name; correct it.")
     if source.folder is None:
         raw = dict(raw)
         raw.pop("model_type", None)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 from fastapi import Request
 
@@ -48,6 +49,9 @@ class Service:
         self.created = int(time.time())
         self.response_store = ResponseStore(settings.response_store_mib << 20)
         self.background_responses = BackgroundResponses()
+        model = client.config.model
+        self._names = settings.served_model_name or (public_name(model),)
+        self._aliases = () if settings.served_model_name else (model,)
         self._finish_times: deque[float] = deque(maxlen=_RATE_WINDOW)
 
     async def open(self) -> None:
@@ -91,7 +95,7 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the served model."""
-        return self.settings.served_model_name or (self.client.config.model,)
+        return self._names
 
     def check_model(self, name: str | None) -> str:
         """Return the model name for the response.
@@ -99,8 +103,10 @@ class Service:
         Raises:
             ApiError: 404, no model is served under `name`.
         """
-        if name is None or name in self.names:
-            return name or self.names[0]
+        if name is None or name in self._aliases:
+            return self._names[0]
+        if name in self._names:
+            return name
         raise ApiError(
             404,
             f"The model {name[:200]!r} is not served here; use {' or '.join(map(repr, self.names))}.",
@@ -235,6 +241,12 @@ class Service:
         self.background_responses.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
+
+
+def public_name(model: str) -> str:
+    """Name of a model for clients: of a folder the last part of its path, which is nobody's business."""
+    is_path = Path(model).is_absolute() or model.startswith((".", "~")) or Path(model).is_dir()
+    return (Path(model).expanduser().resolve().name or model) if is_path else model
 
 
 def service_of(request: Request) -> Service:

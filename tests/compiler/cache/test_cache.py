@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import deque
@@ -100,6 +101,13 @@ def test_world_writable_folder_is_rejected(tmp_path: Path, report: Report) -> No
     folder.chmod(0o777)
     with pytest.raises(ValueError, match="chmod go-w"):
         CompileCache(folder, report)
+    folder.chmod(0o700)
+    for name in ("piece", "graph", "inductor"):
+        (folder / name).mkdir()
+        (folder / name).chmod(0o777)
+        with pytest.raises(ValueError, match=f"chmod go-w {folder / name}"):
+            CompileCache(folder, report)
+        (folder / name).chmod(0o700)
     fresh = CompileCache(tmp_path / "fresh", report)
     assert fresh.folder.stat().st_mode & 0o777 == 0o700
 
@@ -134,6 +142,54 @@ def test_unwritable_folder_gives_one_warning(tmp_path: Path, report: Report) -> 
         cache.store("piece", {"a": number}, b"payload")
     cache.store("graph", {}, b"payload")
     assert len(report.select("warning")) == 1
+
+
+def test_a_cache_that_is_removed_while_it_is_used_gives_one_warning(tmp_path: Path, report: Report) -> None:
+    cache = CompileCache(tmp_path / "cache", report)
+    cache.store("piece", {"a": 1}, b"payload")
+    shutil.rmtree(tmp_path / "cache")
+    assert cache.load("piece", {"a": 1}) is None
+    for number in range(3):
+        cache.store("piece", {"a": number}, b"payload")
+    assert len(report.select("warning")) == 1 and not list(cache.entries())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_gives_one_warning_and_leaves_no_part(
+    tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fdopen = os.fdopen
+
+    def full(handle: int, mode: str) -> Any:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), handle)
+        return fdopen(handle, mode)
+
+    cache = CompileCache(tmp_path / "cache", report)
+    monkeypatch.setattr("torchweave.compiler.cache.store.os.fdopen", full)
+    for number in range(3):
+        cache.store("piece", {"a": number}, b"payload" * 10_000)
+    assert ["No space left" in each["why"] for each in report.select("warning")] == [True]
+    assert list((tmp_path / "cache" / "piece").iterdir()) == []
+
+
+def test_a_start_that_was_killed_is_continued(tmp_path: Path) -> None:
+    """It leaves whole entries and an unfinished file."""
+
+    def start(folder: Path) -> Tensor:
+        cache = CompileCache(folder, Report(show=False))
+        return compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, cache=cache)(call_op, *step(7, 3))
+
+    expected = start(tmp_path / "whole")
+    files = sorted((tmp_path / "whole").glob("*/*.weave"), key=lambda path: path.stat().st_mtime_ns)
+    assert len(files) > 2
+    for path in files[:2]:
+        kind = tmp_path / "killed" / path.parent.name
+        kind.mkdir(parents=True, exist_ok=True, mode=0o700)
+        shutil.copy(path, kind)
+    (kind / ".writing-x").write_bytes(files[2].read_bytes()[:-5])
+    (tmp_path / "killed").chmod(0o700)
+    assert torch.equal(start(tmp_path / "killed"), expected)
+    assert {path.name for path in (tmp_path / "killed").glob("*/*.weave")} == {path.name for path in files}
 
 
 def test_concurrent_writers_leave_one_complete_entry(tmp_path: Path, report: Report) -> None:

@@ -110,7 +110,7 @@ def body_for(path: str, draw: random.Random) -> dict[str, Any]:
 
 
 def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: a", "Content-Type: application/json", "Connection: close"]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"]
     lines += [f"Content-Length: {len(body) if length is None else length}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
@@ -159,8 +159,10 @@ def odd_body(draw: random.Random) -> Case:
 def odd_framing(draw: random.Random) -> Case:
     path = draw.choice(PATHS)
     body = json.dumps(body_for(path, draw)).encode()
-    chunked = f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    plain = f"POST {path} HTTP/1.1\r\nHost: a\r\n".encode()
+    chunked = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    )
+    plain = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode()
     whole = (
         post(path, body, length=max(0, len(body) - draw.randint(1, len(body)))),
         post(path, body, length=-5),
@@ -187,8 +189,8 @@ def odd_head(draw: random.Random) -> Case:
     path = draw.choice((*PATHS, "/", "/live", "/metrics", "/health", "/v1/models", "/v1/models/%2e%2e/%00", "/nothing"))
     body = json.dumps(_KNOWN).encode()
     length = f"Content-Length: {len(body)}\r\nConnection: close\r\n".encode()
-    rest = b"Host: a\r\n" + length + b"\r\n" + body
-    get = f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n".encode()
+    rest = b"Host: localhost\r\n" + length + b"\r\n" + body
+    get = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n".encode()
     heads = (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64), b"GET\r\n\r\n", b"\r\n\r\n\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",

@@ -56,7 +56,9 @@ async def ask(
 ) -> bytes:
     """The status line of the answer, which is read to its end: the connection is kept."""
     text = b"" if body is None else json.dumps({"model": "demo", **body}).encode()
-    head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = (
+        f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    )
     writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
     answer = await reader.readuntil(b"\r\n\r\n")
     length = re.search(rb"content-length: (\d+)", answer)

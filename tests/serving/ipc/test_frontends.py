@@ -265,7 +265,7 @@ def test_engine_start_failure_is_reported_by_every_frontend() -> None:
         port = int(running.url.rpartition(":")[2])
         assert wait_until(lambda: is_listening(port), 60)
         with socket.create_connection(("127.0.0.1", port)) as connection:  # only the first one listens by now
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             time.sleep(0.2)
             os.kill(engine, signal.SIGKILL)
             greeting, said = running.process.communicate(timeout=30)

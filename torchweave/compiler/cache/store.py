@@ -68,7 +68,7 @@ class CompileCache:
         wait: called with an entry's path before each look-up; blocks while another process builds that entry.
 
     Raises:
-        ValueError: the folder belongs to another user, or other users can write to it.
+        ValueError: the folder or one in it belongs to another user, or other users can write to it.
         OSError: the folder cannot be created.
     """
 
@@ -79,6 +79,9 @@ class CompileCache:
         self._warned = False
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _refuse_shared(self.folder)
+        for name in (*get_args(Kind), CODE_FOLDER):  # later ones can be made by this folder's owner only
+            if (self.folder / name).exists():
+                _refuse_shared(self.folder / name)
 
     def load(self, kind: Kind, factors: Factors) -> Entry | None:
         """The entry with these factors, or None."""

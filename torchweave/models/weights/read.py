@@ -6,9 +6,10 @@ transformers instead.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,9 +113,13 @@ def _files(folder: Path) -> list[Path]:
     if single.is_file():  # an index next to it may be outdated; transformers has the same precedence
         return [single]
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        if not names:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map; copy or download it again.")
+        for name in weight_map.values():
+            if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"{index} names {name!r}, which is no file of its folder; copy or download it again.")
+        names = sorted(set(weight_map.values()))
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise ValueError(f"{folder} lacks {missing[0]}, which its index names; copy or download the missing files.")
         return [folder / name for name in names]
@@ -279,7 +284,7 @@ def stream_weights(
         sizes |= {name: assembler.num_bytes(name, stored[name]) for name in pieces}
     with report.progress("weights", sum(sizes.values())) as advance:
         for file, names in by_file.items():
-            with safe_open(file, framework="pt") as tensors:
+            with _open_unchanged(file) as tensors:
                 for name in names:
                     advance(sizes[name], file.name)
                     if assembler is not None and name in pieces:
@@ -293,6 +298,24 @@ def stream_weights(
                     # Always copy: the model must not keep the file's pages mapped.
                     place(model, target, tensor.to(device=device, dtype=dtypes[target], copy=shard is None))
     model.tie_weights(missing_keys=all_names - {*renamed.values(), *pieces.values()}, recompute_mapping=False)
+
+
+@contextlib.contextmanager
+def _open_unchanged(file: Path) -> Iterator[Any]:
+    """Open a file of weights.
+
+    Raises:
+        ValueError: the file does not have the tensors of its header, or was written until the end of the context.
+    """
+    try:
+        before = file.stat()
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+        after = file.stat()
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(f"{file} changed while it was loaded ({error}); load the model again.") from error
+    if (before.st_ino, before.st_mtime_ns, before.st_size) != (after.st_ino, after.st_mtime_ns, after.st_size):
+        raise ValueError(f"{file} changed while it was loaded; load the model again.")
 
 
 def _bytes_read(stored: CheckpointTensor, shard: TensorShard | None) -> int:

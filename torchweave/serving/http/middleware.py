@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import re
 import uuid
@@ -132,7 +134,10 @@ class AuthLimitsMiddleware(HttpMiddleware):
         await self._app(scope, replay(body, receive), send)
 
     def _check_key(self, scope: Any) -> None:
-        if not self._digests or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
+            return
+        if not self._digests:
+            self._check_host(scope)
             return
         given = header(scope, b"authorization")
         if not given and (anthropic_key := header(scope, b"x-api-key")):
@@ -146,6 +151,23 @@ class AuthLimitsMiddleware(HttpMiddleware):
         problem = "The API key is unknown" if given else "The API key is missing"
         sentence = f"{problem}; send a key of this server as `Authorization: Bearer KEY` or `x-api-key: KEY`."
         raise ApiError(401, sentence, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _check_host(self, scope: Any) -> None:
+        """Refuse requests for a foreign name: a page of that name may have it resolved to this machine (DNS rebinding)."""
+        settings = self._settings
+        if not _is_loopback(settings.host) or "*" in settings.allowed_hosts:
+            return
+        given = header(scope, b"host").decode("latin-1").lower()
+        name = given.partition("]")[0].lstrip("[") if given.startswith("[") else given.partition(":")[0]
+        known = (settings.host, *settings.allowed_hosts)
+        if not name or _is_loopback(name) or _is_ip_address(name) or name in (each.lower() for each in known):
+            return
+        raise ApiError(
+            403,
+            f"This server takes no requests for the host {name[:100]!r}; send them to {settings.host}, or start the server "
+            "with allowed_hosts or an API key.",
+            code="host_not_allowed",
+        )
 
     async def _body(self, scope: Any, receive: Receive) -> bytes | None:
         """Read the whole body; None if the method has none."""
@@ -301,6 +323,19 @@ def _too_long(limit: int) -> ApiError:
 def header(scope: Any, name: bytes) -> bytes:
     """Value of a header by its lower-case name; empty if absent."""
     return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    return _is_ip_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _is_ip_address(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return False
 
 
 def _digest(key: bytes) -> bytes:

@@ -14,7 +14,7 @@ from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.chat_template import encode
 from torchweave.serving.openai.protocol import AnyTokenizeRequest, DetokenizeRequest, TokenizeRequest
-from torchweave.serving.service import Service, service_of
+from torchweave.serving.service import Service, public_name, service_of
 
 router = APIRouter()
 
@@ -104,7 +104,7 @@ def _entry(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "torchweave",
-        "root": model.name,
+        "root": public_name(model.name),
         "parent": None,
         "max_model_len": model.max_model_len,
     }
