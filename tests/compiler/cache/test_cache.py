@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -35,6 +36,7 @@ from torchweave.compiler.cache.keys import (
     piece_factors,
     source_digests,
 )
+from torchweave.compiler.cache.maintenance import clear_unfinished
 from torchweave.compiler.cache.store import FORMAT, MAGIC, read_entry
 from torchweave.compiler.codegen.inductor import start_inductor_workers
 from torchweave.compiler.runtime.forward import call_op
@@ -172,24 +174,26 @@ def test_a_full_disk_gives_one_warning_and_leaves_no_part(
     assert list((tmp_path / "cache" / "piece").iterdir()) == []
 
 
-def test_a_start_that_was_killed_is_continued(tmp_path: Path) -> None:
-    """It leaves whole entries and an unfinished file."""
+KILLED_WRITER = """
+import os, signal, sys
+from torchweave.compiler.cache.store import CompileCache
+from torchweave.report import Report
+cache = CompileCache(sys.argv[1], Report(show=False))
+cache.store("piece", {"a": 1}, b"payload")
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+cache.store("piece", {"a": 2}, b"payload")
+"""
 
-    def start(folder: Path) -> Tensor:
-        cache = CompileCache(folder, Report(show=False))
-        return compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, cache=cache)(call_op, *step(7, 3))
 
-    expected = start(tmp_path / "whole")
-    files = sorted((tmp_path / "whole").glob("*/*.weave"), key=lambda path: path.stat().st_mtime_ns)
-    assert len(files) > 2
-    for path in files[:2]:
-        kind = tmp_path / "killed" / path.parent.name
-        kind.mkdir(parents=True, exist_ok=True, mode=0o700)
-        shutil.copy(path, kind)
-    (kind / ".writing-x").write_bytes(files[2].read_bytes()[:-5])
-    (tmp_path / "killed").chmod(0o700)
-    assert torch.equal(start(tmp_path / "killed"), expected)
-    assert {path.name for path in (tmp_path / "killed").glob("*/*.weave")} == {path.name for path in files}
+def test_a_killed_writer_leaves_whole_entries_only(tmp_path: Path, report: Report) -> None:
+    folder = tmp_path / "cache"
+    killed = subprocess.run([sys.executable, "-c", KILLED_WRITER, str(folder)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL and len(list((folder / "piece").iterdir())) == 2
+    cache = CompileCache(folder, report)
+    assert cache.load("piece", {"a": 1}) is not None and cache.load("piece", {"a": 2}) is None
+    cache.store("piece", {"a": 2}, b"payload")
+    assert cache.load("piece", {"a": 2}) is not None and len(list(cache.entries())) == 2
+    assert clear_unfinished(cache, older_than=-1) == 1 and not report.select("warning")
 
 
 def test_concurrent_writers_leave_one_complete_entry(tmp_path: Path, report: Report) -> None:

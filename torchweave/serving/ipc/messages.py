@@ -275,6 +275,13 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=from_msgpack).
 
 
 def submit(request: InferenceRequest) -> Submit:
+    """Encode a request, without its stop strings.
+
+    Raises:
+        UnicodeEncodeError: a stop string is no text.
+    """
+    for string in request.sampling.stop_strings:
+        string.encode()
     ids = np.ascontiguousarray(request.input_ids, np.int32).tobytes()
     sampling = _non_default_fields(request.sampling)
     images = [_encode_image(image) for image in request.images]
