@@ -29,8 +29,8 @@ def watch_builds(report: Report, has_triton: bool) -> None:
         if "torch._dynamo" in sys.modules:
             from torch._dynamo.callback import callback_handler
 
-            if _on_dynamo not in callback_handler.start_callbacks:
-                callback_handler.register_start_callback(_on_dynamo)
+            if _on_compile_start not in callback_handler.start_callbacks:
+                callback_handler.register_start_callback(_on_compile_start)
 
 
 def _listen_to_triton() -> None:
@@ -49,7 +49,7 @@ def _listen_to_triton() -> None:
     knobs.compilation.listener = on_build
 
 
-def _on_dynamo(*_: Any) -> None:
+def _on_compile_start(*_: Any) -> None:
     _report_build("graph of torch.compile", False)
 
 

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.http.chat_template import start_chat
-from torchweave.serving.http.responses import respond, timeout_error
+from torchweave.serving.http.responses import respond, timeout_error, unless_disconnected
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.responses.builder import ResponsesBuilder, new_response
 from torchweave.serving.openai.responses.protocol import ResponsesRequest
@@ -31,7 +31,7 @@ async def create(body: ResponsesRequest, request: Request) -> Response:
         raise ApiError(400, "background needs store=true and stream=false.", param="background")
     previous = body.previous_response_id
     history = [] if previous is None else _stored(service, previous, "previous_response_id").items
-    answer_stream, answer_format = await start_chat(service, body.to_chat(history))
+    answer_stream, answer_format = await unless_disconnected(start_chat(service, body.to_chat(history)), request)
     response = new_response(body, name)
 
     def finished(response: dict[str, Any]) -> None:
