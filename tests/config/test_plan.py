@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchweave.config import (
@@ -103,6 +103,7 @@ def test_mixed_steps_are_recorded_whole_where_the_backend_can():
     assert apart.piecewise_graphs and not apart.full_mixed_graphs
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2000))
 def test_default_batch_sizes_follow_the_rule(largest: int):
     sizes = default_batch_sizes(largest)
@@ -111,6 +112,7 @@ def test_default_batch_sizes_follow_the_rule(largest: int):
     assert set(sizes) == {size for size in rule if size <= largest}
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5000), max_size=20), st.integers(1, 4096))
 def test_token_buckets_are_clamped_without_new_sizes(asked: list[int], budget: int):
     config = TorchCompileConfig(capture_num_tokens=tuple(asked))
