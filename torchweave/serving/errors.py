@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,7 +14,10 @@ from starlette.exceptions import HTTPException
 from torchweave.engine.request import INVALID_LOGITS
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestFailed
 from torchweave.tokenizer import TextTooLong
+from torchweave.utils.suggest import did_you_mean
 
+_NAMED_FIELD = re.compile(r"(\w+) (?:must|requires|cannot) ")
+"""The field that a message of the engine begins with."""
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -60,25 +64,35 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(500, INVALID_LOGITS, code="invalid_logits")
     if isinstance(error, ValueError):
         code = "context_length_exceeded" if isinstance(error, TextTooLong) else None
-        return ApiError(400, str(error), code=code)
+        named = _NAMED_FIELD.match(str(error))
+        return ApiError(400, str(error), param=named[1] if named else None, code=code)
     return ApiError(500, f"Internal server error: {type(error).__name__}.", code="internal_error")
 
 
 def add_error_handlers(app: FastAPI) -> None:
     """Return the errors of all routes in OpenAI's format."""
 
-    async def handle(_: Request, error: Exception) -> JSONResponse:
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            return ApiError(404, _unknown_path(app, request)).response
         return api_error(error).response
 
     for kind in (ApiError, EngineUnavailable, ValueError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, handle)
 
 
+def _unknown_path(app: FastAPI, request: Request) -> str:
+    """Names the method, the path and the nearest path that exists."""
+    hint = did_you_mean(request.url.path, app.openapi()["paths"], "see /docs for the available ones")
+    return f"{request.method} {request.url.path[:200]}: this path does not exist; {hint}" + (
+        "" if hint[-1] == "?" else "."
+    )
+
+
 def _http_sentence(error: HTTPException) -> str:
     if error.status_code == 400:
         return _unread_sentence(error.__cause__)
     sentences = {
-        404: "This path does not exist; see /docs for the available ones.",
         405: "This path does not support this method; see /docs for the supported ones.",
     }
     return sentences.get(error.status_code, str(error.detail))

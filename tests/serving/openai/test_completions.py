@@ -247,3 +247,47 @@ def test_bad_requests_are_one_sentence(server: ServerProcess) -> None:
         client.completions.create(model="demo", prompt=[104])
     with pytest.raises(openai.BadRequestError, match="The prompt is empty; give at least one token"):
         client.completions.create(model="demo", prompt="", extra_body={"add_special_tokens": False})
+
+
+def test_vllms_fields_of_requests_and_answers(server: ServerProcess) -> None:
+    messages = [{"role": "user", "content": "12+30="}]
+    fields = {"temperature": 0, "stop": ["2"], "return_token_ids": True, "request_id": "mine"}
+    for path, asked, prefix in (
+        ("/v1/completions", {"prompt": "<|user|>12+30=<|end|><|assistant|>"}, "cmpl-"),
+        ("/v1/chat/completions", {"messages": messages, "modalities": ["text"], "best_of": 1}, "chatcmpl-"),
+    ):
+        prompt = server.post("/tokenize", {"messages": messages} if "messages" in asked else asked).json()["tokens"]
+        answer = server.post(path, asked | fields).json()
+        choice = answer["choices"][0]
+        assert answer["id"] == prefix + "mine" and choice["stop_reason"] == "2" and len(choice["token_ids"]) == 2
+        assert choice.get("prompt_token_ids", answer.get("prompt_token_ids")) == prompt
+        text = server.post(path, asked | fields | {"stream": True}).text
+        chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+        ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
+        assert ids == choice["token_ids"] and chunks[-1]["choices"][0]["stop_reason"] == "2"
+        assert chunks[0]["choices"][0].get("prompt_token_ids", chunks[0].get("prompt_token_ids")) == prompt
+        ended = server.post(path, asked | {"temperature": 0, "stop_token_ids": choice["token_ids"][1:]}).json()
+        assert ended["choices"][0]["stop_reason"] == choice["token_ids"][1]
+        cut = server.post(path, asked | {"truncate_prompt_tokens": 3, "return_token_ids": True, "max_tokens": 2}).json()
+        assert cut["usage"]["prompt_tokens"] == 3
+        assert cut["choices"][0].get("prompt_token_ids", cut.get("prompt_token_ids")) == prompt[-3:]
+    assert server.post("/v1/completions", {"prompt": "1+1=", "regex": "7"}).json()["choices"][0]["text"] == "7"
+    long = {"prompt": [5] * 600, "truncate_prompt_tokens": -1, "max_tokens": 12}
+    assert server.post("/v1/completions", long).json()["usage"]["prompt_tokens"] == 500
+    assert server.get("/load").json() == {"server_load": 0}
+
+
+def test_a_repeated_prompt_counts_its_cached_tokens(server: ServerProcess) -> None:
+    asked = {"prompt": [7, 8, 9, 10] * 40, "max_tokens": 1, "cache_salt": "counted"}
+    cached = [
+        server.post("/v1/completions", asked).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for _ in range(2)
+    ]
+    assert cached[0] == 0 < cached[1] < 160
+
+
+def test_errors_name_the_field_and_the_nearest_path(server: ServerProcess) -> None:
+    error = server.post("/v1/completions", {"prompt": "1", "top_p": 7}).json()["error"]
+    assert error["param"] == "top_p"
+    error = server.post("/v1/chat/completion", {}).json()["error"]
+    assert error["message"] == "POST /v1/chat/completion: this path does not exist; did you mean /v1/chat/completions?"

@@ -153,6 +153,8 @@ def test_reasoning_is_an_item_in_every_http_process(reasoning_server: ServerProc
         ({"conversation": "a"}, "unknown field 'conversation'"),
         ({"max_output_tokens": 0}, "max_tokens must be at least 1"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "needs a schema"),
+        ({"metadata": {"a": "\ud800"}}, "half of a surrogate pair"),
+        ({"metadata": {"a": "\ud800"}, "stream": True}, "half of a surrogate pair"),
         ({"include": ["web_search_call.results"]}, "cannot be included"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",

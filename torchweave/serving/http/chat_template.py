@@ -13,7 +13,7 @@ from torchweave.serving.openai.answer_parser import AnswerFormat
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message, TokenizeChatRequest
 from torchweave.serving.openai.reasoning import FORMATS, TAIL_TOKENS, ReasoningFormat, detect_reasoning_format
-from torchweave.serving.openai.sampling_fields import chat_params
+from torchweave.serving.openai.sampling_fields import chat_params, truncate
 from torchweave.serving.openai.tools import (
     ToolUse,
     detect_tool_format,
@@ -50,6 +50,7 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
         with_reasoning=body.include_reasoning,
     )
     params = chat_params(body, service.model, tools.forced, answer_format.keep_special)
+    ids = truncate(ids, body, service.model, params.max_tokens)
     answer_format = _with_prompt(service, answer_format, params, ids)
     answer_stream = await service.generate(
         [ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt

@@ -13,7 +13,7 @@ from torchweave.serving.http.middleware import REQUEST_ID
 from torchweave.serving.http.responses import respond, unless_disconnected
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation, Prompt
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
-from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only
+from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only, truncate
 from torchweave.serving.service import Service, service_of
 
 router = APIRouter(prefix="/v1", tags=["generation"])
@@ -25,7 +25,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     name = service.check_model(body.model)
     _check_stream_options(body)
     answer_stream, answer_format = await unless_disconnected(start_chat(service, body), request)
-    builder = ChatResponseBuilder(answer_stream, body, request.scope[REQUEST_ID], name, answer_format)
+    builder = ChatResponseBuilder(answer_stream, body, _id(body, request), name, answer_format)
     return await respond(request, bool(body.stream), answer_stream, builder)
 
 
@@ -57,7 +57,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             400, "echo with logprobs cannot be streamed for n above 1; set stream=false or n=1.", param="echo"
         )
     params = completion_params(body, service.model)
-    prompts = await unless_disconnected(_encode_prompts(service, body), request)
+    encoded = await unless_disconnected(_encode_prompts(service, body), request)
+    prompts = [truncate(ids, body, service.model, params.max_tokens) for ids in encoded]
+    if body.echo and prompts != encoded:
+        raise ApiError(400, "echo cannot be combined with truncate_prompt_tokens; leave one of them out.", param="echo")
     answer_stream = await service.generate(
         prompts,
         params,
@@ -68,7 +71,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     )
     echoes = _texts(service, body, prompts) if body.echo else None
     builder = CompletionResponseBuilder(
-        answer_stream, body, request.scope[REQUEST_ID], name, echoes, echoes_special=not _is_text(body.prompt)
+        answer_stream, body, _id(body, request), name, echoes, echoes_special=not _is_text(body.prompt)
     )
     return await respond(request, bool(body.stream), answer_stream, builder)
 
@@ -85,6 +88,11 @@ async def _encode_prompts(service: Service, body: CompletionRequest) -> list[lis
     service.check_sequences(len(prompt) * (body.n or 1))
     tokenizer = service.require_tokenizer()
     return [await tokenizer.encode(text, body.add_special_tokens, longest) for text in prompt]  # type: ignore[arg-type]
+
+
+def _id(body: Generation, request: Request) -> str:
+    """Part of the response's id: the body's own, else that of the header `x-request-id`."""
+    return body.request_id or request.scope[REQUEST_ID]
 
 
 def _is_text(prompt: Prompt) -> bool:

@@ -6,6 +6,7 @@ The first HTTP process handles all of it, since responses are stored in its memo
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,6 +20,7 @@ from torchweave.serving.openai.responses.builder import ResponsesBuilder, new_re
 from torchweave.serving.openai.responses.protocol import ResponsesRequest
 from torchweave.serving.openai.responses.store import StoredResponse
 from torchweave.serving.service import Service, service_of
+from torchweave.tokenizer import check_text
 
 router = APIRouter(prefix="/v1", tags=["responses"])
 
@@ -31,8 +33,9 @@ async def create(body: ResponsesRequest, request: Request) -> Response:
         raise ApiError(400, "background needs store=true and stream=false.", param="background")
     previous = body.previous_response_id
     history = [] if previous is None else _stored(service, previous, "previous_response_id").items
-    answer_stream, answer_format = await unless_disconnected(start_chat(service, body.to_chat(history)), request)
     response = new_response(body, name)
+    check_text(json.dumps([response, body.items], ensure_ascii=False))  # both are returned or stored as UTF-8
+    answer_stream, answer_format = await unless_disconnected(start_chat(service, body.to_chat(history)), request)
 
     def finished(response: dict[str, Any]) -> None:
         if body.store:

@@ -83,6 +83,11 @@ async def version() -> dict[str, str]:
     return {"version": torchweave.__version__}
 
 
+@router.get("/load", tags=["status"], summary="The number of requests in flight, as vLLM reports it")
+async def load(request: Request) -> dict[str, int]:
+    return {"server_load": service_of(request).client.num_in_flight}
+
+
 @router.get("/v1/models", tags=["models"], summary="List the names of the served model")
 async def models(request: Request) -> dict[str, Any]:
     service = service_of(request)

@@ -140,7 +140,8 @@ class ResponseFormat(Body):
 class Generation(Body):
     """Fields of both completions and chat completions.
 
-    Accepted and ignored: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`, `prompt_cache_key`, `request_id`.
+    Accepted and ignored: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`, `prompt_cache_key`,
+    `prompt_cache_retention`, `spaces_between_special_tokens`.
     """
 
     model: str | None = None
@@ -162,6 +163,7 @@ class Generation(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     # vLLM's extra fields
     top_k: Whole | None = None
     min_p: float | None = None
@@ -185,7 +187,11 @@ class Generation(Body):
     guided_grammar: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str | None = None
-    request_id: str | None = None
+    request_id: Annotated[str | None, Field(pattern="^[!-~]{1,128}$")] = None
+    return_token_ids: bool = False
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    spaces_between_special_tokens: bool | None = None
+    regex: str | None = None  # SGLang's name of `guided_regex`
 
 
 class CompletionRequest(Generation):
@@ -258,6 +264,10 @@ class ChatRequest(ChatTemplate, Generation):
         str | None, BeforeValidator(_tool_choice, json_schema_input_type=str | dict[str, Any] | None)
     ] = None
     parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: str | None = None
+    best_of: Literal[1] | None = None
+    add_special_tokens: Literal[False] = False  # the template writes them
     include_reasoning: bool = True
 
     @model_validator(mode="before")

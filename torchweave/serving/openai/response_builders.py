@@ -89,6 +89,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         options = body.stream_options or StreamOptions()
         self._with_usage_event = options.include_usage
+        self._with_token_ids = body.return_token_ids
         self._continuous_usage = options.include_usage and options.continuous_usage_stats
         self._started: set[int] = set()
         self._texts = TextEventCache()
@@ -159,6 +160,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         )  # answers per prompt, of which the best are returned
         self._text_offsets: dict[int, TextOffsets] = {}  # by answer
         self._only_text = not (self._logprobs or echoes or self._with_prompt_logprobs or self._continuous_usage)
+        self._only_text = self._only_text and not self._with_token_ids
 
     def events(self, delta: Delta) -> bytes:
         if self._only_text and delta.finish_reason is None:
@@ -183,7 +185,8 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
     def _choice(self, delta: Delta, index: int) -> dict[str, Any]:
         prompt = delta.index // self._num_drawn
         before = self._echoes[prompt] if self._echoes is not None else ""
-        echo = before if delta.index not in self._started else ""
+        is_first = delta.index not in self._started
+        echo = before if is_first else ""
         self._started.add(delta.index)
         choice = {"index": index, "text": echo + delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
         if self._logprobs:
@@ -200,6 +203,12 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
             choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in of_prompt.items()}
         if self._with_prompt_logprobs:
             choice["prompt_logprobs"] = self._prompt_logprobs(prompt)
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._with_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self._answer_stream.prompts[prompt]
         return choice
 
 
@@ -230,7 +239,8 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         self._parsers: dict[int, AnswerParser] = {}
 
     def events(self, delta: Delta) -> bytes:
-        only_text = self._format.is_plain and self._num_top is None and not self._continuous_usage
+        only_text = self._format.is_plain and self._num_top is None
+        only_text = only_text and not self._continuous_usage and not self._with_token_ids
         if only_text and delta.text and delta.finish_reason is None and delta.index in self._started:
             return self._texts.of(delta.index, delta.text, self._text_chunk)
         return b"".join(map(event, self._chunks(delta)))
@@ -242,18 +252,25 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         chunks = []
         if delta.index not in self._started:
             self._started.add(delta.index)
-            chunks.append(self._chunk(_choice(delta.index, {"role": "assistant", "content": ""})))
+            begun = self._chunk(_choice(delta.index, {"role": "assistant", "content": ""}))
+            if self._with_token_ids:
+                begun["prompt_token_ids"] = self._answer_stream.prompts[0]
+            chunks.append(begun)
         pieces = self._pieces(delta)
         logprobs = self._logprobs_of(delta)
         changes = [self._delta_of(piece) for piece in pieces]
-        if delta.finish_reason or (logprobs and not changes):
+        if delta.finish_reason or ((logprobs or self._with_token_ids) and not changes):
             changes = changes or [{}]
         for number, change in enumerate(changes):
             choice = _choice(delta.index, change)
             if number == 0:
                 choice["logprobs"] = logprobs
+                if self._with_token_ids:
+                    choice["token_ids"] = delta.token_ids
             if number == len(changes) - 1:
                 choice["finish_reason"] = self._finish_reason(delta)
+                if delta.finish_reason is not None:
+                    choice["stop_reason"] = delta.stop_reason
             chunks.append(self._chunk(choice))
         return chunks
 
@@ -261,6 +278,8 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         body = self._full([self._answer(answer) for answer in answers])
         if self._with_prompt_logprobs:
             body["prompt_logprobs"] = self._prompt_logprobs(0)
+        if self._with_token_ids:
+            body["prompt_token_ids"] = self._answer_stream.prompts[0]
         return body
 
     def _answer(self, answer: Delta) -> dict[str, Any]:
@@ -275,12 +294,14 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
             message |= _reasoning(whole.reasoning)
         if calls:
             message["tool_calls"] = calls
-        return {
+        choice = {
             "index": answer.index,
             "message": message,
             "logprobs": self._logprobs_of(answer),
             "finish_reason": self._finish_reason(answer),
+            "stop_reason": answer.stop_reason,
         }
+        return choice | ({"token_ids": answer.token_ids} if self._with_token_ids else {})
 
     def _pieces(self, delta: Delta) -> list[ParserDelta]:
         """Parse the new text into reasoning, text and calls."""

@@ -46,6 +46,22 @@ def is_prompt_only(body: CompletionRequest) -> bool:
     return bool(body.echo) and body.max_tokens == 0
 
 
+def truncate(ids: list[int], body: Generation, model: ModelCard, max_tokens: int | None) -> list[int]:
+    """The last tokens of a prompt that `truncate_prompt_tokens` keeps; -1: as many as leave room for the answer.
+
+    Raises:
+        ValueError: no token would be left.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    if keep == -1:
+        keep = model.max_model_len - (1 if max_tokens is None else max_tokens)
+    if keep < 1:
+        raise ValueError("truncate_prompt_tokens must leave at least 1 token; raise it or lower max_tokens.")
+    return ids[-keep:]
+
+
 def _width_for(best_of: int, given: int | None) -> int:
     """Beam width for `best_of` answers.
 
@@ -119,6 +135,8 @@ def _structured_outputs(body: Generation, with_response_format: bool) -> Structu
         value = getattr(body, f"guided_{name}")
         if value is not None:
             constraints[f"guided_{name}"] = StructuredOutputs(**{name: value})
+    if body.regex is not None:
+        constraints["regex"] = StructuredOutputs(regex=body.regex)
     response_format = body.response_format if with_response_format else None
     if response_format is not None and response_format.type == "json_object":
         constraints["response_format"] = StructuredOutputs(json_object=True)
