@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torchweave.config.options import TorchCompileConfig as TorchCompileConfig
     from torchweave.engine.batch_manager import BatchManager as BatchManager
     from torchweave.engine.llm import LLM as LLM
+    from torchweave.engine.request import CompletionOutput as CompletionOutput
     from torchweave.engine.request import InferenceRequest as InferenceRequest
+    from torchweave.engine.request import RequestOutput as RequestOutput
     from torchweave.engine.request import SamplingParams as SamplingParams
     from torchweave.engine.request import StructuredOutputs as StructuredOutputs
     from torchweave.engine.startup.open import open_engine as open_engine
@@ -27,6 +29,8 @@ LAZY_EXPORTS = {
     "SamplingParams": "torchweave.engine.request",
     "StructuredOutputs": "torchweave.engine.request",
     "InferenceRequest": "torchweave.engine.request",
+    "CompletionOutput": "torchweave.engine.request",
+    "RequestOutput": "torchweave.engine.request",
     "BatchManager": "torchweave.engine.batch_manager",
     "open_engine": "torchweave.engine.startup.open",
     "EngineConfig": "torchweave.config.options",
@@ -38,9 +42,11 @@ LAZY_EXPORTS = {
 __all__ = [
     "LLM",
     "BatchManager",
+    "CompletionOutput",
     "CudaGraphConfig",
     "EngineConfig",
     "InferenceRequest",
+    "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
     "TorchCompileConfig",

@@ -138,6 +138,14 @@ def test_invalid_prompt_is_rejected(llm: LLM, prompt: Any) -> None:
             llm.stream(prompt, GREEDY)
 
 
+def test_an_output_says_which_stop_string_ended_it(llm: LLM) -> None:
+    plain = llm.generate({"prompt": "12+30="}, GREEDY)[0].outputs[0].text
+    params = SamplingParams(temperature=0, stop=[plain[1]])
+    stopped = llm.generate("12+30=", params)[0].outputs[0]
+    assert (stopped.text, stopped.stop_reason) == (plain[0], plain[1])
+    assert params.clone() == params and params.clone() is not params
+
+
 @pytest.mark.parametrize("params", [5, "x", {}, {"temperature": 0}, [None], [{}]], ids=repr)
 def test_invalid_sampling_params_are_rejected(llm: LLM, params: Any) -> None:
     with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):

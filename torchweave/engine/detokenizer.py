@@ -202,6 +202,7 @@ class CompletionBuilder:
 
     def _with_logprobs(self, output: CompletionOutput, first: int) -> CompletionOutput:
         """Add log-probabilities to `output`, whose tokens begin at index `first`."""
+        output.stop_reason = self.stop_reason
         if self._params.logprobs is not None:
             new = self._logprobs[first : first + len(output.token_ids)]
             output.logprobs = [{**entry.top, entry.token_id: entry.logprob} for entry in new]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, overload
 
@@ -222,6 +222,10 @@ class SamplingParams:
         if self.beam_width > 1 and (why := _beam_search_error(self)):
             raise ValueError(why)
 
+    def clone(self) -> SamplingParams:
+        """A copy, under vLLM's name."""
+        return deepcopy(self)
+
     def each(self) -> list[SamplingParams]:
         """Parameters of each of the `n` answers: consecutive seeds, and prompt log-probabilities only for the first."""
         params: list[SamplingParams] = [self]
@@ -408,6 +412,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     logprobs: list[dict[int, float]] | None = None
     cumulative_logprob: float | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass
