@@ -85,6 +85,14 @@ def create_app(
 
     app.state.poll_metrics = poll_metrics
     app.state.live = Live(service, poll_metrics)
+    _add_middleware(app, client, settings, keys, primary_socket)
+    return app
+
+
+def _add_middleware(
+    app: FastAPI, client: Replicas, settings: ServerConfig, keys: list[str], primary_socket: str | None
+) -> None:
+    """Add what handles requests before the routes, the innermost first."""
     app.add_middleware(HeadMethodMiddleware)  # type: ignore[arg-type]
     if primary_socket is not None:
         app.add_middleware(ProxyMiddleware, address=primary_socket)  # type: ignore[arg-type]
@@ -100,5 +108,5 @@ def create_app(
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
-    app.add_middleware(HttpMetricsMiddleware, counts=http)  # outside the key check: counts rejected requests too
-    return app
+    # Outside the key check: counts rejected requests too.
+    app.add_middleware(HttpMetricsMiddleware, counts=app.state.http)  # type: ignore[arg-type]
