@@ -6,8 +6,14 @@ import subprocess
 import sys
 
 PROGRAM = """
-import os, threading, time
+import atexit, os, threading, time
 from torchweave import LLM, SamplingParams
+
+@atexit.register  # before the engine's own, and therefore called after it
+def report():
+    print("active", llm.engine.scheduler.num_active)
+    last.join()
+    print("answer", len(answers[1]))
 
 FAST = {"device": "cpu", "torch_compile_config": {"enable_fullgraph": False}}
 LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
@@ -29,9 +35,11 @@ if (child := os.fork()) == 0:
         llm.generate("1+1=")
     except RuntimeError as error:
         print("fork", "ended" in str(error))
+    atexit.unregister(report)
     raise SystemExit(3)
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-threading.Thread(target=lambda: print("answer", len(llm.generate("1+1=", LONG)[0].outputs[0].token_ids)), daemon=True).start()
+last = threading.Thread(target=lambda: answers[1].extend(llm.generate("1+1=", LONG)[0].outputs[0].token_ids), daemon=True)
+last.start()
 while not llm.engine.scheduler.num_active:
     time.sleep(0.001)
 print("end")
@@ -41,4 +49,4 @@ print("end")
 def test_requests_outlive_their_program_and_their_engines_last_reference() -> None:
     ended = subprocess.run([sys.executable, "-u", "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr and "terminate called" not in ended.stderr, ended
-    assert ended.stdout.splitlines() == ["dropped 100", "fork True", "child 3", "end", "answer 100"]
+    assert ended.stdout.splitlines() == ["dropped 100", "fork True", "child 3", "end", "active 0", "answer 100"]
