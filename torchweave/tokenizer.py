@@ -40,7 +40,7 @@ def import_without_torch() -> None:
 
 
 class TextTooLong(ValueError):
-    """A text certainly has more tokens than a model reads; it was not encoded."""
+    """A text has more tokens than `max_model_len` even if every token is the longest of the vocabulary; it is not encoded."""
 
 
 def check_text(text: str) -> None:

@@ -92,6 +92,15 @@ class _Engine:
         run_sparse_op([meta], self.caches, OPS.sparse_attention.default, call, {})
         return indices, out
 
+    def step_of_one(self, slot: int, begin: int, end: int) -> AttentionMetadata:
+        """A step with tokens `begin` to `end` of the sequence of one slot."""
+        places = torch.arange(begin, end)
+        mapping = self.table[slot, places // BLOCK].long() * BLOCK + places % BLOCK
+        starts = torch.tensor([0, end - begin])
+        return AttentionMetadata(
+            torch.tensor([slot]), starts, torch.tensor([end]), self.table, mapping, 1, end - begin, end - begin == 1, 40
+        )
+
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("padded", [0, 2])
@@ -131,12 +140,7 @@ def test_blocks_of_keys_equal_float64(step: str, local_blocks: int, monkeypatch:
         for begin, end in ((0, before), (before, before + new)):
             if begin == end:
                 continue
-            places = torch.arange(begin, end)
-            mapping = engine.table[slot, places // BLOCK].long() * BLOCK + places % BLOCK
-            meta = AttentionMetadata(
-                torch.tensor([slot]), torch.tensor([0, end - begin]), torch.tensor([end]), engine.table, mapping,
-                1, end - begin, end - begin == 1, 40,
-            )  # fmt: skip
+            meta = engine.step_of_one(slot, begin, end)
             indices = torch.full((end - begin, KV_HEADS, most * size), 99, dtype=torch.int32)
             call = (q[begin:end], k[begin:end], indices, 1, size, local_blocks)
             run_sparse_op([meta], engine.caches, OPS.sparse_block_index.default, call, {})
@@ -168,12 +172,7 @@ def test_bias_by_distance_equals_float64(
         for begin, end in ((0, before), (before, length)):
             if begin == end:
                 continue
-            places = torch.arange(begin, end)
-            mapping = engine.table[slot, places // BLOCK].long() * BLOCK + places % BLOCK
-            meta = AttentionMetadata(
-                torch.tensor([slot]), torch.tensor([0, end - begin]), torch.tensor([end]), engine.table, mapping,
-                1, end - begin, end - begin == 1, 40,
-            )  # fmt: skip
+            meta = engine.step_of_one(slot, begin, end)
             out = torch.full((end - begin, HEADS, VALUE_DIM), torch.nan)
             q, k, v = (one[name][begin:end] for name in "qkv")
             now = None if sinks is None else sinks[begin:end]
