@@ -103,7 +103,7 @@ _MAX_FLOAT = 1e30
 _MAX_N = 16384
 """Each answer is a request of its own; vLLM's bound."""
 _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS, _MAX_BAD_WORDS = 1024, 16384, 2048
-"""Bounds of what each token of an answer is compared with."""
+"""Limits of stop strings and bad words, which each token of an answer is compared with."""
 _MAX_SHOWN = 400  # characters of a value in an error
 _N_RANGE = f"from 1 to {_MAX_N}"  # formatted once, not per request
 _TEMPERATURE_RANGE = f"0 (greedy) or a positive number up to {_MAX_FLOAT:g}"

@@ -49,7 +49,7 @@ class Limits:
 
     @property
     def decode_span(self) -> int:
-        """Most tokens from a decode request's next one, as far as the host knows, to the end of the next step."""
+        """Upper bound of the tokens between a decode request's lower bound of computed tokens and the end of the next step."""
         return self.query_len * max(self.run_ahead, 1) if self.query_len > 1 else 1
 
     def last_position(self, request: InferenceRequest) -> int:

@@ -66,7 +66,7 @@ class StepBuilder:
         return self._image_rows is not None and self._image_rows.model.rope_axes > 0
 
     def write_history(self, slot: int, state: RequestState, limit: int, drafting: bool) -> None:
-        """Enter the text to look drafts up in, and the last position that may feed one."""
+        """Upload the token history for prompt lookup, and the last position that may have a draft."""
         self._updates.set("draft_limit", slot, limit - 1 if drafting else -1)
         if drafting:
             self._updates.set_history(slot, state.prefill)
