@@ -65,6 +65,7 @@ def verify(
     ranks: Sequence[int] = (1,),
     stages: int = 1,
     num_speculative_tokens: int = 0,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Verify architectures of the zoo; None takes all and includes rejected architectures.
 
@@ -72,13 +73,18 @@ def verify(
         ranks: numbers of tensor-parallel ranks to verify with, as processes of this machine.
         stages: pipeline stages, each of as many ranks.
         num_speculative_tokens: most drafts of a request and step, by prompt lookup; 0: no speculation.
+        device: device of the engine, `cpu` or `cuda`; transformers' model is always on the CPU.
 
     Returns:
         `{"passed": N, "total": M, "results": [VerifyResult as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
 
     Raises:
-        ValueError: an unknown name or an invalid number of ranks or stages.
+        ValueError: an unknown name, an invalid number of ranks or stages, or a device that does not exist.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but this machine has no CUDA GPU; use --device cpu")
+    if device != "cpu" and (max(ranks, default=1) > 1 or stages > 1):
+        raise ValueError("several ranks are verified on a CPU only; remove --device cuda")
     report = report if report is not None else Report(show=False)
     everything = (*zoo.ZOO_MODELS, *image_zoo.IMAGE_MODELS)
     entries = everything if names is None else tuple(image_zoo.zoo_entry(name) for name in names)
@@ -95,7 +101,7 @@ def verify(
                 entries = tuple(entry for entry in entries if not isinstance(entry, image_zoo.ImageZooModel))
             with RankProcesses(size, stages) if size * stages > 1 else contextlib.nullcontext() as processes:
                 for entry in entries:
-                    rows.append(verify_one(entry, processes, num_speculative_tokens))
+                    rows.append(verify_one(entry, processes, num_speculative_tokens, device))
                     report.event("verified", **asdict(rows[-1]))
                     advance(1, entry.name)
     refused = [
@@ -118,7 +124,7 @@ def prompts() -> list[list[int]]:
 
 
 def verify_one(
-    entry: zoo.ZooModel, ranks: RankProcesses | None = None, num_speculative_tokens: int = 0
+    entry: zoo.ZooModel, ranks: RankProcesses | None = None, num_speculative_tokens: int = 0, device: str = "cpu"
 ) -> VerifyResult:
     """Verify one architecture; any error is a failed result."""
     begin, architecture = time.monotonic(), entry.model_type
@@ -130,7 +136,7 @@ def verify_one(
         with tempfile.TemporaryDirectory() as folder:
             zoo.save(model, folder)
             begin = time.monotonic()
-            config = _config(entry, folder, num_speculative_tokens)
+            config = _config(entry, folder, num_speculative_tokens, device)
             served = [_serve(entry, config, given)] if ranks is None else ranks.generate(config, prompts(), NUM_TOKENS)
         pieces, fallback = served[0].shared_by, " ".join(served[0].fallback.split())[:300]
         lengths = [len(each.token_ids) for each in given]
@@ -165,7 +171,9 @@ def _reference(entry: zoo.ZooModel) -> tuple[PreTrainedModel, list[EncodedPrompt
 
 def _serve(entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPrompt]) -> RankResult:
     report, has_images = Report(show=False), isinstance(entry, image_zoo.ImageZooModel)
-    loaded = load(config.model, torch.float32, report=report, max_model_len=entry.max_model_len, images=has_images)
+    loaded = load(
+        config.model, torch.float32, config.device, report=report, max_model_len=entry.max_model_len, images=has_images
+    )
     bias = {image_zoo.IMAGE_TOKEN: -100.0} if has_images else None
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=bias)
     with LLM.from_loaded(loaded, config, report) as llm:
@@ -175,12 +183,12 @@ def _serve(entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPro
     return rank_result(tokens, report)
 
 
-def _config(entry: zoo.ZooModel, folder: str, num_speculative_tokens: int) -> EngineConfig:
+def _config(entry: zoo.ZooModel, folder: str, num_speculative_tokens: int, device: str) -> EngineConfig:
     speculation = SpeculativeConfig("ngram", num_speculative_tokens, prompt_lookup_min=1)
     return EngineConfig(
         model=folder,
         dtype="float32",
-        device="cpu",
+        device=device,
         max_model_len=entry.max_model_len,
         max_batch_size=len(PROMPT_LENGTHS),
         max_num_tokens=_BUDGET,

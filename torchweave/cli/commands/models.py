@@ -42,6 +42,9 @@ def parser() -> Parser:
         default=0,
         help="verify with speculation by prompt lookup, with up to N drafts",
     )
+    cli_parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the engine; transformers runs on the CPU"
+    )
     cli_parser.add_argument("--json", action="store_true", help="print a JSON object")
     cli_parser.add_argument(
         "--write", metavar="FILE", default="", help="write the table of verify to FILE (docs/models.md)"
@@ -60,6 +63,8 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError("--write cannot be combined with --pipeline_parallel_size: the table has no column for stages")
     if args.write and args.num_speculative_tokens:
         raise ValueError("--write cannot be combined with --num_speculative_tokens: the table has no column for it")
+    if args.write and args.device != "cpu":
+        raise ValueError("--write cannot be combined with --device cuda: the table is of engines on a CPU")
     write = check_output_file("--write", args.write)
     ranks = _sizes(args.tensor_parallel_size)
     if bool(args.names) == args.all:
@@ -68,7 +73,12 @@ def run(argv: Sequence[str]) -> int:
 
     report = Report(show=False if args.quiet else None)
     result: dict[str, Any] = verify(
-        None if args.all else args.names, report, ranks, args.pipeline_parallel_size, args.num_speculative_tokens
+        None if args.all else args.names,
+        report,
+        ranks,
+        args.pipeline_parallel_size,
+        args.num_speculative_tokens,
+        args.device,
     )
     if write is not None:
         write_output("--write", write, table(result))
