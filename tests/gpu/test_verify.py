@@ -9,8 +9,8 @@ from torchweave.verify.verify import verify
 pytestmark = pytest.mark.gpu
 
 MODELS = [
-    "bloom", "mpt", "roberta", "minimax_m3_vl_text", "glm_moe_dsa", "zamba", "zaya", "inkling_text", "kimi_linear", "dbrx", "qwen3_vl-images",
-    "llava-images",
+    "bloom", "mpt", "roberta", "minimax_m3_vl_text", "glm_moe_dsa", "zamba", "zaya", "inkling_text", "kimi_linear", "dbrx",
+    "qwen3_vl-images", "llava-images",
 ]  # fmt: skip
 
 
