@@ -51,7 +51,7 @@ def test_wheel_installs_and_generates(tmp_path: Path) -> None:
 
     where = _run(str(python), "-c", "import torchweave; print(torchweave.__file__)", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(folder)
-    said = _run(str(python), "-m", "torchweave.cli.main", "generate", "demo", "12+30=", "-O0", cwd=tmp_path)
+    said = _run(str(python), "-m", "torchweave", "generate", "demo", "12+30=", "-O0", cwd=tmp_path)
     assert "42" in said
     _run(
         str(python),

@@ -17,6 +17,7 @@ import triton
 from torchweave.config.options import CudaGraphConfig, EngineConfig, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
+from torchweave.images import EncodedPrompt
 from torchweave.models.load import load
 from torchweave.report import Report
 
@@ -149,7 +150,8 @@ def test_2000_mixed_requests_with_random_cancels_leave_every_block_free() -> Non
                     stop_token_ids=rng.integers(0, 1000, 3).tolist(),
                 )
                 prompt = rng.integers(0, 1000, int(rng.integers(1, 400)))
-                submitted[client.submit(prompt, params, inbox, streaming=bool(rng.integers(2)))] = len(prompt)
+                number = client.submit(EncodedPrompt(prompt), params, inbox, streaming=bool(rng.integers(2)))
+                submitted[number] = len(prompt)
             llm.manager.wake()
             for response in inbox.get(timeout=60):
                 assert not response.error

@@ -18,7 +18,7 @@ MODELS = ["llama-tied", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm_mo
 
 
 def engine(speculative_config: dict[str, Any] | None) -> LLM:
-    sizes: dict[str, Any] = {"max_batch_size": 16, "max_num_tokens": 256, "num_kv_blocks": 400, "max_model_len": 1024}
+    sizes: dict[str, Any] = {"max_batch_size": 16, "max_num_tokens": 256, "num_kv_blocks": 400}
     return LLM(
         "demo",
         device="cuda",
