@@ -35,6 +35,21 @@ _LLAMA_3 = {
         "original_max_position_embeddings": 8192,
     },
 }
+_QWEN3_8B = {
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "shape:llama-1b": _LLAMA_3
     | {
@@ -178,6 +193,56 @@ SHAPES: dict[str, dict[str, Any]] = {
         "full_attn_idxs": [2, 5, 8, 10, 12, 14],
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "shape:qwen3-8b": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **_QWEN3_8B},
+    "shape:qwen3-vl-8b": {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "text_config": _QWEN3_8B
+        | {
+            "model_type": "qwen3_vl_text",
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_interleaved": True,
+                "mrope_section": [24, 20, 20],
+            },
+        },
+        "vision_config": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096},
+        "tie_word_embeddings": False,
+    },
+    "shape:gemma-3-4b": {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "dtype": "bfloat16",
+            "hidden_size": 2560,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "intermediate_size": 10240,
+            "sliding_window": 1024,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "image_size": 896,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
     },
 }
 """Published model shapes without weights, for `load_format: dummy`."""
