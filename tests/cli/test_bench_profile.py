@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from torchweave.bench.profile import StepDriver, _by_name, _gaps, profile
+from torchweave.bench.profile import StepDriver, _by_name, kernel_gaps, profile
 from torchweave.bench.result import rows
 from torchweave.cli.main import main
 
@@ -96,9 +96,9 @@ def test_profile_without_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_overlapping_kernels_count_once():
-    gaps, busy = _gaps([("d", 8, 9), ("a", 0, 4), ("b", 1, 2), ("c", 3, 6)])
+    gaps, busy = kernel_gaps([("d", 8, 9), ("a", 0, 4), ("b", 1, 2), ("c", 3, 6)])
     assert busy == 7 and gaps == [("d", 2, 1)]
-    assert _gaps([]) == ([], 0)
+    assert kernel_gaps([]) == ([], 0)
 
 
 def test_launches_of_a_kernel_are_summed():

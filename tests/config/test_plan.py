@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torchweave.config import (
     Plan,
     choose_device,
     default_batch_sizes,
+    default_token_buckets,
     format_value,
     resolve,
 )
@@ -119,6 +121,29 @@ def test_token_buckets_are_clamped_without_new_sizes(asked: list[int], budget: i
     plan = plan_of(max_num_tokens=budget, torch_compile_config=config)
     assert list(plan.token_buckets) == sorted({size for size in asked if size <= budget})
     assert plan.piecewise_graphs == bool(plan.token_buckets)
+
+
+@settings(deadline=None)
+@given(st.integers(3073, 40000), st.integers(64, 1024))
+def test_small_models_record_the_whole_token_budget(budget: int, width: int):
+    sizes = default_token_buckets(budget, width)
+    assert sizes[: len(DEFAULT_TOKEN_BUCKETS)] == DEFAULT_TOKEN_BUCKETS and sizes[-1] == budget
+    assert all(
+        low < high <= low * 1.125 for low, high in pairwise(sizes[-(len(sizes) - len(DEFAULT_TOKEN_BUCKETS)) - 1 :])
+    )
+
+
+def test_recorded_sizes_end_where_kernels_take_longer_than_launches():
+    def largest(width: int | None, budget: int = 8192, **options: Any) -> int:
+        return plan_of(model=replace(MODEL, hidden_size=width), max_num_tokens=budget, **options).token_buckets[-1]
+
+    assert [largest(width) for width in (1024, 2048, 2560, 3072, 4096, 8192)] == [8192, 8192, 7168, 5120, 3072, 3072]
+    assert largest(None) == 3072, "without a width nothing is known"
+    assert (largest(1024, 16384), largest(1024, 6000), largest(1024, 1000)) == (16384, 6000, 1000)
+    gpus = replace(GPU, num_gpus=2)
+    two = resolve(EngineConfig("llama", tensor_parallel_size=2), gpus, replace(MODEL, hidden_size=4096))
+    assert two.token_buckets[-1] == 5632, "each rank has half of a layer's work"
+    assert plan_of(model=replace(MODEL, hidden_size=1024)).mixed_step_sizes[-2:] == (7680, 8192)
 
 
 def test_batch_sizes_above_the_limit_are_dropped_and_reported():

@@ -178,7 +178,7 @@ def profile(work: StepDriver, kind: str, advance: Callable[[], None]) -> Row:
                 "end the other profiler, or run as root."
             )
         spans = [(each.name, each.time_range.start, each.time_range.end) for each in kernels]
-        gaps, busy = _gaps(spans)
+        gaps, busy = kernel_gaps(spans)
         row["busy_ms"] = busy / 1e3 / work.count
         row["idle"] = _by_name(gaps, work.count)
         parts = [(name, end - start, 1) for name, start, end in spans]
@@ -200,8 +200,8 @@ def _by_name(parts: Iterable[tuple[str, float, int]], num_steps: int) -> list[Ro
     ]
 
 
-def _gaps(spans: Iterable[tuple[str, float, float]]) -> tuple[list[tuple[str, float, int]], float]:
-    """Gaps between kernels, by the kernel that ends them, and the busy time."""
+def kernel_gaps(spans: Iterable[tuple[str, float, float]]) -> tuple[list[tuple[str, float, int]], float]:
+    """Gaps between kernels (name, start, end), by the kernel that ends them, and the time with at least one running."""
     gaps: list[tuple[str, float, int]] = []
     busy, until = 0.0, None
     for name, start, end in sorted(spans, key=lambda span: span[1:]):

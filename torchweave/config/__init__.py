@@ -14,4 +14,5 @@ from torchweave.config.plan import Plan as Plan
 from torchweave.config.plan import format_value as format_value
 from torchweave.config.resolve import DEFAULT_TOKEN_BUCKETS as DEFAULT_TOKEN_BUCKETS
 from torchweave.config.resolve import default_batch_sizes as default_batch_sizes
+from torchweave.config.resolve import default_token_buckets as default_token_buckets
 from torchweave.config.resolve import resolve as resolve

@@ -64,6 +64,7 @@ class ModelFacts:
         num_layers: number of layers; None: not in the config.
         num_heads: query heads; None: not in the config, or different between layers.
         longest_model_len: largest valid option `max_model_len`, if RoPE stretches; None: `max_model_len`.
+        hidden_size: width of the residual stream; None: not in the config.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ModelFacts:
     num_layers: int | None = None
     num_heads: int | None = None
     longest_model_len: int | None = None
+    hidden_size: int | None = None
 
 
 def choose_device(requested: str, num_gpus: int) -> str:

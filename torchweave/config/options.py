@@ -49,7 +49,8 @@ class TorchCompileConfig:
         enable_inductor: compile each distinct piece with Inductor. Off: run pieces as plain FX code.
         enable_piecewise_cuda_graph: record context and mixed steps as piecewise CUDA graphs, by token count.
         capture_num_tokens: token counts (buckets) to record. None: powers of two to 128, 256, 384, steps of 256 from 512 to
-            3072, and mixed_step_tokens, up to max_num_tokens. vLLM: `cudagraph_capture_sizes`.
+            3072, and mixed_step_tokens, up to max_num_tokens; for small models steps of 256 to 4096, of 512 to 8192 and of 1024
+            beyond too. vLLM: `cudagraph_capture_sizes`.
         compile_sizes: token counts for which pieces are also compiled with a static shape and Inductor's autotuning.
         max_padding_ratio: largest ratio of padded to real tokens; a step above it runs unpadded.
         dynamic_shapes: how capture keeps the token count symbolic.

@@ -12,6 +12,23 @@ from torchweave.config.validate import check_names, check_value_ranges, flatten
 
 # TensorRT-LLM's default `capture_num_tokens`.
 DEFAULT_TOKEN_BUCKETS = (*(2**i for i in range(8)), 256, 384, *range(512, 3073, 256))
+# tokens * hidden_size**2 of a rank, below which launching a layer may take longer than running it: 1.2 ms of host time against
+# 24 * hidden_size**2 operations a token at 500 TFLOPS are 2.6e10; hosts differ by two.
+_HOST_BOUND_WORK = 5e10
+
+
+def default_token_buckets(largest: int, hidden_size: int | None, num_ranks: int = 1) -> tuple[int, ...]:
+    """`DEFAULT_TOKEN_BUCKETS`, continued to `largest` as far as plain launches of this model may be slower than its kernels.
+
+    Above 3072: steps of 256 to 4096, of 512 to 8192, of 1024 beyond, and `largest`, so that padding adds an eighth at most.
+
+    Args:
+        hidden_size: of the model; None: unknown, so nothing is continued.
+        num_ranks: tensor-parallel ranks that share a layer's work.
+    """
+    most = int(_HOST_BOUND_WORK * num_ranks / hidden_size**2) if hidden_size else 0
+    above = (*range(3328, 4097, 256), *range(4608, 8193, 512), *range(9216, largest + 1, 1024), largest)
+    return tuple(sorted({*DEFAULT_TOKEN_BUCKETS, *(size for size in above if size <= min(most, largest))}))
 
 
 def default_batch_sizes(largest: int) -> tuple[int, ...]:
@@ -71,7 +88,9 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
     attention = _attention(config, device, kv_cache_dtype, entries)
     block_size = entries.note("block_size", *_block_size(config, attention))
     mixed_step_tokens = entries.note("mixed_step_tokens", *_mixed_step_tokens(config, device))
-    graphs = _compile_fields(config, device, attention, max_batch_size, max_num_tokens, mixed_step_tokens, entries)
+    graphs = _compile_fields(
+        config, device, model, attention, max_batch_size, max_num_tokens, mixed_step_tokens, entries
+    )
     speculation = _speculation(config, device, attention, max_batch_size, max_num_tokens, entries)
     memory_why = "from the remaining memory" if config.num_kv_blocks is None else ""
     entries.note("num_kv_blocks", config.num_kv_blocks, memory_why)
@@ -278,6 +297,7 @@ def _block_size(config: EngineConfig, attention: AttentionFacts) -> tuple[int, s
 def _compile_fields(
     config: EngineConfig,
     device: DeviceFacts,
+    model: ModelFacts,
     attention: AttentionFacts,
     max_batch_size: int,
     max_num_tokens: int,
@@ -307,7 +327,8 @@ def _compile_fields(
     entries.note(prefix + "tune", tune, why)
     userbuffers = entries.note(prefix + "enable_userbuffers", *_userbuffers(config, device, fullgraph))
 
-    buckets, why = _token_buckets(compile_config, device, max_num_tokens, mixed_step_tokens)
+    default_buckets = default_token_buckets(max_num_tokens, model.hidden_size, config.tensor_parallel_size)
+    buckets, why = _token_buckets(compile_config, device, max_num_tokens, mixed_step_tokens, default_buckets)
     entries.note(prefix + "capture_num_tokens", buckets, why)
     piecewise = bool(buckets)
     why = "" if piecewise or not compile_config.enable_piecewise_cuda_graph else why
@@ -342,7 +363,7 @@ def _compile_sizes(config: TorchCompileConfig, inductor: bool, largest: int, ent
 
 
 def _token_buckets(
-    config: TorchCompileConfig, device: DeviceFacts, largest: int, mixed_step_tokens: int
+    config: TorchCompileConfig, device: DeviceFacts, largest: int, mixed_step_tokens: int, default: tuple[int, ...]
 ) -> tuple[tuple[int, ...], str]:
     if not device.is_gpu:
         return (), "CUDA graphs need a GPU"
@@ -351,7 +372,7 @@ def _token_buckets(
     if config.capture_num_tokens is not None:
         return _clamp_sizes(config.capture_num_tokens, largest, "max_num_tokens", False)
     small = (mixed_step_tokens,) if mixed_step_tokens else ()
-    return _clamp_sizes((*DEFAULT_TOKEN_BUCKETS, *small), largest, "max_num_tokens", True)
+    return _clamp_sizes((*default, *small), largest, "max_num_tokens", True)
 
 
 def _batch_sizes(config: CudaGraphConfig, device: DeviceFacts, largest: int, entries: _Entries) -> tuple[int, ...]:

@@ -203,6 +203,7 @@ def model_facts(
     check_config(config)
     stored, quant_scheme = _stored_dtype(config), checkpoint_scheme(source)
     heads, length = _global_value(config, "num_attention_heads"), _max_model_len(config, None)
+    width = _global_value(config.get_text_config(), "hidden_size")
     return ModelFacts(
         source.name,
         length,
@@ -212,6 +213,7 @@ def model_facts(
         getattr(config.get_text_config(), "num_hidden_layers", None),
         heads if isinstance(heads, int) else None,
         _longest_model_len(config, length),
+        width if isinstance(width, int) else None,
     )
 
 

@@ -35,20 +35,24 @@ _LLAMA_3 = {
         "original_max_position_embeddings": 8192,
     },
 }
-_QWEN3_8B = {
+_QWEN_3 = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
     "dtype": "bfloat16",
+    "head_dim": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
+_QWEN3_8B = _QWEN_3 | {
     "hidden_size": 4096,
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "head_dim": 128,
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "shape:llama-1b": _LLAMA_3
@@ -77,21 +81,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 28672,
         "tie_word_embeddings": False,
     },
-    "shape:qwen3-30b-a3b": {
+    "shape:qwen3-0.6b": _QWEN_3
+    | {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "shape:qwen3-30b-a3b": _QWEN_3
+    | {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "dtype": "bfloat16",
         "hidden_size": 2048,
         "num_hidden_layers": 48,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
-        "head_dim": 128,
         "intermediate_size": 6144,
         "moe_intermediate_size": 768,
         "num_experts": 128,
@@ -100,7 +108,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
     "shape:qwen3.5-35b-a3b": {
         "model_type": "qwen3_5_moe_text",

@@ -271,7 +271,7 @@ class ModelRunner:
             with self._report.progress("recording mixed steps", len(mixed)) as advance_bar, self._on_stream():
                 for number, tokens in enumerate(sorted(mixed, reverse=True)):
                     self.record_mixed(tokens, pool, warm_up=number == 0 or not is_single_rank)
-                    advance_bar(1, f"{tokens} tokens")
+                    advance_bar(1, f"{tokens} tokens, {pool.num_bytes() >> 20} MiB in all")
         if decode:
             with self._report.progress("recording decode steps", len(decode)) as advance_bar, self._on_stream():
                 for number, rows in enumerate(sorted(decode, reverse=True)):

@@ -185,7 +185,9 @@ def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts
             f"quantization={config.quantization}: {loaded.name} is in memory already; quantise it as it is loaded"
         )
     dtype = str(loaded.dtype).removeprefix("torch.")
-    return ModelFacts(loaded.name, loaded.max_model_len, dtype, loaded.quantization)
+    width = loaded.config.get("hidden_size")
+    hidden_size = width if isinstance(width, int) else None
+    return ModelFacts(loaded.name, loaded.max_model_len, dtype, loaded.quantization, hidden_size=hidden_size)
 
 
 def _kv_cache_spec(loaded: LoadedModel, plan: Plan) -> tuple[KVCacheSpec, Plan]:
