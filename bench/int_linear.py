@@ -24,7 +24,10 @@ from torchweave.ops.quant.int_linear import IntConfig, choose, dequantize_int, n
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 256]
 COLD_BYTES = 256 << 20
 _ROWS = ((2, 4, 512), (4, 4, 512), (8, 4, 512), (4, 2, 256), (8, 2, 256), (16, 4, 256), (4, 4, 1024), (2, 8, 1024))
-_SPLITS = ((16, 4, 4), (16, 8, 3), (32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 3), (64, 2, 4), (64, 8, 2), (128, 4, 2))
+_SPLITS = ((16, 4, 4), (16, 8, 3), (32, 4, 4), (64, 4, 3), (64, 2, 4))
+_TILES = ((64, 4, 5), (128, 4, 5), (128, 8, 4))
+_PROGRAMS = (1, 2, 4)
+"""Programs that divide K, of candidates with at least 64 rows."""
 
 
 class Weight(NamedTuple):
@@ -41,7 +44,13 @@ def candidates(tokens: int, bits: int) -> list[IntConfig]:
     if tokens <= 256:
         sizes = {next((size for size in (8, 16, 32, 64) if tokens <= size), 64), 32 if tokens > 32 else 64}
         sizes = {size for size in sizes if size <= max(8, 2 * tokens)}
-        found += [IntConfig("split", *shape, block_t=size) for size in sorted(sizes) for shape in _SPLITS]
+        found += [
+            IntConfig(kernel, *shape, block_t=size, programs=programs)
+            for size in sorted(sizes)
+            for kernel, shapes in (("split", _SPLITS), ("tile", _TILES if bits == 4 else ()))
+            for shape in shapes
+            for programs in (_PROGRAMS if shape[0] >= 64 else (1,))
+        ]
     return found
 
 
@@ -92,7 +101,7 @@ def compare(
     }
     configs: dict[str, IntConfig] = {}
     for config in candidates(tokens, bits):
-        key = f"{config.kernel} {config.block_n}x{config.block_t},{config.num_warps},{config.depth}"
+        key = f"{config.kernel} {config.block_n}x{config.block_t},{config.num_warps},{config.depth},{config.programs}"
         try:
             out.fill_(torch.nan)
             config.run(x, *weights[0], None, group, out)

@@ -60,6 +60,10 @@ def test_configs(case: IntCase, hopper: bool) -> None:
         IntConfig("split", n, warps, stages, block_t=t, hopper=hopper)
         for n, warps, stages, t in ((16, 4, 4, 8), (16, 8, 3, 16), (32, 4, 4, 32), (64, 4, 3, 64))
     ]
+    splits += [
+        IntConfig(kernel, n, 4, stages, block_t=t, programs=programs, hopper=hopper)
+        for kernel, n, stages, t, programs in (("split", 64, 3, 8, 2), ("tile", 64, 5, 16, 1), ("tile", 128, 5, 32, 4))
+    ]
     for shape in SHAPES:
         for config in (*rows, *splits):
             for tokens in (1, 3) if config.kernel == "row" else (1, 5, 40):

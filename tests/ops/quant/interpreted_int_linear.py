@@ -33,7 +33,15 @@ def split() -> None:
         for zero in (False, True):
             for tokens, width in ((3, 336), (17, 520)):
                 made = operands(IntCase(4, group, zero, bias=zero), tokens, 21, width)
-                check(IntConfig("split", 16, 2, 2, block_t=8, hopper=False), made)
+                check(IntConfig("split", 16, 2, 2, block_t=8, programs=tokens % 3 + 1, hopper=False), made)
+
+
+def tile() -> None:
+    for group in GROUPS:
+        for zero in (False, True):
+            for tokens, width, programs in ((3, 336, 1), (9, 520, 2), (5, 336, 4)):
+                made = operands(IntCase(4, group, zero, bias=zero), tokens, 21, width)
+                check(IntConfig("tile", 16, 4, 2, block_t=8, programs=programs, hopper=False), made)
 
 
 def byte() -> None:
@@ -41,7 +49,7 @@ def byte() -> None:
         for zero in (False, True):
             for tokens, width in ((1, 336), (17, 520)):
                 made = operands(IntCase(8, group, zero, bias=zero), tokens, 21, width)
-                check(IntConfig("split", 16, 2, 2, block_t=8, hopper=False), made)
+                check(IntConfig("split", 16, 2, 2, block_t=8, programs=1 + tokens // 17, hopper=False), made)
 
 
 def dequantize() -> None:
@@ -53,7 +61,7 @@ def dequantize() -> None:
             torch.testing.assert_close(out.double(), weight_values(made), rtol=1e-6, atol=1e-9)
 
 
-CHECKS = {"row": row, "split": split, "byte": byte, "dequantize": dequantize}
+CHECKS = {"row": row, "split": split, "tile": tile, "byte": byte, "dequantize": dequantize}
 
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or tuple(CHECKS):

@@ -10,6 +10,7 @@ from tests.ops.int_cases import IntCase, operands, weight_values
 from tests.ops.interpreted import run_interpreted
 from torchweave.ops.quant.int_linear import (
     MAX_TOKENS,
+    IntConfig,
     choose,
     configs,
     dequantize_int,
@@ -103,7 +104,7 @@ def test_samples_run_without_a_gpu() -> None:
     launch_samples(made.x, *made.weight, None, 128)
 
 
-@pytest.mark.parametrize("part", ["row", "split", "byte", "dequantize"])
+@pytest.mark.parametrize("part", ["row", "split", "tile", "byte", "dequantize"])
 def test_kernels_in_the_interpreter(part: str) -> None:
     run_interpreted("tests.ops.quant.interpreted_int_linear", part)
 
@@ -173,6 +174,28 @@ def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
     if case.bits == 4:
         assert "lop3.b32" in ptx and (config.kernel == "row" or "sub.rn.bf16x2" in ptx)
     assert config.kernel == "row" or "mma.sync" in ptx
+
+
+CONFIGS = [
+    IntConfig("split", 64, 4, 3, 32, 2),
+    IntConfig("tile", 128, 4, 5, 32, 4),
+    IntConfig("tile", 64, 4, 3, 32, 2, hopper=False),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_programs_that_divide_the_inputs_build_for_hopper(config: IntConfig) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels.quant import int_linear as kernels
+
+    made = operands(IntCase(4, group=128, bias=True), 32, 256, 4096, torch.bfloat16)
+    with recorded(kernels, "split_kernel", "add_kernel") as launches:
+        config.run(made.x, *made.weight[:3], made.bias, made.group, torch.empty(32, 256, dtype=torch.bfloat16))
+    assert [launch.grid for launch in launches] == [(256 // config.block_n, 1, config.programs), (32, 1)]
+    products, added = (compile_for_hopper(launch) for launch in launches)
+    assert ("wgmma" if config.kernel == "tile" else "mma.sync") in products.asm["ptx"]
+    assert products.metadata.shared <= 227 << 10 and ("griddepcontrol.wait" in added.asm["ptx"]) == config.hopper
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[5]], ids=str)

@@ -82,20 +82,22 @@ class IntConfig:
 
     Attributes:
         kernel: "row" multiplies element by element in float32, a program per token; "split" uses tensor cores, and the warps of a
-            program share its rows and divide K.
+            program share its rows and divide K; "tile" (4 bits) uses tensor cores, and the warps share inputs and divide the rows.
         block_n: rows of the weight per program.
         num_warps: warps of a program.
-        depth: words of a row per iteration for "row", pipeline stages for "split".
-        block_t: tokens of a program of "split".
+        depth: words of a row per iteration for "row", pipeline stages for the others.
+        block_t: tokens of a program, not for "row".
+        programs: programs that divide K, not for "row"; above 1, a second kernel adds their sums.
         hopper: use what sm_90 has: programmatic dependent launch, which starts a kernel while the previous one drains, and
             arithmetic on pairs of 16-bit numbers.
     """
 
-    kernel: Literal["row", "split"]
+    kernel: Literal["row", "split", "tile"]
     block_n: int
     num_warps: int
     depth: int
     block_t: int = 16
+    programs: int = 1
     hopper: bool = True
 
     def run(

@@ -2,8 +2,9 @@
 
 `row_kernel` (4 bits, few tokens) turns nibbles into floats by one LOP3 each: `1 + q * 2 ** (p - 23)` with the nibble at bit p
 of the mantissa; the input is scaled by `2 ** (23 - p)` instead, and what the ones add is subtracted. `split_kernel` (4 bits) makes
-16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a program share its rows and divide K. `byte_kernel`
-is the same for 8 bits. `dequantize_kernel` writes a whole weight for the BLAS.
+16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a program share its rows and divide K, or (SPLIT 1)
+share its inputs and divide its rows. `byte_kernel` is the same for 8 bits. Several programs may divide K too; then
+`add_kernel` adds their sums. `dequantize_kernel` writes a whole weight for the BLAS.
 
 Each starts under programmatic dependent launch while the previous kernel drains; the row kernel loads its first weights before it
 waits. Without sm_90's instructions (and in Triton's interpreter) shifts and conversions replace the assembly (ASSEMBLY).
@@ -223,7 +224,7 @@ def row_kernel(
 
 @triton.jit
 def _split_nibbles(tile, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Eight tiles `[SPLIT, BLOCK_N, 16]` of q - 8: of word c of a block, input `16 * j + c`."""
+    """Eight tiles of the shape of `tile`, of q - 8: of word c of a block, input `16 * j + c`."""
     if ASSEMBLY and DTYPE == tl.bfloat16:  # noqa: SIM300
         return tl.inline_asm_elementwise(
             HALVES_BFLOAT, _8_OUTPUTS, [tile], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
@@ -231,8 +232,9 @@ def _split_nibbles(tile, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.c
     elif ASSEMBLY:  # noqa: RET505
         return tl.inline_asm_elementwise(HALVES, _8_OUTPUTS, [tile], dtype=(tl.float16,) * 8, is_pure=True, pack=2)
     else:
-        even, odd = tl.split(tl.reshape(tile, [SPLIT, BLOCK_N, WORDS // 2, 2]))
-        shape: tl.constexpr = [SPLIT, BLOCK_N, WORDS]
+        pairs: tl.constexpr = [SPLIT, BLOCK_N, WORDS // 2, 2] if SPLIT > 1 else [BLOCK_N, WORDS // 2, 2]
+        shape: tl.constexpr = [SPLIT, BLOCK_N, WORDS] if SPLIT > 1 else [BLOCK_N, WORDS]
+        even, odd = tl.split(tl.reshape(tile, pairs))
         return (
             (tl.reshape(_shifted_pair(even, 0), shape) - 8).to(DTYPE),
             (tl.reshape(_shifted_pair(even, 1), shape) - 8).to(DTYPE),
@@ -247,20 +249,21 @@ def _split_nibbles(tile, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def _split_parameter(pointer, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
-    """Scales or zero points `[SPLIT, BLOCK_N, 1]` of a part of each warp's block."""
+    """Scales or zero points of a part of each warp's block, of the shape of `rows + block`."""
     group = _parameter_group(block, part, GROUP, GROUPS, PARTS)
-    return tl.load(pointer + rows[None, :, None] * GROUPS + group, mask=group < GROUPS, other=0)
+    return tl.load(pointer + rows * GROUPS + group, mask=group < GROUPS, other=0)
 
 
 @triton.jit
 def _split_dots(
-    a0, a1, b0, b1, zero, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr
+    sums, a0, a1, b0, b1, zero, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Products of 32 inputs of each warp's block, which lie in one group, without its scale."""
+    """sums plus products of 32 inputs of each warp's block, which lie in one group, without its scale."""
     if ZERO:
         point = (_split_parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a0.dtype)
         a0, a1 = a0 - point, a1 - point
-    return tl.dot(a1, b1, tl.dot(a0, b0, input_precision="ieee"), input_precision="ieee")
+    return tl.dot(a1, b1, tl.dot(a0, b0, sums, input_precision="ieee"), input_precision="ieee")
 
 
 @triton.jit
@@ -276,23 +279,36 @@ def _store_products(total, bias, out, row, token, num_outputs, num_tokens, out_s
 def split_kernel(
     x, w, scale, zero, bias, out, num_tokens, num_outputs, out_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr,
+    ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N tiles, T tiles): eight products of depth 16 for each block of 128 inputs, which warp i of SPLIT takes in turn."""
+    """Grid (N tiles, T tiles, PROGRAMS): eight products of depth 16 for each block of 128 inputs.
+
+    The blocks are dealt to PROGRAMS programs and, in each, to SPLIT warps; with SPLIT 1 all warps share a block and divide rows.
+    With PROGRAMS above 1, out is float32 `[PROGRAMS, T, N]`.
+    """
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, c = tl.minimum(row, num_outputs - 1).to(tl.int64), tl.arange(0, WORDS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    warp = tl.arange(0, SPLIT)[:, None, None]
-    words = w + rows[None, :, None] * (BLOCKS * WORDS) + warp * WORDS + c[None, None, :]
-    k = warp * BLOCK + c[None, :, None]
-    inputs = x + token.to(tl.int64)[None, None, :] * WIDTH + k
-    real = (token < num_tokens)[None, None, :]
+    if SPLIT > 1:
+        warp = tl.arange(0, SPLIT)[:, None, None]
+        k, row_of, real = warp * BLOCK + c[None, :, None], rows[None, :, None], (token < num_tokens)[None, None, :]
+        words = w + row_of * (BLOCKS * WORDS) + warp * WORDS + c[None, None, :]
+        inputs = x + token.to(tl.int64)[None, None, :] * WIDTH + k
+        total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
+    else:
+        warp = 0
+        k, row_of, real = c[:, None], rows[:, None], (token < num_tokens)[None, :]
+        words = w + row_of * (BLOCKS * WORDS) + c[None, :]
+        inputs = x + token.to(tl.int64)[None, :] * WIDTH + k
+        total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+    begin, step = tl.program_id(2) * SPLIT, SPLIT * PROGRAMS
+    by = _split_parameter(scale, row_of, begin + warp, 0, GROUP, GROUPS, PARTS)
     pdl_wait(DEPENDENT)
-    total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
-    for first in range(0, BLOCKS, SPLIT):
+    for first in range(begin, BLOCKS, step):
         block = first + warp
+        by_ahead = _split_parameter(scale, row_of, block + step, 0, GROUP, GROUPS, PARTS)
         tile = tl.load(words + first * WORDS, mask=block < BLOCKS, other=0, eviction_policy="evict_first")
         here, left = inputs + first * BLOCK, WIDTH - first * BLOCK
         b0 = tl.load(here, mask=real & (k < left), other=0.0)
@@ -306,33 +322,39 @@ def split_kernel(
         a0, a1, a2, a3, a4, a5, a6, a7 = _split_nibbles(tile, SPLIT, BLOCK_N, x.dtype.element_ty, ASSEMBLY)
         quarter: tl.constexpr = PARTS // 4  # parts of a block before its second quarter
         half: tl.constexpr = PARTS // 2
-        part = _split_dots(a0, a1, b0, b1, zero, rows, block, 0, GROUP, GROUPS, PARTS, ZERO)
+        none = tl.zeros_like(total)
+        sums = _split_dots(none, a0, a1, b0, b1, zero, row_of, block, 0, GROUP, GROUPS, PARTS, ZERO)
         if PARTS == 4:
-            total += part * _split_parameter(scale, rows, block, 0, GROUP, GROUPS, PARTS).to(tl.float32)
-            part = _split_dots(a2, a3, b2, b3, zero, rows, block, quarter, GROUP, GROUPS, PARTS, ZERO)
-        else:
-            part += _split_dots(a2, a3, b2, b3, zero, rows, block, quarter, GROUP, GROUPS, PARTS, ZERO)
+            total += sums * by.to(tl.float32)
+            by = _split_parameter(scale, row_of, block, quarter, GROUP, GROUPS, PARTS)
+            sums = none
+        sums = _split_dots(sums, a2, a3, b2, b3, zero, row_of, block, quarter, GROUP, GROUPS, PARTS, ZERO)
         if PARTS > 1:
-            total += part * _split_parameter(scale, rows, block, quarter, GROUP, GROUPS, PARTS).to(tl.float32)
-            part = _split_dots(a4, a5, b4, b5, zero, rows, block, half, GROUP, GROUPS, PARTS, ZERO)
-        else:
-            part += _split_dots(a4, a5, b4, b5, zero, rows, block, half, GROUP, GROUPS, PARTS, ZERO)
+            total += sums * by.to(tl.float32)
+            by = _split_parameter(scale, row_of, block, half, GROUP, GROUPS, PARTS)
+            sums = none
+        sums = _split_dots(sums, a4, a5, b4, b5, zero, row_of, block, half, GROUP, GROUPS, PARTS, ZERO)
         if PARTS == 4:
-            total += part * _split_parameter(scale, rows, block, half, GROUP, GROUPS, PARTS).to(tl.float32)
-            part = _split_dots(a6, a7, b6, b7, zero, rows, block, PARTS - 1, GROUP, GROUPS, PARTS, ZERO)
-        else:
-            part += _split_dots(a6, a7, b6, b7, zero, rows, block, PARTS - 1, GROUP, GROUPS, PARTS, ZERO)
-        total += part * _split_parameter(scale, rows, block, PARTS - 1, GROUP, GROUPS, PARTS).to(tl.float32)
-    _store_products(tl.sum(total, 0), bias, out, row, token, num_outputs, num_tokens, out_stride, HAS_BIAS)
+            total += sums * by.to(tl.float32)
+            by = _split_parameter(scale, row_of, block, PARTS - 1, GROUP, GROUPS, PARTS)
+            sums = none
+        sums = _split_dots(sums, a6, a7, b6, b7, zero, row_of, block, PARTS - 1, GROUP, GROUPS, PARTS, ZERO)
+        total += sums * by.to(tl.float32)
+        by = by_ahead
+    if SPLIT > 1:
+        total = tl.sum(total, 0)
+    out += tl.program_id(2).to(tl.int64) * num_tokens * out_stride
+    _store_products(total, bias, out, row, token, num_outputs, num_tokens, out_stride, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_outputs", "out_stride"])
 def byte_kernel(
     x, w, scale, zero, bias, out, num_tokens, num_outputs, out_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`split_kernel` for weights in 8 bits; BLOCK_K divides GROUP, or there is one group."""
+    """`split_kernel` for weights in 8 bits and SPLIT above 1; BLOCK_K divides GROUP, or there is one group."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(row, num_outputs - 1).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -343,7 +365,7 @@ def byte_kernel(
     real = (token < num_tokens)[None, None, :]
     pdl_wait(DEPENDENT)
     total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
-    for first in range(0, WIDTH, SPLIT * BLOCK_K):
+    for first in range(tl.program_id(2) * SPLIT * BLOCK_K, WIDTH, PROGRAMS * SPLIT * BLOCK_K):
         left = WIDTH - first
         a = tl.load(weights + first, mask=along < left, other=0, eviction_policy="evict_first").to(x.dtype.element_ty)
         b = tl.load(inputs + first, mask=(down < left) & real, other=0.0)
@@ -352,7 +374,26 @@ def byte_kernel(
         if ZERO:
             a -= (tl.load(zero + at, mask=inside, other=128).to(tl.float32) - 128.0).to(a.dtype)
         total += tl.dot(a, b, input_precision="ieee") * tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+    out += tl.program_id(2).to(tl.int64) * num_tokens * out_stride
     _store_products(tl.sum(total, 0), bias, out, row, token, num_outputs, num_tokens, out_stride, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["num_outputs", "out_stride"])
+def add_kernel(
+    sums, bias, out, num_outputs, out_stride, PROGRAMS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, N tiles): out [T, N] = the sum over PROGRAMS of `sums [PROGRAMS, T, N]`, in order, plus bias."""
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = n < num_outputs
+    at, step = tl.program_id(0).to(tl.int64) * num_outputs + n, tl.num_programs(0).to(tl.int64) * num_outputs
+    pdl_wait(DEPENDENT)
+    total = tl.load(sums + at, mask=mask, other=0.0)
+    for program in tl.static_range(1, PROGRAMS):
+        total += tl.load(sums + program * step + at, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + tl.program_id(0).to(tl.int64) * out_stride + n, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_outputs"])
@@ -387,25 +428,36 @@ def launch(
     """out [T, N] of x [T, K] and a weight as `torchweave::int_linear`, rows contiguous."""
     (tokens, width), (outputs, groups) = x.shape, scale.shape
     hopper = config.hopper and (not x.is_cuda or supports_pdl(x.device))
-    constants: dict[str, Any] = {
-        "WIDTH": width, "GROUP": group, "GROUPS": groups, "ZERO": zero is not None, "HAS_BIAS": bias is not None,
-        "BLOCK_N": config.block_n, "DEPENDENT": hopper, "num_warps": config.num_warps, **pdl_options(hopper),
-    }  # fmt: skip
-    operands = (x, w, scale, scale if zero is None else zero, scale if bias is None else bias, out)
+    divided = config.programs > 1
     parts = 128 // group if group < 128 and groups > 1 else 1
     tiles = triton.cdiv(outputs, config.block_n)
+    to = torch.empty(config.programs, tokens, outputs, device=x.device) if divided else out
+    dependent = {"DEPENDENT": hopper, **pdl_options(hopper)}
+    constants: dict[str, Any] = {
+        "WIDTH": width, "GROUP": group, "GROUPS": groups, "ZERO": zero is not None, "BLOCK_N": config.block_n,
+        "HAS_BIAS": bias is not None and not divided, "num_warps": config.num_warps, **dependent,
+    }  # fmt: skip
+    operands = (x, w, scale, scale if zero is None else zero, scale if bias is None else bias, to)
     if config.kernel == "row":
         words = min(config.depth, triton.next_power_of_2(triton.cdiv(width, 128) * 16))
         row_kernel[(tokens, tiles)](
             *operands, outputs, out.stride(0), PARTS=parts, BLOCK_W=words, ASSEMBLY=hopper, **constants
         )
         return
-    grid, sizes = (tiles, triton.cdiv(tokens, config.block_t)), (tokens, outputs, out.stride(0))
-    constants |= {"TOKENS": config.block_t, "SPLIT": config.num_warps, "num_stages": config.depth}
+    grid, sizes = (tiles, triton.cdiv(tokens, config.block_t), config.programs), (tokens, outputs, to.stride(-2))
+    constants |= {
+        "TOKENS": config.block_t, "SPLIT": 1 if config.kernel == "tile" else config.num_warps, "PROGRAMS": config.programs,
+        "num_stages": config.depth,
+    }  # fmt: skip
     if w.dtype == torch.int32:
         split_kernel[grid](*operands, *sizes, PARTS=parts, ASSEMBLY=hopper, **constants)
     else:
         byte_kernel[grid](*operands, *sizes, BLOCK_K=min(group, 128) if groups > 1 else 128, **constants)
+    if divided:
+        add_kernel[(tokens, triton.cdiv(outputs, 512))](
+            to, operands[4], out, outputs, out.stride(0), PROGRAMS=config.programs, HAS_BIAS=bias is not None, BLOCK_N=512,
+            num_warps=4, **dependent,
+        )  # fmt: skip
 
 
 def launch_dequantize(w: Tensor, scale: Tensor, zero: Tensor | None, group: int, out: Tensor) -> None:
