@@ -18,7 +18,8 @@ from torchweave.ops.recurrent import triton as recurrent_triton
 from torchweave.ops.recurrent.op import _CALLS
 
 KERNELS = (
-    "conv_decode", "conv_mixed", "delta_scan", "lru_scan", "selective_scan", "ssd_decode", "ssd_prefill",
+    "conv_decode", "conv_mixed", "delta_prefill", "delta_scan", "delta_solve", "lru_scan", "selective_scan", "ssd_decode",
+    "ssd_prefill",
 )  # fmt: skip
 HOPPER_SMEM = 232448
 DECODE = {"rows": ((1, 5), (1, 70))}
@@ -46,7 +47,8 @@ def test_interpreted_kernels_are_right(name: str) -> None:
 
 LAUNCHED = {
     "conv": (["conv_decode"], ["conv_mixed"]),
-    "delta": (["delta_scan"], ["delta_scan"]),
+    "delta": (["delta_scan"], ["delta_solve", "delta_prefill", "delta_scan"]),
+    "delta_by_channel": (["delta_scan"], ["delta_scan"]),
     "ssd": (["ssd_decode"], ["ssd_prefill", "ssd_decode"]),
     "scan": (["selective_scan"], ["selective_scan"]),
     "lru": (["lru_scan"], ["lru_scan"]),
@@ -94,9 +96,9 @@ def test_kernels_build_for_hopper(model: str, dtype: torch.dtype) -> None:
         for launch in launches(chosen):
             kernel = compile_for_hopper(launch)
             assert kernel.metadata.shared <= HOPPER_SMEM, f"{launch.kernel.fn.__name__} takes too much shared memory"
-            if launch.kernel.fn.__name__ == "ssd_prefill" and dtype != torch.float32:
+            if launch.kernel.fn.__name__ in ("delta_prefill", "ssd_prefill") and dtype != torch.float32:
                 assert "mma" in kernel.asm["ptx"], "the chunked form does not use the tensor cores"
 
 
 def test_every_size_is_a_case() -> None:
-    assert {name.split("_")[0] for name in SIZES} == set(LAUNCHED)
+    assert {name.split("_")[0] for name in SIZES} == {name.split("_")[0] for name in LAUNCHED}

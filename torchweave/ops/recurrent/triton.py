@@ -1,8 +1,9 @@
 """Launches of the Triton kernels of the recurrent ops.
 
 Grids depend on the number of rows and tokens only, so that a CUDA graph may hold them for any rows. A decode step is one launch a
-call. A mixed step of SSD is two: its chunked kernel skips rows with one token, which a step of the recurrence serves; the other ops
-serve all rows in one launch.
+call. A mixed step of SSD is two: its chunked kernel skips rows with one token, which a step of the recurrence serves. A mixed
+step of the gated delta rule is three: the systems of the chunks, the chunks, and the rows with few tokens. The other ops serve all
+rows in one launch.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -20,7 +21,7 @@ from torch import Tensor
 from torchweave.ops.attention.op import AttentionMetadata
 from torchweave.ops.kernels.dependent_launch import pdl_options, supports_pdl
 from torchweave.ops.kernels.recurrent.conv import conv_decode, conv_mixed
-from torchweave.ops.kernels.recurrent.gated_delta import delta_scan
+from torchweave.ops.kernels.recurrent.gated_delta import delta_prefill, delta_scan, delta_solve
 from torchweave.ops.kernels.recurrent.scan import lru_scan, selective_scan
 from torchweave.ops.kernels.recurrent.ssd import ssd_decode, ssd_prefill
 from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall
@@ -28,6 +29,9 @@ from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, Recurren
 CHUNK = 64
 CONV_CHUNK = 16
 SCAN_TILE, LRU_TILE = 16, 32
+DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as long
+DELTA_BLOCK, DELTA_WARPS = 64, 8
+ALL = 1 << 30
 FEW_PROGRAMS = 512
 """Below this number of programs blocks are smaller: some waves over the multiprocessors hide the latency of one read."""
 
@@ -98,13 +102,36 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, meta: AttentionMe
     g = _dense(call.g) if by_channel else call.g
     heads, key_dim = k.shape[1:]
     value_heads, value_dim = v.shape[1:]
+    strides = [stride for each in (q, k, v, g, beta, out) for stride in each.stride()[:2]]
+    sizes = {
+        "VALUE_HEADS": value_heads, "GROUP": value_heads // heads, "KEY_DIM": key_dim,
+        "KEY_PAD": max(16, triton.next_power_of_2(key_dim)), "NORMALIZE": call.normalize,
+    }  # fmt: skip
+    chunked = not meta.decode_only and not by_channel
+    if chunked:
+        wide = q.dtype == torch.float32
+        chunk = 32 if wide else CHUNK
+        sizes |= {"FEW": DELTA_FEW, "PRECISION": _precision(q.dtype), "CHUNK": chunk}
+        chunks = meta.num_tokens // chunk + meta.num_rows + 1
+        inverse = torch.empty(chunks, value_heads, chunk, chunk, device=q.device)
+        delta_solve[chunks, value_heads](
+            k, g, beta, inverse, meta.query_start, meta.num_rows, meta.num_tokens,
+            *(stride for each in (k, g, beta) for stride in each.stride()[:2]), **sizes, **_options(q.device, 4),
+        )  # fmt: skip
+        block = max(16, min(DELTA_BLOCK, triton.next_power_of_2(value_dim)))
+        delta_prefill[triton.cdiv(value_dim, block), value_heads, meta.num_rows](
+            q, k, v, g, beta, inverse, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
+            meta.num_tokens, key_dim**-0.5, *strides, **sizes, VALUE_DIM=value_dim, BLOCK=block,
+            **_options(q.device, DELTA_WARPS),
+        )  # fmt: skip
+        del sizes["PRECISION"], sizes["CHUNK"]
+    else:
+        sizes["FEW"] = ALL
     block = _block(value_dim, value_heads * meta.num_rows, 32, 16)
     delta_scan[triton.cdiv(value_dim, block), value_heads, meta.num_rows + (not meta.decode_only)](
         q, k, v, g, beta, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens,
-        key_dim**-0.5, *(stride for each in (q, k, v, g, beta, out) for stride in each.stride()[:2]),
-        VALUE_HEADS=value_heads, GROUP=value_heads // heads, KEY_DIM=key_dim,
-        KEY_PAD=max(16, triton.next_power_of_2(key_dim)), VALUE_DIM=value_dim, BLOCK=block, BY_CHANNEL=by_channel,
-        NORMALIZE=call.normalize, DECODE_ONLY=meta.decode_only, **_options(q.device, 2 if block > 16 else 1),
+        key_dim**-0.5, *strides, **sizes, VALUE_DIM=value_dim, BLOCK=block, BY_CHANNEL=by_channel,
+        DECODE_ONLY=meta.decode_only, **_options(q.device, 2 if block > 16 else 1),
     )  # fmt: skip
 
 

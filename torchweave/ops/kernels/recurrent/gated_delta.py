@@ -1,4 +1,14 @@
-"""Triton: gated delta rule over the rows of a step. A program walks its row's tokens with a block of the state in registers."""
+"""Triton: gated delta rule over the rows of a step.
+
+Rows with few tokens, and all rows where the decay has a value for each key channel: a program walks its row's tokens with a block
+of the state in registers. Rows with more tokens: the chunked form of Yang et al., "Gated Delta Networks" (2024). With the decays
+`G = cumsum(g)` inside a chunk, the corrections `delta` of its tokens solve
+
+    (I + A) delta = beta (v - exp(G) k S),    A[i, j] = beta[i] exp(G[i] - G[j]) k[i] k[j] for j < i
+
+`delta_solve` inverts I + A for all chunks at once, by forward substitution: powers of A, which need fewer steps, lose all digits
+where keys repeat. `delta_prefill` then walks the chunks of its row on the tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +16,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import is_padding, row_tokens
+from torchweave.ops.kernels.recurrent.chunks import find_chunk, is_padding, row_tokens
 
 
 @triton.jit
@@ -20,10 +30,11 @@ def delta_scan(
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, g_stride, g_head_stride,
     beta_stride, beta_head_stride, out_stride, out_head_stride,
     VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZE: tl.constexpr, DECODE_ONLY: tl.constexpr,
+    BLOCK: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZE: tl.constexpr, DECODE_ONLY: tl.constexpr, FEW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, token after token; padded tokens become zero."""
+    """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, token after token; padded tokens become zero. Rows
+    of more than FEW tokens are skipped."""
     pdl_wait(DEPENDENT)
     head, row = tl.program_id(1), tl.program_id(2)
     first, end = row_tokens(query_start, row, num_rows, num_tokens, DECODE_ONLY)
@@ -38,6 +49,8 @@ def delta_scan(
         for _ in range(first, end):
             tl.store(target + token * out_stride, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid_value)
             token += 1
+        return
+    if end - first > FEW:
         return
     slot = tl.load(slots + row).to(tl.int64)
     place = state + ((slot * VALUE_HEADS + head) * KEY_DIM + key_dim[:, None]) * VALUE_DIM + value_dim[None, :]
@@ -63,3 +76,101 @@ def delta_scan(
         tl.store(target + token * out_stride, result.to(out.dtype.element_ty), mask=valid_value)
         token += 1
     tl.store(place, matrix, mask=valid)
+
+
+@triton.jit
+def _chunk_rows(x, token, stride, dim, valid, NORMALIZE: tl.constexpr):
+    """`[CHUNK, DIM]` in float32, of length 1 if NORMALIZE."""
+    rows = tl.load(x + token[:, None] * stride + dim[None, :], mask=valid, other=0.0).to(tl.float32)
+    if NORMALIZE:
+        rows *= tl.rsqrt(tl.sum(rows * rows, 1) + 1e-6)[:, None]
+    return rows
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
+def delta_solve(
+    k, g, beta, inverse, query_start, num_rows, num_tokens,
+    k_stride, k_head_stride, g_stride, g_head_stride, beta_stride, beta_head_stride,
+    VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    NORMALIZE: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """`inverse[chunk, head]` `[CHUNK, CHUNK]` of chunk `program_id(0)` and value head `program_id(1)`, for rows of more than FEW
+    tokens."""
+    pdl_wait(DEPENDENT)
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    row, first, end, begin = find_chunk(query_start, chunk, num_rows, num_tokens, CHUNK)
+    if row == num_rows:
+        return
+    if (begin >= end) | (end - first <= FEW):
+        return
+    at, key_dim = tl.arange(0, CHUNK), tl.arange(0, KEY_PAD)
+    token = (begin + at).to(tl.int64)
+    valid = token < end
+    keys = _chunk_rows(
+        k + head // GROUP * k_head_stride,
+        token,
+        k_stride,
+        key_dim,
+        valid[:, None] & (key_dim < KEY_DIM)[None, :],
+        NORMALIZE,
+    )
+    rate = tl.load(beta + token * beta_stride + head * beta_head_stride, mask=valid, other=0.0).to(tl.float32)
+    total = tl.cumsum(tl.load(g + token * g_stride + head * g_head_stride, mask=valid, other=0.0).to(tl.float32), 0)
+    # Transposed: entry [j, i] is A[i, j], so that a row of A comes out along the rows of `result`.
+    between = tl.exp(tl.where(at[:, None] < at[None, :], total[None, :] - total[:, None], float("-inf")))
+    entries = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * between * rate[None, :]
+    result = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
+    for i in range(1, CHUNK):
+        factors = tl.sum(tl.where(at[None, :] == i, entries, 0.0), 1)
+        known = tl.sum(factors[:, None] * result, 0)
+        result = tl.where(at[:, None] == i, result - known[None, :], result)
+    place = inverse + (chunk.to(tl.int64) * VALUE_HEADS + head) * CHUNK * CHUNK
+    tl.store(place + at[:, None] * CHUNK + at[None, :], result)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
+def delta_prefill(
+    q, k, v, g, beta, inverse, out, state, slots, query_start, seq_lens, num_rows, num_tokens, scale,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, g_stride, g_head_stride,
+    beta_stride, beta_head_stride, out_stride, out_head_stride,
+    VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, NORMALIZE: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, if it has more than FEW tokens, chunk after chunk."""
+    pdl_wait(DEPENDENT)
+    head, row = tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
+    if end - first <= FEW:
+        return
+    at, key_dim = tl.arange(0, CHUNK), tl.arange(0, KEY_PAD)
+    value_dim = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid_key, valid_value = key_dim < KEY_DIM, value_dim < VALUE_DIM
+    slot = tl.load(slots + row).to(tl.int64)
+    place = state + ((slot * VALUE_HEADS + head) * KEY_DIM + key_dim[:, None]) * VALUE_DIM + value_dim[None, :]
+    valid_state = valid_key[:, None] & valid_value[None, :]
+    matrix = tl.load(place, mask=valid_state & (tl.load(seq_lens + row) > end - first), other=0.0)
+    solved = inverse + ((first // CHUNK + row).to(tl.int64) * VALUE_HEADS + head) * CHUNK * CHUNK
+    solved += at[:, None] * CHUNK + at[None, :]
+    for begin in tl.range(first, end, CHUNK):
+        token = (begin + at).to(tl.int64)
+        valid = token < end
+        by_key, by_value = valid[:, None] & valid_key[None, :], valid[:, None] & valid_value[None, :]
+        keys = _chunk_rows(k + head // GROUP * k_head_stride, token, k_stride, key_dim, by_key, NORMALIZE)
+        query = _chunk_rows(q + head // GROUP * q_head_stride, token, q_stride, key_dim, by_key, NORMALIZE) * scale
+        values = _chunk_rows(v + head * v_head_stride, token, v_stride, value_dim, by_value, False)
+        rate = tl.load(beta + token * beta_stride + head * beta_head_stride, mask=valid, other=0.0).to(tl.float32)
+        decay = tl.load(g + token * g_stride + head * g_head_stride, mask=valid, other=0.0).to(tl.float32)
+        total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
+        before = tl.dot(keys, matrix, input_precision=PRECISION) * tl.exp(total)[:, None]
+        delta = tl.dot(tl.load(solved), (values - before) * rate[:, None], input_precision=PRECISION)
+        between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
+        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * between
+        result = tl.dot(query, matrix, input_precision=PRECISION) * tl.exp(total)[:, None]
+        result = tl.dot(scores, delta, result, input_precision=PRECISION)
+        target = out + token[:, None] * out_stride + head * out_head_stride + value_dim[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=by_value)
+        faded = keys * tl.exp(whole - total)[:, None]
+        matrix = tl.dot(tl.trans(faded), delta, matrix * tl.exp(whole), input_precision=PRECISION)
+        solved += VALUE_HEADS * CHUNK * CHUNK
+    tl.store(place, matrix, mask=valid_state)
