@@ -30,7 +30,8 @@ CHUNK = 64
 CONV_CHUNK = 16
 SCAN_TILE, LRU_TILE = 16, 32
 DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as long
-DELTA_BLOCK, DELTA_WARPS = 64, 8
+DELTA_CHUNK, DELTA_BLOCK, DELTA_WARPS = 32, 64, 8
+SOLVE_WARPS = 1  # reductions inside a warp need no barrier
 ALL = 1 << 30
 FEW_PROGRAMS = 512
 """Below this number of programs blocks are smaller: some waves over the multiprocessors hide the latency of one read."""
@@ -109,14 +110,12 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, meta: AttentionMe
     }  # fmt: skip
     chunked = not meta.decode_only and not by_channel
     if chunked:
-        wide = q.dtype == torch.float32
-        chunk = 32 if wide else CHUNK
-        sizes |= {"FEW": DELTA_FEW, "PRECISION": _precision(q.dtype), "CHUNK": chunk}
-        chunks = meta.num_tokens // chunk + meta.num_rows + 1
-        inverse = torch.empty(chunks, value_heads, chunk, chunk, device=q.device)
+        sizes |= {"FEW": DELTA_FEW, "PRECISION": _precision(q.dtype), "CHUNK": DELTA_CHUNK}
+        chunks = meta.num_tokens // DELTA_CHUNK + meta.num_rows + 1
+        inverse = torch.empty(chunks, value_heads, DELTA_CHUNK, DELTA_CHUNK, device=q.device)
         delta_solve[chunks, value_heads](
             k, g, beta, inverse, meta.query_start, meta.num_rows, meta.num_tokens,
-            *(stride for each in (k, g, beta) for stride in each.stride()[:2]), **sizes, **_options(q.device, 4),
+            *(stride for each in (k, g, beta) for stride in each.stride()[:2]), **sizes, **_options(q.device, SOLVE_WARPS),
         )  # fmt: skip
         block = max(16, min(DELTA_BLOCK, triton.next_power_of_2(value_dim)))
         delta_prefill[triton.cdiv(value_dim, block), value_heads, meta.num_rows](

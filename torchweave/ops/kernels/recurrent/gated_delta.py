@@ -79,9 +79,9 @@ def delta_scan(
 
 
 @triton.jit
-def _chunk_rows(x, token, stride, dim, valid, NORMALIZE: tl.constexpr):
+def _unit_rows(rows, NORMALIZE: tl.constexpr):
     """`[CHUNK, DIM]` in float32, of length 1 if NORMALIZE."""
-    rows = tl.load(x + token[:, None] * stride + dim[None, :], mask=valid, other=0.0).to(tl.float32)
+    rows = rows.to(tl.float32)
     if NORMALIZE:
         rows *= tl.rsqrt(tl.sum(rows * rows, 1) + 1e-6)[:, None]
     return rows
@@ -106,14 +106,8 @@ def delta_solve(
     at, key_dim = tl.arange(0, CHUNK), tl.arange(0, KEY_PAD)
     token = (begin + at).to(tl.int64)
     valid = token < end
-    keys = _chunk_rows(
-        k + head // GROUP * k_head_stride,
-        token,
-        k_stride,
-        key_dim,
-        valid[:, None] & (key_dim < KEY_DIM)[None, :],
-        NORMALIZE,
-    )
+    place = k + head // GROUP * k_head_stride + token[:, None] * k_stride + key_dim[None, :]
+    keys = _unit_rows(tl.load(place, mask=valid[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0), NORMALIZE)
     rate = tl.load(beta + token * beta_stride + head * beta_head_stride, mask=valid, other=0.0).to(tl.float32)
     total = tl.cumsum(tl.load(g + token * g_stride + head * g_head_stride, mask=valid, other=0.0).to(tl.float32), 0)
     # Transposed: entry [j, i] is A[i, j], so that a row of A comes out along the rows of `result`.
@@ -152,25 +146,45 @@ def delta_prefill(
     matrix = tl.load(place, mask=valid_state & (tl.load(seq_lens + row) > end - first), other=0.0)
     solved = inverse + ((first // CHUNK + row).to(tl.int64) * VALUE_HEADS + head) * CHUNK * CHUNK
     solved += at[:, None] * CHUNK + at[None, :]
-    for begin in tl.range(first, end, CHUNK):
-        token = (begin + at).to(tl.int64)
+    k_head, q_head = k + head // GROUP * k_head_stride, q + head // GROUP * q_head_stride
+    v_head, g_head, beta_head = v + head * v_head_stride, g + head * g_head_stride, beta + head * beta_head_stride
+    token = (first + at).to(tl.int64)
+    valid = token < end
+    by_key, by_value = valid[:, None] & valid_key[None, :], valid[:, None] & valid_value[None, :]
+    next_keys = tl.load(k_head + token[:, None] * k_stride + key_dim[None, :], mask=by_key, other=0.0)
+    next_query = tl.load(q_head + token[:, None] * q_stride + key_dim[None, :], mask=by_key, other=0.0)
+    next_values = tl.load(v_head + token[:, None] * v_stride + value_dim[None, :], mask=by_value, other=0.0)
+    next_rate = tl.load(beta_head + token * beta_stride, mask=valid, other=0.0)
+    next_decay = tl.load(g_head + token * g_stride, mask=valid, other=0.0)
+    next_solution = tl.load(solved)
+    for _ in range(first, end, CHUNK):
+        keys, query, solution = (
+            _unit_rows(next_keys, NORMALIZE),
+            _unit_rows(next_query, NORMALIZE) * scale,
+            next_solution,
+        )
+        values, rate, decay = next_values.to(tl.float32), next_rate.to(tl.float32), next_decay.to(tl.float32)
+        target = out + token[:, None] * out_stride + head * out_head_stride + value_dim[None, :]
+        here = by_value
+        # The next chunk is read while this one's products run: a program has its multiprocessor to itself.
+        token += CHUNK
         valid = token < end
         by_key, by_value = valid[:, None] & valid_key[None, :], valid[:, None] & valid_value[None, :]
-        keys = _chunk_rows(k + head // GROUP * k_head_stride, token, k_stride, key_dim, by_key, NORMALIZE)
-        query = _chunk_rows(q + head // GROUP * q_head_stride, token, q_stride, key_dim, by_key, NORMALIZE) * scale
-        values = _chunk_rows(v + head * v_head_stride, token, v_stride, value_dim, by_value, False)
-        rate = tl.load(beta + token * beta_stride + head * beta_head_stride, mask=valid, other=0.0).to(tl.float32)
-        decay = tl.load(g + token * g_stride + head * g_head_stride, mask=valid, other=0.0).to(tl.float32)
+        next_keys = tl.load(k_head + token[:, None] * k_stride + key_dim[None, :], mask=by_key, other=0.0)
+        next_query = tl.load(q_head + token[:, None] * q_stride + key_dim[None, :], mask=by_key, other=0.0)
+        next_values = tl.load(v_head + token[:, None] * v_stride + value_dim[None, :], mask=by_value, other=0.0)
+        next_rate = tl.load(beta_head + token * beta_stride, mask=valid, other=0.0)
+        next_decay = tl.load(g_head + token * g_stride, mask=valid, other=0.0)
+        solved += VALUE_HEADS * CHUNK * CHUNK
+        next_solution = tl.load(solved, mask=valid[:, None], other=0.0)
         total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
         before = tl.dot(keys, matrix, input_precision=PRECISION) * tl.exp(total)[:, None]
-        delta = tl.dot(tl.load(solved), (values - before) * rate[:, None], input_precision=PRECISION)
+        delta = tl.dot(solution, (values - before) * rate[:, None], input_precision=PRECISION)
         between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * between
         result = tl.dot(query, matrix, input_precision=PRECISION) * tl.exp(total)[:, None]
         result = tl.dot(scores, delta, result, input_precision=PRECISION)
-        target = out + token[:, None] * out_stride + head * out_head_stride + value_dim[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=by_value)
+        tl.store(target, result.to(out.dtype.element_ty), mask=here)
         faded = keys * tl.exp(whole - total)[:, None]
         matrix = tl.dot(tl.trans(faded), delta, matrix * tl.exp(whole), input_precision=PRECISION)
-        solved += VALUE_HEADS * CHUNK * CHUNK
     tl.store(place, matrix, mask=valid_state)
