@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchweave.engine.request import SamplingParams, StructuredOutputs
+from torchweave.images import images_of
 from torchweave.serving.ipc.messages import GENERATION_DEFAULTS, ModelCard
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation
 
@@ -50,7 +51,7 @@ def truncate(ids: list[int], body: Generation, model: ModelCard, max_tokens: int
     """The last tokens of a prompt that `truncate_prompt_tokens` keeps; -1: as many as leave room for the answer.
 
     Raises:
-        ValueError: no token would be left.
+        ValueError: no token would be left, or the prompt has images, of which parts would be left.
     """
     keep = body.truncate_prompt_tokens
     if keep is None:
@@ -59,6 +60,13 @@ def truncate(ids: list[int], body: Generation, model: ModelCard, max_tokens: int
         keep = model.max_model_len - (1 if max_tokens is None else max_tokens)
     if keep < 1:
         raise ValueError("truncate_prompt_tokens must leave at least 1 token; raise it or lower max_tokens.")
+    if images_of(ids):
+        if len(ids) > keep:
+            raise ValueError(
+                f"A prompt with images cannot be truncated, and this one has {len(ids)} tokens; send smaller images or fewer "
+                "messages, or leave truncate_prompt_tokens out."
+            )
+        return ids
     return ids[-keep:]
 
 
