@@ -195,15 +195,27 @@ def _parts(content: str | list[dict[str, Any]]) -> Any:
     return parts[0].get("text") if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
+def _image_url(source: Any) -> str:
+    """The source of an image block as a URL."""
+    source = source if isinstance(source, dict) else {}
+    kind, url, data, media_type = (source.get(name) for name in ("type", "url", "data", "media_type"))
+    if kind == "url" and isinstance(url, str):
+        return url
+    if kind == "base64" and isinstance(data, str) and isinstance(media_type, str):
+        return f"data:{media_type};base64,{data}"
+    raise ApiError(
+        400,
+        'The source of an image block is not supported; send {"type": "base64", "media_type": "image/png", "data": ...}.',
+        param="messages",
+    )
+
+
 def _part(block: dict[str, Any]) -> dict[str, Any]:
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
         return {"type": "text", "text": block.get("text")}
-    if kind == "image" and isinstance(source, dict) and source.get("type") == "url":
-        return {"type": "image_url", "image_url": {"url": source.get("url")}}
-    if kind == "image" and isinstance(source, dict) and source.get("type") == "base64":
-        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-        return {"type": "image_url", "image_url": {"url": url}}
+    if kind == "image":
+        return {"type": "image_url", "image_url": {"url": _image_url(source)}}
     supported = "text, image, tool_use, tool_result or thinking"
     raise ApiError(
         400,

@@ -74,7 +74,9 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     kind = part.get("type")
     if kind in _TEXT_PARTS:
         return {"type": "text", "text": part.get("text")}
-    if kind == "input_image" and "image_url" in part:
+    if kind == "input_image":
+        if part.get("image_url") is None:
+            raise ApiError(400, "An input_image has no image_url; send the image itself, as a data URL.", param="input")
         detail = {"detail": part["detail"]} if "detail" in part else {}
         return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
     return part
