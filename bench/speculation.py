@@ -1,16 +1,24 @@
-"""Prompt lookup on the built-in model's copying task: accepted drafts and tokens a second of one request at a time, on a CPU.
+"""Speculation: accepted drafts and tokens a second with each drafter, against the engine without one.
 
-python bench/speculation.py [--num-speculative-tokens 3] [--questions 40]
+python bench/speculation.py [--rounds 3]
+    The built-in model with its draft model and with prompt lookup, on its copying task and on the others, on a CPU.
+
+python bench/speculation.py --model shape:llama-8b --draft-model shape:llama-1b --json bench/results/speculation_h100_202611.json
+    Random weights on a GPU, whose drafts are kept with a given probability. The cost of steps: of plain ones, of steps that verify
+    1 and 3 drafts of which none is kept, and of those with a draft model; then tokens a second with 3.0 tokens a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
@@ -20,6 +28,95 @@ from torchweave import LLM, SamplingParams
 from torchweave.report import Report
 
 GREEDY = SamplingParams(temperature=0, max_tokens=120)
+THREE_TOKENS_A_STEP = 0.81
+"""Acceptance of each draft, if those before it are kept, with which three drafts yield 3.0 tokens a step."""
+PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 16, 272
+STEP_SIZES = {"capture_num_tokens": (256, 1024, 4096)}
+
+
+def variants(draft_model: str) -> dict[str, dict[str, Any] | None]:
+    """Engines to compare by name: their `speculative_config`, or None for the engine without."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    by_model = {"method": "draft_model", "model": draft_model, "num_speculative_tokens": 3}
+    return {
+        "off": None,
+        "Q=2, none kept": {**ngram, "num_speculative_tokens": 1, "synthetic_acceptance": 0.0},
+        "Q=4, none kept": {**ngram, "synthetic_acceptance": 0.0},
+        "ngram, 3.0 a step": {**ngram, "synthetic_acceptance": THREE_TOKENS_A_STEP},
+        "ngram": ngram,
+        "draft model, none kept": {**by_model, "synthetic_acceptance": 0.0},
+        "draft model, 3.0 a step": {**by_model, "synthetic_acceptance": THREE_TOKENS_A_STEP},
+    }
+
+
+def generate(llm: LLM, batch: int, num_tokens: int, seed: int) -> float:
+    """Seconds in which `batch` random prompts get `num_tokens` tokens each."""
+    generator = np.random.default_rng(seed)
+    prompts = generator.integers(0, llm.engine.scheduler.limits.vocab_size, (batch, PROMPT_TOKENS)).tolist()
+    params = SamplingParams(temperature=1.0, seed=seed, max_tokens=num_tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    llm.generate(prompts, params)
+    return time.perf_counter() - begin
+
+
+def measure(llm: LLM, batch: int, rounds: int) -> dict[str, float]:
+    """Decode time of the engine: tokens a second, milliseconds and tokens of a row a step, share of drafts kept."""
+    counts, speculation = llm.manager.counts, llm.engine.scheduler.speculation
+    generate(llm, batch, FEW_TOKENS, 0)
+    rates, steps, drafts, accepted = [], 0, 0, 0
+    for seed in range(rounds):
+        at_start = sum(counts.values())
+        few = generate(llm, batch, FEW_TOKENS, seed)
+        before = sum(counts.values()), speculation.num_draft_tokens, speculation.num_accepted_tokens
+        many = generate(llm, batch, MANY_TOKENS, seed)
+        steps += sum(counts.values()) - before[0] - (before[0] - at_start)
+        drafts += speculation.num_draft_tokens - before[1]
+        accepted += speculation.num_accepted_tokens - before[2]
+        rates.append(batch * (MANY_TOKENS - FEW_TOKENS) / (many - few))
+    rate, tokens_per_step = statistics.median(rates), rounds * (MANY_TOKENS - FEW_TOKENS) / steps
+    return {
+        "tokens_per_second": rate,
+        "tokens_per_step": tokens_per_step,
+        "ms_per_step": 1e3 * batch * tokens_per_step / rate,
+        "acceptance": accepted / max(drafts, 1),
+    }
+
+
+def compare_steps(args: argparse.Namespace) -> None:
+    results: dict[str, dict[int, dict[str, float]]] = {}
+    most = max(args.batch_sizes)
+    for name, config in variants(args.draft_model).items():
+        if args.only and name not in args.only:
+            continue
+        options: dict[str, Any] = {"speculative_config": config} if config else {}
+        begin = time.perf_counter()
+        with LLM(
+            args.model,
+            device=args.device,
+            load_format="dummy",
+            max_batch_size=most,
+            max_num_tokens=max(STEP_SIZES["capture_num_tokens"]),
+            max_model_len=512,
+            enable_prefix_caching=False,
+            quantization=args.quantization,
+            cuda_graph_config={"batch_sizes": tuple(args.batch_sizes)},
+            torch_compile_config=STEP_SIZES,
+            report=Report(show=False),
+            **options,
+        ) as llm:
+            print(f"{name}: started in {time.perf_counter() - begin:.0f} s", flush=True)
+            results[name] = {batch: measure(llm, batch, args.rounds) for batch in args.batch_sizes}
+        for batch, values in results[name].items():
+            line = f"  batch {batch:4d}: {values['tokens_per_second']:9.1f} tokens/s {values['ms_per_step']:7.3f} ms a step"
+            line += f" {values['tokens_per_step']:5.2f} tokens a step, {values['acceptance']:.2f} of drafts kept"
+            if "off" in results:
+                plain = results["off"][batch]
+                line += f"; {values['tokens_per_second'] / plain['tokens_per_second']:.3f}x tokens/s"
+                line += f", {values['ms_per_step'] / plain['ms_per_step']:.3f}x a plain step"
+            print(line, flush=True)
+        if args.json:
+            facts = {"command": " ".join(sys.argv), "model": args.model, "draft_model": args.draft_model}
+            args.json.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
 
 
 def run(llm: LLM, prompts: list[str]) -> tuple[list[list[int]], float]:
@@ -30,35 +127,59 @@ def run(llm: LLM, prompts: list[str]) -> tuple[list[list[int]], float]:
     return answers, sum(map(len, answers)) / (time.perf_counter() - begin)
 
 
+def compare_drafters(args: argparse.Namespace) -> None:
+    k = {"num_speculative_tokens": args.num_speculative_tokens}
+    drafters: dict[str, dict[str, Any]] = {
+        "ngram": {"method": "ngram", "prompt_lookup_min": args.prompt_lookup_min, **k},
+        "draft_model": {"method": "draft_model", "model": "demo-draft", **k},
+    }
+    names = [name for name in tasks.TASKS if name != "copy"]
+    copying = [tasks.plain_prompt(one) for one in tasks.held_out_questions("copy", args.questions)]
+    others = [tasks.plain_prompt(one) for name in names for one in tasks.held_out_questions(name, 4)]
+    report = Report(show=False)
+    with LLM("demo", device="cpu", report=report) as plain:
+        for name, config in drafters.items():
+            if args.only and name not in args.only:
+                continue
+            with LLM("demo", device="cpu", speculative_config=config, report=Report(show=False)) as speculating:
+                for task, prompts in {"copy": copying, "other tasks": others}.items():
+                    if prompts:
+                        print(f"{name}, {task}: ", end="")
+                        compare_with_plain(plain, speculating, prompts, args.rounds)
+
+
+def compare_with_plain(plain: LLM, speculating: LLM, prompts: list[str], rounds: int) -> None:
+    engines, rates = (plain, speculating), ([], [])
+    answers = [run(llm, prompts)[0] for llm in engines]  # warm up
+    counts = speculating.engine.scheduler.speculation
+    drafts, kept = counts.num_draft_tokens, counts.num_accepted_tokens
+    num_rows, by_place = counts.num_drafts, counts.num_accepted_tokens_per_pos.copy()
+    for _ in range(rounds):
+        for llm, rate in zip(engines, rates, strict=True):
+            rate.append(run(llm, prompts)[1])
+    before, after = map(statistics.median, rates)
+    print(f"{sum(map(len, answers[0]))} tokens of {len(prompts)} answers, equal: {answers[0] == answers[1]}")
+    print(f"  drafts accepted: {counts.num_accepted_tokens - kept} of {counts.num_draft_tokens - drafts}", end="")
+    places = (counts.num_accepted_tokens_per_pos - by_place) / max(counts.num_drafts - num_rows, 1)
+    print("; by position " + " ".join(f"{share:.2f}" for share in places))
+    print(f"  tokens a second: {before:.0f} without, {after:.0f} with drafts: {after / before:.2f}x", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
     parser.add_argument("--prompt-lookup-min", type=int, default=2)
     parser.add_argument("--questions", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="demo", help="a shape with random weights, or `demo`")
+    parser.add_argument("--draft-model", default="shape:llama-1b")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--quantization")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--only", nargs="+", help="names of the engines or drafters to measure")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    prompts = [tasks.plain_prompt(one) for one in tasks.held_out_questions("copy", args.questions)]
-    speculation: dict[str, Any] = {
-        "method": "ngram",
-        "num_speculative_tokens": args.num_speculative_tokens,
-        "prompt_lookup_min": args.prompt_lookup_min,
-    }
-    report = Report(show=False)
-    with (
-        LLM("demo", device="cpu", report=report) as plain,
-        LLM("demo", device="cpu", speculative_config=speculation, report=Report(show=False)) as speculating,
-    ):
-        engines, rates = (plain, speculating), ([], [])
-        answers = [run(llm, prompts)[0] for llm in engines]  # warm up
-        for _ in range(args.rounds):
-            for llm, rate in zip(engines, rates, strict=True):
-                rate.append(run(llm, prompts)[1])
-        counts = speculating.engine.scheduler.speculation
-    before, after = map(statistics.median, rates)
-    print(f"{sum(map(len, answers[0]))} tokens of {len(prompts)} answers, equal: {answers[0] == answers[1]}")
-    print(f"drafts accepted: {counts.num_accepted_tokens} of {counts.num_draft_tokens}; by position", end=" ")
-    print(" ".join(f"{count / counts.num_drafts:.2f}" for count in counts.num_accepted_tokens_per_pos))
-    print(f"tokens a second: {before:.0f} without, {after:.0f} with drafts: {after / before:.2f}x")
+    compare_drafters(args) if args.model == "demo" else compare_steps(args)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
 from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
 from torchweave.ops.slot_state import SlotState, StepInputs, advance, prepare, prepare_decode_inputs
-from torchweave.ops.speculation import DraftBuffers, PromptLookup, accept, prepare_drafts
+from torchweave.ops.speculation import DraftBuffers, DraftOptions, accept, prepare_drafts
 
 VOCAB = 97
 
@@ -108,8 +108,8 @@ class FakeRunner:
         width = -(-limits.max_model_len // block_size)
         history_len = limits.max_model_len if limits.query_len > 1 else 0
         self.state = SlotState(limits.max_batch_size, width, num_tables=len(windows), history_len=history_len)
-        lookup = PromptLookup(limits.query_len - 1)
-        self.drafts = DraftBuffers(limits.max_batch_size, lookup, torch.device("cpu")) if history_len else None
+        options = DraftOptions(limits.query_len - 1)
+        self.drafts = DraftBuffers(limits.max_batch_size, options, torch.device("cpu")) if history_len else None
         self.acceptance = 0.7
         self.rng = np.random.default_rng(0)
         self.cache = np.full(num_blocks * block_size, -1)
@@ -187,7 +187,7 @@ class FakeRunner:
         numbers = np.zeros(drawn.size, np.int64)
         numbers[drawn] = self._numbers(entry_slots, positions + 1)
         rows.tokens.numpy()[:] = numbers % VOCAB
-        accept(state, slots, self.drafts.lookup, rows)
+        accept(state, slots, self.drafts.options, rows)
         out = rows.out.numpy().copy()
         first = slice(None, drawn.size, step.query_len)
         logprobs = self._logprobs(step, numbers[first], rows.tokens.numpy()[first])

@@ -18,6 +18,8 @@ from torchweave.verify import zoo
 from torchweave.verify.verify import verify
 
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+DRAFT_MODEL = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3}
+DRAFTERS = {"ngram": SPECULATION, "draft model": DRAFT_MODEL}
 TEXTS = (
     "copy: abcabcabcabc",
     "repeat: the fox and the fox and the fox",
@@ -42,9 +44,15 @@ def engine(speculative_config: dict[str, Any] | None, **options: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[tuple[LLM, LLM]]:
+def plain() -> Iterator[LLM]:
+    with engine(None) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def engines(plain: LLM, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
     """An engine without speculation, and one with it."""
-    with engine(None) as plain, engine(SPECULATION) as speculating:
+    with engine(DRAFTERS[request.param]) as speculating:
         yield plain, speculating
 
 
@@ -91,8 +99,8 @@ def test_a_mix_of_requests(engines: tuple[LLM, LLM]) -> None:
 class Replay:
     """A step of fixed size, padded as a recording is."""
 
-    def __init__(self, runner: ModelRunner, rows: int) -> None:
-        self._run, self._boundary = runner._draft_run(rows), runner._draft_boundary(rows)
+    def __init__(self, runner: ModelRunner, rows: int, query_len: int) -> None:
+        self._run, self._boundary = runner._draft_run(rows, query_len), runner._draft_boundary(rows, query_len)
 
     def replay(self) -> None:
         self.output = self._run(self._boundary)
@@ -102,7 +110,8 @@ def test_padded_steps_have_the_same_tokens(engines: tuple[LLM, LLM], monkeypatch
     """Rows and tokens behind those of the step change nothing, as where a GPU replays a larger recording."""
     plain, speculating = engines
     runner = speculating.engine.runner
-    monkeypatch.setattr(runner, "_draft_graphs", {rows: Replay(runner, rows) for rows in (2, 8)})
+    graphs = {query_len: {rows: Replay(runner, rows, query_len) for rows in (2, 8)} for query_len in (2, 4)}
+    monkeypatch.setattr(runner, "_draft_graphs", graphs)
     params = [KINDS[kind] for kind in ("greedy", "logprobs", "penalties", "seeded", "stop token", "stop string")]
     before = speculating.manager.counts.get("draft_graph", 0)
     assert tokens(speculating, params) == tokens(plain, params)
@@ -133,12 +142,13 @@ def test_streams_send_every_token_once(engines: tuple[LLM, LLM]) -> None:
     assert len(parts) < len(expected.token_ids)
 
 
-def test_prefix_hits_and_pauses() -> None:
-    """Histories hold cached prompts and, after a pause, the answer so far."""
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_prefix_hits_and_pauses(drafter: str) -> None:
+    """Histories hold cached prompts and, after a pause, the answer so far; prompts take several steps."""
     options = {"num_kv_blocks": 24, "block_size": 4, "max_model_len": 80, "max_batch_size": 6, "max_num_tokens": 32}
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     answers = []
-    for config in (None, SPECULATION):
+    for config in (None, DRAFTERS[drafter]):
         with engine(config, capacity_scheduler_policy="max_utilization", **options) as llm:
             answers.append([tokens(llm, params), tokens(llm, params)])
             scheduler = llm.engine.scheduler

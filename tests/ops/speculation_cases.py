@@ -27,6 +27,7 @@ def draft_state(generator: np.random.Generator, tables: int = 1) -> tuple[SlotSt
     updates.set(
         "draft_limit", every, np.where(generator.random(MAX_BATCH) < 0.2, -1, position + generator.integers(-1, 20))
     )
+    updates.set("draft_computed", every, np.maximum(position - generator.integers(-1, 12, MAX_BATCH), 0))
     updates.set("min_position", every, generator.integers(0, HISTORY, MAX_BATCH))
     updates.set("stop_ids", every, generator.integers(-1, 12, (MAX_BATCH, 8)))
     for name in ("temperature", "top_p", "min_p"):

@@ -11,7 +11,7 @@ from tests.ops.interpreted import run_interpreted
 from tests.ops.speculation_cases import BLOCK_SIZE, draft_state
 from tests.ops.step_cases import Outputs
 from torchweave.ops.slot_state import NOT_EMITTED, SlotState
-from torchweave.ops.speculation import DraftBuffers, PromptLookup, accept, latest_match, prepare_drafts, propose
+from torchweave.ops.speculation import DraftBuffers, DraftOptions, accept, latest_match, prepare_drafts, propose
 
 
 def plain_match(text: list[int], least: int, most: int) -> int | None:
@@ -31,7 +31,7 @@ def test_the_longest_then_latest_match_decides() -> None:
         assert latest_match(text, least, most) == plain_match(text.tolist(), least, most)
 
 
-def proposed(text: list[int], limit: int, lookup: PromptLookup) -> list[int]:
+def proposed(text: list[int], limit: int, lookup: DraftOptions) -> list[int]:
     state = SlotState(1, 8, history_len=32)
     updates = state.updates()
     updates.set("position", 0, len(text) - 1)
@@ -44,7 +44,7 @@ def proposed(text: list[int], limit: int, lookup: PromptLookup) -> list[int]:
 
 
 def test_drafts_continue_the_text_behind_the_match() -> None:
-    lookup = PromptLookup(3, 2, 4)
+    lookup = DraftOptions(3, 2, 4)
     assert proposed([5, 6, 7, 8, 9, 5, 6], 30, lookup) == [7, 8, 9]
     assert proposed([5, 6, 7, 5, 6], 30, lookup) == [7, 5, 6]
     assert proposed([4, 4, 4], 30, lookup) == [4, 4, 4], "the text repeats itself"
@@ -65,7 +65,7 @@ def test_drafts_continue_the_text_behind_the_match() -> None:
     ],
 )
 def test_accept_keeps_tokens_up_to_the_first_difference_or_stop(drawn: list[int], kept: list[int]) -> None:
-    lookup = PromptLookup(3)
+    lookup = DraftOptions(3)
     state = SlotState(2, 8, history_len=32)
     updates = state.updates()
     updates.set("position", 1, 9)
@@ -93,22 +93,28 @@ def test_kernels_compile_for_hopper() -> None:
 
     names = [name for name in vars(kernels) if name.endswith("_kernel")]
     state, slots = draft_state(np.random.default_rng(0), tables=2)
-    lookup = PromptLookup(3)
-    buffers, rows = DraftBuffers(12, lookup, torch.device("cpu")), slots.numel()
+    options = DraftOptions(3, from_model=True)
+    buffers, rows = DraftBuffers(12, options, torch.device("cpu")), slots.numel()
     views, inputs = buffers.rows(rows), Outputs.empty(rows, 4 * rows, tables=2)
     with recorded(kernels, *names) as launches:
         kernels.launch_propose(state, slots, 2, 5, views.matches)
-        kernels.launch_prepare_drafts(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, 3, False)
-        kernels.launch_accept(state, slots, views, 3, -1)
-        kernels.launch_accept(state, slots, views, 3, 1 << 31)
+        kernels.launch_prepare_drafts(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, False, False)
+        kernels.launch_accept(state, slots, views, -1, False)
+        kernels.launch_accept(state, slots, views, 1 << 31, False)
+        kernels.launch_catch_up(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, 4)
+        kernels.launch_settle(state, slots, views)
+        kernels.launch_feed_draft(state, slots, views, 1, inputs, BLOCK_SIZE)
+        kernels.launch_prepare_drafts(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, False, True)
+        kernels.launch_accept(state, slots, views, -1, True)
+        kernels.launch_note_computed(state, slots, views.query_start, inputs.positions)
         kernels.launch_record(state, slots, torch.ones(rows, dtype=torch.int32))
-    assert len(launches) == len(names) + 1
+    assert len(launches) == len(names) + 5
     for launch in launches:
         assert "ptx" in compile_for_hopper(launch).asm
 
 
 def test_a_padded_step_is_empty() -> None:
-    state, lookup = SlotState(2, 8, history_len=32), PromptLookup(2)
+    state, lookup = SlotState(2, 8, history_len=32), DraftOptions(2)
     buffers, slots = DraftBuffers(2, lookup, torch.device("cpu")), torch.full((2,), -1, dtype=torch.int32)
     rows, inputs = buffers.rows(2), Outputs.empty(2, 6)
     propose(state, slots, lookup, rows)

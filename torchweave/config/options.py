@@ -36,7 +36,7 @@ ReasoningParser = Literal[
 ]
 PassNumerics = Literal["exact", "tolerance"]
 Executor = Literal["local", "torchrun", "ray"]
-SpeculativeMethod = Literal["ngram"]
+SpeculativeMethod = Literal["ngram", "draft_model"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class SpeculativeConfig:
 
     Attributes:
         method: drafter. `ngram` proposes the tokens that followed the last tokens of a request earlier in its prompt or answer
-            (prompt lookup). None: no speculation.
+            (prompt lookup); `draft_model` those that a smaller model generates. None: no speculation.
+        model: of `draft_model`: a model with the same tokenizer, named as `model` is.
         num_speculative_tokens: most drafts per request and step. TensorRT-LLM: `max_draft_len`.
         prompt_lookup_max: longest run of last tokens that `ngram` looks for. TensorRT-LLM: `max_matching_ngram_size`.
         prompt_lookup_min: shortest run that `ngram` looks for.
@@ -127,6 +128,7 @@ class SpeculativeConfig:
     """
 
     method: SpeculativeMethod | None = None
+    model: str | None = None
     num_speculative_tokens: int = 3
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2

@@ -38,7 +38,7 @@ class Plan:
         max_num_streams: largest number of CUDA streams for a piece.
         userbuffers: write operands of collectives directly into symmetric memory.
         tune: measure kernel candidates without measurements before compiling.
-        query_len: most tokens of a decode row: the last token and drafts; 1: no speculation.
+        query_lens: the numbers of tokens that a decode row may have in a step with drafts, ascending; empty: no speculation.
         max_drafting_rows: most rows of a step with drafts.
     """
 
@@ -66,9 +66,14 @@ class Plan:
     max_num_streams: int
     userbuffers: bool
     tune: bool
-    query_len: int
+    query_lens: tuple[int, ...]
     max_drafting_rows: int
     entries: tuple[PlanEntry, ...]
+
+    @property
+    def query_len(self) -> int:
+        """Most tokens of a decode row: the last token and drafts; 1: no speculation."""
+        return max(self.query_lens, default=1)
 
     @property
     def history_len(self) -> int:

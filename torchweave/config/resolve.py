@@ -127,9 +127,10 @@ def _speculation(
     """Fields of the plan for speculative decoding."""
     speculative, prefix = config.speculative_config, "speculative_config."
     if speculative.method is None:
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"):
+        names = ("model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size")
+        for name in names:
             entries.note(prefix + name, None, "without a method, there is no speculation")
-        return {"query_len": 1, "max_drafting_rows": 0}
+        return {"query_lens": (), "max_drafting_rows": 0}
     if config.pipeline_parallel_size > 1:
         raise ValueError(
             f"speculative_config.method={speculative.method} is not supported with pipeline_parallel_size="
@@ -153,7 +154,15 @@ def _speculation(
     if requested is not None and requested <= rows:
         rows, why = requested, ""
     entries.note(prefix + "disable_by_batch_size", rows, why)
-    return {"query_len": query_len, "max_drafting_rows": rows}
+    return {"query_lens": _query_lens(query_len), "max_drafting_rows": rows}
+
+
+def _query_lens(most: int) -> tuple[int, ...]:
+    """Tokens of a row in steps with drafts: the most that are asked for, and fewer: half as many drafts each time."""
+    drafts = [most - 1]
+    while drafts[-1] > 1:
+        drafts.append(drafts[-1] // 2)
+    return tuple(number + 1 for number in reversed(drafts))
 
 
 def _dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tuple[str, str]:

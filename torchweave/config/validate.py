@@ -163,6 +163,13 @@ def check_value_ranges(config: EngineConfig) -> None:
 
 def _check_speculation(config: SpeculativeConfig) -> None:
     prefix = "speculative_config."
+    if config.method == "draft_model" and config.model is None:
+        raise ValueError(f"{prefix}method=draft_model needs {prefix}model, the name of the draft model")
+    if config.method != "draft_model" and config.model is not None:
+        raise ValueError(
+            f"{prefix}model={config.model} is used by {prefix}method=draft_model, but the method is {config.method}; set the "
+            "method or remove the model"
+        )
     if config.num_speculative_tokens > _MAX_SPECULATIVE_TOKENS:
         raise ValueError(
             f"{prefix}num_speculative_tokens={config.num_speculative_tokens} must be at most {_MAX_SPECULATIVE_TOKENS}"

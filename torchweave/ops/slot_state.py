@@ -69,6 +69,7 @@ class SlotState:
     With speculation (`history_len` > 0) also:
     draft_limit   int32 [S]     last position at which the slot feeds a draft; -1 = no drafts
     history       int32 [S, history_len]  token of each position, prompt and answer, up to `last_token`
+    draft_computed int32 [S]    positions whose keys and values a draft model has computed, from the first on
     """
 
     last_token: Tensor
@@ -85,6 +86,7 @@ class SlotState:
     slots: Tensor
     draft_limit: Tensor
     history: Tensor
+    draft_computed: Tensor
     rope_delta: Tensor
 
     def __init__(
@@ -109,7 +111,7 @@ class SlotState:
         self.shapes["block_table"] = (num_tables * max_batch, max_blocks_per_seq)
         self.shapes["slots"] = (max_rows,)
         if history_len:
-            self.shapes["draft_limit"] = (max_batch,)
+            self.shapes["draft_limit"] = self.shapes["draft_computed"] = (max_batch,)
             self.shapes["history"] = (max_batch, history_len)
         self.layout: dict[str, int] = {}
         """Flat offset of each region in the arena, in int32 elements."""

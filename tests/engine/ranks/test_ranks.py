@@ -155,12 +155,13 @@ def test_a_decode_step_is_a_small_message():
         (np.array([3, 5], np.int32), np.array([1, 2], np.int32)),
         900,
         query_len=3,
+        catch_up=5,
     )
     message = encode(step)
     assert len(message) < 200
     found = decode(message)
     assert (found.index, found.num_rows, found.max_seq_len, found.chunks) == (7, rows, 900, ())
-    assert found.query_len == 3
+    assert (found.query_len, found.catch_up) == (3, 5)
     assert found.updates is not None and [part.tolist() for part in found.updates] == [[3, 5], [1, 2]]
 
 
@@ -181,7 +182,7 @@ def test_other_steps_are_sent_whole():
 
 
 def test_every_step_field_is_sent_or_derived():
-    sent = {"index", "slots", "emits", "updates", "max_seq_len", "copies", "query_len"}  # of slots and emits, how many
+    sent = {"index", "slots", "emits", "updates", "max_seq_len", "copies", "query_len", "catch_up"}  # of slots and emits, how many
     whole = {"chunks", "logits_processors", "prompt_targets"}  # a step that has one of them is sent as it is
     not_needed = {"starts", "logprobs", "extra_rows"}  # by a rank that carries out a decode step
     one_rank = {"rope_offsets"}  # models with images are served by one rank

@@ -22,7 +22,8 @@ def encode(step: Step) -> bytes:
     if step.chunks or step.logits_processors is not None or step.prompt_targets is not None:
         return pickle.dumps(step, 5)
     updates = None if step.updates is None else tuple((part.dtype.char, part.tobytes()) for part in step.updates)
-    return pickle.dumps((step.index, step.num_rows, step.query_len, step.max_seq_len, updates, step.copies), 5)
+    sizes = step.num_rows, step.query_len, step.catch_up, step.max_seq_len
+    return pickle.dumps((step.index, *sizes, updates, step.copies), 5)
 
 
 def decode(message: bytes) -> Step:
@@ -30,13 +31,14 @@ def decode(message: bytes) -> Step:
     decoded = pickle.loads(message)
     if isinstance(decoded, Step):
         return decoded
-    index, num_rows, query_len, max_seq_len, updates, copies = decoded
+    index, num_rows, query_len, catch_up, max_seq_len, updates, copies = decoded
     slots, emits = np.zeros(num_rows, np.int32), np.ones(num_rows, bool)
     arrays = None
     if updates is not None:
         (index_type, indices), (value_type, values) = updates
         arrays = np.frombuffer(indices, index_type), np.frombuffer(values, value_type)
-    return Step(index, slots, _NO_STARTS, (), emits, arrays, max_seq_len, copies=copies, query_len=query_len)
+    drafts = {"query_len": query_len, "catch_up": catch_up}
+    return Step(index, slots, _NO_STARTS, (), emits, arrays, max_seq_len, copies=copies, **drafts)
 
 
 class StateDigest:

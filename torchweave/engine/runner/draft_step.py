@@ -2,37 +2,148 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from torchweave.compiler.runtime.compiled_graph import CompiledGraph
+from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
 from torchweave.config import Plan
+from torchweave.engine.runner.step_buffers import StepBuffers
+from torchweave.ops.attention.op import with_layer_offset
 from torchweave.ops.sampling.sample import sample
 from torchweave.ops.slot_state import SlotState, StepInputs
-from torchweave.ops.speculation import DraftBuffers, DraftRows, PromptLookup, accept, prepare_drafts, propose
+from torchweave.ops.speculation import (
+    DraftBuffers,
+    DraftOptions,
+    DraftRows,
+    accept,
+    catch_up,
+    feed_draft,
+    note_computed,
+    prepare_drafts,
+    propose,
+    settle,
+)
+
+MakeBoundary = Callable[[Tensor, Tensor, StepInputs, bool], BoundaryHandler]
+"""The started boundary of a forward: `(slots, query_start, inputs, decode_only)`."""
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A compiled model that proposes drafts.
+
+    Attributes:
+        forward: as that of the model.
+        first_layer: index of its first layer among the caches, behind those of the model.
+        vocab_size: of the model; the draft model's further logits are ignored.
+    """
+
+    forward: Forward
+    first_layer: int
+    vocab_size: int
+
+    @property
+    def min_size(self) -> int:
+        """Least number of tokens and rows of a forward."""
+        return self.forward.sizes[0] if isinstance(self.forward, CompiledGraph) else 1
+
+    def __call__(self, boundary: BoundaryHandler, inputs: StepInputs, logits_index: Tensor) -> Tensor:
+        def offset(op: Any, args: tuple, kwargs: dict) -> None:
+            boundary(op, with_layer_offset(op, args, self.first_layer), kwargs)
+
+        return self.forward(offset, inputs.ids, inputs.positions, logits_index)[:, : self.vocab_size]
 
 
 class DraftStep:
     """Owns the device tensors of steps with drafts.
 
+    Args:
+        inputs: of the steps; the draft model's forwards use them before the step does.
+        boundary: makes the boundaries of the draft model's forwards.
+        model: the draft model; None: prompt lookup.
+
     Attributes:
         buffers: for up to `max_drafting_rows` rows.
     """
 
-    def __init__(self, plan: Plan, state: SlotState) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        state: SlotState,
+        inputs: StepBuffers,
+        boundary: MakeBoundary,
+        model: DraftModel | None = None,
+    ) -> None:
         options = plan.config.speculative_config
-        lookup = PromptLookup(
-            plan.query_len - 1, options.prompt_lookup_min, options.prompt_lookup_max, options.synthetic_acceptance
+        self.min_size = 1 if model is None else model.min_size
+        self.buffers = DraftBuffers(
+            max(plan.max_drafting_rows, self.min_size),
+            DraftOptions(
+                plan.query_len - 1,
+                options.prompt_lookup_min,
+                options.prompt_lookup_max,
+                options.synthetic_acceptance,
+                from_model=model is not None,
+            ),
+            torch.device(plan.device),
         )
-        self.buffers = DraftBuffers(plan.max_drafting_rows, lookup, torch.device(plan.device))
-        self._state = state
-        self._block_size = plan.block_size
+        self._state, self._model = state, model
+        self._inputs, self._boundary = inputs, boundary
+        self._block_size, self._max_num_tokens = plan.block_size, plan.max_num_tokens
 
     def begin(self, slots: Tensor, views: DraftRows, inputs: StepInputs) -> None:
-        """Fill the inputs of the model. slots int32 [R]."""
-        propose(self._state, slots, self.buffers.lookup, views)
+        """Propose drafts, and fill the inputs of the model. slots int32 [R]."""
+        if self._model is None:
+            propose(self._state, slots, self.buffers.options, views)
+        else:
+            self._propose_by_model(self._model, slots, views)
         prepare_drafts(self._state, slots, self.buffers, views, inputs, self._block_size)
+
+    def _propose_by_model(self, model: DraftModel, slots: Tensor, views: DraftRows) -> None:
+        """Draw K drafts of each row, by a forward over what the draft model lacks and K - 1 decode forwards."""
+        rows, most = slots.numel(), views.query_len - 1
+        logits = self._catch_up(model, slots, views, views.query_len)
+        inputs, every_row = self._inputs.inputs(rows, rows), self._inputs.row_index[:rows]
+        for place in range(1, most + 1):
+            entries, tokens = views.model_entries[place - 1], views.model_tokens[place - 1]
+            sample(logits, entries, self.buffers.sampled, tokens)
+            if place < most:
+                feed_draft(self._state, slots, views, place, inputs, self._block_size)
+                boundary = self._boundary(slots, self._inputs.rows[: rows + 1], inputs, True)
+                logits = model(boundary, inputs, every_row)
+
+    def _catch_up(self, model: DraftModel, slots: Tensor, views: DraftRows, most: int) -> Tensor:
+        """Logits [R, V] of each row's last token, after up to `most` tokens that the draft model lacks."""
+        rows = slots.numel()
+        inputs = self._inputs.inputs(rows, rows * most)
+        catch_up(self._state, slots, self.buffers, views, inputs, self._block_size)
+        if slots.is_cpu:  # the host knows the number of tokens
+            inputs = self._inputs.inputs(rows, max(int(views.query_start[-1]), model.min_size))
+        boundary = self._boundary(slots, views.query_start, inputs, False)
+        return model(boundary, inputs, views.logits_index[:rows])
+
+    def catch_up(self, slots: Tensor, views: DraftRows, num_tokens: int) -> None:
+        """Run the draft model over up to `num_tokens` tokens a row that it lacks, in as many forwards as they need."""
+        assert self._model is not None, "prompt lookup lacks no tokens"
+        most = max(self._max_num_tokens // slots.numel(), 1)
+        for begin in range(0, num_tokens, most):
+            self._catch_up(self._model, slots, views, min(most, num_tokens - begin))
+            settle(self._state, slots, views)
+
+    def run_mixed(
+        self, boundary: BoundaryHandler, slots: Tensor, query_start: Tensor, inputs: StepInputs, logits_index: Tensor
+    ) -> None:
+        """Run the draft model over the tokens of a step with prompts, after `prepare` and before `advance`."""
+        if self._model is not None:
+            note_computed(self._state, slots, query_start, inputs.positions)
+            self._model(boundary, inputs, logits_index[: self._model.min_size])
 
     def end(self, logits: Tensor, slots: Tensor, views: DraftRows) -> None:
         """Sample from logits [R * Q, V] and advance the slots by the tokens that are kept."""
         sample(logits, views.entries, self.buffers.sampled, views.tokens)
-        accept(self._state, slots, self.buffers.lookup, views)
+        accept(self._state, slots, self.buffers.options, views)

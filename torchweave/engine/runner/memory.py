@@ -13,6 +13,7 @@ from torchweave.compiler.runtime.forward import Forward
 from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_manager import AttentionWindow, max_blocks_needed
 from torchweave.engine.kv_cache.layer_groups import KVLayout, longest_sequence
+from torchweave.engine.runner.draft_step import DraftModel
 from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
 from torchweave.ops.attention.op import AttentionBackend, LayerKVCache, LayerSpec
@@ -98,6 +99,7 @@ def measure_memory(
     report: Report,
     recurrent_states: Sequence[Tensor] = (),
     encode_image: Callable[[], None] | None = None,
+    draft_model: DraftModel | None = None,
 ) -> MemoryUse | None:
     """Run and record the largest steps over a small KV cache; returns None on a CPU, where nothing is measured.
 
@@ -108,7 +110,8 @@ def measure_memory(
         return None
     device = torch.device(plan.device)
     caches = cache_spec.allocate(_PROBE_BLOCKS)
-    runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, Report(show=False), recurrent_states)
+    quiet = Report(show=False)
+    runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, quiet, recurrent_states, draft_model)
     runner.run_dummy_step(plan.max_num_tokens)  # kernels are compiled, and libraries allocate their workspaces
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -129,10 +132,11 @@ def measure_memory(
         recorded += runner.record_decode(max(plan.batch_sizes), pool).bytes
     drafting = [rows for rows in plan.batch_sizes if rows <= plan.max_drafting_rows]
     if drafting:
-        recorded += runner.record_drafts(max(drafting), pool).bytes
+        recorded += runner.record_drafts(max(drafting), plan.query_len, pool).bytes
     torch.cuda.synchronize(device)
     graphs = max(free - torch.cuda.mem_get_info(device)[0], recorded)
-    graphs += (len(plan.token_buckets) + len(plan.batch_sizes) + len(drafting)) * _BYTES_PER_GRAPH
+    num_graphs = len(plan.token_buckets) + len(plan.batch_sizes) + len(drafting) * len(plan.query_lens)
+    graphs += num_graphs * _BYTES_PER_GRAPH
     runner.release_graphs()  # graphs and runner refer to each other
     del runner, caches, pool
     torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ step with prefill rows first reads one packed array. Rows with logits processors
 first way that fits:
 
     decode_graph      whole decode step, recorded by batch size
-    draft_graph       whole decode step with drafts, recorded by batch size
+    draft_graph       whole decode step with drafts, recorded by batch size and tokens of a row
     mixed_graph       whole step with prefill rows, recorded by token count
     piecewise_graph   pieces between boundary ops, recorded by token count; boundary ops run between them
     plain             every kernel launched by the host
@@ -29,7 +29,7 @@ from torchweave.compiler.runtime.cuda_graphs import GraphPool, Recording, record
 from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
 from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_copy import copy_blocks
-from torchweave.engine.runner.draft_step import DraftStep
+from torchweave.engine.runner.draft_step import DraftModel, DraftStep
 from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
 from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size
@@ -110,6 +110,7 @@ class ModelRunner:
         state: of the slots.
         report: receives one event a recording.
         recurrent_states: `[slots, ...]` each, by the recurrent ops' `state` argument.
+        draft_model: proposes drafts; its caches are the last of `caches`.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class ModelRunner:
         state: SlotState,
         report: Report,
         recurrent_states: Sequence[Tensor] = (),
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.plan = plan
         self.state = state
@@ -134,9 +136,11 @@ class ModelRunner:
         self._device = torch.device(plan.device)
         rope_axes = state.rope_axes
         self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables, rope_axes)
-        self._draft_step = DraftStep(plan, state) if plan.query_len > 1 else None
+        self._draft_step = None
+        if plan.query_len > 1:
+            self._draft_step = DraftStep(plan, state, self._buffers, self._draft_forward_boundary, draft_model)
         self._decode_graphs: dict[int, Recording] = {}
-        self._draft_graphs: dict[int, Recording] = {}
+        self._draft_graphs: dict[int, dict[int, Recording]] = {query_len: {} for query_len in plan.query_lens}
         self._mixed_graphs: dict[int, Recording] = {}
         most = packed_size(plan.max_batch_size, plan.max_num_tokens, rope_axes)
         sampled = plan.max_batch_size * (plan.query_len + 1 if plan.query_len > 1 else 1)
@@ -175,15 +179,15 @@ class ModelRunner:
         self._decode_steps[rows] = run, boundary
         return self._decode_steps[rows]
 
-    def _draft_run(self, rows: int) -> Callable[[BoundaryHandler | None], Tensor]:
-        """The decode step of `rows` rows with drafts; attention takes each row's tokens as it takes a prompt's.
+    def _draft_run(self, rows: int, query_len: int) -> Callable[[BoundaryHandler | None], Tensor]:
+        """The decode step of `rows` rows of up to `query_len` tokens; attention takes them as it takes a prompt's.
 
         Without a boundary, the step is not padded: the host of a CPU knows the number of drafts.
         """
         draft_step, plan = self._draft_step, self.plan
         assert draft_step is not None
-        slots, views = self.state.slots[:rows], draft_step.buffers.rows(rows)
-        inputs = self._buffers.inputs(rows, rows * plan.query_len)
+        slots, views = self.state.slots[:rows], draft_step.buffers.rows(rows, query_len)
+        inputs = self._buffers.inputs(rows, rows * query_len)
 
         def run(boundary: BoundaryHandler | None) -> Tensor:
             draft_step.begin(slots, views, inputs)
@@ -202,9 +206,17 @@ class ModelRunner:
 
         return run
 
-    def _draft_boundary(self, rows: int) -> StepBoundary:
+    def _draft_forward_boundary(
+        self, slots: Tensor, query_start: Tensor, inputs: StepInputs, decode_only: bool
+    ) -> StepBoundary:
+        """The started boundary of a forward of the draft model."""
+        boundary = self._boundary(slots, query_start, inputs, self.plan.max_model_len, decode_only)
+        boundary(BEGIN, (), {})
+        return boundary
+
+    def _draft_boundary(self, rows: int, query_len: int) -> StepBoundary:
         assert self._draft_step is not None
-        views, inputs = self._draft_step.buffers.rows(rows), self._buffers.inputs(rows, rows * self.plan.query_len)
+        views, inputs = self._draft_step.buffers.rows(rows, query_len), self._buffers.inputs(rows, rows * query_len)
         return self._boundary(self.state.slots[:rows], views.query_start, inputs, self.plan.max_model_len, False)
 
     def _mixed_step(
@@ -220,7 +232,7 @@ class ModelRunner:
         inputs = buffers.inputs(rows, tokens)
         sampled, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.logits_index[:rows]
         block_size, sample_tokens = self.plan.block_size, self._sample_tokens
-        rope_offsets = buffers.rope_offsets(tokens)
+        rope_offsets, draft_step = buffers.rope_offsets(tokens), self._draft_step
 
         def run(boundary: BoundaryHandler) -> Tensor:
             index.copy_(packed.logits_index)
@@ -231,6 +243,8 @@ class ModelRunner:
             logits_index = index if prompt_targets is None else torch.cat([index, prompt_targets])
             logits = self._forward(boundary, inputs.ids, inputs.positions, logits_index, *rope_offsets)
             sample_tokens(logits[:rows], packed.slots, state, sampled)
+            if draft_step is not None:
+                draft_step.run_mixed(boundary, packed.slots, packed.query_start, inputs, index)
             advance(sampled, packed.slots, packed.emit, state, out)
             return logits
 
@@ -278,10 +292,11 @@ class ModelRunner:
                     self.record_decode(rows, pool, warm_up=number == 0 or not is_single_rank)
                     advance_bar(1, f"batch {rows}")
         if drafts:
-            with self._report.progress("recording steps with drafts", len(drafts)) as advance_bar, self._on_stream():
-                for number, rows in enumerate(sorted(drafts, reverse=True)):
-                    self.record_drafts(rows, pool, warm_up=number == 0 or not is_single_rank)
-                    advance_bar(1, f"batch {rows}")
+            sizes = [(query_len, rows) for query_len in plan.query_lens for rows in drafts]
+            with self._report.progress("recording steps with drafts", len(sizes)) as advance_bar, self._on_stream():
+                for number, (query_len, rows) in enumerate(sorted(sizes, reverse=True)):
+                    self.record_drafts(rows, query_len, pool, warm_up=number == 0 or not is_single_rank)
+                    advance_bar(1, f"batch {rows}, {query_len} tokens each")
 
     def release_graphs(self) -> None:
         """Destroy all graphs once they have ended; NCCL does not destroy a group while a graph holds one of its collectives.
@@ -291,7 +306,7 @@ class ModelRunner:
         """
         if self._stream is None or wait_until_idle(self._stream, _DRAIN_SECONDS):
             self._decode_graphs.clear()
-            self._draft_graphs.clear()
+            self._draft_graphs = {query_len: {} for query_len in self._draft_graphs}
             self._mixed_graphs.clear()
 
     def record_mixed(self, tokens: int, pool: GraphPool, warm_up: bool = True) -> Recording:
@@ -306,9 +321,10 @@ class ModelRunner:
         run, boundary = self._decode_step(rows)
         return self._store_graph("decode", self._decode_graphs, rows, self._record(run, boundary, True, pool, warm_up))
 
-    def record_drafts(self, rows: int, pool: GraphPool, warm_up: bool = True) -> Recording:
-        recording = self._record(self._draft_run(rows), self._draft_boundary(rows), True, pool, warm_up)
-        return self._store_graph("draft", self._draft_graphs, rows, recording)
+    def record_drafts(self, rows: int, query_len: int, pool: GraphPool, warm_up: bool = True) -> Recording:
+        run, boundary = self._draft_run(rows, query_len), self._draft_boundary(rows, query_len)
+        recording = self._record(run, boundary, True, pool, warm_up)
+        return self._store_graph(f"draft{query_len - 1}", self._draft_graphs[query_len], rows, recording)
 
     def _record(
         self,
@@ -367,10 +383,10 @@ class ModelRunner:
             run, boundary = self._decode_step(rows)
             run(boundary)
 
-    def run_dummy_draft_step(self, rows: int) -> None:
+    def run_dummy_draft_step(self, rows: int, query_len: int) -> None:
         """Run a decode step with drafts while no slot is in use."""
         with torch.inference_mode(), self._on_stream():
-            self._draft_run(rows)(self._draft_boundary(rows))
+            self._draft_run(rows, query_len)(self._draft_boundary(rows, query_len))
 
     def _upload_padding(self, rows: int, tokens: int) -> None:
         ring_index, no_rows = self._host_buffers.acquire(), np.empty(0, np.int32)
@@ -407,8 +423,8 @@ class ModelRunner:
                 how, logits = self._launch_decode(step.num_rows)
             else:
                 assert self._draft_step is not None, "a step with drafts needs `query_len` above 1"
-                how, logits, padded_rows = self._launch_drafts(step.num_rows)
-                views = self._draft_step.buffers.rows(padded_rows)
+                how, logits, padded_rows = self._launch_drafts(step)
+                views = self._draft_step.buffers.rows(padded_rows, step.query_len)
                 tokens, out, num_out = views.tokens, views.out, views.out.numel()
             if step.logits_processors is not None:
                 self._resample(step.logits_processors.at_entries(step.query_len), logits, tokens, out)
@@ -449,15 +465,20 @@ class ModelRunner:
         run, boundary = self._decode_step(max(rows, self._min_size))
         return "plain", run(boundary)
 
-    def _launch_drafts(self, rows: int) -> tuple[str, Tensor, int]:
+    def _launch_drafts(self, step: Step) -> tuple[str, Tensor, int]:
         """As `_launch_decode`; returns the number of rows as well, with padding."""
-        bucket = self._bucket(self._draft_graphs, rows, self.plan.config.cuda_graph_config.enable_padding)
+        assert self._draft_step is not None
+        query_len, recordings = step.query_len, self._draft_graphs[step.query_len]
+        if step.catch_up:
+            views = self._draft_step.buffers.rows(step.num_rows, query_len)
+            self._draft_step.catch_up(self.state.slots[: step.num_rows], views, step.catch_up)
+        bucket = self._bucket(recordings, step.num_rows, self.plan.config.cuda_graph_config.enable_padding)
         if bucket is not None:
-            recording = self._draft_graphs[bucket]
-            recording.replay()
-            return "draft_graph", recording.output, bucket
-        boundary = None if self._stream is None else self._draft_boundary(rows)
-        return "plain", self._draft_run(rows)(boundary), rows
+            recordings[bucket].replay()
+            return "draft_graph", recordings[bucket].output, bucket
+        rows = max(step.num_rows, self._draft_step.min_size)
+        boundary = None if self._stream is None else self._draft_boundary(rows, query_len)
+        return "plain", self._draft_run(rows, query_len)(boundary), rows
 
     def _launch_mixed(self, step: Step, ring_index: int) -> tuple[str, Tensor]:
         bucket = self._bucket(self._mixed_graphs, step.num_tokens, padding=True)

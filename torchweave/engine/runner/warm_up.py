@@ -22,6 +22,7 @@ from torchweave.compiler.precompile.kernel_jobs import KernelSpec, kernel_specs,
 from torchweave.compiler.precompile.workers import KernelWorkers
 from torchweave.compiler.runtime.forward import BoundaryHandler
 from torchweave.config import Plan
+from torchweave.engine.runner.draft_step import DraftModel
 from torchweave.engine.runner.memory import KVCacheSpec
 from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.runner.resample import Resampler
@@ -110,12 +111,17 @@ def launch_resample(state: SlotState, logits: Tensor) -> None:
 
 
 def start(
-    plan: Plan, module: DecoderStep, cache_spec: KVCacheSpec, builds_kernels: bool = True
+    plan: Plan,
+    module: DecoderStep,
+    cache_spec: KVCacheSpec,
+    builds_kernels: bool = True,
+    draft: DecoderStep | None = None,
 ) -> threading.Event | None:
     """Start on a thread; the event is set once the kernels of steps are built. None on a CPU, where there are none.
 
     Args:
         builds_kernels: False waits for another rank of this machine, which builds the same kernels.
+        draft: a draft model, whose layers are the last of the cache.
     """
     if not plan.device.startswith("cuda"):
         return None
@@ -124,7 +130,7 @@ def start(
     def build() -> None:
         try:
             with ExitStack() as stack:
-                workers, resample_kernels = _build(plan, module, cache_spec, builds_kernels, stack)
+                workers, resample_kernels = _build(plan, module, cache_spec, builds_kernels, stack, draft)
                 done.set()  # memory is measured and graphs are recorded from now on: this thread no longer uses the GPU
                 if workers is not None:
                     workers.begin(resample_kernels)
@@ -139,7 +145,12 @@ def start(
 
 
 def _build(
-    plan: Plan, module: DecoderStep, cache_spec: KVCacheSpec, builds_kernels: bool, stack: ExitStack
+    plan: Plan,
+    module: DecoderStep,
+    cache_spec: KVCacheSpec,
+    builds_kernels: bool,
+    stack: ExitStack,
+    draft: DecoderStep | None,
 ) -> tuple[KernelWorkers | None, list[KernelSpec]]:
     """Build and launch the kernels of steps. Returns the workers, which `stack` ends, and the missing kernels of resampling."""
     device, layers, dtype = cache_spec.device, cache_spec.layers, cache_spec.dtype
@@ -150,15 +161,22 @@ def _build(
     recurrent = list({call.key: call for call in cache_spec.recurrent}.values())
     recurrent_states = [torch.zeros(1, *call.shape, dtype=call.dtype, device=device) for call in recurrent]
 
+    draft_model = None
+    if draft is not None:
+        first = len(layers) - len(draft.attention_layers)
+        draft_forward = PlaceholderForward(draft, layers[first:], draft.vocab_size, dtype)
+        draft_model = DraftModel(draft_forward, first, module.vocab_size)
+
     def steps(forward: PlaceholderForward) -> None:
-        runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, Report(show=False), recurrent_states)
+        quiet = Report(show=False)
+        runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, quiet, recurrent_states, draft_model)
         runner.start()
         state.write(np.zeros(1, np.int32), np.zeros(1, np.int32))  # as a new request does
         for tokens in _TOKENS:
             runner.run_dummy_step(min(tokens, plan.max_num_tokens))
             runner.run_dummy_decode_step(min(tokens, plan.max_batch_size))
-            if plan.query_len > 1:
-                runner.run_dummy_draft_step(min(tokens, plan.max_drafting_rows))
+            for query_len in plan.query_lens:
+                runner.run_dummy_draft_step(min(tokens, plan.max_drafting_rows), query_len)
         for length in _LENGTHS:
             runner.run_dummy_step(1, min(length, plan.max_model_len))
 

@@ -27,6 +27,7 @@ class Limits:
         batch_wait_timeout_iters, batch_wait_max_tokens_ratio: delay of prompts, see `should_delay_prefill`.
         query_len: most tokens of a decode row in a step: the last token and drafts; 1: no speculation.
         max_drafting_rows: most rows of a step with drafts.
+        drafts_by_model: a draft model proposes.
         run_ahead: most steps in flight.
         supports_beams: a sequence can continue from another's position; recurrent states cannot be shared.
         no_images: why prompts have no images, as a clause.
@@ -45,6 +46,7 @@ class Limits:
     no_images: str = "the model has no vision tower"
     query_len: int = 1
     max_drafting_rows: int = 0
+    drafts_by_model: bool = False
     run_ahead: int = 1
 
     @property

@@ -185,6 +185,7 @@ class SlotTable:
         done: further tokens are ignored.
         streaming: each token is sent at once.
         drafting: the slot may have drafts: the device alone decides on its tokens.
+        draft_gap: most tokens before the last one that a draft model lacks.
         needs_host_work: each token needs Python: log-probabilities, a grammar, or stop tokens beyond the device's table.
         last_step_index: index of the last step with this slot.
         free: free slots.
@@ -206,6 +207,7 @@ class SlotTable:
         self.done = np.ones(size, bool)
         self.streaming = np.zeros(size, bool)
         self.drafting = np.zeros(size, bool)
+        self.draft_gap = np.zeros(size, np.int64)
         self.needs_host_work = np.zeros(size, bool)
         self.last_step_index = np.full(size, -1, np.int64)
         self.tokens = np.zeros((size, 256), np.int32)
@@ -246,6 +248,7 @@ class SlotTable:
         self.prefill_tokens[slot] = prefill
         self.prefill_len[slot] = len(prefill)
         self.num_computed[slot] = num_computed
+        self.draft_gap[slot] = 0
 
     def add_beam(self, leader: int, limit: int) -> int:
         """Give the request whose first slot is `leader` one more slot."""

@@ -337,7 +337,7 @@ class Scheduler:
             if self.limits.query_len > 1:
                 drafting = not (searching or running.slots.needs_host_work[slot] or state.processor_flags)
                 running.slots.drafting[each] = drafting
-                self._step_builder.write_history(each, state, last_position, drafting)
+                self._step_builder.write_history(each, state, last_position, drafting, num_cached_tokens)
         return slot
 
     def _apply_pauses(self, decision: Decision) -> tuple[np.ndarray, list[BeamGroup]]:

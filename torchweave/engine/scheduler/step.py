@@ -78,6 +78,7 @@ class Step:
         copies: KV cache blocks to copy first, as (sources, targets); None for none.
         extra_rows: decode rows beyond one per request: further beams.
         query_len: most tokens of a decode row: its last token and, above 1, as many drafts as the device proposes.
+        catch_up: most tokens of a row that a draft model may lack, to be computed before it proposes drafts.
         rope_offsets: int32 [axes, tokens], what each axis adds to the positions of a step with chunks; None for a model with one
             position a token.
     """
@@ -95,6 +96,7 @@ class Step:
     copies: tuple[np.ndarray, np.ndarray] | None = None
     extra_rows: int = 0
     query_len: int = 1
+    catch_up: int = 0
     rope_offsets: np.ndarray | None = None
 
     @property

@@ -65,9 +65,12 @@ class StepBuilder:
     def _has_rope(self) -> bool:
         return self._image_rows is not None and self._image_rows.model.rope_axes > 0
 
-    def write_history(self, slot: int, state: RequestState, limit: int, drafting: bool) -> None:
-        """Upload the token history for prompt lookup, and the last position that may have a draft."""
+    def write_history(
+        self, slot: int, state: RequestState, limit: int, drafting: bool, num_cached_tokens: int
+    ) -> None:
+        """Upload the token history for the drafter, and the last position that may have a draft."""
         self._updates.set("draft_limit", slot, limit - 1 if drafting else -1)
+        self._updates.set("draft_computed", slot, num_cached_tokens)
         if drafting:
             self._updates.set_history(slot, state.prefill)
 
@@ -129,6 +132,7 @@ class StepBuilder:
             copies=copies,
             extra_rows=len(decode_rows) - len(decoding) - len(searches),
             query_len=query_len,
+            catch_up=self._catch_up(table, decode_rows, query_len) if self._limits.drafts_by_model else 0,
             rope_offsets=self._rope_offsets(table, decode_rows, chunks) if chunks and self._has_rope else None,
         )
         table.last_step_index[slots] = step.index
@@ -153,6 +157,16 @@ class StepBuilder:
         limits = self._limits
         drafting = limits.query_len > 1 and len(decoding) <= limits.max_drafting_rows and table.drafting[decoding].any()
         return limits.query_len if drafting else 1
+
+    @staticmethod
+    def _catch_up(table: SlotTable, decode_rows: np.ndarray, query_len: int) -> int:
+        """Most tokens of a row that a draft model lacks beyond those that it takes in the step; enters those that it will lack."""
+        if query_len == 1:
+            table.draft_gap[decode_rows] += 1
+            return 0
+        gap = int(table.draft_gap[decode_rows[table.drafting[decode_rows]]].max(initial=0))
+        table.draft_gap[decode_rows] = 1  # the last draft of a row that keeps all
+        return max(gap + 1 - query_len, 0)
 
     def _steps_in_blocks(self, kv: BlockManager, slots: np.ndarray, after: np.ndarray, limit: np.ndarray) -> int:
         """Decode steps of `slots` that need no further block."""

@@ -26,6 +26,7 @@ from torchweave.engine.kv_cache.image_rows import ImageRows
 from torchweave.engine.kv_cache.layer_groups import KVLayout, group_layers, longest_sequence
 from torchweave.engine.ranks.leader_runner import Executor
 from torchweave.engine.runner import warm_up
+from torchweave.engine.runner.draft_step import DraftModel
 from torchweave.engine.runner.memory import GIB, KVCacheSpec, MemoryUse, blocks_that_fit, longest_step, measure_memory
 from torchweave.engine.runner.model_runner import ModelRunner, release_workers
 from torchweave.engine.sampling.structured_output import GrammarManager
@@ -34,6 +35,7 @@ from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.startup.compile_model import build_forward
 from torchweave.engine.startup.device_facts import device_facts
+from torchweave.engine.startup.draft_model import load_draft_model
 from torchweave.images import ImageLimits, ImageProcessor, blank_image
 from torchweave.models.load import LoadedModel, load, model_facts
 from torchweave.models.multimodal.image_encoder import ImageEncoder
@@ -110,12 +112,13 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         enable_symmetric_memory(process_groups, report)
 
     loaded, plan = _load(config, report, loaded, process_groups)
-    cache_spec, plan = _kv_cache_spec(loaded, plan)
+    draft = load_draft_model(plan, loaded, report, process_groups)
+    cache_spec, plan = _kv_cache_spec(loaded, plan, draft)
     windows = cache_spec.layout.windows
     if not plan.device.startswith("cuda"):  # fail before compilation, the longest step
         blocks_that_fit(plan, cache_spec.block_bytes, None, windows)
 
-    forward, plan = _compile(loaded, plan, cache_spec, report, process_groups)
+    forward, draft_model, plan = _compile(loaded, draft, plan, cache_spec, report, process_groups)
 
     state = SlotState(
         plan.max_batch_size,
@@ -131,13 +134,13 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         report.event("recurrent_states", bytes=num_bytes, bytes_per_request=num_bytes // plan.max_batch_size)
     with report.stage("measuring memory"):
         encode_image = _image_encoding(loaded) if plan.device.startswith("cuda") else None
-        use = measure_memory(plan, forward, cache_spec, state, report, recurrent_states, encode_image)
+        use = measure_memory(plan, forward, cache_spec, state, report, recurrent_states, encode_image, draft_model)
     num_blocks = process_groups.all_reduce_min(blocks_that_fit(plan, cache_spec.block_bytes, use, windows))
     plan = _with_num_blocks(plan, num_blocks, use, cache_spec.layout)
 
     with report.stage("allocating the KV cache"):
         caches = cache_spec.allocate(num_blocks)
-        runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, report, recurrent_states)
+        runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, report, recurrent_states, draft_model)
     report.event("kv_cache", **_cache_facts(plan, cache_spec, num_blocks))
 
     if plan.device.startswith("cuda"):
@@ -190,9 +193,11 @@ def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts
     return ModelFacts(loaded.name, loaded.max_model_len, dtype, loaded.quantization, hidden_size=hidden_size)
 
 
-def _kv_cache_spec(loaded: LoadedModel, plan: Plan) -> tuple[KVCacheSpec, Plan]:
-    """The KV cache of this rank, and the plan with the attention backend in use."""
+def _kv_cache_spec(loaded: LoadedModel, plan: Plan, draft: LoadedModel | None = None) -> tuple[KVCacheSpec, Plan]:
+    """The KV cache of this rank, with the layers of a draft model behind those of the model, and the plan with the backend in use."""
     layers = _with_cache_dtype(loaded.module.attention_layers, plan)
+    if draft is not None:
+        layers += _with_cache_dtype(draft.module.attention_layers, plan)
     dtype = getattr(torch, plan.dtype)
     backend, plan = _choose_attention(plan, layers, dtype)
     layout = _kv_layout(layers, loaded.stage, plan)
@@ -256,17 +261,27 @@ def _kv_layout(layers: Sequence[LayerSpec], stage: PipelineStage | None, plan: P
 
 
 def _compile(
-    loaded: LoadedModel, plan: Plan, cache_spec: KVCacheSpec, report: Report, process_groups: ProcessGroups
-) -> tuple[Forward, Plan]:
-    """Compile the model, and meanwhile build the kernels that steps launch."""
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    plan: Plan,
+    cache_spec: KVCacheSpec,
+    report: Report,
+    process_groups: ProcessGroups,
+) -> tuple[Forward, DraftModel | None, Plan]:
+    """Compile the model and a draft model, and meanwhile build the kernels that steps launch."""
     # One rank builds the kernels of a machine; ranks on other machines have caches of their own.
     builds_kernels = process_groups.tensor_rank == 0 or plan.config.executor != "local"
-    kernels_ready = warm_up.start(plan, loaded.module, cache_spec, builds_kernels)
+    draft_module = None if draft is None else draft.module
+    kernels_ready = warm_up.start(plan, loaded.module, cache_spec, builds_kernels, draft_module)
     forward, plan = build_forward(loaded.module, plan, report, process_groups, loaded.stage)
+    draft_model = None
+    if draft_module is not None:
+        draft_forward, _ = build_forward(draft_module, plan, report, process_groups)
+        draft_model = DraftModel(draft_forward, len(loaded.module.attention_layers), loaded.module.vocab_size)
     if kernels_ready is not None:
         with report.stage("building kernels"):
             kernels_ready.wait()
-    return forward, plan
+    return forward, draft_model, plan
 
 
 # -- 3. measure memory, 4. allocate the KV cache -----------------------------------------------------------------------
@@ -342,6 +357,7 @@ def _build_scheduler(
         supports_beams=not runner.recurrent_states,
         query_len=plan.query_len,
         max_drafting_rows=plan.max_drafting_rows,
+        drafts_by_model=config.speculative_config.method == "draft_model",
         run_ahead=plan.run_ahead,
         **({"no_images": loaded.no_images} if loaded.no_images else {}),
     )

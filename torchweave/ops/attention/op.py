@@ -177,6 +177,12 @@ def run_attention_op(
     run_attention(steps[cache.group], call, cache)
 
 
+def with_layer_offset(op: Any, args: tuple[Any, ...], offset: int) -> tuple[Any, ...]:
+    """The arguments of an intercepted call of either attention op, with another `layer`."""
+    place = 5 if op is torch.ops.torchweave.attention_fp8.default else 4
+    return (*args[:place], args[place] + offset, *args[place + 1 :])
+
+
 @define("torchweave::attention", mutates=("out",), boundary=True)
 def attention(
     q: Tensor,

@@ -1,4 +1,4 @@
-"""Triton kernels of speculative decoding: prompt lookup, inputs of rows with drafts, acceptance.
+"""Triton kernels of speculative decoding: prompt lookup, inputs of a draft model and of rows with drafts, acceptance.
 
 `torchweave.ops.speculation` describes the tensors and has the CPU versions. Nothing is specialised on values that change between
 steps.
@@ -26,6 +26,7 @@ class DraftingSlots(SlotTensors, Protocol):
 
     last_token: Tensor
     draft_limit: Tensor
+    draft_computed: Tensor
     history: Tensor
     block_table: Tensor
     num_tables: int
@@ -87,10 +88,10 @@ def _num_drafts(slots, position, draft_limit, matches, row, inside, K: tl.conste
 @triton.jit(do_not_specialize=["num_rows"])
 def prepare_drafts_kernel(
     last_token, position, draft_limit, history, block_table, slots, matches,
-    drafts, num_drafts, query_start, logits_index, entries, ids, positions, seq_lens, slot_mapping,
+    model_tokens, drafts, num_drafts, query_start, logits_index, entries, ids, positions, seq_lens, slot_mapping,
     num_rows, history_len, max_blocks, table_stride, mapping_stride,
     K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK_R: tl.constexpr,
-    SYNTHETIC: tl.constexpr,
+    SYNTHETIC: tl.constexpr, FROM_MODEL: tl.constexpr,
 ):  # fmt: skip
     """One program per row, and one for the padded tokens behind the last row."""
     Q: tl.constexpr = K + 1
@@ -117,13 +118,17 @@ def prepare_drafts_kernel(
         length = tl.where(running, count + 1, 0)
         last = tl.load(position + slot, mask=running, other=0)
         token = tl.load(last_token + slot, mask=running, other=0)
-        match = tl.load(matches + row)
-        end = (match & 0x7FFFFFFF).to(tl.int32)
-        period = tl.maximum(last - end, 1)
-        source = history + slot.to(tl.int64) * history_len + end + 1 + (place - 1) % period
         is_draft = (place > 0) & (place < length)
-        draft = tl.load(source, mask=is_draft & (match > 0), other=0)
-        draft = tl.where(match > 0, draft, token)
+        if FROM_MODEL:
+            # An invalid token is no index of an embedding.
+            draft = tl.maximum(tl.load(model_tokens + (place - 1) * num_rows + row, mask=is_draft, other=0), 0)
+        else:
+            match = tl.load(matches + row)
+            end = (match & 0x7FFFFFFF).to(tl.int32)
+            period = tl.maximum(last - end, 1)
+            source = history + slot.to(tl.int64) * history_len + end + 1 + (place - 1) % period
+            draft = tl.load(source, mask=is_draft & (match > 0), other=0)
+            draft = tl.where(match > 0, draft, token)
         tl.store(drafts + row * K + place - 1, draft, mask=is_draft)
         tl.store(num_drafts + row, count)
         inside = place < length
@@ -174,9 +179,9 @@ def _synthetic_word(position):
 
 @triton.jit(do_not_specialize=["num_rows", "threshold"])
 def accept_kernel(
-    tokens, drafts, num_drafts, matches, slots, last_token, position, min_position, stop_ids, history, out,
+    tokens, drafts, num_drafts, matches, slots, last_token, position, min_position, stop_ids, history, draft_computed, out,
     num_rows, history_len, threshold,
-    K: tl.constexpr, NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr, SYNTHETIC: tl.constexpr,
+    K: tl.constexpr, NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr, SYNTHETIC: tl.constexpr, FROM_MODEL: tl.constexpr,
 ):  # fmt: skip
     Q: tl.constexpr = K + 1
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -185,8 +190,8 @@ def accept_kernel(
     running = slot >= 0
     count = tl.load(num_drafts + row, mask=inside, other=0)
     tl.store(out + num_rows * Q + row, count, mask=inside)
-    tl.store(matches + row, tl.zeros([BLOCK], tl.int64), mask=inside)
-    at = tl.load(position + slot, mask=running, other=0)
+    before = tl.load(position + slot, mask=running, other=0)
+    at = before
     token = tl.load(last_token + slot, mask=running, other=0)
     first_stop = tl.load(min_position + slot, mask=running, other=0)
     alive = running
@@ -214,6 +219,119 @@ def accept_kernel(
         alive = right & (stops == 0)
     tl.store(last_token + slot, token, mask=running)
     tl.store(position + slot, at, mask=running)
+    if FROM_MODEL:
+        match = tl.load(matches + row, mask=inside, other=0)
+        computed = tl.where(count > 0, before + tl.minimum(at - before, count), (tl.abs(match) - 1).to(tl.int32))
+        tl.store(draft_computed + slot, computed, mask=running & (match != 0))
+    tl.store(matches + row, tl.zeros([BLOCK], tl.int64), mask=inside)
+
+
+@triton.jit
+def _missing(slots, position, draft_limit, draft_computed, row, inside, most):
+    """Slot, last position and room for drafts of rows, and the first and the number of tokens that a draft model feeds."""
+    slot = tl.load(slots + row, mask=inside, other=-1)
+    running = slot >= 0
+    last = tl.load(position + slot, mask=running, other=0)
+    room = tl.load(draft_limit + slot, mask=running, other=-1) - last
+    first = tl.minimum(tl.load(draft_computed + slot, mask=running, other=0), last)
+    length = tl.where(running & (room > 0), tl.minimum(last + 1 - first, most), 0)
+    return slot, last, room, first, length
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "most"])
+def catch_up_kernel(
+    position, draft_limit, draft_computed, history, block_table, slots,
+    matches, num_drafts, query_start, logits_index, entries, model_entries, ids, positions, seq_lens, slot_mapping,
+    num_rows, num_tokens, most, history_len, max_blocks, table_stride, mapping_stride,
+    K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row, and one for the padded tokens behind the last row."""
+    Q: tl.constexpr = K + 1
+    row = tl.program_id(0)
+    start = 0
+    for begin in range(0, row, BLOCK_R):
+        others = begin + tl.arange(0, BLOCK_R)
+        _, _, _, _, lengths = _missing(slots, position, draft_limit, draft_computed, others, others < row, most)
+        start += tl.sum(lengths, axis=0)
+    tl.store(query_start + row, start)
+    offset = tl.arange(0, BLOCK)
+    if row == num_rows:
+        for begin in range(start, num_tokens, BLOCK):
+            token = begin + offset
+            padded = token < num_tokens
+            tl.store(ids + token, tl.zeros([BLOCK], tl.int64), mask=padded)
+            tl.store(positions + token, tl.zeros([BLOCK], tl.int64), mask=padded)
+            for table in tl.static_range(TABLES):
+                tl.store(slot_mapping + table * mapping_stride + token, tl.full([BLOCK], -1, tl.int64), mask=padded)
+    else:
+        slot, last, room, first, length = _missing(
+            slots, position, draft_limit, draft_computed, row, row < num_rows, most
+        )
+        end = first + length
+        ready = (length > 0) & (end > last)
+        sign = tl.where(ready, 1, tl.where(length > 0, -1, 0))
+        tl.store(matches + row, (sign * (end + 1)).to(tl.int64))
+        count = tl.where(ready, tl.minimum(room, K), 0)
+        tl.store(num_drafts + row, count)
+        tl.store(seq_lens + row, tl.where(length > 0, end, 0))
+        tl.store(logits_index + row, (start + tl.maximum(length - 1, 0)).to(tl.int64))
+        place = tl.arange(0, BLOCK_Q)
+        entry = tl.where(place < count, row * Q + place, -1)
+        tl.store(entries + row * Q + place, entry, mask=place < Q)
+        tl.store(model_entries + place * num_rows + row, entry, mask=place < K)
+        text = history + slot.to(tl.int64) * history_len
+        for begin in range(0, length, BLOCK):
+            inside = begin + offset < length
+            at = first + begin + offset
+            token = start + begin + offset
+            tl.store(ids + token, tl.load(text + at, mask=inside, other=0).to(tl.int64), mask=inside)
+            tl.store(positions + token, at.to(tl.int64), mask=inside)
+            for table in tl.static_range(TABLES):
+                mapped = cache_slot(block_table + table * table_stride, slot, at, max_blocks, inside, BLOCK_SIZE)
+                tl.store(slot_mapping + table * mapping_stride + token, mapped, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def settle_kernel(slots, matches, draft_computed, num_rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    match = tl.load(matches + row, mask=row < num_rows, other=0)
+    slot = tl.load(slots + row, mask=match != 0, other=0)
+    tl.store(draft_computed + slot, (tl.abs(match) - 1).to(tl.int32), mask=match != 0)
+    tl.store(matches + row, tl.zeros([BLOCK], tl.int64), mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows", "place"], do_not_specialize_on_alignment=["tokens"])
+def feed_draft_kernel(
+    position, block_table, slots, num_drafts, tokens, ids, positions, seq_lens, slot_mapping,
+    num_rows, place, max_blocks, table_stride, mapping_stride,
+    BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    active = tl.load(num_drafts + row, mask=inside, other=0) > place
+    slot = tl.load(slots + row, mask=active, other=-1)
+    at = tl.where(active, tl.load(position + slot, mask=active, other=0) + place, 0)
+    token = tl.maximum(tl.load(tokens + row, mask=active, other=0), 0)  # an invalid token is no index of an embedding
+    tl.store(ids + row, token.to(tl.int64), mask=inside)
+    tl.store(positions + row, at.to(tl.int64), mask=inside)
+    tl.store(seq_lens + row, tl.where(active, at + 1, 0), mask=inside)
+    for table in tl.static_range(TABLES):
+        mapped = cache_slot(block_table + table * table_stride, slot, at, max_blocks, active, BLOCK_SIZE)
+        tl.store(slot_mapping + table * mapping_stride + row, mapped, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "query_start"])
+def note_computed_kernel(slots, query_start, positions, position, draft_computed, num_rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    slot = tl.load(slots + row, mask=inside, other=-1)
+    start = tl.load(query_start + row, mask=inside, other=0)
+    filled = (slot >= 0) & (tl.load(query_start + row + 1, mask=inside, other=0) > start)
+    first = tl.load(positions + start, mask=filled, other=0).to(tl.int32)
+    computed = tl.load(draft_computed + slot, mask=filled, other=0)
+    end = tl.maximum(tl.load(position + slot, mask=filled, other=0) + 1, computed)
+    tl.store(draft_computed + slot, end, mask=filled & (first <= computed))
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "emit"])
@@ -239,32 +357,81 @@ def launch_propose(state: DraftingSlots, slots: Tensor, min_ngram: int, max_ngra
 
 def launch_prepare_drafts(
     state: DraftingSlots, sampled: SlotTensors, slots: Tensor, rows: DraftRows, inputs: Sequence[Tensor], block_size: int,
-    num_tokens: int, synthetic: bool,
+    synthetic: bool, from_model: bool,
 ) -> None:  # fmt: skip
-    num_rows, query_len = slots.numel(), num_tokens + 1
-    tables = state.num_tables
-    mapping_stride = 0 if tables == 1 else inputs[3].stride(0)
+    num_rows = slots.numel()
     prepare_drafts_kernel[(num_rows + 1,)](
         state.last_token, state.position, state.draft_limit, state.history, state.block_table, slots, rows.matches,
-        rows.drafts, rows.num_drafts, rows.query_start, rows.logits_index, rows.entries, *inputs,
-        num_rows, state.history_len, state.max_blocks_per_seq, state.block_table.numel() // tables, mapping_stride,
-        K=num_tokens, BLOCK_Q=triton.next_power_of_2(query_len), BLOCK_SIZE=block_size, TABLES=tables, BLOCK_R=_ALL_ROWS,
-        SYNTHETIC=synthetic, num_warps=4,
+        rows.model_tokens, rows.drafts, rows.num_drafts, rows.query_start, rows.logits_index, rows.entries, *inputs,
+        num_rows, state.history_len, *_table_sizes(state, inputs[3]),
+        K=rows.query_len - 1, BLOCK_Q=triton.next_power_of_2(rows.query_len), BLOCK_SIZE=block_size, TABLES=state.num_tables,
+        BLOCK_R=_ALL_ROWS, SYNTHETIC=synthetic and not from_model, FROM_MODEL=from_model, num_warps=4,
     )  # fmt: skip
+    _launch_gather(state, sampled, slots, rows)
+
+
+def launch_catch_up(
+    state: DraftingSlots, sampled: SlotTensors, slots: Tensor, rows: DraftRows, inputs: Sequence[Tensor], block_size: int,
+    most: int,
+) -> None:  # fmt: skip
+    num_rows = slots.numel()
+    catch_up_kernel[(num_rows + 1,)](
+        state.position, state.draft_limit, state.draft_computed, state.history, state.block_table, slots, rows.matches,
+        rows.num_drafts, rows.query_start, rows.logits_index, rows.entries, rows.model_entries, *inputs,
+        num_rows, num_rows * most, most, state.history_len, *_table_sizes(state, inputs[3]),
+        K=rows.query_len - 1, BLOCK_Q=triton.next_power_of_2(rows.query_len), BLOCK_SIZE=block_size, TABLES=state.num_tables,
+        BLOCK_R=_ALL_ROWS, BLOCK=_ROWS, num_warps=4,
+    )  # fmt: skip
+    _launch_gather(state, sampled, slots, rows)
+
+
+def launch_settle(state: DraftingSlots, slots: Tensor, rows: DraftRows) -> None:
+    num_rows = slots.numel()
+    grid = (triton.cdiv(num_rows, _ROWS),)
+    settle_kernel[grid](slots, rows.matches, state.draft_computed, num_rows, BLOCK=_ROWS, num_warps=4)
+
+
+def launch_feed_draft(
+    state: DraftingSlots, slots: Tensor, rows: DraftRows, place: int, inputs: Sequence[Tensor], block_size: int
+) -> None:
+    num_rows = slots.numel()
+    feed_draft_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        state.position, state.block_table, slots, rows.num_drafts, rows.model_tokens[place - 1], *inputs,
+        num_rows, place, *_table_sizes(state, inputs[3]),
+        BLOCK_SIZE=block_size, TABLES=state.num_tables, BLOCK=_ROWS, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_note_computed(state: DraftingSlots, slots: Tensor, query_start: Tensor, positions: Tensor) -> None:
+    num_rows = slots.numel()
+    note_computed_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        slots, query_start, positions, state.position, state.draft_computed, num_rows, BLOCK=_ROWS, num_warps=4
+    )
+
+
+def _table_sizes(state: DraftingSlots, slot_mapping: Tensor) -> tuple[int, int, int]:
+    """Width of a block table, and the distances between tables and between slot mappings."""
+    mapping_stride = 0 if state.num_tables == 1 else slot_mapping.stride(0)
+    return state.max_blocks_per_seq, state.block_table.numel() // state.num_tables, mapping_stride
+
+
+def _launch_gather(state: DraftingSlots, sampled: SlotTensors, slots: Tensor, rows: DraftRows) -> None:
+    query_len, num_entries = rows.query_len, slots.numel() * rows.query_len
     names = ("position", "temperature", "top_k", "top_p", "min_p", "seed_lo", "seed_hi", "min_position", "stop_ids")
-    gather_kernel[(triton.cdiv(num_rows * query_len, _ROWS),)](
+    gather_kernel[(triton.cdiv(num_entries, _ROWS),)](
         slots, rows.entries, *(getattr(state, name) for name in names), *(getattr(sampled, name) for name in names),
-        num_rows * query_len, Q=query_len, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, num_warps=4,
+        num_entries, Q=query_len, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
 
 
-def launch_accept(state: DraftingSlots, slots: Tensor, rows: DraftRows, num_tokens: int, threshold: int) -> None:
+def launch_accept(state: DraftingSlots, slots: Tensor, rows: DraftRows, threshold: int, from_model: bool) -> None:
     num_rows = slots.numel()
     accept_kernel[(triton.cdiv(num_rows, _ROWS),)](
         rows.tokens, rows.drafts, rows.num_drafts, rows.matches, slots,
-        state.last_token, state.position, state.min_position, state.stop_ids, state.history, rows.out,
+        state.last_token, state.position, state.min_position, state.stop_ids, state.history, state.draft_computed, rows.out,
         num_rows, state.history_len, threshold,
-        K=num_tokens, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, SYNTHETIC=threshold >= 0, num_warps=4,
+        K=rows.query_len - 1, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, SYNTHETIC=threshold >= 0,
+        FROM_MODEL=from_model, num_warps=4,
     )  # fmt: skip
 
 

@@ -57,8 +57,9 @@ class LogitsProcessorTensors(Protocol):
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Views of `torchweave.ops.speculation.DraftBuffers` for the rows of one step."""
+    """Views of `torchweave.ops.speculation.DraftBuffers` for the rows of one step, and its number of tokens a row, Q."""
 
+    query_len: int
     drafts: Tensor
     num_drafts: Tensor
     matches: Tensor
@@ -67,3 +68,5 @@ class DraftRows:
     entries: Tensor
     tokens: Tensor
     out: Tensor
+    model_tokens: Tensor
+    model_entries: Tensor

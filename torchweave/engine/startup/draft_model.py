@@ -1,0 +1,71 @@
+"""Load the draft model of `speculative_config.method=draft_model`, and check that it suits the model it drafts for."""
+
+from __future__ import annotations
+
+import torch
+
+from torchweave.config import Plan
+from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.models.load import LoadedModel, load
+from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.report import Report
+
+_OPTION = "speculative_config.model"
+
+
+def load_draft_model(
+    plan: Plan, target: LoadedModel, report: Report, process_groups: ProcessGroups
+) -> LoadedModel | None:
+    """The draft model, in the dtype and on the device of the plan; None without one.
+
+    Raises:
+        ValueError: there is no such model, or it cannot draft for `target`.
+    """
+    name = plan.config.speculative_config.model
+    if plan.config.speculative_config.method != "draft_model" or name is None:
+        return None
+    config, quiet = plan.config, Report(show=False)  # events and stages of loading are about the model
+    with report.stage("loading the draft model"):
+        try:
+            draft = load(
+                name,
+                getattr(torch, plan.dtype),
+                plan.device,
+                load_format=config.load_format,
+                trust_remote_code=config.trust_remote_code,
+                report=quiet,
+                max_model_len=plan.max_model_len,
+                process_groups=process_groups,
+                expert_parallel=config.enable_expert_parallel,
+            )
+        except ValueError as error:
+            raise ValueError(f"{_OPTION}={name}: {error}") from error
+    _check(draft, target)
+    report.event(
+        "draft_model",
+        model=name,
+        architecture=draft.architecture,
+        parameters=draft.num_parameters,
+        bytes=draft.weight_bytes,
+        layers=len(draft.module.attention_layers),
+    )
+    return draft
+
+
+def _check(draft: LoadedModel, target: LoadedModel) -> None:
+    """Reject a draft model that reads other tokens, or whose layers keep more than keys and values of tokens."""
+    module, other = draft.module, f"{_OPTION}={draft.name}"
+    if module.recurrent_layers or any(layer.sparse or layer.index_keys for layer in module.attention_layers):
+        raise ValueError(
+            f"{other} is not supported: a draft model has attention to all its keys or to a window in every layer; choose another"
+        )
+    if module.rope_axes or isinstance(module, ImageDecoderStep):
+        raise ValueError(f"{other} is not supported: it takes images; choose a decoder of text")
+    if draft.tokenizer is not None and target.tokenizer is not None:
+        theirs, ours = draft.tokenizer.hf_tokenizer.get_vocab(), target.tokenizer.hf_tokenizer.get_vocab()
+        if theirs != ours:
+            text = min(token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token))
+            raise ValueError(
+                f"{other} has another tokenizer than {target.name} (the token {text!r} is {theirs.get(text)} in one and "
+                f"{ours.get(text)} in the other); choose a draft model with the same tokenizer"
+            )
