@@ -4,8 +4,9 @@ python bench/speculation.py [--rounds 3]
     The built-in model with its draft model and with prompt lookup, on its copying task and on the others, on a CPU.
 
 python bench/speculation.py --model shape:llama-8b --draft-model shape:llama-1b --json bench/results/speculation_h100_202611.json
-    Random weights on a GPU, whose drafts are kept with a given probability. The cost of steps: of plain ones, of steps that verify
-    1 and 3 drafts of which none is kept, and of those with a draft model; then tokens a second with 3.0 tokens a step.
+    Random weights on a GPU, whose drafts are kept with a given probability. The cost of steps: of plain ones, of steps that always
+    verify 1 or 3 drafts of which none is kept, and of those with a draft model; then tokens a second with an adaptive number of
+    drafts, none of which or so many are kept that three drafts yield 3.0 tokens a step.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ def variants(draft_model: str) -> dict[str, dict[str, Any] | None]:
     """Engines to compare by name: their `speculative_config`, or None for the engine without."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     by_model = {"method": "draft_model", "model": draft_model, "num_speculative_tokens": 3}
+    none_kept, fixed = {"synthetic_acceptance": 0.0}, {"adaptive": False}
+    three_a_step = {"synthetic_acceptance": THREE_TOKENS_A_STEP}
     return {
         "off": None,
-        "Q=2, none kept": {**ngram, "num_speculative_tokens": 1, "synthetic_acceptance": 0.0},
-        "Q=4, none kept": {**ngram, "synthetic_acceptance": 0.0},
-        "ngram, 3.0 a step": {**ngram, "synthetic_acceptance": THREE_TOKENS_A_STEP},
-        "ngram": ngram,
-        "draft model, none kept": {**by_model, "synthetic_acceptance": 0.0},
-        "draft model, 3.0 a step": {**by_model, "synthetic_acceptance": THREE_TOKENS_A_STEP},
+        "Q=2 fixed, none kept": {**ngram, **none_kept, **fixed, "num_speculative_tokens": 1},
+        "Q=4 fixed, none kept": {**ngram, **none_kept, **fixed},
+        "draft model fixed, none kept": {**by_model, **none_kept, **fixed},
+        "draft model fixed, 3.0 a step": {**by_model, **three_a_step, **fixed},
+        "ngram, none kept": {**ngram, **none_kept},
+        "ngram, 3.0 a step": {**ngram, **three_a_step},
+        "draft model, none kept": {**by_model, **none_kept},
+        "draft model, 3.0 a step": {**by_model, **three_a_step},
     }
 
 

@@ -121,6 +121,8 @@ class SpeculativeConfig:
         num_speculative_tokens: most drafts per request and step. TensorRT-LLM: `max_draft_len`.
         prompt_lookup_max: longest run of last tokens that `ngram` looks for. TensorRT-LLM: `max_matching_ngram_size`.
         prompt_lookup_min: shortest run that `ngram` looks for.
+        adaptive: choose the number of drafts of each step, or none, by measured times of steps and by what each request accepted.
+            Off: always num_speculative_tokens.
         disable_by_batch_size: most requests in a step with drafts; larger steps take one token per request. None: as many as
             fit into max_num_tokens.
         synthetic_acceptance: for benchmarks: propose for every request and accept each draft with this probability, if those
@@ -132,6 +134,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 3
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2
+    adaptive: bool = True
     disable_by_batch_size: int | None = None
     synthetic_acceptance: float | None = None
 

@@ -127,8 +127,8 @@ def _speculation(
     """Fields of the plan for speculative decoding."""
     speculative, prefix = config.speculative_config, "speculative_config."
     if speculative.method is None:
-        names = ("model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size")
-        for name in names:
+        names = "model num_speculative_tokens prompt_lookup_max prompt_lookup_min adaptive disable_by_batch_size"
+        for name in names.split():
             entries.note(prefix + name, None, "without a method, there is no speculation")
         return {"query_lens": (), "max_drafting_rows": 0}
     if config.pipeline_parallel_size > 1:
@@ -154,7 +154,8 @@ def _speculation(
     if requested is not None and requested <= rows:
         rows, why = requested, ""
     entries.note(prefix + "disable_by_batch_size", rows, why)
-    return {"query_lens": _query_lens(query_len), "max_drafting_rows": rows}
+    query_lens = _query_lens(query_len) if speculative.adaptive else (query_len,)
+    return {"query_lens": query_lens, "max_drafting_rows": rows}
 
 
 def _query_lens(most: int) -> tuple[int, ...]:

@@ -44,6 +44,8 @@ SAMPLED_FIELDS = (
 )
 """Fields of a slot, besides position and stop ids, that the sampler reads."""
 
+_ALIGNMENT = 32  # int32 elements: kernels are not compiled again for rows of a matrix at another alignment
+
 
 @dataclass(frozen=True)
 class DraftOptions:
@@ -68,7 +70,8 @@ class DraftBuffers:
 
     drafts int32 [R * K]; num_drafts int32 [R]; matches int64 [R], zero between steps; query_start int32 [R + 1]; logits_index int64
     [R * Q]; entries int32 [R * Q]: its own index, or -1 where nothing is drawn; tokens int32 [R * Q]; out int32 [R * Q + R].
-    For a draft model, model_tokens int32 [K, R] are its drafts, and model_entries int32 [K, R] their places in `sampled`, or -1.
+    For a draft model, model_tokens int32 [K, R] are its drafts, and model_entries int32 [K, R] their places in `sampled`, or -1;
+    model_slots int32 [R] are the slots of a decode forward, or -1.
     `matches` is then 1 + the positions that the draft model has computed, negative for a row that has no drafts yet.
     `sampled` has a slot for each entry: the sampler's parameters, and the position before the token to draw.
     """
@@ -84,15 +87,17 @@ class DraftBuffers:
         self._matches, self._query_start = zeros(max_rows, torch.int64), zeros(max_rows + 1)
         self._logits_index, self._entries = zeros(max_rows * query_len, torch.int64), zeros(max_rows * query_len)
         self._tokens, self._out = zeros(max_rows * query_len), zeros(max_rows * (query_len + 1))
-        model_size = max_rows * options.num_tokens if options.from_model else 0
-        self._model_tokens, self._model_entries = zeros(model_size), zeros(model_size)
+        model_size = (-(-max_rows // _ALIGNMENT) * _ALIGNMENT) if options.from_model else 0
+        self._model_slots = zeros(model_size)
+        self._model_tokens, self._model_entries = (
+            zeros(options.num_tokens * model_size).view(options.num_tokens, model_size) for _ in range(2)
+        )
         self.sampled = SlotState(max_rows * query_len, 1, device=device)
 
     def rows(self, rows: int, query_len: int = 0) -> DraftRows:
         """The tensors of a step of `rows` rows of `query_len` tokens, or 0: as many as they have room for."""
         query_len = query_len or self.options.num_tokens + 1
         entries, num_drafts = rows * query_len, rows * (query_len - 1)
-        num_model = query_len - 1 if self.options.from_model else 0
         return DraftRows(
             query_len,
             self._drafts[:num_drafts],
@@ -103,8 +108,9 @@ class DraftBuffers:
             self._entries[:entries],
             self._tokens[:entries],
             self._out[: entries + rows],
-            self._model_tokens[:num_drafts].view(num_model, rows),
-            self._model_entries[:num_drafts].view(num_model, rows),
+            self._model_tokens[: query_len - 1, :rows],
+            self._model_entries[: query_len - 1, :rows],
+            self._model_slots[:rows],
         )
 
 
@@ -273,7 +279,7 @@ def feed_draft(
 ) -> None:
     """Prepare a decode forward of the draft model over draft `place`, from 1, of each row of slots, int32 [R]; T = R.
 
-    Rows without such a draft are padding.
+    Rows without such a draft are padding, with -1 in model_slots.
     """
     ids, positions, seq_lens, slot_mapping = inputs
     if state.device.type == "cuda":
@@ -284,6 +290,7 @@ def feed_draft(
     row_slots = slots.numpy()
     active = rows.num_drafts.numpy() > place
     at = np.where(active, state.host_arrays["position"][row_slots] + place, 0)
+    rows.model_slots.numpy()[...] = np.where(active, row_slots, -1)
     ids.numpy()[...] = np.where(active, np.maximum(rows.model_tokens.numpy()[place - 1], 0), 0)
     positions.numpy()[...] = at
     seq_lens.numpy()[...] = np.where(active, at + 1, 0)

@@ -114,7 +114,7 @@ class DraftStep:
             sample(logits, entries, self.buffers.sampled, tokens)
             if place < most:
                 feed_draft(self._state, slots, views, place, inputs, self._block_size)
-                boundary = self._boundary(slots, self._inputs.rows[: rows + 1], inputs, True)
+                boundary = self._boundary(views.model_slots, self._inputs.rows[: rows + 1], inputs, True)
                 logits = model(boundary, inputs, every_row)
 
     def _catch_up(self, model: DraftModel, slots: Tensor, views: DraftRows, most: int) -> Tensor:

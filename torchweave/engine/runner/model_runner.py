@@ -144,7 +144,7 @@ class ModelRunner:
         self._mixed_graphs: dict[int, Recording] = {}
         most = packed_size(plan.max_batch_size, plan.max_num_tokens, rope_axes)
         sampled = plan.max_batch_size * (plan.query_len + 1 if plan.query_len > 1 else 1)
-        self._host_buffers = HostBufferRing(most, sampled, plan.run_ahead + 1, self._device)
+        self._host_buffers = HostBufferRing(most, sampled, plan.run_ahead + 1, self._device, timed=plan.query_len > 1)
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
         self._decode_steps: dict[int, tuple[Callable[[BoundaryHandler], Tensor], StepBoundary]] = {}
         self._resample, self._sample_tokens, self._has_logits = Resampler(state), sample, True
@@ -298,6 +298,20 @@ class ModelRunner:
                     self.record_drafts(rows, query_len, pool, warm_up=number == 0 or not is_single_rank)
                     advance_bar(1, f"batch {rows}, {query_len} tokens each")
 
+    def time_decode_graphs(self) -> list[tuple[int, int, float]]:
+        """(rows, tokens of a row, seconds) of the recorded decode steps at powers of two, while no slot is in use."""
+        timed, begin, end = [], *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.inference_mode(), self._on_stream():
+            for query_len, recordings in {1: self._decode_graphs, **self._draft_graphs}.items():
+                for rows in (rows for rows in recordings if rows & (rows - 1) == 0):
+                    recordings[rows].replay()
+                    begin.record()
+                    recordings[rows].replay()
+                    end.record()
+                    end.synchronize()
+                    timed.append((rows, query_len, begin.elapsed_time(end) / 1e3))
+        return timed
+
     def release_graphs(self) -> None:
         """Destroy all graphs once they have ended; NCCL does not destroy a group while a graph holds one of its collectives.
 
@@ -412,6 +426,7 @@ class ModelRunner:
         """Launch a step without waiting: write state updates, replay a graph or run the step, copy the tokens to the host."""
         ring_index = self._host_buffers.acquire()
         with torch.inference_mode():
+            self._host_buffers.record_begin(ring_index)
             if step.updates is not None:
                 self.state.write(*step.updates)
             if step.copies is not None:
@@ -514,13 +529,14 @@ class ModelRunner:
     def collect(self, handle: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its tokens and log-probabilities."""
         tokens, num_drafts = self._host_buffers.wait(handle.ring_index)[: handle.num_out].numpy().copy(), None
+        seconds = self._host_buffers.seconds(handle.ring_index)
         if handle.query_len > 1:
             tokens = tokens.reshape(-1, handle.query_len + 1)  # R * Q tokens, then R numbers of drafts
             padded_rows = len(tokens)
             tokens, num_drafts = np.split(tokens.ravel(), [padded_rows * handle.query_len])
             tokens, num_drafts = tokens.reshape(padded_rows, -1)[: handle.rows], num_drafts[: handle.rows]
         logprobs_of_step = _to_step_logprobs(handle.logprobs), _to_step_logprobs(handle.prompt_logprobs)
-        return StepResult(tokens, handle.how, *logprobs_of_step, num_drafts)
+        return StepResult(tokens, handle.how, *logprobs_of_step, num_drafts, seconds)
 
     def memory_in_use(self) -> int | None:
         if self._device.type != "cuda":

@@ -11,6 +11,7 @@ A decode step needs no host input.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,19 +124,22 @@ class HostBufferRing:
         sampled: most tokens that a step samples.
         depth: number of buffers.
         device: runs the steps.
+        timed: measure the time of steps on the device.
 
     Attributes:
         packed_inputs: int32 tensors, one a buffer.
         sampled: int32 tensors, one a buffer.
     """
 
-    def __init__(self, packed_inputs: int, sampled: int, depth: int, device: torch.device) -> None:
+    def __init__(self, packed_inputs: int, sampled: int, depth: int, device: torch.device, timed: bool = False) -> None:
         cuda = device.type == "cuda"
         self.packed_inputs, self.sampled = (
             [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(depth)]
             for size in (packed_inputs, sampled)
         )
-        self._end_events = [torch.cuda.Event() for _ in range(depth)] if cuda else []
+        self._end_events = [torch.cuda.Event(enable_timing=timed) for _ in range(depth)] if cuda else []
+        self._begin_events = [torch.cuda.Event(enable_timing=True) for _ in range(depth)] if cuda and timed else []
+        self._seconds = [0.0] * depth if timed and not cuda else []  # steps of a CPU run while they are launched
         self._ring_index = 0
 
     def acquire(self) -> int:
@@ -145,10 +149,25 @@ class HostBufferRing:
         self.wait(ring_index)
         return ring_index
 
+    def record_begin(self, ring_index: int) -> None:
+        """Mark the beginning of the buffer's step on the current stream, if steps are timed."""
+        if self._begin_events:
+            self._begin_events[ring_index].record()
+        elif self._seconds:
+            self._seconds[ring_index] = -time.perf_counter()
+
     def record_end(self, ring_index: int) -> None:
         """Mark the end of the buffer's step on the current stream."""
         if self._end_events:
             self._end_events[ring_index].record()
+        elif self._seconds:
+            self._seconds[ring_index] += time.perf_counter()
+
+    def seconds(self, ring_index: int) -> float | None:
+        """Time of the buffer's step, which has ended; None if steps are not timed."""
+        if self._begin_events:
+            return self._begin_events[ring_index].elapsed_time(self._end_events[ring_index]) / 1e3
+        return self._seconds[ring_index] if self._seconds else None
 
     def ready(self, ring_index: int) -> bool:
         return not self._end_events or self._end_events[ring_index].query()

@@ -38,7 +38,7 @@ from torchweave.engine.scheduler.prompt_logprobs import store_prompt_logprobs
 from torchweave.engine.scheduler.request_state import RequestState, WaitingQueue
 from torchweave.engine.scheduler.running_set import RunningSet
 from torchweave.engine.scheduler.snapshot import blocks_needed, take_snapshot
-from torchweave.engine.scheduler.speculation import SpeculationCounts, unused_tokens
+from torchweave.engine.scheduler.speculation import AdaptiveDrafts, SpeculationCounts, unused_tokens
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
 from torchweave.engine.scheduler.step_builder import StepBuilder
 from torchweave.images import ImageLimits
@@ -64,6 +64,7 @@ class Scheduler:
         reuse: requests with a common prefix share KV cache blocks.
         grammars: grammars of structured outputs; None if the model has no tokenizer.
         image_rows: the pool of images; None for a model without images.
+        adaptive_drafts: selects the number of drafts of each step; None: as many as the limits allow.
 
     Attributes:
         paused_total: number of pauses so far.
@@ -84,6 +85,7 @@ class Scheduler:
         reuse: bool = True,
         grammars: GrammarManager | None = None,
         image_rows: ImageRows | None = None,
+        adaptive_drafts: AdaptiveDrafts | None = None,
     ) -> None:
         self.limits = limits
         self.image_rows = image_rows
@@ -97,7 +99,8 @@ class Scheduler:
         self._policy = policy
         self._eos = tuple(eos_token_ids)
         self._running = RunningSet(limits.max_batch_size, reuse)
-        self._step_builder = StepBuilder(limits, updates, image_rows)
+        self._step_builder = StepBuilder(limits, updates, image_rows, adaptive_drafts)
+        self._adaptive_drafts = adaptive_drafts
         self._waiting = WaitingQueue()
         self._waiting_for_grammar: dict[int, RequestState] = {}  # by id; before the start or after a pause
         self._num_arrivals = 0
@@ -338,6 +341,8 @@ class Scheduler:
                 drafting = not (searching or running.slots.needs_host_work[slot] or state.processor_flags)
                 running.slots.drafting[each] = drafting
                 self._step_builder.write_history(each, state, last_position, drafting, num_cached_tokens)
+                if self._adaptive_drafts is not None:
+                    self._adaptive_drafts.start(each)
         return slot
 
     def _apply_pauses(self, decision: Decision) -> tuple[np.ndarray, list[BeamGroup]]:
@@ -360,6 +365,8 @@ class Scheduler:
         """Process the result of a step; returns the responses for it."""
         self._running.completed = step.index
         table = self._running.slots
+        if self._adaptive_drafts is not None and result.seconds is not None and not (step.chunks or step.catch_up):
+            self._adaptive_drafts.costs.add(step.num_rows, step.query_len, result.seconds)
         if step.prompt_targets is not None and result.prompt_logprobs is not None:
             store_prompt_logprobs(step.prompt_targets, result.prompt_logprobs, table.state)
         rows = np.flatnonzero(step.emits & ~table.done[step.slots])
@@ -436,6 +443,9 @@ class Scheduler:
         lengths = (tokens != NOT_EMITTED).sum(axis=1)
         assert result.num_drafts is not None
         self.speculation.add(result.num_drafts[rows], lengths)
+        if self._adaptive_drafts is not None:
+            drafting = table.drafting[slots]
+            self._adaptive_drafts.update(slots[drafting], step.query_len, lengths[drafting] - 1)
         last = tokens[np.arange(len(rows)), lengths - 1]
         tokens = np.where(tokens < 0, -1 - tokens, tokens)
         counts = table.num_generated[slots]

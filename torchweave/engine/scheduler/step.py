@@ -148,6 +148,7 @@ class StepResult:
         logprobs: log-probabilities of sampled tokens, for the step's `logprobs` rows.
         prompt_logprobs: log-probabilities of prompt tokens, for its `prompt_targets`.
         num_drafts: int32 [rows], drafts of each row; None for a step without drafts.
+        seconds: time of the step on the device; None where it is not measured.
     """
 
     tokens: np.ndarray
@@ -155,6 +156,7 @@ class StepResult:
     logprobs: StepLogprobs | None = None
     prompt_logprobs: StepLogprobs | None = None
     num_drafts: np.ndarray | None = None
+    seconds: float | None = None
 
     @property
     def num_sampled_tokens(self) -> int:

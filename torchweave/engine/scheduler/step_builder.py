@@ -14,6 +14,7 @@ from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.prompt_logprobs import make_prompt_targets
 from torchweave.engine.scheduler.request_state import RequestState, SlotTable
 from torchweave.engine.scheduler.running_set import NO_SLOTS, RunningSet
+from torchweave.engine.scheduler.speculation import AdaptiveDrafts
 from torchweave.engine.scheduler.step import Chunk, PromptTargets, Step
 from torchweave.ops.slot_state import SlotUpdates
 
@@ -27,16 +28,24 @@ class StepBuilder:
         limits: sizes of steps and requests.
         updates: collects updates of device state for the next step.
         image_rows: of a model that takes images.
+        adaptive_drafts: selects the number of drafts of a step; None: as many as the limits allow.
 
     Attributes:
         steps_before_alloc: number of decode-only steps before any request needs a block.
     """
 
-    def __init__(self, limits: Limits, updates: SlotUpdates, image_rows: ImageRows | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        updates: SlotUpdates,
+        image_rows: ImageRows | None = None,
+        adaptive_drafts: AdaptiveDrafts | None = None,
+    ) -> None:
         self.steps_before_alloc = 0
         self._limits = limits
         self._updates = updates
         self._image_rows = image_rows
+        self._adaptive_drafts = adaptive_drafts
         self._device_decode_slots = NO_SLOTS  # decode slots as the device has them
         self._next_index = 0
 
@@ -65,9 +74,7 @@ class StepBuilder:
     def _has_rope(self) -> bool:
         return self._image_rows is not None and self._image_rows.model.rope_axes > 0
 
-    def write_history(
-        self, slot: int, state: RequestState, limit: int, drafting: bool, num_cached_tokens: int
-    ) -> None:
+    def write_history(self, slot: int, state: RequestState, limit: int, drafting: bool, num_cached_tokens: int) -> None:
         """Upload the token history for the drafter, and the last position that may have a draft."""
         self._updates.set("draft_limit", slot, limit - 1 if drafting else -1)
         self._updates.set("draft_computed", slot, num_cached_tokens)
@@ -155,8 +162,12 @@ class StepBuilder:
     def _query_len(self, table: SlotTable, decoding: np.ndarray) -> int:
         """Most tokens of a row in a step of `decoding`: 1 without a request that may have drafts, or with too many rows."""
         limits = self._limits
-        drafting = limits.query_len > 1 and len(decoding) <= limits.max_drafting_rows and table.drafting[decoding].any()
-        return limits.query_len if drafting else 1
+        if limits.query_len == 1 or len(decoding) > limits.max_drafting_rows:
+            return 1
+        drafting = table.drafting[decoding]
+        if not drafting.any():
+            return 1
+        return self._adaptive_drafts.choose(decoding, drafting) if self._adaptive_drafts else limits.query_len
 
     @staticmethod
     def _catch_up(table: SlotTable, decode_rows: np.ndarray, query_len: int) -> int:

@@ -33,6 +33,7 @@ from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
+from torchweave.engine.scheduler.speculation import AdaptiveDrafts, StepCosts
 from torchweave.engine.startup.compile_model import build_forward
 from torchweave.engine.startup.device_facts import device_facts
 from torchweave.engine.startup.draft_model import load_draft_model
@@ -145,10 +146,12 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
 
     if plan.device.startswith("cuda"):
         _record_graphs(runner, plan, report)
+        step_costs = runner.time_decode_graphs() if plan.query_lens else []
     else:
+        step_costs = []
         release_workers()
 
-    scheduler = _build_scheduler(runner, num_blocks, cache_spec.layout, loaded, report)
+    scheduler = _build_scheduler(runner, num_blocks, cache_spec.layout, loaded, report, step_costs)
     watch_builds(report, has_triton=plan.device != "cpu")
     return Engine(plan, loaded, scheduler, runner, report, runner)
 
@@ -194,7 +197,7 @@ def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts
 
 
 def _kv_cache_spec(loaded: LoadedModel, plan: Plan, draft: LoadedModel | None = None) -> tuple[KVCacheSpec, Plan]:
-    """The KV cache of this rank, with the layers of a draft model behind those of the model, and the plan with the backend in use."""
+    """The KV cache of this rank, with a draft model's layers behind those of the model, and the plan with the backend in use."""
     layers = _with_cache_dtype(loaded.module.attention_layers, plan)
     if draft is not None:
         layers += _with_cache_dtype(draft.module.attention_layers, plan)
@@ -276,7 +279,10 @@ def _compile(
     forward, plan = build_forward(loaded.module, plan, report, process_groups, loaded.stage)
     draft_model = None
     if draft_module is not None:
-        draft_forward, _ = build_forward(draft_module, plan, report, process_groups)
+        with report.stage("compiling the draft model"):  # events of compilation are about the model
+            draft_forward, draft_plan = build_forward(draft_module, plan, Report(show=False), process_groups)
+        if plan.fullgraph and not draft_plan.fullgraph:
+            report.event("fallback", what="the draft model runs without the compiler", why="it will not trace")
         draft_model = DraftModel(draft_forward, len(loaded.module.attention_layers), loaded.module.vocab_size)
     if kernels_ready is not None:
         with report.stage("building kernels"):
@@ -340,7 +346,12 @@ def _record_graphs(runner: ModelRunner, plan: Plan, report: Report) -> None:
 
 
 def _build_scheduler(
-    runner: ModelRunner, num_blocks: int, layout: KVLayout, loaded: LoadedModel, report: Report
+    runner: ModelRunner,
+    num_blocks: int,
+    layout: KVLayout,
+    loaded: LoadedModel,
+    report: Report,
+    step_costs: Sequence[tuple[int, int, float]],
 ) -> Scheduler:
     plan, state = runner.plan, runner.state
     config = plan.config
@@ -379,7 +390,20 @@ def _build_scheduler(
         encoder = ImageEncoder(loaded.module)
         image_rows = ImageRows(encoder, plan.max_batch_size, config.limit_mm_per_prompt.image)
         report.event("images", served=True, rows=encoder.num_rows, bytes=loaded.module.image_rows.nbytes)
-    return Scheduler(limits, kv, policy, state.updates(), eos, reuse, grammars, image_rows)
+    drafts = _adaptive_drafts(plan, step_costs, report)
+    return Scheduler(limits, kv, policy, state.updates(), eos, reuse, grammars, image_rows, drafts)
+
+
+def _adaptive_drafts(plan: Plan, step_costs: Sequence[tuple[int, int, float]], report: Report) -> AdaptiveDrafts | None:
+    """Selects the number of drafts of each step; None without speculation, or if it is fixed."""
+    if not plan.query_lens or not plan.config.speculative_config.adaptive:
+        return None
+    for rows, query_len, seconds in step_costs:
+        report.event("step_cost", rows=rows, tokens=query_len, seconds=seconds)
+    costs = StepCosts(plan.max_batch_size, plan.query_lens, step_costs)
+    by_model = plan.config.speculative_config.method == "draft_model"
+    # After steps without drafts, a draft model first computes what it lacks.
+    return AdaptiveDrafts(plan.max_batch_size, costs, **({"min_interval": 64} if by_model else {}))
 
 
 def _host_pool(runner: ModelRunner, report: Report) -> HostBlockPool | None:

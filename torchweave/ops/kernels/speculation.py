@@ -89,7 +89,7 @@ def _num_drafts(slots, position, draft_limit, matches, row, inside, K: tl.conste
 def prepare_drafts_kernel(
     last_token, position, draft_limit, history, block_table, slots, matches,
     model_tokens, drafts, num_drafts, query_start, logits_index, entries, ids, positions, seq_lens, slot_mapping,
-    num_rows, history_len, max_blocks, table_stride, mapping_stride,
+    num_rows, history_len, max_blocks, table_stride, mapping_stride, model_stride,
     K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK_R: tl.constexpr,
     SYNTHETIC: tl.constexpr, FROM_MODEL: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +121,7 @@ def prepare_drafts_kernel(
         is_draft = (place > 0) & (place < length)
         if FROM_MODEL:
             # An invalid token is no index of an embedding.
-            draft = tl.maximum(tl.load(model_tokens + (place - 1) * num_rows + row, mask=is_draft, other=0), 0)
+            draft = tl.maximum(tl.load(model_tokens + (place - 1) * model_stride + row, mask=is_draft, other=0), 0)
         else:
             match = tl.load(matches + row)
             end = (match & 0x7FFFFFFF).to(tl.int32)
@@ -242,7 +242,7 @@ def _missing(slots, position, draft_limit, draft_computed, row, inside, most):
 def catch_up_kernel(
     position, draft_limit, draft_computed, history, block_table, slots,
     matches, num_drafts, query_start, logits_index, entries, model_entries, ids, positions, seq_lens, slot_mapping,
-    num_rows, num_tokens, most, history_len, max_blocks, table_stride, mapping_stride,
+    num_rows, num_tokens, most, history_len, max_blocks, table_stride, mapping_stride, model_stride,
     K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -279,7 +279,7 @@ def catch_up_kernel(
         place = tl.arange(0, BLOCK_Q)
         entry = tl.where(place < count, row * Q + place, -1)
         tl.store(entries + row * Q + place, entry, mask=place < Q)
-        tl.store(model_entries + place * num_rows + row, entry, mask=place < K)
+        tl.store(model_entries + place * model_stride + row, entry, mask=place < K)
         text = history + slot.to(tl.int64) * history_len
         for begin in range(0, length, BLOCK):
             inside = begin + offset < length
@@ -301,9 +301,9 @@ def settle_kernel(slots, matches, draft_computed, num_rows, BLOCK: tl.constexpr)
     tl.store(matches + row, tl.zeros([BLOCK], tl.int64), mask=row < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "place"], do_not_specialize_on_alignment=["tokens"])
+@triton.jit(do_not_specialize=["num_rows", "place"])
 def feed_draft_kernel(
-    position, block_table, slots, num_drafts, tokens, ids, positions, seq_lens, slot_mapping,
+    position, block_table, slots, num_drafts, tokens, model_slots, ids, positions, seq_lens, slot_mapping,
     num_rows, place, max_blocks, table_stride, mapping_stride,
     BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -313,6 +313,7 @@ def feed_draft_kernel(
     slot = tl.load(slots + row, mask=active, other=-1)
     at = tl.where(active, tl.load(position + slot, mask=active, other=0) + place, 0)
     token = tl.maximum(tl.load(tokens + row, mask=active, other=0), 0)  # an invalid token is no index of an embedding
+    tl.store(model_slots + row, slot, mask=inside)
     tl.store(ids + row, token.to(tl.int64), mask=inside)
     tl.store(positions + row, at.to(tl.int64), mask=inside)
     tl.store(seq_lens + row, tl.where(active, at + 1, 0), mask=inside)
@@ -363,7 +364,7 @@ def launch_prepare_drafts(
     prepare_drafts_kernel[(num_rows + 1,)](
         state.last_token, state.position, state.draft_limit, state.history, state.block_table, slots, rows.matches,
         rows.model_tokens, rows.drafts, rows.num_drafts, rows.query_start, rows.logits_index, rows.entries, *inputs,
-        num_rows, state.history_len, *_table_sizes(state, inputs[3]),
+        num_rows, state.history_len, *_table_sizes(state, inputs[3]), rows.model_tokens.stride(0),
         K=rows.query_len - 1, BLOCK_Q=triton.next_power_of_2(rows.query_len), BLOCK_SIZE=block_size, TABLES=state.num_tables,
         BLOCK_R=_ALL_ROWS, SYNTHETIC=synthetic and not from_model, FROM_MODEL=from_model, num_warps=4,
     )  # fmt: skip
@@ -378,7 +379,7 @@ def launch_catch_up(
     catch_up_kernel[(num_rows + 1,)](
         state.position, state.draft_limit, state.draft_computed, state.history, state.block_table, slots, rows.matches,
         rows.num_drafts, rows.query_start, rows.logits_index, rows.entries, rows.model_entries, *inputs,
-        num_rows, num_rows * most, most, state.history_len, *_table_sizes(state, inputs[3]),
+        num_rows, num_rows * most, most, state.history_len, *_table_sizes(state, inputs[3]), rows.model_entries.stride(0),
         K=rows.query_len - 1, BLOCK_Q=triton.next_power_of_2(rows.query_len), BLOCK_SIZE=block_size, TABLES=state.num_tables,
         BLOCK_R=_ALL_ROWS, BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
@@ -396,7 +397,7 @@ def launch_feed_draft(
 ) -> None:
     num_rows = slots.numel()
     feed_draft_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        state.position, state.block_table, slots, rows.num_drafts, rows.model_tokens[place - 1], *inputs,
+        state.position, state.block_table, slots, rows.num_drafts, rows.model_tokens[place - 1], rows.model_slots, *inputs,
         num_rows, place, *_table_sizes(state, inputs[3]),
         BLOCK_SIZE=block_size, TABLES=state.num_tables, BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip

@@ -70,3 +70,4 @@ class DraftRows:
     out: Tensor
     model_tokens: Tensor
     model_entries: Tensor
+    model_slots: Tensor
