@@ -8,7 +8,7 @@ import demo_tasks as tasks
 import pytest
 import torch
 
-from tests.ops.int_cases import IntCase, Operands, operands, weight_values
+from tests.ops.int_cases import IntCase, Operands, fp4_operands, operands, weight_values
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.ops.kernels.quant.int_linear import launch_dequantize
 from torchweave.ops.quant.int_linear import IntConfig, int_linear, launch_samples
@@ -48,6 +48,25 @@ def test_op_at_every_kind_of_token_count(shape: tuple[int, int], case: IntCase, 
         assert got.shape == (tokens, shape[0]) and got.dtype == dtype
         check(got, made, unit)
     assert int_linear(made.x[None], *made.weight, made.bias, made.group).shape == (1, tokens, shape[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("shape", [(4096, 4096), (1000, 2880), (6144, 14336)])
+def test_e2m1_numbers(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
+    unit = 2 * torch.finfo(dtype).eps
+    for tokens in (1, 2, 3, 9, 17, 64, 65, 300):
+        made = fp4_operands(kind, tokens, *shape, dtype, "cuda", bias=tokens % 2 == 1)
+        scale = made.expected().abs().amax()
+        torch.testing.assert_close(
+            int_linear(*made.arguments).double(), made.expected(), rtol=unit, atol=unit * float(scale)
+        )
+        for config in (IntConfig("split", 64, 4, 3, 32, 2), IntConfig("tile", 128, 4, 4, 16, 1)):
+            if kind == "mxfp4" and dtype == torch.float16:
+                continue
+            out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=dtype)
+            config.run(made.x, made.w, made.scale, None, made.bias, made.group, out, made.row_scale)
+            torch.testing.assert_close(out.double(), made.expected(), rtol=unit, atol=unit * float(scale))
 
 
 @pytest.mark.parametrize("hopper", [False, True])

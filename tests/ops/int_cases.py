@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchweave.ops.quant.fp8 import FP8
 from torchweave.ops.quant.int_linear import num_groups, pack_int4
+
+CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+"""Values of e2m1 codes."""
 
 
 @dataclass(frozen=True)
@@ -79,3 +83,50 @@ def operands(
     weight = tuple(None if each is None else each.to(device) for each in (w, scale, zero, order))
     moved = None if bias is None else bias.to(device)
     return Operands(x.to(device), weight, moved, group, q.to(device), middle.to(device))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Fp4Operands:
+    """Arguments of the op with a weight of e2m1 numbers, and the weight's values in float64."""
+
+    x: Tensor
+    w: Tensor
+    scale: Tensor
+    row_scale: Tensor | None
+    bias: Tensor | None
+    values: Tensor
+
+    @property
+    def group(self) -> int:
+        return 32 if self.scale.dtype == torch.uint8 else 16
+
+    @property
+    def arguments(self) -> tuple:
+        """Those of the op."""
+        return self.x, self.w, self.scale, None, None, self.bias, self.group, self.row_scale
+
+    def expected(self) -> Tensor:
+        return self.x.double() @ self.values.t() + (0 if self.bias is None else self.bias.double())
+
+
+def fp4_operands(
+    kind: str, tokens: int, outputs: int, width: int, dtype: torch.dtype = torch.float32, device: str = "cpu", bias: bool = False
+) -> Fp4Operands:  # fmt: skip
+    """kind: mxfp4 or nvfp4."""
+    generator = torch.Generator().manual_seed(outputs)
+    codes = torch.randint(0, 16, (outputs, width), dtype=torch.uint8, generator=generator)
+    row_scale = None
+    if kind == "mxfp4":
+        scale = torch.randint(118, 124, (outputs, width // 32), dtype=torch.uint8, generator=generator)
+        by = torch.exp2(scale.double() - 127)
+    else:
+        scale = (torch.rand(outputs, width // 16, generator=generator) * 4 + 0.5).to(FP8)
+        row_scale = torch.rand(outputs, generator=generator) * 0.02 + 0.01
+        by = scale.double() * row_scale.double()[:, None]
+    values = CODES[codes.long()] * by.repeat_interleave(width // scale.shape[1], 1)
+    added = torch.randn(outputs, generator=generator).to(dtype) if bias else None
+    x = torch.randn(tokens, width, generator=generator).to(dtype)
+    tensors = (
+        None if each is None else each.to(device) for each in (x, pack_int4(codes), scale, row_scale, added, values)
+    )
+    return Fp4Operands(*tensors)  # type: ignore[arg-type]

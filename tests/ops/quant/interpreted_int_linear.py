@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from tests.ops.int_cases import IntCase, Operands, operands, weight_values
+from tests.ops.int_cases import IntCase, Operands, fp4_operands, operands, weight_values
 from torchweave.ops.kernels.quant.int_linear import launch_dequantize
 from torchweave.ops.quant.int_linear import IntConfig
 
@@ -61,7 +61,26 @@ def dequantize() -> None:
             torch.testing.assert_close(out.double(), weight_values(made), rtol=1e-6, atol=1e-9)
 
 
-CHECKS = {"row": row, "split": split, "tile": tile, "byte": byte, "dequantize": dequantize}
+def fp4() -> None:
+    for kind in ("mxfp4", "nvfp4"):
+        for kernel, tokens, width, programs in (
+            ("split", 3, 352, 1),
+            ("split", 9, 544, 2),
+            ("tile", 9, 352, 1),
+            ("split", 2, 32, 1),
+        ):
+            made = fp4_operands(kind, tokens, 21, width, bias=kind == "nvfp4")
+            out = torch.full((tokens, 24), torch.nan)[:, :21]
+            config = IntConfig(kernel, 16, 2, 2, block_t=8, programs=programs, hopper=False)  # type: ignore[arg-type]
+            config.run(made.x, made.w, made.scale, None, made.bias, made.group, out, made.row_scale)
+            torch.testing.assert_close(out.double(), made.expected(), rtol=1e-5, atol=1e-4)
+        out = torch.full((21, 544), torch.nan)
+        made = fp4_operands(kind, 1, 21, 544)
+        launch_dequantize(made.w, made.scale, None, made.group, out, made.row_scale)
+        torch.testing.assert_close(out.double(), made.values, rtol=1e-6, atol=1e-9)
+
+
+CHECKS = {"row": row, "split": split, "tile": tile, "byte": byte, "dequantize": dequantize, "fp4": fp4}
 
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or tuple(CHECKS):

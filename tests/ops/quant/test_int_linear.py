@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.int_cases import IntCase, operands, weight_values
+from tests.ops.int_cases import CODES, IntCase, fp4_operands, operands, weight_values
 from tests.ops.interpreted import run_interpreted
 from torchweave.ops.quant.int_linear import (
     MAX_TOKENS,
@@ -21,6 +21,7 @@ from torchweave.ops.quant.int_linear import (
     unpack_int4,
 )
 
+FP4 = ("mxfp4", "nvfp4")
 CASES = [
     IntCase(4, group=128),
     IntCase(4, group=32, zero=True),
@@ -64,6 +65,18 @@ def test_the_product_is_that_of_the_values(case: IntCase, tokens: int) -> None:
     torch.testing.assert_close(half.double(), exact, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", FP4)
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_the_product_with_e2m1_numbers_is_that_of_the_values(kind: str, tokens: int) -> None:
+    made = fp4_operands(kind, tokens, 48, 224, bias=True)
+    values = dequantize_int(made.w, made.scale, None, 224, made.group, torch.float32, made.row_scale)
+    torch.testing.assert_close(values.double(), made.values, rtol=1e-6, atol=0)
+    got = int_linear(*made.arguments)
+    torch.testing.assert_close(got.double(), made.expected(), rtol=1e-5, atol=1e-4)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(int_linear, made.arguments, test_utils=checks[1:] if kind == "nvfp4" else checks)
+
+
 def test_values_are_rounded_once() -> None:
     made = operands(IntCase(4, group=32, zero=True), 1, 16, 64)
     w, scale, zero, _ = made.weight
@@ -97,6 +110,9 @@ def test_choice() -> None:
     assert not choose(1, 6144, 4096, 4, hopper=False).hopper  # type: ignore[union-attr]
     supported = [group for group in (16, 32, 64, 96, 128, 256, 4096) if kernels_support(4096, group, torch.bfloat16)]
     assert supported == [32, 64, 128, 256, 4096] and not kernels_support(4096, 128, torch.float32)
+    assert choose(1, 6144, 4096, 4, e2m1=True).kernel == "split"  # type: ignore[union-attr]
+    assert kernels_support(4096, 16, torch.float16, torch.float8_e4m3fn), "e2m1 times e4m3 is exact in 16 bits"
+    assert not kernels_support(4096, 32, torch.float16, torch.uint8), "a power of two may not fit float16"
 
 
 def test_samples_run_without_a_gpu() -> None:
@@ -104,7 +120,7 @@ def test_samples_run_without_a_gpu() -> None:
     launch_samples(made.x, *made.weight, None, 128)
 
 
-@pytest.mark.parametrize("part", ["row", "split", "tile", "byte", "dequantize"])
+@pytest.mark.parametrize("part", ["row", "split", "tile", "byte", "dequantize", "fp4"])
 def test_kernels_in_the_interpreter(part: str) -> None:
     run_interpreted("tests.ops.quant.interpreted_int_linear", part)
 
@@ -129,10 +145,12 @@ def assembled(lines: str, words: tuple[int, int], outputs: int) -> list[int]:
             registers[to] = (values[0] << values[1] if op.startswith("shl") else values[0] >> values[1]) & 0xFFFFFFFF
         elif op.startswith("mov"):
             registers[to] = values[0]
+        elif op.startswith("and"):
+            registers[to] = values[0] & values[1]
         else:
             kind = torch.bfloat16 if "bf16" in op else torch.float16
             a, b = (torch.tensor([each]).to(torch.int32).view(kind) for each in values)
-            registers[to] = int((a - b).view(torch.int32)) & 0xFFFFFFFF
+            registers[to] = int((a * b if op.startswith("mul") else a - b).view(torch.int32)) & 0xFFFFFFFF
     return [registers[f"${at}"] for at in range(outputs)]
 
 
@@ -154,6 +172,10 @@ def test_assembly_unpacks_two_words() -> None:
             halves = torch.tensor(assembled(text.value, words, 8)).to(torch.int32).view(kind).view(8, 2)
             for j, two in enumerate(halves.tolist()):
                 assert two == [int(q[0, 16 * j + 2 * pair + odd]) - 8 for odd in range(2)]
+        for text, kind in ((kernels.E2M1_BFLOAT, torch.bfloat16), (kernels.E2M1_HALF, torch.float16)):
+            numbers = torch.tensor(assembled(text.value, words, 8)).to(torch.int32).view(kind).view(8, 2)
+            for j, two in enumerate(numbers.tolist()):
+                assert two == [float(CODES[int(q[0, 16 * j + 2 * pair + odd])]) for odd in range(2)]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), CASES[5]], ids=str)
@@ -174,6 +196,23 @@ def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
     if case.bits == 4:
         assert "lop3.b32" in ptx and (config.kernel == "row" or "sub.rn.bf16x2" in ptx)
     assert config.kernel == "row" or "mma.sync" in ptx
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", FP4)
+def test_kernels_with_e2m1_numbers_build_for_hopper(kind: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels.quant import int_linear as kernels
+
+    made, config = fp4_operands(kind, 8, 256, 4096, dtype), choose(8, 256, 4096, 4, e2m1=True)
+    assert config is not None and config.kernel == "split"
+    with recorded(kernels, "split_kernel", "dequantize_kernel") as launches:
+        config.run(made.x, made.w, made.scale, None, None, made.group, torch.empty(8, 256, dtype=dtype), made.row_scale)
+        out = torch.empty(256, 4096, dtype=dtype)
+        kernels.launch_dequantize(made.w, made.scale, None, made.group, out, made.row_scale)
+    product, _ = (compile_for_hopper(launch) for launch in launches)
+    assert "mma.sync" in product.asm["ptx"] and ("mul.rn.bf16x2" in product.asm["ptx"]) == (dtype == torch.bfloat16)
 
 
 CONFIGS = [

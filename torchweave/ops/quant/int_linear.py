@@ -3,10 +3,14 @@
 A weight `[N, K]` is unsigned integers q of 4 or 8 bits with a scale s, and optionally a zero point z, for each row and each group
 of `group` inputs. It has the value `(q - z) * s`; without zero points z is the middle, 8 or 128.
 
+Numbers of MXFP4 and NVFP4 are e2m1 codes `c` instead (`torchweave.ops.quant.nvfp4`), 4 bits with the value `c * s`: s is uint8, the
+exponent of MXFP4 (`2 ** (s - 127)`, 32 inputs), or e4m3 with another scale for each row (NVFP4, 16 inputs).
+
     w      4 bits: int32 `[N, ceil(K / 128) * 16]`, see `pack_int4`; 8 bits: int8 `[N, K]`, q - 128
-    scale  a floating-point dtype, `[N, ceil(K / group)]`
+    scale  a floating-point dtype, or uint8, `[N, ceil(K / group)]`
     zero   uint8, of the same shape, or none
     order  int32 `[K]`: column k of w multiplies input order[k] (checkpoints with activation order), or none
+    row_scale  float32 `[N]`, of NVFP4, or none
 
 All leading dimensions are N: weights that read one input can be stacked. On a GPU, up to `MAX_TOKENS` tokens run in kernels that
 read the weight once; above, the weight is dequantized to x's dtype and multiplied by the BLAS. Products are exact and summed in
@@ -22,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchweave.ops.kernels.quant.formats import FP8
+from torchweave.ops.quant.nvfp4 import VALUES
 from torchweave.ops.registry import define
 
 BLOCK = 128
@@ -30,6 +36,8 @@ WORDS = 16
 MAX_TOKENS = 64
 """Above this many tokens the BLAS runs."""
 ROW_KERNEL_MAX_TOKENS = 4
+E2M1_SCALES = (torch.uint8, FP8)
+"""Dtypes of scales of e2m1 numbers: MXFP4, NVFP4."""
 _CHUNK = 1 << 22  # weights that are dequantized at once on a CPU
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -67,13 +75,27 @@ def unpack_int4(w: Tensor, width: int) -> Tensor:
     return blocks.reshape(rows, -1)[:, :width]
 
 
-def dequantize_int(w: Tensor, scale: Tensor, zero: Tensor | None, width: int, group: int, dtype: torch.dtype) -> Tensor:
+def dequantize_int(
+    w: Tensor, scale: Tensor, zero: Tensor | None, width: int, group: int, dtype: torch.dtype, row_scale: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """The values `[N, width]` of a weight, computed in float32 and rounded to `dtype`; columns in the order of w."""
-    q = unpack_int4(w, width).float() - 8 if bits_of(w) == 4 else w.float()
+    if scale.dtype in E2M1_SCALES:
+        q = torch.tensor((*VALUES, *(-value for value in VALUES)), device=w.device)[unpack_int4(w, width).int()]
+        by = (
+            torch.ldexp(torch.ones((), device=w.device), scale.int() - 127)
+            if scale.dtype == torch.uint8
+            else scale.float()
+        )
+    else:
+        q = unpack_int4(w, width).float() - 8 if bits_of(w) == 4 else w.float()
+        by = scale.float()
     groups = F.pad(q, (0, -width % group)).unflatten(1, (-1, group))
     if zero is not None:
         groups = groups - (zero.float() - (8 if bits_of(w) == 4 else 128))[..., None]
-    return (groups * scale.float()[..., None]).flatten(1)[:, :width].to(dtype)
+    values = groups * by[..., None]
+    if row_scale is not None:
+        values = values * row_scale[:, None, None]
+    return values.flatten(1)[:, :width].to(dtype)
 
 
 @dataclass(frozen=True)
@@ -101,12 +123,13 @@ class IntConfig:
     hopper: bool = True
 
     def run(
-        self, x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, out: Tensor
-    ) -> None:
+        self, x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, out: Tensor,
+        row_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """out [T, N] from x [T, K] and the rest as `int_linear`, all on one GPU, rows contiguous."""
         from torchweave.ops.kernels.quant.int_linear import launch
 
-        launch(self, x, w, scale, zero, bias, group, out)
+        launch(self, x, w, scale, zero, bias, group, out, row_scale)
 
 
 _ROW = IntConfig("row", 4, num_warps=4, depth=512)
@@ -117,25 +140,31 @@ _MANY_ROWS = 8192
 _WIDE = 4096
 
 
-def configs(num_tokens: int, width: int, bits: int, *, hopper: bool = True) -> tuple[IntConfig, ...]:
+def configs(
+    num_tokens: int, width: int, bits: int, *, e2m1: bool = False, hopper: bool = True
+) -> tuple[IntConfig, ...]:
     """Configurations for x [num_tokens, width], for weights of few and of many rows; none: the BLAS."""
     if num_tokens < 1 or num_tokens > MAX_TOKENS:
         return ()
-    if bits == 4 and num_tokens <= 2:
+    if bits == 4 and num_tokens <= 2 and not e2m1:
         return (replace(_ROW if width >= _WIDE else _ROW_NARROW, hopper=hopper),)
     block_t = next(size for size in (8, 16, 32, 64) if num_tokens <= size)
     depth = 2 if block_t == 64 else 4  # stages hold the inputs of all warps in shared memory
     return tuple(replace(each, block_t=block_t, depth=depth, hopper=hopper) for each in (_SPLIT_FEW_ROWS, _SPLIT))
 
 
-def choose(num_tokens: int, num_outputs: int, width: int, bits: int, *, hopper: bool = True) -> IntConfig | None:
+def choose(
+    num_tokens: int, num_outputs: int, width: int, bits: int, *, e2m1: bool = False, hopper: bool = True
+) -> IntConfig | None:
     """Configuration for x [num_tokens, width] times w [num_outputs, width].T on a GPU; None for the BLAS."""
-    options = configs(num_tokens, width, bits, hopper=hopper)
+    options = configs(num_tokens, width, bits, e2m1=e2m1, hopper=hopper)
     return options[-1 if num_outputs >= _MANY_ROWS else 0] if options else None
 
 
-def kernels_support(width: int, group: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels multiply by weights of such groups: 32, 64, a multiple of 128, or whole rows."""
+def kernels_support(width: int, group: int, dtype: torch.dtype, scale_dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether the kernels multiply by such weights: groups of 32, 64, a multiple of 128, or whole rows; exponents fit bfloat16."""
+    if scale_dtype in E2M1_SCALES:
+        return dtype in _HALVES and width % 8 == 0 and (dtype == torch.bfloat16 or scale_dtype != torch.uint8)
     return dtype in _HALVES and width % 8 == 0 and (group in (32, 64) or group % BLOCK == 0 or group >= width)
 
 
@@ -146,68 +175,86 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _fake(
-    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int
-) -> Tensor:
+    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int,
+    row_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
+def _options(rows: Tensor, w: Tensor, scale: Tensor, group: int) -> dict[str, bool] | None:
+    """Keyword arguments of `choose` for operands on a GPU; None if the kernels do not support them."""
+    if not kernels_support(rows.shape[1], group, rows.dtype, scale.dtype):
+        return None
+    return {"e2m1": scale.dtype in E2M1_SCALES, "hopper": torch.cuda.get_device_capability(rows.device)[0] == 9}
+
+
 def _launch(
-    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int
-) -> Tensor:
+    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int,
+    row_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     rows, width = _ordered(x, order), x.shape[-1]
-    supported = kernels_support(width, group, x.dtype)
-    hopper = torch.cuda.get_device_capability(x.device)[0] == 9
-    config = choose(len(rows), w.shape[0], width, bits_of(w), hopper=hopper) if supported else None
+    options = _options(rows, w, scale, group)
+    config = None if options is None else choose(len(rows), w.shape[0], width, bits_of(w), **options)
     shape = (*x.shape[:-1], w.shape[0])
     if config is None:
-        return F.linear(rows, _dequantize_on_gpu(w, scale, zero, width, group, x.dtype), bias).view(shape)
+        weight = _dequantize_on_gpu(w, scale, zero, width, group, x.dtype, row_scale)
+        return F.linear(rows, weight, bias).view(shape)
     out = x.new_empty(shape)
-    config.run(rows, w, scale, zero, bias, group, out.view(-1, w.shape[0]))
+    config.run(rows, w, scale, zero, bias, group, out.view(-1, w.shape[0]), row_scale)
     return out
 
 
 def _dequantize_on_gpu(
-    w: Tensor, scale: Tensor, zero: Tensor | None, width: int, group: int, dtype: torch.dtype
+    w: Tensor, scale: Tensor, zero: Tensor | None, width: int, group: int, dtype: torch.dtype, row_scale: Tensor | None
 ) -> Tensor:
-    if not kernels_support(width, group, dtype):
-        return dequantize_int(w, scale, zero, width, group, dtype)
+    if not kernels_support(width, group, dtype, scale.dtype):
+        return dequantize_int(w, scale, zero, width, group, dtype, row_scale)
     from torchweave.ops.kernels.quant.int_linear import launch_dequantize
 
     out = torch.empty(w.shape[0], width, dtype=dtype, device=w.device)
-    launch_dequantize(w, scale, zero, group, out)
+    launch_dequantize(w, scale, zero, group, out, row_scale)
     return out
 
 
 def launch_samples(
-    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int
-) -> None:
+    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int,
+    row_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     """Launch every kernel that `int_linear` may launch for this x and weights of this width, whatever their rows."""
-    torch.ops.torchweave.int_linear(x, w, scale, zero, order, bias, group)
-    if x.is_cuda and kernels_support(x.shape[-1], group, x.dtype):
-        hopper = torch.cuda.get_device_capability(x.device)[0] == 9
-        rows = _ordered(x, order)
-        for config in configs(len(rows), x.shape[-1], bits_of(w), hopper=hopper):
-            config.run(rows, w, scale, zero, bias, group, x.new_empty(len(rows), w.shape[0]))
+    torch.ops.torchweave.int_linear(x, w, scale, zero, order, bias, group, row_scale)
+    if not x.is_cuda:
+        return
+    rows = _ordered(x, order)
+    options = _options(rows, w, scale, group)
+    for config in () if options is None else configs(len(rows), x.shape[-1], bits_of(w), **options):
+        config.run(rows, w, scale, zero, bias, group, x.new_empty(len(rows), w.shape[0]), row_scale)
 
 
 @define("torchweave::int_linear", fake=_fake, cuda=_launch)
 def int_linear(
-    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    order: Tensor | None,
+    bias: Tensor | None,
+    group: int,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
-    """x[..., order] @ ((q - z) * s).T + bias, in float32 throughout and rounded once.
+    """x[..., order] @ W.T + bias, in float32 throughout and rounded once; W: the values of the weight.
 
     Args:
         x: `[..., K]`.
-        w, scale, zero, order: the weight `[N, K]`; see the module's text.
+        w, scale, zero, order, row_scale: the weight `[N, K]`; see the module's text.
         bias: `[N]` or none.
         group: inputs that share a scale; at least K: one scale a row.
     """
     rows, width = _ordered(x, order).float(), x.shape[-1]
     step = max(1, _CHUNK // max(width, 1))
-    parts = [
-        rows @ dequantize_int(w[at], scale[at], None if zero is None else zero[at], width, group, torch.float32).t()
-        for at in (slice(first, first + step) for first in range(0, w.shape[0], step))
-    ]
+    parts = []
+    for at in (slice(first, first + step) for first in range(0, w.shape[0], step)):
+        points, by_row = (None if each is None else each[at] for each in (zero, row_scale))
+        parts.append(rows @ dequantize_int(w[at], scale[at], points, width, group, torch.float32, by_row).t())
     out = torch.cat(parts, 1)
     if bias is not None:
         out += bias.float()

@@ -1,4 +1,4 @@
-"""Triton kernels for products with weights in 4 or 8 bits: the layout is that of `torchweave.ops.quant.int_linear`.
+"""Triton kernels for products with weights in 4 or 8 bits: the layouts are those of `torchweave.ops.quant.int_linear`.
 
 `row_kernel` (4 bits, few tokens) turns nibbles into floats by one LOP3 each: `1 + q * 2 ** (p - 23)` with the nibble at bit p
 of the mantissa; the input is scaled by `2 ** (23 - p)` instead, and what the ones add is subtracted. `split_kernel` (4 bits) makes
@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
+from torchweave.ops.kernels.quant.formats import FP8
 
 BLOCK: tl.constexpr = tl.constexpr(128)
 WORDS: tl.constexpr = tl.constexpr(16)
@@ -60,7 +61,22 @@ def half_code(magic: int, offset: int, kind: str) -> str:
     return "".join(lines) + "}"
 
 
+def e2m1_code(kind: str) -> str:
+    """Of two words, an even and an odd one, 8 pairs of e2m1 numbers in 16 bits: bits of an exponent, times a power of two."""
+    mask, first, factor = {"bf16x2": (0x01C001C0, 6, 0x7E807E80), "f16x2": (0x0E000E00, 9, 0x74007400)}[kind]
+    lines = [f"{{ .reg .b32 t, u, f; mov.b32 f, {factor:#x};\n"]
+    for j in range(8):
+        word, left = f"${8 + j // 4}", first - j % 4 * 4
+        lines.append(
+            f"{'shl' if left > 0 else 'shr'}.b32 t, {word}, {abs(left)}; shl.b32 u, {word}, {12 - j % 4 * 4}; "
+            f"and.b32 t, t, {mask:#x}; lop3.b32 t, u, 0x80008000, t, 0xEA; mul.rn.{kind} ${j}, t, f;\n"
+        )
+    return "".join(lines) + "}"
+
+
 FLOATS: tl.constexpr = tl.constexpr(float_code())
+E2M1_BFLOAT: tl.constexpr = tl.constexpr(e2m1_code("bf16x2"))
+E2M1_HALF: tl.constexpr = tl.constexpr(e2m1_code("f16x2"))
 HALVES_BFLOAT: tl.constexpr = tl.constexpr(half_code(0x43004300, 0x43084308, "bf16x2"))
 HALVES: tl.constexpr = tl.constexpr(half_code(0x64006400, 0x64086408, "f16x2"))
 _8_OUTPUTS: tl.constexpr = tl.constexpr(",".join(["=r"] * 8) + ",r,r")
@@ -223,47 +239,130 @@ def row_kernel(
 
 
 @triton.jit
-def _split_nibbles(tile, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Eight tiles of the shape of `tile`, of q - 8: of word c of a block, input `16 * j + c`."""
+def e2m1(code):
+    """float32 value of the e2m1 code in the low 4 bits: exponent and mantissa as a float's, less its bias."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+
+
+@triton.jit
+def _nibble_pair(word, J: tl.constexpr, shape: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Numbers of input J of an even and the odd column: q - 8, or of e2m1."""
+    pair = tl.reshape(_shifted_pair(word, J), shape)
+    return (pair - 8).to(DTYPE) if FORMAT == "int" else e2m1(pair).to(DTYPE)
+
+
+@triton.jit
+def _nibbles(
+    tile, FORMAT: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
+):  # fmt: skip
+    """Eight tiles of the shape of `tile`, of q - 8 or of e2m1 numbers: of word c of a block, input `16 * j + c`."""
     if ASSEMBLY and DTYPE == tl.bfloat16:  # noqa: SIM300
-        return tl.inline_asm_elementwise(
-            HALVES_BFLOAT, _8_OUTPUTS, [tile], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
-        )
+        code: tl.constexpr = HALVES_BFLOAT if FORMAT == "int" else E2M1_BFLOAT
+        return tl.inline_asm_elementwise(code, _8_OUTPUTS, [tile], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
     elif ASSEMBLY:  # noqa: RET505
-        return tl.inline_asm_elementwise(HALVES, _8_OUTPUTS, [tile], dtype=(tl.float16,) * 8, is_pure=True, pack=2)
+        code: tl.constexpr = HALVES if FORMAT == "int" else E2M1_HALF
+        return tl.inline_asm_elementwise(code, _8_OUTPUTS, [tile], dtype=(tl.float16,) * 8, is_pure=True, pack=2)
     else:
         pairs: tl.constexpr = [SPLIT, BLOCK_N, WORDS // 2, 2] if SPLIT > 1 else [BLOCK_N, WORDS // 2, 2]
         shape: tl.constexpr = [SPLIT, BLOCK_N, WORDS] if SPLIT > 1 else [BLOCK_N, WORDS]
         even, odd = tl.split(tl.reshape(tile, pairs))
         return (
-            (tl.reshape(_shifted_pair(even, 0), shape) - 8).to(DTYPE),
-            (tl.reshape(_shifted_pair(even, 1), shape) - 8).to(DTYPE),
-            (tl.reshape(_shifted_pair(even, 2), shape) - 8).to(DTYPE),
-            (tl.reshape(_shifted_pair(even, 3), shape) - 8).to(DTYPE),
-            (tl.reshape(_shifted_pair(odd, 0), shape) - 8).to(DTYPE),
-            (tl.reshape(_shifted_pair(odd, 1), shape) - 8).to(DTYPE),
-            (tl.reshape(_shifted_pair(odd, 2), shape) - 8).to(DTYPE),
-            (tl.reshape(_shifted_pair(odd, 3), shape) - 8).to(DTYPE),
+            _nibble_pair(even, 0, shape, FORMAT, DTYPE),
+            _nibble_pair(even, 1, shape, FORMAT, DTYPE),
+            _nibble_pair(even, 2, shape, FORMAT, DTYPE),
+            _nibble_pair(even, 3, shape, FORMAT, DTYPE),
+            _nibble_pair(odd, 0, shape, FORMAT, DTYPE),
+            _nibble_pair(odd, 1, shape, FORMAT, DTYPE),
+            _nibble_pair(odd, 2, shape, FORMAT, DTYPE),
+            _nibble_pair(odd, 3, shape, FORMAT, DTYPE),
         )
 
 
 @triton.jit
-def _split_parameter(pointer, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
+def _parameter(pointer, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
     """Scales or zero points of a part of each warp's block, of the shape of `rows + block`."""
     group = _parameter_group(block, part, GROUP, GROUPS, PARTS)
-    return tl.load(pointer + rows * GROUPS + group, mask=group < GROUPS, other=0)
+    return tl.load(pointer + rows * GROUPS + group, mask=group < GROUPS, other=0.0)
 
 
 @triton.jit
-def _split_dots(
+def _dots(
     sums, a0, a1, b0, b1, zero, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     ZERO: tl.constexpr,
 ):  # fmt: skip
     """sums plus products of 32 inputs of each warp's block, which lie in one group, without its scale."""
     if ZERO:
-        point = (_split_parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a0.dtype)
+        point = (_parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a0.dtype)
         a0, a1 = a0 - point, a1 - point
     return tl.dot(a1, b1, tl.dot(a0, b0, sums, input_precision="ieee"), input_precision="ieee")
+
+
+@triton.jit
+def scale_value(scale):
+    """float32 of a scale: of MXFP4 the exponent of a power of two, of other formats a number."""
+    if scale.dtype == tl.uint8:
+        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505
+        return scale.to(tl.float32)
+
+
+@triton.jit
+def _scaled(a, scale, rows, block, part, PARTS: tl.constexpr, GROUPS: tl.constexpr):
+    """e2m1 numbers times the scale of a part of their block, which is exact in 16 bits."""
+    return a * scale_value(_parameter(scale, rows, block, part, BLOCK // PARTS, GROUPS, PARTS)).to(a.dtype)
+
+
+@triton.jit
+def add_block(
+    total, by, tile, here, k, left, real, scale, zero, rows, block,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """total plus eight products of depth 16: the words `tile` of a block (of each warp) times its 128 inputs at `here`.
+
+    Integers are multiplied without their scale, of which `by` is the first of the block; e2m1 numbers with theirs.
+    """
+    b0 = tl.load(here, mask=real & (k < left), other=0.0)
+    b1 = tl.load(here + 16, mask=real & (k + 16 < left), other=0.0)
+    b2 = tl.load(here + 32, mask=real & (k + 32 < left), other=0.0)
+    b3 = tl.load(here + 48, mask=real & (k + 48 < left), other=0.0)
+    b4 = tl.load(here + 64, mask=real & (k + 64 < left), other=0.0)
+    b5 = tl.load(here + 80, mask=real & (k + 80 < left), other=0.0)
+    b6 = tl.load(here + 96, mask=real & (k + 96 < left), other=0.0)
+    b7 = tl.load(here + 112, mask=real & (k + 112 < left), other=0.0)
+    a0, a1, a2, a3, a4, a5, a6, a7 = _nibbles(tile, FORMAT, SPLIT, BLOCK_N, DTYPE, ASSEMBLY)
+    if FORMAT == "e2m1":
+        p: tl.constexpr = PARTS // 4  # parts in 32 inputs
+        total = tl.dot(_scaled(a0, scale, rows, block, 0, PARTS, GROUPS), b0, total, input_precision="ieee")
+        total = tl.dot(_scaled(a1, scale, rows, block, p - 1, PARTS, GROUPS), b1, total, input_precision="ieee")
+        total = tl.dot(_scaled(a2, scale, rows, block, p, PARTS, GROUPS), b2, total, input_precision="ieee")
+        total = tl.dot(_scaled(a3, scale, rows, block, 2 * p - 1, PARTS, GROUPS), b3, total, input_precision="ieee")
+        total = tl.dot(_scaled(a4, scale, rows, block, 2 * p, PARTS, GROUPS), b4, total, input_precision="ieee")
+        total = tl.dot(_scaled(a5, scale, rows, block, 3 * p - 1, PARTS, GROUPS), b5, total, input_precision="ieee")
+        total = tl.dot(_scaled(a6, scale, rows, block, 3 * p, PARTS, GROUPS), b6, total, input_precision="ieee")
+        return tl.dot(_scaled(a7, scale, rows, block, 4 * p - 1, PARTS, GROUPS), b7, total, input_precision="ieee")
+    else:  # noqa: RET505
+        quarter: tl.constexpr = PARTS // 4  # parts of a block before its second quarter
+        half: tl.constexpr = PARTS // 2
+        none = tl.zeros_like(total)
+        sums = _dots(none, a0, a1, b0, b1, zero, rows, block, 0, GROUP, GROUPS, PARTS, ZERO)
+        if PARTS == 4:
+            total += sums * by.to(tl.float32)
+            by = _parameter(scale, rows, block, quarter, GROUP, GROUPS, PARTS)
+            sums = none
+        sums = _dots(sums, a2, a3, b2, b3, zero, rows, block, quarter, GROUP, GROUPS, PARTS, ZERO)
+        if PARTS > 1:
+            total += sums * by.to(tl.float32)
+            by = _parameter(scale, rows, block, half, GROUP, GROUPS, PARTS)
+            sums = none
+        sums = _dots(sums, a4, a5, b4, b5, zero, rows, block, half, GROUP, GROUPS, PARTS, ZERO)
+        if PARTS == 4:
+            total += sums * by.to(tl.float32)
+            by = _parameter(scale, rows, block, PARTS - 1, GROUP, GROUPS, PARTS)
+            sums = none
+        sums = _dots(sums, a6, a7, b6, b7, zero, rows, block, PARTS - 1, GROUP, GROUPS, PARTS, ZERO)
+        return total + sums * by.to(tl.float32)
 
 
 @triton.jit
@@ -277,10 +376,10 @@ def _store_products(total, bias, out, row, token, num_outputs, num_tokens, out_s
 
 @triton.jit(do_not_specialize=["num_tokens", "num_outputs", "out_stride"])
 def split_kernel(
-    x, w, scale, zero, bias, out, num_tokens, num_outputs, out_stride,
+    x, w, scale, zero, bias, out, row_scale, num_tokens, num_outputs, out_stride, FORMAT: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr,
-    ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    PROGRAMS: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (N tiles, T tiles, PROGRAMS): eight products of depth 16 for each block of 128 inputs.
 
@@ -304,45 +403,25 @@ def split_kernel(
         inputs = x + token.to(tl.int64)[None, :] * WIDTH + k
         total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     begin, step = tl.program_id(2) * SPLIT, SPLIT * PROGRAMS
-    by = _split_parameter(scale, row_of, begin + warp, 0, GROUP, GROUPS, PARTS)
+    by = 0.0
+    if FORMAT == "int":
+        by = _parameter(scale, row_of, begin + warp, 0, GROUP, GROUPS, PARTS)
     pdl_wait(DEPENDENT)
     for first in range(begin, BLOCKS, step):
         block = first + warp
-        by_ahead = _split_parameter(scale, row_of, block + step, 0, GROUP, GROUPS, PARTS)
+        if FORMAT == "int":
+            by_ahead = _parameter(scale, row_of, block + step, 0, GROUP, GROUPS, PARTS)
         tile = tl.load(words + first * WORDS, mask=block < BLOCKS, other=0, eviction_policy="evict_first")
-        here, left = inputs + first * BLOCK, WIDTH - first * BLOCK
-        b0 = tl.load(here, mask=real & (k < left), other=0.0)
-        b1 = tl.load(here + 16, mask=real & (k + 16 < left), other=0.0)
-        b2 = tl.load(here + 32, mask=real & (k + 32 < left), other=0.0)
-        b3 = tl.load(here + 48, mask=real & (k + 48 < left), other=0.0)
-        b4 = tl.load(here + 64, mask=real & (k + 64 < left), other=0.0)
-        b5 = tl.load(here + 80, mask=real & (k + 80 < left), other=0.0)
-        b6 = tl.load(here + 96, mask=real & (k + 96 < left), other=0.0)
-        b7 = tl.load(here + 112, mask=real & (k + 112 < left), other=0.0)
-        a0, a1, a2, a3, a4, a5, a6, a7 = _split_nibbles(tile, SPLIT, BLOCK_N, x.dtype.element_ty, ASSEMBLY)
-        quarter: tl.constexpr = PARTS // 4  # parts of a block before its second quarter
-        half: tl.constexpr = PARTS // 2
-        none = tl.zeros_like(total)
-        sums = _split_dots(none, a0, a1, b0, b1, zero, row_of, block, 0, GROUP, GROUPS, PARTS, ZERO)
-        if PARTS == 4:
-            total += sums * by.to(tl.float32)
-            by = _split_parameter(scale, row_of, block, quarter, GROUP, GROUPS, PARTS)
-            sums = none
-        sums = _split_dots(sums, a2, a3, b2, b3, zero, row_of, block, quarter, GROUP, GROUPS, PARTS, ZERO)
-        if PARTS > 1:
-            total += sums * by.to(tl.float32)
-            by = _split_parameter(scale, row_of, block, half, GROUP, GROUPS, PARTS)
-            sums = none
-        sums = _split_dots(sums, a4, a5, b4, b5, zero, row_of, block, half, GROUP, GROUPS, PARTS, ZERO)
-        if PARTS == 4:
-            total += sums * by.to(tl.float32)
-            by = _split_parameter(scale, row_of, block, PARTS - 1, GROUP, GROUPS, PARTS)
-            sums = none
-        sums = _split_dots(sums, a6, a7, b6, b7, zero, row_of, block, PARTS - 1, GROUP, GROUPS, PARTS, ZERO)
-        total += sums * by.to(tl.float32)
-        by = by_ahead
+        total = add_block(
+            total, by, tile, inputs + first * BLOCK, k, WIDTH - first * BLOCK, real, scale, zero, row_of, block,
+            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, ASSEMBLY,
+        )  # fmt: skip
+        if FORMAT == "int":
+            by = by_ahead
     if SPLIT > 1:
         total = tl.sum(total, 0)
+    if BY_ROW:
+        total *= tl.load(row_scale + row, mask=row < num_outputs, other=0.0)[:, None]
     out += tl.program_id(2).to(tl.int64) * num_tokens * out_stride
     _store_products(total, bias, out, row, token, num_outputs, num_tokens, out_stride, HAS_BIAS)
 
@@ -398,10 +477,11 @@ def add_kernel(
 
 @triton.jit(do_not_specialize=["num_outputs"])
 def dequantize_kernel(
-    w, scale, zero, out, num_outputs, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
-    ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    w, scale, zero, out, row_scale, num_outputs, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    BITS: tl.constexpr, FORMAT: tl.constexpr, ZERO: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N tiles, K tiles): out [N, K] = (q - z) * s, rounded once."""
+    """Grid (N tiles, K tiles): the values [N, K] of a weight, rounded once."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (row < num_outputs)[:, None] & (k < WIDTH)[None, :]
@@ -410,7 +490,8 @@ def dequantize_kernel(
         j, m = k % BLOCK // 16, k % 16  # see pack_int4
         word = k // BLOCK * WORDS + m - m % 2 + j // 4
         packed = tl.load(w + rows * ((WIDTH + BLOCK - 1) // BLOCK * WORDS) + word[None, :], mask=mask, other=0)
-        q = ((packed >> (j % 4 * 4 + m % 2 * 16)[None, :]) & 15).to(tl.float32) - 8.0
+        nibble = (packed >> (j % 4 * 4 + m % 2 * 16)[None, :]) & 15
+        q = nibble.to(tl.float32) - 8.0 if FORMAT == "int" else e2m1(nibble)
         middle: tl.constexpr = 8.0
     else:
         q = tl.load(w + rows * WIDTH + k[None, :], mask=mask, other=0).to(tl.float32)
@@ -418,18 +499,27 @@ def dequantize_kernel(
     at = rows * GROUPS + (k // GROUP)[None, :]
     if ZERO:
         q -= tl.load(zero + at, mask=mask, other=0).to(tl.float32) - middle
-    value = q * tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
+    value = q * scale_value(tl.load(scale + at, mask=mask, other=0.0))
+    if BY_ROW:
+        value *= tl.load(row_scale + row, mask=row < num_outputs, other=0.0)[:, None]
     tl.store(out + rows * WIDTH + k[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
+def format_of(scale: Tensor) -> str:
+    """FORMAT of the kernels: e2m1 numbers have scales that are exponents or in 8 bits."""
+    return "e2m1" if scale.dtype in (torch.uint8, FP8) else "int"
+
+
 def launch(
-    config: Any, x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, out: Tensor
+    config: Any, x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, out: Tensor,
+    row_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [T, N] of x [T, K] and a weight as `torchweave::int_linear`, rows contiguous."""
     (tokens, width), (outputs, groups) = x.shape, scale.shape
     hopper = config.hopper and (not x.is_cuda or supports_pdl(x.device))
     divided = config.programs > 1
-    parts = 128 // group if group < 128 and groups > 1 else 1
+    coding = format_of(scale)
+    parts = 128 // group if group < 128 and (groups > 1 or coding == "e2m1") else 1
     tiles = triton.cdiv(outputs, config.block_n)
     to = torch.empty(config.programs, tokens, outputs, device=x.device) if divided else out
     dependent = {"DEPENDENT": hopper, **pdl_options(hopper)}
@@ -450,7 +540,11 @@ def launch(
         "num_stages": config.depth,
     }  # fmt: skip
     if w.dtype == torch.int32:
-        split_kernel[grid](*operands, *sizes, PARTS=parts, ASSEMBLY=hopper, **constants)
+        by_row = scale if row_scale is None else row_scale
+        split_kernel[grid](
+            *operands, by_row, *sizes, FORMAT=coding, BY_ROW=row_scale is not None, PARTS=parts, ASSEMBLY=hopper,
+            **constants,
+        )  # fmt: skip
     else:
         byte_kernel[grid](*operands, *sizes, BLOCK_K=min(group, 128) if groups > 1 else 128, **constants)
     if divided:
@@ -460,10 +554,13 @@ def launch(
         )  # fmt: skip
 
 
-def launch_dequantize(w: Tensor, scale: Tensor, zero: Tensor | None, group: int, out: Tensor) -> None:
+def launch_dequantize(
+    w: Tensor, scale: Tensor, zero: Tensor | None, group: int, out: Tensor, row_scale: Tensor | None = None
+) -> None:
     """out [N, K], contiguous, of a weight as `torchweave::int_linear`, columns in the order of w."""
     outputs, width = out.shape
     dequantize_kernel[(triton.cdiv(outputs, 16), triton.cdiv(width, 512))](
-        w, scale, scale if zero is None else zero, out, outputs, WIDTH=width, GROUP=group, GROUPS=scale.shape[1],
-        BITS=4 if w.dtype == torch.int32 else 8, ZERO=zero is not None, BLOCK_N=16, BLOCK_K=512, num_warps=8,
+        w, scale, scale if zero is None else zero, out, scale if row_scale is None else row_scale, outputs, WIDTH=width,
+        GROUP=group, GROUPS=scale.shape[1], BITS=4 if w.dtype == torch.int32 else 8, FORMAT=format_of(scale),
+        ZERO=zero is not None, BY_ROW=row_scale is not None, BLOCK_N=16, BLOCK_K=512, num_warps=8,
     )  # fmt: skip
