@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+"""Sizes of e2m1."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Form:
     """A published form: how it packs, and its settings.
 
     Attributes:
-        method: `ct` (compressed-tensors; pack-quantized, or the version int-quantized), `awq` or `gptq`.
+        method: `ct` (compressed-tensors; pack-quantized, or the version), `awq`, `gptq` or `modelopt`.
         group: inputs that share a scale; -1: all.
         ordered: inputs belong to groups by an index.
         version: of the format.
@@ -38,6 +40,11 @@ class Form:
     version: str = "gptq"
 
     @property
+    def code(self) -> str:
+        """`int`, or the format of e2m1 numbers."""
+        return self.version.removesuffix("-pack-quantized") if "fp4" in self.version else "int"
+
+    @property
     def config(self) -> dict[str, Any]:
         """The `quantization_config`."""
         if self.method == "awq":
@@ -49,6 +56,16 @@ class Form:
             return {
                 "quant_method": "gptq", "bits": self.bits, "group_size": self.group, "desc_act": self.ordered,
                 "sym": self.symmetric, "checkpoint_format": self.version, "lm_head": False, "dynamic": {"-:.*visual.*": {}},
+            }  # fmt: skip
+        if self.method == "modelopt":
+            return {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"], "group_size": 16}
+        if self.code != "int":
+            numbers = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": self.group}
+            numbers["strategy"] = "tensor_group" if self.code == "nvfp4" else "group"
+            inputs = numbers | {"dynamic": "local"} if self.code == "nvfp4" else None
+            return {
+                "quant_method": "compressed-tensors", "format": self.version, "ignore": ["lm_head"],
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": numbers, "input_activations": inputs}},
             }  # fmt: skip
         weights: dict[str, Any] = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False}
         weights |= {"strategy": "channel"} if self.group == -1 else {"strategy": "group", "group_size": self.group}
@@ -87,6 +104,9 @@ FORMS = {
     "gptq-int8": Form("gptq", bits=8),
     "gptq-int8-desc-act": Form("gptq", bits=8, ordered=True),
     "gptq-v2-int4": Form("gptq", symmetric=False, version="gptq_v2"),
+    "ct-nvfp4": Form("ct", group=16, version="nvfp4-pack-quantized"),
+    "ct-mxfp4": Form("ct", group=32, version="mxfp4-pack-quantized"),
+    "modelopt-nvfp4": Form("modelopt", group=16, version="nvfp4"),
 }
 
 
@@ -124,6 +144,56 @@ def quantize(weight: Tensor, form: Form, seed: int) -> Integers:
     scale = scale.to(torch.float16)
     q = (weight / scale.float()[:, index]).round() + zero[:, index]
     return Integers(q.clamp(0, top).int(), scale, zero.int(), index.int())
+
+
+@dataclass(frozen=True)
+class Fp4Numbers:
+    """A weight of e2m1 numbers: codes `[N, K]`, a scale for each group as the checkpoint has it, and one of the whole weight."""
+
+    codes: Tensor
+    scale: Tensor
+    whole: float
+
+    def values(self) -> Tensor:
+        by = (
+            torch.exp2(self.scale.float() - 127) if self.scale.dtype == torch.uint8 else self.scale.float() * self.whole
+        )
+        sign = 1 - 2 * (self.codes // 8).float()
+        return CODES[self.codes.long() % 8] * sign * by.repeat_interleave(self.codes.shape[1] // by.shape[1], 1)
+
+
+def quantize_fp4(weight: Tensor, form: Form) -> Fp4Numbers:
+    """Round to the nearest e2m1 number, with scales that map the largest number of a group near to 6."""
+    groups = weight.unflatten(1, (-1, form.group))
+    size, whole = groups.abs().amax(2), 1.0
+    if form.code == "mxfp4":
+        scale = (size.log2().floor() - 2 + 127).clamp(0, 254).to(torch.uint8)
+        by = torch.exp2(scale.float() - 127)
+    else:
+        whole = float(weight.abs().amax() / (6 * 448))
+        scale = (size / 6 / whole).to(torch.float8_e4m3fn)
+        by = scale.float() * whole
+    scaled = groups / by[..., None]
+    codes = (scaled.abs()[..., None] - CODES).abs().argmin(-1) + 8 * (scaled < 0)
+    return Fp4Numbers(codes.flatten(1).to(torch.uint8), scale, whole)
+
+
+def fp4_tensors_of(name: str, made: Fp4Numbers, form: Form) -> dict[str, Tensor]:
+    """What a checkpoint stores for the linear `name`: the even input in the low half of a byte."""
+    packed = made.codes[:, ::2] + 16 * made.codes[:, 1::2]
+    whole = torch.tensor(made.whole)
+    if form.method == "modelopt":
+        found = {
+            "weight": packed,
+            "weight_scale": made.scale,
+            "weight_scale_2": whole,
+            "input_scale": torch.tensor(0.1),
+        }
+    else:
+        found = {"weight_packed": packed, "weight_scale": made.scale}
+        if form.code == "nvfp4":
+            found |= {"weight_global_scale": (1 / whole)[None], "input_global_scale": torch.tensor([3.0])}
+    return {f"{name}.{leaf}": tensor for leaf, tensor in found.items()}
 
 
 def pack(values: Tensor, bits: int, dim: int, order: list[int] | None = None) -> Tensor:
@@ -180,6 +250,12 @@ def write(model: Any, form: Form, folder: Path, save: Callable[[Any, Path], None
     file, values = folder / "model.safetensors", {}
     tensors = load_file(file)
     for name in [name for name in tensors if name.endswith("proj.weight")]:
+        if form.code != "int":
+            numbers = quantize_fp4(tensors.pop(name).float(), form)
+            tensors |= fp4_tensors_of(name.removesuffix(".weight"), numbers, form)
+            values[name] = numbers.values()
+            model.get_parameter(name).data.copy_(values[name])
+            continue
         made = quantize(tensors.pop(name).float(), form, order_seed(name))
         if form.method == "ct":
             made = Integers(made.q, made.scale.bfloat16(), made.zero, made.index)

@@ -92,8 +92,6 @@ def test_experts_are_rounded_at_load(tmp_path: Path) -> None:
         with torch.no_grad():
             one, two = (each.module(ids, torch.arange(30), torch.arange(30)) for each in (plain, loaded))
         assert 1e-3 < (one - two).norm() / one.norm() < 0.7, "random weights hide nothing"
-    with pytest.raises(ValueError, match="has no experts to quantize"):
-        load("demo", load_format="dummy", quantization="mxfp4")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
-Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int4", "mxfp4"]
+Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int4", "mxfp4", "nvfp4"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"]
 CapacityPolicy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
@@ -160,8 +160,8 @@ class EngineConfig:
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         load_format: `auto` reads the checkpoint; `dummy` fills random weights, for benchmarks.
         quantization: quantize linears at load time: `fp8` or `fp8_per_tensor` (one scale per weight), `fp8_per_channel`,
-            `fp8_per_block` (128 x 128), `int4` (weights only, a scale per 128 inputs) or `mxfp4` (experts only). None: keep the
-            checkpoint's format.
+            `fp8_per_block` (128 x 128), `int4` (weights only, a scale per 128 inputs), `nvfp4` (weights only) or `mxfp4` (weights
+            of experts only, of linears in a model without experts). None: keep the checkpoint's format.
         trust_remote_code: run Python code that is part of the checkpoint.
         max_model_len: longest request in tokens, prompt and output. None: the model's limit, lowered to the KV cache's
             capacity.

@@ -14,13 +14,14 @@ from transformers.utils import logging as hf_logging
 
 from torchweave.models.adapt import install_ops
 from torchweave.models.attention import UnsupportedModel
+from torchweave.models.experts import experts_modules
 from torchweave.models.multimodal.support import attention_at_load, image_text_class, takes_images
 from torchweave.models.parallel import TensorParallelPlan
 from torchweave.models.parallel.apply import apply, register_rank_offsets
 from torchweave.models.parallel.pipeline_stages import PipelineStage, remove_other_stages
 from torchweave.models.resolve import Source
 from torchweave.models.weights import read as weights
-from torchweave.models.weights.int_linear import IntQuantizer, IntScheme
+from torchweave.models.weights.int_linear import MXFP4, IntQuantizer, IntScheme
 from torchweave.models.weights.merge_experts import (
     ExpertMergePlan,
     ExpertMerger,
@@ -94,7 +95,7 @@ class WeightLoadSpec:
         if isinstance(self.quantization, IntScheme):
             return IntQuantizer(model, self.quantization)
         if isinstance(self.quantization, Mxfp4Scheme):
-            return Mxfp4Quantizer(model)
+            return Mxfp4Quantizer(model) if experts_modules(model) else IntQuantizer(model, MXFP4)
         return None if self.quantization is None else Quantizer(model, self.quantization)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ops.int_cases import IntCase, operands
+from tests.ops.int_cases import IntCase, fp4_operands, operands
 from torchweave.compiler import compile_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.passes.base import PassResult
@@ -36,9 +36,22 @@ class One(nn.Module):
         self.register_buffer("order", None if order is None else torch.randperm(WIDTH, generator=generator).int())
         self.bias = None if made.bias is None else nn.Parameter(made.bias, requires_grad=False)
         self.group = made.group
+        self.register_buffer("row_scale", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.torchweave.int_linear(x, self.weight, self.scale, self.zero, self.order, self.bias, self.group)
+        weight = (self.weight, self.scale, self.zero, self.order)
+        return torch.ops.torchweave.int_linear(x, *weight, self.bias, self.group, self.row_scale)
+
+
+class Fp4(One):
+    """A linear with e2m1 weights."""
+
+    def __init__(self, rows: int, kind: str) -> None:
+        super().__init__(rows)
+        made = fp4_operands(kind, 1, rows, WIDTH, bias=True)
+        self.scale, self.row_scale, self.group = made.scale, made.row_scale, made.group
+        self.weight = nn.Parameter(made.w, requires_grad=False)
+        self.bias = nn.Parameter(made.bias, requires_grad=False)
 
 
 class Several(nn.Module):
@@ -89,8 +102,10 @@ def outputs(module: nn.Module) -> dict[int, Any]:
         lambda: Several(*(One(rows, IntCase(4, 32, zero=True, bias=True)) for rows in (64, 48))),
         lambda: Several(*(One(rows, IntCase(8, 0)) for rows in (64, 48))),
         lambda: Several(One(64, order=3), One(32, order=3)),
+        lambda: Several(Fp4(64, "nvfp4"), Fp4(32, "nvfp4")),
+        lambda: Several(Fp4(64, "mxfp4"), Fp4(32, "mxfp4")),
     ],
-    ids=["three", "zero points and bias", "int8", "order"],
+    ids=["three", "zero points and bias", "int8", "order", "nvfp4", "mxfp4"],
 )
 def test_it_fires_and_every_number_stays(make: Any) -> None:
     module = make()
@@ -112,8 +127,9 @@ def test_it_fires_and_every_number_stays(make: Any) -> None:
         (lambda: Several(One(64), One(32, IntCase(4, 64, zero=True))), "zero points"),
         (lambda: Several(One(64, order=3), One(32, order=4)), "order of inputs"),
         (lambda: Several(One(64), One(32, IntCase(4, 32))), "groups"),
+        (lambda: Several(Fp4(64, "nvfp4"), Fp4(32, "mxfp4")), "differs in bits"),
     ],
-    ids=["write", "bits", "zero points", "orders", "groups"],
+    ids=["write", "bits", "zero points", "orders", "groups", "formats"],
 )
 def test_near_misses_are_left_alone(make: Any, why: str) -> None:
     module = make()

@@ -1,13 +1,14 @@
-"""Linears with weights in 4 or 8 bits and 16-bit activations: the scheme, the module, and quantization at load time.
+"""Linears with packed weights (4- or 8-bit integers, MXFP4, NVFP4): the scheme, the module, and quantization at load time.
 
-Numerics and layout: `torchweave.ops.quant.int_linear`. Checkpoints: `torchweave.models.weights.packed_checkpoint`.
+Activations keep 16 bits. Numerics and layout: `torchweave.ops.quant.int_linear`. Checkpoints:
+`torchweave.models.weights.packed_checkpoint`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,31 +16,40 @@ from transformers import PreTrainedModel
 
 from torchweave.models.weights.quantize import Quantizer
 from torchweave.ops.quant.int_linear import launch_samples, num_groups, pack_int4
+from torchweave.ops.quant.mxfp4 import MX_BLOCK, quantize_mxfp4
+from torchweave.ops.quant.nvfp4 import BLOCK, fp4_scale_from_amax, quantize_fp4
 
 PER_CHANNEL = 0
 
 
 @dataclass(frozen=True)
 class IntScheme:
-    """Weight-only quantization to integers.
+    """Weight-only quantization to integers, or to 4-bit floating-point numbers.
 
     Attributes:
         bits: 4 or 8.
         group: inputs that share a scale; 0: one scale per row (output channel).
+        code: "int", or the format of e2m1 numbers.
     """
 
     bits: int = 4
     group: int = 128
+    code: Literal["int", "mxfp4", "nvfp4"] = "int"
     static = False  # of activations, which stay in 16 bits
 
     @property
     def name(self) -> str:
         """Value of the option `quantization`, or of a checkpoint."""
+        if self.code != "int":
+            return self.code
         return f"int{self.bits}_per_channel" if self.group == PER_CHANNEL else f"int{self.bits}_g{self.group}"
 
     def group_of(self, width: int) -> int:
         """Inputs that share a scale in a row of `width`."""
         return self.group or width
+
+
+MXFP4, NVFP4 = IntScheme(4, MX_BLOCK, "mxfp4"), IntScheme(4, BLOCK, "nvfp4")
 
 
 class IntWeight(NamedTuple):
@@ -50,13 +60,14 @@ class IntWeight(NamedTuple):
     zero: Tensor | None
     order: Tensor | None
     group: int
+    row_scale: Tensor | None = None
 
 
 class IntLinear(nn.Module):
-    """A linear with integer weights that replaces `nn.Linear`.
+    """A linear with packed weights that replaces `nn.Linear`.
 
     Attributes:
-        weight, weight_scale, weight_zero, input_order: the weight, as `torchweave::int_linear` takes it.
+        weight, weight_scale, weight_zero, input_order, row_scale: the weight, as `torchweave::int_linear` takes it.
         bias: `[N]` or None.
         group: inputs that share a scale.
     """
@@ -64,6 +75,7 @@ class IntLinear(nn.Module):
     weight_scale: Tensor
     weight_zero: Tensor | None
     input_order: Tensor | None
+    row_scale: Tensor | None
 
     def __init__(self, packed: IntWeight, in_features: int, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -72,24 +84,34 @@ class IntLinear(nn.Module):
         self.register_buffer("weight_scale", packed.scale)
         self.register_buffer("weight_zero", packed.zero)
         self.register_buffer("input_order", packed.order)
+        self.register_buffer("row_scale", packed.row_scale)
         self.bias = bias
         self.group = packed.group
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., K]` -> `[..., N]` of x's dtype."""
         return torch.ops.torchweave.int_linear(
-            x, self.weight, self.weight_scale, self.weight_zero, self.input_order, self.bias, self.group
+            x,
+            self.weight,
+            self.weight_scale,
+            self.weight_zero,
+            self.input_order,
+            self.bias,
+            self.group,
+            self.row_scale,
         )
 
     def detached(self) -> IntLinear:
         """A copy with its own tensor objects, unaffected when a pass moves the model's tensors."""
         tensors = (self.weight, self.weight_scale, self.weight_zero, self.input_order)
         own = (None if each is None else each.detach() for each in tensors)
-        return IntLinear(IntWeight(*own, self.group), self.in_features, self.bias)  # type: ignore[arg-type]
+        rows = None if self.row_scale is None else self.row_scale.detach()
+        return IntLinear(IntWeight(*own, self.group, rows), self.in_features, self.bias)  # type: ignore[arg-type]
 
     def launch_samples(self, x: Tensor) -> None:
         """Launch the kernels of this linear, and of one that it is merged into, for x `[T, K]`."""
-        launch_samples(x, self.weight, self.weight_scale, self.weight_zero, self.input_order, self.bias, self.group)
+        weight = (self.weight, self.weight_scale, self.weight_zero, self.input_order)
+        launch_samples(x, *weight, self.bias, self.group, self.row_scale)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -101,14 +123,15 @@ def distinct_int_linears(model: nn.Module) -> list[IntLinear]:
     for module in model.modules():
         if isinstance(module, IntLinear):
             present = tuple(each is None for each in (module.weight_zero, module.input_order, module.bias))
-            kinds.setdefault(
-                (module.in_features, module.out_features, module.weight.dtype, module.group, *present), module
-            )
+            dtypes = (module.weight.dtype, module.weight_scale.dtype)
+            kinds.setdefault((module.in_features, module.out_features, *dtypes, module.group, *present), module)
     return list(kinds.values())
 
 
 def quantize_int_weight(weight: Tensor, scheme: IntScheme) -> IntWeight:
-    """Round weight `[N, K]` to the nearest of 2 ** bits equidistant numbers per group, without zero points."""
+    """Round weight `[N, K]` to the nearest of 2 ** bits equidistant numbers per group, without zero points, or to FP4."""
+    if scheme.code != "int":
+        return _quantize_fp4_weight(weight, scheme)
     group, width, middle = scheme.group_of(weight.shape[1]), weight.shape[1], 1 << (scheme.bits - 1)
     groups = nn.functional.pad(weight.float(), (0, -width % group)).unflatten(1, (-1, group))
     scale = (groups.abs().amax(2) / (middle - 0.5)).clamp(min=torch.finfo(torch.float16).tiny).to(weight.dtype)
@@ -116,12 +139,31 @@ def quantize_int_weight(weight: Tensor, scheme: IntScheme) -> IntWeight:
     return to_layout((q + middle).to(torch.uint8), scale, None, None, scheme)
 
 
-def to_layout(q: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, scheme: IntScheme) -> IntWeight:
-    """Pack unsigned integers q uint8 `[N, K]` for the kernels."""
+def _quantize_fp4_weight(weight: Tensor, scheme: IntScheme) -> IntWeight:
+    rows, width = weight.shape
+    padded, row_scale = nn.functional.pad(weight.float(), (0, -width % scheme.group)), None
+    if scheme.code == "mxfp4":
+        q, scale = quantize_mxfp4(padded)
+    else:
+        whole = fp4_scale_from_amax(padded.abs().amax())
+        q, scale = quantize_fp4(padded, whole)
+        row_scale = whole.expand(rows)
+    codes = torch.stack((q & 15, q >> 4), -1).flatten(1)[:, :width]
+    return to_layout(codes, scale, None, None, scheme, row_scale)
+
+
+def to_layout(
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    order: Tensor | None,
+    scheme: IntScheme,
+    row_scale: Tensor | None = None,
+) -> IntWeight:
+    """Pack unsigned integers, or e2m1 codes, q uint8 `[N, K]` for the kernels."""
     w = pack_int4(q) if scheme.bits == 4 else (q ^ 128).view(torch.int8)
-    return IntWeight(
-        w, scale.contiguous(), None if zero is None else zero.contiguous(), order, scheme.group_of(q.shape[1])
-    )
+    points, rows = (None if each is None else each.contiguous() for each in (zero, row_scale))
+    return IntWeight(w, scale.contiguous(), points, order, scheme.group_of(q.shape[1]), rows)
 
 
 class IntQuantizer(Quantizer):

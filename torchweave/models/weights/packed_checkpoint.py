@@ -1,6 +1,6 @@
 """Checkpoints with packed integer weights: which tensors make up a linear, and their conversion to the kernels' layout.
 
-These packings are read, each of 4 or 8 bits, with or without zero points, a scale per group of inputs or per row:
+These packings of integers are read, each of 4 or 8 bits, with or without zero points, a scale per group of inputs or per row:
 
 - compressed-tensors (llm-compressor) `pack-quantized`: `X.weight_packed` `[N, K / per]`, `X.weight_scale` `[N, G]`,
   `X.weight_zero_point` `[N / per, G]`, `X.weight_g_idx` `[K]`.
@@ -11,7 +11,13 @@ These packings are read, each of 4 or 8 bits, with or without zero points, a sca
 - AWQ (AutoAWQ) `gemm`, 4 bits: `X.qweight` `[K, N / per]`, `X.scales` `[G, N]`, `X.qzeros` `[G, N / per]`; an int32 holds outputs
   in the order of AWQ_ORDER.
 
-`per` integers share an int32, the first in its lowest bits. A weight is read part by part, restricted to this rank's outputs or
+`per` integers share an int32, the first in its lowest bits. These packings of e2m1 numbers, two in a byte, are read:
+
+- compressed-tensors `nvfp4-pack-quantized`: `X.weight_packed` `[N, K / 2]`, `X.weight_scale` e4m3 `[N, K / 16]`,
+  `X.weight_global_scale` float32 `[1]`, by which a scale is divided. `mxfp4-pack-quantized`: scales uint8 `[N, K / 32]`, exponents.
+- TensorRT Model Optimizer `NVFP4`: `X.weight` `[N, K / 2]`, `X.weight_scale`, and `X.weight_scale_2`, which is multiplied.
+
+Activations keep 16 bits, whatever the checkpoint declares. A weight is read part by part, restricted to this rank's outputs or
 inputs, and packed for the kernels on the device when its last part arrives.
 """
 
@@ -39,7 +45,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 PACKED_DTYPE = "packed integers"
 """`CheckpointTensor.dtype` of a weight that consists of parts."""
 _FLOATS = ("F16", "BF16", "F32")
-_ACTIVATION_PARTS = frozenset({"input_scale", "input_zero_point"})
+_SCALE_DTYPES = {"int": _FLOATS, "mxfp4": ("U8",), "nvfp4": ("F8_E4M3",)}
+_ACTIVATION_PARTS = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
 
 Axis = tuple[Literal["n", "k", "g"], int]
 """Meaning of a dimension (outputs, inputs, groups of inputs), and integers in an element."""
@@ -69,6 +76,8 @@ class PackedFormat:
         zero_offset: added to stored zero points.
         symmetric: zero points, if stored, are all the middle.
         nibble_order: output that each 4 bits of an int32 hold; None: in order.
+        whole_scale: leaf of one more scale of the whole weight; empty if there is none.
+        divided: scales are divided by it, not multiplied.
     """
 
     scheme: IntScheme
@@ -81,12 +90,22 @@ class PackedFormat:
     zero_offset: int = 0
     symmetric: bool = False
     nibble_order: tuple[int, ...] | None = None
+    whole_scale: str = ""
+    divided: bool = False
 
     @property
     def parts(self) -> dict[str, PartLayout]:
         """Parts by leaf, those that must exist first."""
         required = (self.q, self.scale) if self.zero is None else (self.q, self.scale, self.zero)
-        return {part.leaf: part for part in (*required, self.order)}
+        whole = (PartLayout(self.whole_scale, ()),) if self.whole_scale else ()
+        return {part.leaf: part for part in (*required, *whole, self.order)}
+
+    def dtypes(self, leaf: str) -> tuple[str, ...]:
+        """Dtypes that a part may have."""
+        if leaf in (self.scale.leaf, self.whole_scale):
+            return _SCALE_DTYPES[self.scheme.code] if leaf == self.scale.leaf else _FLOATS
+        integers = "I32" if self.scheme.code == "int" else "U8"
+        return ("I8",) if leaf == "weight" and self.scheme.code == "int" else (integers,)
 
 
 def compressed_tensors_format(bits: int, group: int, symmetric: bool) -> PackedFormat:
@@ -103,6 +122,22 @@ def int8_format(group: int) -> PackedFormat:
     return PackedFormat(
         IntScheme(8, group), "compressed-tensors", PartLayout("weight", (("n", 1), ("k", 1))),
         PartLayout("weight_scale", (("n", 1), ("g", 1))), None, PartLayout("weight_g_idx", (("k", 1),)), symmetric=True,
+    )  # fmt: skip
+
+
+def fp4_format(scheme: IntScheme) -> PackedFormat:
+    """compressed-tensors' MXFP4 or NVFP4."""
+    return PackedFormat(
+        scheme, "compressed-tensors", PartLayout("weight_packed", (("n", 1), ("k", 2))),
+        PartLayout("weight_scale", (("n", 1), ("g", 1))), None, PartLayout("weight_g_idx", (("k", 1),)), symmetric=True,
+        whole_scale="weight_global_scale" if scheme.code == "nvfp4" else "", divided=True,
+    )  # fmt: skip
+
+
+def modelopt_fp4_format(scheme: IntScheme) -> PackedFormat:
+    return PackedFormat(
+        scheme, "modelopt", PartLayout("weight", (("n", 1), ("k", 2))), PartLayout("weight_scale", (("n", 1), ("g", 1))),
+        None, PartLayout("weight_g_idx", (("k", 1),)), symmetric=True, whole_scale="weight_scale_2",
     )  # fmt: skip
 
 
@@ -124,11 +159,18 @@ def awq_format(group: int) -> PackedFormat:
 
 
 def unpack(raw: Tensor, dim: int, bits: int, nibble_order: tuple[int, ...] | None = None) -> Tensor:
-    """uint8 integers of an int32 tensor, whose dimension `dim` becomes 32 / bits times as long."""
-    per, mask = 32 // bits, (1 << bits) - 1
+    """uint8 integers of an int32 or uint8 tensor, whose dimension `dim` becomes as many times as long as it has integers."""
+    per, mask = raw.element_size() * 8 // bits, (1 << bits) - 1
     places = range(per) if nibble_order is None else [nibble_order.index(output) for output in range(per)]
     parts = [((raw >> (bits * place)) & mask).to(torch.uint8) for place in places]
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+
+
+def _are_scales(scale: Tensor) -> bool:
+    """Whether all are finite and at least 0; uint8: exponents, of which 255 is no number."""
+    if scale.dtype == torch.uint8:
+        return not bool((scale == 255).any())
+    return bool((torch.isfinite(scale.float()) & (scale.float() >= 0)).all())
 
 
 @dataclass
@@ -165,7 +207,7 @@ class PackedCheckpoint:
             owner, _, leaf = name.rpartition(".")
             if leaf in _ACTIVATION_PARTS:
                 del stored[name]
-            elif leaf in leaves and (leaf != "weight" or stored[name].dtype == "I8"):
+            elif leaf in leaves and (leaf != "weight" or stored[name].dtype in ("I8", "U8")):
                 result.weights.setdefault(f"{owner}.weight", PackedWeight({})).parts[leaf] = stored.pop(name)
         for name, weight in result.weights.items():
             result._check(name, weight, stored)
@@ -206,9 +248,9 @@ class PackedCheckpoint:
                     "to these weights."
                 )
             expected = layout.shape(weight.rows, weight.width, groups)
-            if part.shape != expected:
+            if part.shape != expected and not (layout.axes == () and part.shape == (1,)):
                 raise self._shape_error(part, str(list(expected)))
-            allowed = _FLOATS if layout is packed_format.scale else ("I8",) if leaf == "weight" else ("I32",)
+            allowed = packed_format.dtypes(leaf)
             if part.dtype not in allowed:
                 raise ValueError(
                     f"{part.file} has {part.name} as {part.dtype}, expected {' or '.join(allowed)}; check that config.json belongs "
@@ -290,7 +332,7 @@ class PackedReader:
         arrived = self._arrived.setdefault(target, {})
         for shard in self._shard_of(name):
             part = shard.extract(part)
-        arrived[self._leaves[name]] = part[:].to(device)
+        arrived[self._leaves[name]] = part[...].to(device)
         if len(arrived) < len(self._weights[target].parts):
             return None
         weight = self._pack(target, self._arrived.pop(target))
@@ -327,7 +369,8 @@ class PackedReader:
         shard, weight = self._shards.get(target), self._weights[target]
         rows, width = (weight.rows, weight.width) if shard is None else shard.shape
         scale = self._by_rows(packed_format.scale, arrived)
-        if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+        row_scale = self._row_scale(arrived, rows)
+        if not (_are_scales(scale) and (row_scale is None or _are_scales(row_scale))):
             raise ValueError(
                 f"This checkpoint has scales of {target} that are not all finite and at least 0; copy or download it again."
             )
@@ -341,7 +384,15 @@ class PackedReader:
         order = self._input_order(target, arrived.get(packed_format.order.leaf), weight.width, shard)
         if order is not None:
             q = q[:, order]
-        return to_layout(q, scale, zero, None if order is None else order.to(torch.int32), packed_format.scheme)
+        in_order = None if order is None else order.to(torch.int32)
+        return to_layout(q, scale, zero, in_order, packed_format.scheme, row_scale)
+
+    def _row_scale(self, arrived: Mapping[str, Tensor], rows: int) -> Tensor | None:
+        """float32 `[rows]` of the whole weight's scale; None if the format has none."""
+        if not self.format.whole_scale:
+            return None
+        whole = arrived[self.format.whole_scale].float().reshape(1)
+        return (1 / whole if self.format.divided else whole).expand(rows)
 
     def _by_rows(self, layout: PartLayout, arrived: Mapping[str, Tensor]) -> Tensor:
         """A part with its integers unpacked, outputs first."""

@@ -61,7 +61,7 @@ def scheme(name: str) -> QuantScheme:
         "fp8_per_block": "block",
     }
     if name not in kinds:
-        raise ValueError(f"quantization is {name!r}: expected {', '.join(kinds)}, int4, mxfp4.")
+        raise ValueError(f"quantization is {name!r}: expected {', '.join(kinds)}, int4, mxfp4, nvfp4.")
     return QuantScheme(kinds[name])
 
 

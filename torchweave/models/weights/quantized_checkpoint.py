@@ -22,14 +22,16 @@ from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.resolve import Source, read_json
-from torchweave.models.weights.int_linear import PER_CHANNEL, IntScheme
+from torchweave.models.weights.int_linear import MXFP4, NVFP4, PER_CHANNEL, IntScheme
 from torchweave.models.weights.mxfp4_experts import Mxfp4Scheme
 from torchweave.models.weights.packed_checkpoint import (
     PackedFormat,
     awq_format,
     compressed_tensors_format,
+    fp4_format,
     gptq_format,
     int8_format,
+    modelopt_fp4_format,
 )
 from torchweave.models.weights.quantize import QuantScheme, scheme
 from torchweave.models.weights.read import CheckpointTensor, loadable_tensors
@@ -80,6 +82,7 @@ def checkpoint_format(source: Source) -> QuantScheme | Mxfp4Scheme | PackedForma
         "awq": _awq,
         "gptq": _gptq,
         "mxfp4": _mxfp4,
+        "modelopt": _modelopt,
     }
     if method not in readers:
         raise _unsupported(f"by {method}")
@@ -137,11 +140,22 @@ def resolve_scheme(source: Source, requested: str | None) -> Scheme | None:
 def _parse_scheme(name: str) -> Scheme:
     if name == Mxfp4Scheme().name:
         return Mxfp4Scheme()
+    if name == NVFP4.name:
+        return NVFP4
     return IntScheme() if name in ("int4", IntScheme().name) else scheme(name)
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Mxfp4Scheme:
     return Mxfp4Scheme()
+
+
+def _modelopt(config: Mapping[str, Any]) -> QuantScheme | PackedFormat:
+    algorithm = config.get("quant_algo")
+    if algorithm == "FP8":
+        return QuantScheme("tensor", static=True)
+    if algorithm == "NVFP4":
+        return modelopt_fp4_format(NVFP4)
+    raise _unsupported(f"by modelopt with the algorithm {algorithm}")
 
 
 def _unsupported(what: str) -> UnsupportedModel:
@@ -244,6 +258,8 @@ def _parse_config_group(name: str, group: Any, stored_format: Any) -> QuantSchem
     strategy = weights.get("strategy")
     description = f"by compressed-tensors to {weights.get('type')}{weights.get('num_bits')} by {strategy}"
     stored_format = group.get("format") or stored_format
+    if (weights.get("type"), weights.get("num_bits")) == ("float", 4):
+        return _parse_fp4_group(weights, stored_format, description)
     if inputs is None or stored_format == "int-quantized":
         activations = _json_object(inputs, "input_activations")
         return _parse_integer_group(weights, activations, stored_format, description)
@@ -263,6 +279,15 @@ def _parse_config_group(name: str, group: Any, stored_format: Any) -> QuantSchem
             strategy
         )  # with a scale over all tokens of a step, one request would change another's results
     raise _unsupported(activations)
+
+
+def _parse_fp4_group(weights: Mapping[str, Any], stored_format: Any, description: str) -> PackedFormat:
+    """Packing of a config group with e2m1 weights; activations keep 16 bits, whatever it declares of them."""
+    for fp4_scheme, strategy in ((NVFP4, "tensor_group"), (MXFP4, "group")):
+        settings = (f"{fp4_scheme.code}-pack-quantized", strategy, fp4_scheme.group)
+        if (stored_format, weights.get("strategy"), weights.get("group_size")) == settings:
+            return fp4_format(fp4_scheme)
+    raise _unsupported(f"{description} in groups of {weights.get('group_size')} in the format {stored_format}")
 
 
 def _parse_integer_group(

@@ -1,4 +1,4 @@
-"""Merge linears with integer weights that read the same tensor, such as q/k/v or gate/up, into one.
+"""Merge linears with weights in 4 or 8 bits that read the same tensor, such as q/k/v or gate/up, into one.
 
 Before                                        After
     q = int_linear(x, Wq, Sq, Zq, order)          y = int_linear(x, W, S, Z, order)     W = [Wq; Wk], S = [Sq; Sk]
@@ -46,16 +46,18 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
     by_kind: dict[tuple[Any, ...], list[StackableCall]] = {}
     calls = list(calls_of(graph, _LINEAR))
     orders: dict[fx.Node, list[fx.Node]] = {}  # by input: layers must not share constants, or their pieces would differ
-    for node, (x, w, scale, zero, order, bias, group) in calls:
+    for node, (x, w, scale, zero, order, bias, group, *rest) in calls:
         if sum(other[0] is x for _, other in calls) < 2:
             continue
-        stacked = tuple(each for each in (w, scale, zero, bias) if each is not None)
+        row_scale = rest[0] if rest else None
+        stacked = tuple(each for each in (w, scale, zero, bias, row_scale) if each is not None)
         if any(graph.constant(each) is None for each in (*stacked, *(() if order is None else (order,)))):
             near_misses.append(NearMiss(node.name, "its weight, scale or bias is computed, not a parameter"))
             continue
         same_order = None if order is None else _equal_constant(graph, order, orders.setdefault(x, []))
-        kind = (x, value(w).dtype, value(scale).dtype, zero is None, same_order, bias is None, group)
-        arguments = _arguments(x, zero is not None, same_order, bias is not None, group)
+        optional = (zero is not None, bias is not None, row_scale is not None)
+        kind = (x, value(w).dtype, value(scale).dtype, same_order, group, *optional)
+        arguments = _arguments(x, same_order, group, optional)
         by_kind.setdefault(kind, []).append(StackableCall(node, x, stacked, arguments))
     kinds = list(by_kind)
     for kind in kinds:
@@ -77,11 +79,14 @@ def _equal_constant(graph: CapturedGraph, node: fx.Node, known: list[fx.Node]) -
 
 
 def _arguments(
-    x: fx.Node, has_zero: bool, order: fx.Node | None, has_bias: bool, group: int
+    x: fx.Node, order: fx.Node | None, group: int, optional: tuple[bool, bool, bool]
 ) -> Callable[..., tuple[Any, ...]]:
+    """Arguments of the merged call; optional: whether there are zero points, a bias and a scale for each row."""
+
     def arguments(constants: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
         w, scale, *rest = constants
-        zero = rest[0] if has_zero else None
-        return (read(x), w, scale, zero, None if order is None else read(order), rest[-1] if has_bias else None, group)
+        present = iter(rest)
+        zero, bias, row_scale = (next(present) if there else None for there in optional)
+        return (read(x), w, scale, zero, None if order is None else read(order), bias, group, row_scale)
 
     return arguments
