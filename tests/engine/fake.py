@@ -20,10 +20,21 @@ from torchweave.engine.sampling.beam_search import BeamSearch, Continuations, nu
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
+from torchweave.engine.scheduler.speculation import AdaptiveDrafts
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
 from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
 from torchweave.ops.slot_state import SlotState, StepInputs, advance, prepare, prepare_decode_inputs
-from torchweave.ops.speculation import DraftBuffers, DraftOptions, accept, prepare_drafts
+from torchweave.ops.speculation import (
+    DraftBuffers,
+    DraftOptions,
+    DraftRows,
+    accept,
+    catch_up,
+    feed_draft,
+    note_computed,
+    prepare_drafts,
+    settle,
+)
 
 VOCAB = 97
 
@@ -108,11 +119,14 @@ class FakeRunner:
         width = -(-limits.max_model_len // block_size)
         history_len = limits.max_model_len if limits.query_len > 1 else 0
         self.state = SlotState(limits.max_batch_size, width, num_tables=len(windows), history_len=history_len)
-        options = DraftOptions(limits.query_len - 1)
+        options = DraftOptions(limits.query_len - 1, from_model=limits.drafts_by_model)
         self.drafts = DraftBuffers(limits.max_batch_size, options, torch.device("cpu")) if history_len else None
         self.acceptance = 0.7
         self.rng = np.random.default_rng(0)
         self.cache = np.full(num_blocks * block_size, -1)
+        self.draft_cache = self.cache.copy() if limits.drafts_by_model else None  # tokens that a draft model has read
+        self.checks_draft_cache = False
+        self.num_caught_up = 0
         cpu = torch.device("cpu")
         self.buffers = StepBuffers(limits.max_batch_size, limits.max_num_tokens, cpu, len(windows))
         self.launched = 0
@@ -146,6 +160,9 @@ class FakeRunner:
             assert not set(sources.tolist()) & set(targets.tolist()) and len(set(targets.tolist())) == len(targets)
             blocks = self.cache.reshape(-1, self.block_size)
             blocks[targets] = blocks[sources]
+            if self.draft_cache is not None:
+                blocks = self.draft_cache.reshape(-1, self.block_size)
+                blocks[targets] = blocks[sources]
         rows, tokens, buffers = step.num_rows, step.num_tokens, self.buffers
         inputs = buffers.inputs(rows, tokens)
         if step.query_len > 1:
@@ -155,6 +172,9 @@ class FakeRunner:
             packed = buffers.views(rows, tokens)
             slots, emit = packed.slots, packed.emit
             prepare(self.state, slots, packed.query_start, packed.ids, packed.positions, inputs, self.block_size)
+            if self.draft_cache is not None:
+                note_computed(self.state, slots, packed.query_start, inputs.positions)
+                self.draft_cache[inputs.slot_mapping.numpy()] = inputs.ids.numpy()
         else:
             slots, emit = self.state.slots[:rows], buffers.emit_all[:rows]
             prepare_decode_inputs(self.state, slots, inputs, self.block_size)
@@ -173,8 +193,11 @@ class FakeRunner:
         assert self.drafts is not None
         state, slots = self.state, self.state.slots[: step.num_rows]
         assert np.array_equal(slots.numpy(), step.slots), "the device's batch is not the host's"
-        rows = self.drafts.rows(step.num_rows)
-        self._propose(slots.numpy(), rows.drafts.numpy().reshape(step.num_rows, -1), rows.num_drafts.numpy())
+        rows = self.drafts.rows(step.num_rows, step.query_len)
+        if self.draft_cache is not None:
+            self._propose_by_model(step, slots, rows)
+        else:
+            self._propose(slots.numpy(), rows.drafts.numpy().reshape(step.num_rows, -1), rows.num_drafts.numpy())
         prepare_drafts(state, slots, self.drafts, rows, inputs, self.block_size)
         total = int(rows.query_start[-1])
         mapping = inputs.slot_mapping.numpy()[..., :total]
@@ -199,13 +222,58 @@ class FakeRunner:
         arrays = self.state.host_arrays
         for row, slot in enumerate(slots):
             position = int(arrays["position"][slot])
-            num_drafts[row] = self.rng.integers(0, drafts.shape[1] + 1)
-            num_drafts[row] = max(min(num_drafts[row], arrays["draft_limit"][slot] - position), 0)
+            if self.draft_cache is None:
+                num_drafts[row] = self.rng.integers(0, drafts.shape[1] + 1)
+                num_drafts[row] = max(min(num_drafts[row], arrays["draft_limit"][slot] - position), 0)
             text = arrays["history"][slot, : position + 1].tolist()
             for place in range(num_drafts[row]):
                 token = next_token(visible_tokens(text, self.windows))
                 drafts[row, place] = token if self.rng.random() < self.acceptance else self.rng.integers(VOCAB)
                 text.append(int(drafts[row, place]))
+
+    def _propose_by_model(self, step: Step, slots: Tensor, rows: DraftRows) -> None:
+        """The same by a draft model, which reads tokens through its cache."""
+        assert self.drafts is not None
+        if step.catch_up:
+            self._catch_up(slots, rows, step.catch_up)
+            settle(self.state, slots, rows)
+            self.num_caught_up += 1
+        self._catch_up(slots, rows, step.query_len)
+        arrays, num_drafts = self.state.host_arrays, rows.num_drafts.numpy()
+        room = arrays["draft_limit"][step.slots] - arrays["position"][step.slots]
+        assert np.array_equal(num_drafts, np.clip(room, 0, step.query_len - 1)), "a draft model lacks tokens"
+        drafts = np.zeros((step.num_rows, step.query_len - 1), np.int32)
+        self._propose(step.slots, drafts, num_drafts.copy())
+        rows.model_tokens.numpy()[...] = drafts.T
+        for place in range(1, step.query_len - 1):
+            inputs = self.buffers.inputs(step.num_rows, step.num_rows)
+            feed_draft(self.state, slots, rows, place, inputs, self.block_size)
+            self._feed_draft_model(inputs, step.num_rows)
+        if self.checks_draft_cache:
+            self._check_draft_cache(step.slots[num_drafts > 0])
+
+    def _catch_up(self, slots: Tensor, rows: DraftRows, most: int) -> None:
+        assert self.drafts is not None
+        buffers = StepBuffers(slots.numel(), slots.numel() * most, torch.device("cpu"), len(self.windows))
+        inputs = buffers.inputs(slots.numel(), slots.numel() * most)
+        catch_up(self.state, slots, self.drafts, rows, inputs, self.block_size)
+        self._feed_draft_model(inputs, int(rows.query_start[-1]))
+
+    def _feed_draft_model(self, inputs: StepInputs, num_tokens: int) -> None:
+        assert self.draft_cache is not None
+        mapping, ids = inputs.slot_mapping.numpy()[..., :num_tokens], inputs.ids.numpy()[:num_tokens]
+        placed = mapping >= 0
+        self.draft_cache[mapping[placed]] = np.broadcast_to(ids, mapping.shape)[placed]
+
+    def _check_draft_cache(self, slots: np.ndarray) -> None:
+        """The draft model has read each token of the slots at its position."""
+        assert self.draft_cache is not None
+        for slot in slots:
+            text = self.state.host_arrays["history"][slot, : self.state.host_arrays["position"][slot] + 1]
+            at = np.arange(len(text))
+            blocks = self.state.host_arrays["block_table"][slot, at // self.block_size]
+            found = self.draft_cache[blocks.astype(np.int64) * self.block_size + at % self.block_size]
+            assert np.array_equal(found, text), "the cache of the draft model has other tokens"
 
     def _numbers(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Hash of the tokens that each row attends to, read through the tables of all groups."""
@@ -287,6 +355,7 @@ def make(
     reuse: bool = True,
     copier: FakeBlockCopier | None = None,
     windows: Sequence[AttentionWindow] = (AttentionWindow(),),
+    adaptive_drafts: AdaptiveDrafts | None = None,
     **limits_too: Any,
 ) -> tuple[Scheduler, FakeRunner]:
     limits = Limits(max_batch_size, max_num_tokens, max_model_len, VOCAB, chunked, **limits_too)
@@ -297,5 +366,7 @@ def make(
         host = HostBlockPool(copier, max_batch_size)
     width, longest = -(-max_model_len // block_size), max(max_num_tokens, limits.decode_span) + LOOKAHEAD_TOKENS
     kv = BlockManager(num_blocks, block_size, max_batch_size, width, windows, longest, host)
-    scheduler = Scheduler(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse)
+    drafts = {"adaptive_drafts": adaptive_drafts}
+    scheduler = Scheduler(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse, **drafts)
+    runner.checks_draft_cache = limits.drafts_by_model and not reuse and windows == (AttentionWindow(),)
     return scheduler, runner

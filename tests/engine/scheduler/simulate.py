@@ -20,6 +20,7 @@ from tests.engine.fake import VOCAB, FakeBlockCopier, expected, expected_beams, 
 from torchweave.engine.kv_cache.block_manager import AttentionWindow
 from torchweave.engine.request import InferenceRequest, Response, SamplingParams
 from torchweave.engine.scheduler.policies import POLICIES
+from torchweave.engine.scheduler.speculation import AdaptiveDrafts, StepCosts
 from torchweave.engine.scheduler.step import Step
 
 MAX_AGE = 6000  # steps from arrival to answer, with at most `MOST_ACTIVE` requests of some hundred tokens each
@@ -33,6 +34,18 @@ class PendingRequest:
     request: InferenceRequest
     arrived_at: int
     tokens: list[int] = field(default_factory=list)
+
+
+class RandomDrafts(AdaptiveDrafts):
+    """A random number of drafts in each step, or none."""
+
+    def __init__(self, max_slots: int, query_len: int, rng: np.random.Generator) -> None:
+        super().__init__(max_slots, StepCosts(max_slots, range(2, query_len + 1)))
+        self._rng = rng
+
+    def choose(self, slots: np.ndarray, drafting: np.ndarray) -> int:
+        query_lens = self.costs.query_lens
+        return int(self._rng.choice(query_lens)) if self._rng.random() < 0.8 else 1
 
 
 class Simulation:
@@ -203,6 +216,9 @@ def random_options(policy: str, rng: np.random.Generator, drafts: bool = False) 
     if drafts:
         query_len = int(rng.integers(2, 7))
         options |= {"query_len": query_len, "max_drafting_rows": options["max_num_tokens"] // query_len}
+        options["drafts_by_model"] = bool(rng.random() < 0.5)
+        if rng.random() < 0.7:
+            options["adaptive_drafts"] = RandomDrafts(options["max_batch_size"], query_len, rng)
         if rng.random() < 0.4:
             options |= {"windows": (AttentionWindow(int(rng.integers(1, 20))), AttentionWindow()), "copier": None}
     return options
@@ -234,6 +250,7 @@ def run(
         oldest = max(counts["oldest"], simulation.oldest)
         counts += simulation.counts
         counts["paused"] += simulation.pauses.total()
+        counts["caught up"] += simulation.runner.num_caught_up
         counts["most pauses"] = max(counts["most pauses"], *simulation.pauses.values(), 0)
         counts["oldest"], number = oldest, number + 1
     return counts
