@@ -80,6 +80,7 @@ def test_live_reports_requests_and_steps():
     }  # fmt: skip
     assert found["blocks"] == {"total": 100, "used": 25, "tokens_per_block": 16, "hit_rate": 0.75}
     assert found["steps"] == {"count": 3, "p50_ms": 3.0, "p99_ms": 4.0}
+    assert found["speculation"] is None
     assert [len(found["history"][name]) for name in ("generated", "read", "step_p50_ms")] == [HISTORY_SECONDS] * 3
     assert found["history"]["generated"][-1] == 6 and found["history"]["read"][-1] == 60
     states = {each["id"]: each["state"] for each in found["recent"]}
@@ -91,6 +92,14 @@ def test_live_reports_requests_and_steps():
         "graphs": [{"step": "decode", "kind": "whole", "sizes": [1, 2]}, {"step": "mixed", "kind": "piecewise", "sizes": [64]}],
         "fallbacks": ["piece x"], "compiles_after_ready": 0,
     }  # fmt: skip
+
+
+def test_live_reports_accepted_drafts():
+    app, client, _ = watched(state="ready", explanation=EXPLANATION)
+    counts = {"num_drafts": 4, "num_draft_tokens": 12, "num_accepted_tokens": 6, "num_accepted_tokens_per_pos": [3, 2, 1]}
+    client._stats = STATS | {"spec_decode": counts}
+    wanted = {"drafts": 12, "accepted": 6, "tokens_per_row": 2.5, "by_position": [0.75, 0.5, 0.25]}
+    assert live(app)["speculation"] == wanted
 
 
 def test_live_reports_start_up_progress():

@@ -6,7 +6,8 @@ All data come from the engine client; the engine process is not queried.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -91,6 +92,7 @@ class Live:
                 "hit_rate": engine.hits / engine.queries if engine.queries else None,
             },
             "steps": {"count": counts.iterations, **_percentiles_ms(counts.iteration_seconds)},
+            "speculation": _speculation([each.stats.get("spec_decode", {}) for each in self._engines]),
             "first_token": _percentiles_ms(counts.first_token),
             "inter_token": _percentiles_ms(counts.inter_token),
             "tokens": {"read": counts.prompt_tokens, "generated": counts.generation_tokens},
@@ -165,6 +167,18 @@ def _replica_summary(engine: EngineClient, numbers: EngineSnapshot, now: float) 
         "usage": numbers.usage,
         "hit_rate": numbers.hits / numbers.queries if numbers.queries else None,
     }
+
+
+def _speculation(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Drafts of all engines and how many were accepted; None before the first draft and without speculation."""
+    rows, drafts, accepted = (
+        sum(each.get(f"num_{name}", 0) for each in counts) for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    if not rows:
+        return None
+    by_position = [each.get("num_accepted_tokens_per_pos", ()) for each in counts]
+    shares = [sum(place) / rows for place in zip_longest(*by_position, fillvalue=0)]
+    return {"drafts": drafts, "accepted": accepted, "tokens_per_row": 1 + accepted / rows, "by_position": shares}
 
 
 def _compiled(explanation: dict[str, Any]) -> dict[str, Any]:
