@@ -263,6 +263,7 @@ class ServerConfig:
     Attributes:
         host: address to listen on; `0.0.0.0` is every IPv4 address of this machine.
         port: TCP port; 0 picks a free port.
+        root_path: path under which a proxy serves this server (`/llm`); requests may come with it or without.
         served_model_name: model names that clients may use; responses carry the first. None: the name given at start.
         api_key: accepted keys (`Authorization: Bearer KEY`). Other users of the machine can read command lines: prefer
             api_key_file.
@@ -295,6 +296,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    root_path: str = ""
     served_model_name: tuple[str, ...] | None = None
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None

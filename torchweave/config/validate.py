@@ -204,6 +204,10 @@ def check_limits(settings: ServerConfig) -> None:
         value = getattr(settings, name)
         if value is not None and not value >= least:
             raise ValueError(f"{name}={value} must be at least {least}")
+    if settings.root_path and not re.fullmatch(r"(/[\w.~-]+)+", settings.root_path):
+        raise ValueError(
+            f"root_path={settings.root_path!r} is not a path: expected one such as /llm, without a slash behind it"
+        )
     for origin in settings.allowed_origins:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise ValueError(

@@ -23,6 +23,7 @@ from torchweave.serving.http.middleware import (
     HeadMethodMiddleware,
     HttpMetricsMiddleware,
     RequestIdMiddleware,
+    RootPathMiddleware,
     read_keys,
 )
 from torchweave.serving.http.openapi import install_openapi
@@ -72,6 +73,12 @@ def create_app(
     for router in routers:  # matched in this order
         app.include_router(router)
     install_openapi(app)
+    if (root_path := settings.root_path) and (
+        inside := [path for path in app.openapi()["paths"] if f"{path}/".startswith(f"{root_path}/")]
+    ):
+        raise ValueError(
+            f"root_path={root_path} is the beginning of {inside[0]}, a path of this server; use another one"
+        )
     # Newer versions of FastAPI do not copy the routes of included routers into `app.routes`.
     http = HttpRequestCounters(
         [route for owner in (app, *routers) for route in owner.routes if isinstance(route, Route)]
@@ -110,3 +117,5 @@ def _add_middleware(
         )
     # Outside the key check: counts rejected requests too.
     app.add_middleware(HttpMetricsMiddleware, counts=app.state.http)  # type: ignore[arg-type]
+    if settings.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=settings.root_path)  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ async def _encode_prompts(service: Service, body: CompletionRequest) -> list[lis
 
 def _id(body: Generation, request: Request) -> str:
     """Part of the response's id: the body's own, else that of the header `x-request-id`."""
-    return body.request_id or request.scope[REQUEST_ID]
+    return body.request_id or body.rid or request.scope[REQUEST_ID]
 
 
 def _is_text(prompt: Prompt) -> bool:

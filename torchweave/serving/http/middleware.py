@@ -75,6 +75,22 @@ class HttpMiddleware(ABC):
         """Handle a request."""
 
 
+class RootPathMiddleware(HttpMiddleware):
+    """Removes the prefix of a proxy that passes it on, and names it for the links of pages."""
+
+    def __init__(self, app: App, root_path: str) -> None:
+        super().__init__(app)
+        self._root_path = root_path
+
+    async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
+        root = self._root_path
+        scope = {**scope, "root_path": root}
+        if f"{scope['path']}/".startswith(f"{root}/"):
+            scope["path"] = scope["path"][len(root) :] or "/"
+            scope["raw_path"] = scope.get("raw_path", b"")[len(root) :] or b"/"
+        await self._app(scope, receive, send)
+
+
 class HttpMetricsMiddleware(HttpMiddleware):
     """Counts finished requests. Status 499 (from nginx): the client disconnected before the response."""
 

@@ -129,6 +129,11 @@ async def tokenize(body: AnyTokenizeRequest, request: Request) -> dict[str, Any]
     return {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}
 
 
+@router.get("/tokenizer_info", tags=["tokens"], summary="The tokenizer's configuration and chat template")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    return service_of(request).require_tokenizer().info()
+
+
 @router.post("/detokenize", tags=["tokens"], summary="Convert tokens to text")
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
     service = service_of(request)

@@ -24,6 +24,7 @@ class Delta:
     finish_reason: str | None
     logprobs: list[TokenLogprobs]
     stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
 
 
 class AnswerBuilder(CompletionBuilder):
@@ -36,12 +37,14 @@ class AnswerBuilder(CompletionBuilder):
         text, ids = self.new()
         self.reported = self.finished
         logprobs = self._logprobs[first : first + len(ids)]
-        return Delta(self.index, text, ids, self.finish_reason, logprobs, self.stop_reason)
+        return self._delta(text, ids, logprobs)
 
     def whole(self) -> Delta:
         """The whole answer."""
-        logprobs = self._logprobs[: len(self.token_ids)]
-        return Delta(self.index, self.text, self.token_ids, self.finish_reason, logprobs, self.stop_reason)
+        return self._delta(self.text, self.token_ids, self._logprobs[: len(self.token_ids)])
+
+    def _delta(self, text: str, ids: list[int], logprobs: list[TokenLogprobs]) -> Delta:
+        return Delta(self.index, text, ids, self.finish_reason, logprobs, self.stop_reason, self.matched_stop)
 
 
 class AnswerStream:
@@ -74,7 +77,7 @@ class AnswerStream:
 
     def submit(self, prompts: Sequence[Sequence[int]], stream: bool, priority: int, cache_salt: str) -> None:
         params = self.params
-        streamed = (stream or bool(params.stop_strings)) and not self._prompt_only
+        streamed = (stream or params.stops_in_text) and not self._prompt_only
         for prompt in prompts:
             ids = list(prompt)
             self.prompts.append(ids)

@@ -13,7 +13,7 @@ def chat_logprobs(tokenizer: AsyncTokenizer | None, entries: Sequence[TokenLogpr
     """Build `choices[].logprobs` of a chat completion."""
     content = []
     for entry in entries:
-        best = list(entry.top.items())[:num_top]
+        best = list(entry.top.items())[: None if num_top == -1 else num_top]
         content.append(
             {
                 **_token(tokenizer, entry.token_id, entry.logprob),

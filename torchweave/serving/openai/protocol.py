@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from torchweave.images import message_content
+from torchweave.tokenizer import content_text
 from torchweave.utils.suggest import did_you_mean
 
 
@@ -141,7 +142,7 @@ class Generation(Body):
     """Fields of both completions and chat completions.
 
     Accepted and ignored: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`, `prompt_cache_key`,
-    `prompt_cache_retention`, `spaces_between_special_tokens`.
+    `prompt_cache_retention`, `spaces_between_special_tokens`, `guided_decoding_backend`.
     """
 
     model: str | None = None
@@ -191,7 +192,14 @@ class Generation(Body):
     return_token_ids: bool = False
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     spaces_between_special_tokens: bool | None = None
-    regex: str | None = None  # SGLang's name of `guided_regex`
+    return_tokens_as_token_ids: bool = False
+    guided_decoding_backend: str | None = None
+    # SGLang's
+    regex: str | None = None
+    ebnf: str | None = None
+    stop_regex: Annotated[str | list[str] | None, BeforeValidator(_stop)] = None
+    no_stop_trim: bool | None = None
+    rid: Annotated[str | None, Field(pattern="^[!-~]{1,128}$")] = None
 
 
 class CompletionRequest(Generation):
@@ -269,6 +277,17 @@ class ChatRequest(ChatTemplate, Generation):
     best_of: Literal[1] | None = None
     add_special_tokens: Literal[False] = False  # the template writes them
     include_reasoning: bool = True
+    echo: bool = False
+    prediction: dict[str, Any] | None = None
+    chat_template_content_format: Literal["auto", "string", "openai"] | None = None
+    separate_reasoning: Literal[True] = True
+    stream_reasoning: Literal[True] = True
+
+    @property
+    def echoed(self) -> str:
+        """The text before the answer: that of a last message of the assistant, where `echo` is set."""
+        last = self.messages[-1]
+        return content_text(last.content) or "" if self.echo and last.role == "assistant" else ""
 
     @model_validator(mode="before")
     @classmethod

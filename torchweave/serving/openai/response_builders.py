@@ -90,6 +90,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         options = body.stream_options or StreamOptions()
         self._with_usage_event = options.include_usage
         self._with_token_ids = body.return_token_ids
+        self._shown = None if body.return_tokens_as_token_ids else self._tokenizer  # writes tokens of log-probabilities
         self._continuous_usage = options.include_usage and options.continuous_usage_stats
         self._started: set[int] = set()
         self._texts = TextEventCache()
@@ -195,16 +196,16 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
                 self._text_offsets[delta.index] = TextOffsets(
                     self._tokenizer, prompt_ids, len(before), self._skip_special
                 )
-            choice["logprobs"] = completion_logprobs(self._tokenizer, delta.logprobs, self._text_offsets[delta.index])
+            choice["logprobs"] = completion_logprobs(self._shown, delta.logprobs, self._text_offsets[delta.index])
         if self._logprobs and echo:
             text_offsets = TextOffsets(self._tokenizer, [], 0, not self._echoes_special)
             entries, first = self._answer_stream.prompt_logprobs(prompt), self._answer_stream.prompts[prompt][0]
-            of_prompt = completion_logprobs(self._tokenizer, entries, text_offsets, first)
+            of_prompt = completion_logprobs(self._shown, entries, text_offsets, first)
             choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in of_prompt.items()}
         if self._with_prompt_logprobs:
             choice["prompt_logprobs"] = self._prompt_logprobs(prompt)
         if delta.finish_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
+            choice |= {"stop_reason": delta.stop_reason, "matched_stop": delta.matched_stop}
         if self._with_token_ids:
             choice["token_ids"] = delta.token_ids
             if is_first:
@@ -234,6 +235,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     ) -> None:
         super().__init__(answer_stream, body, request_id, model)
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
+        self._echo = body.echoed
         self._format = answer_format
         self._calls_end = body.named_function is None  # answers with calls have the finish reason `tool_calls`
         self._parsers: dict[int, AnswerParser] = {}
@@ -256,6 +258,8 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
             if self._with_token_ids:
                 begun["prompt_token_ids"] = self._answer_stream.prompts[0]
             chunks.append(begun)
+            if self._echo:
+                chunks.append(self._chunk(_choice(delta.index, {"content": self._echo})))
         pieces = self._pieces(delta)
         logprobs = self._logprobs_of(delta)
         changes = [self._delta_of(piece) for piece in pieces]
@@ -270,7 +274,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
             if number == len(changes) - 1:
                 choice["finish_reason"] = self._finish_reason(delta)
                 if delta.finish_reason is not None:
-                    choice["stop_reason"] = delta.stop_reason
+                    choice |= {"stop_reason": delta.stop_reason, "matched_stop": delta.matched_stop}
             chunks.append(self._chunk(choice))
         return chunks
 
@@ -288,7 +292,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
             {"id": self._format.tools.new_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
             for name, arguments in whole.calls
         ]
-        text = whole.text
+        text = self._echo + whole.text
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if whole.reasoning:
             message |= _reasoning(whole.reasoning)
@@ -300,6 +304,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
             "logprobs": self._logprobs_of(answer),
             "finish_reason": self._finish_reason(answer),
             "stop_reason": answer.stop_reason,
+            "matched_stop": answer.matched_stop,
         }
         return choice | ({"token_ids": answer.token_ids} if self._with_token_ids else {})
 
@@ -321,7 +326,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None or not delta.logprobs:
             return None
-        return chat_logprobs(self._tokenizer, delta.logprobs, self._num_top)
+        return chat_logprobs(self._shown, delta.logprobs, self._num_top)
 
     def _finish_reason(self, delta: Delta) -> str | None:
         called = self._calls_end and delta.index in self._parsers and self._parsers[delta.index].has_calls

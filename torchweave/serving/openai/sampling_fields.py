@@ -10,7 +10,7 @@ from torchweave.serving.ipc.messages import GENERATION_DEFAULTS, ModelCard
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation
 
 _SAME_NAME_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_regex", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
     "prompt_logprobs", "beam_width", "length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens",
     "include_stop_str_in_output",
@@ -117,6 +117,8 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
         width = others.setdefault("beam_width", body.beam_width or body.n or 1)  # in vLLM, `n` is the beam width
         if width == 1:  # greedy
             others["temperature"] = 0.0
+    if body.no_stop_trim is not None and body.include_stop_str_in_output is None:
+        others["include_stop_str_in_output"] = body.no_stop_trim
     defaults = {name: getattr(model, name) for name in GENERATION_DEFAULTS}
     given = {name: getattr(body, name) for name in _SAME_NAME_FIELDS}
     fields = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
@@ -145,6 +147,8 @@ def _structured_outputs(body: Generation, with_response_format: bool) -> Structu
             constraints[f"guided_{name}"] = StructuredOutputs(**{name: value})
     if body.regex is not None:
         constraints["regex"] = StructuredOutputs(regex=body.regex)
+    if body.ebnf is not None:
+        constraints["ebnf"] = StructuredOutputs(grammar=body.ebnf)
     response_format = body.response_format if with_response_format else None
     if response_format is not None and response_format.type == "json_object":
         constraints["response_format"] = StructuredOutputs(json_object=True)
