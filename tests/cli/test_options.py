@@ -371,6 +371,72 @@ def test_yaml_accepts_tensorrt_llm_names(tmp_path: Path):
     assert parse_argv("--config", str(tmp_path / "x.yaml")) == EngineConfig("demo")
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--compilation-config", '{"compile_sizes": [1, 2], "cudagraph_capture_sizes": [1, 2, 4], "level": 3, '
+         '"dynamic_shapes_config": {"type": "unbacked"}, "compile_cache_save_format": "unpacked"}'],
+        ["-cc.compile_sizes=1,2", "-cc.cudagraph_capture_sizes=[1,2,4]", "-cc.dynamic_shapes_config.type=unbacked",
+         "-cc.compile_cache_save_format=unpacked"],
+        ["-O.level=3", "-O.compile_sizes", "1,2", "--compilation-config.cudagraph_capture_sizes=1,2,4",
+         "-O.dynamic_shapes_config.type", "unbacked", "--compilation_config.compile-cache-save-format", "unpacked"],
+    ],
+)  # fmt: skip
+def test_vllms_compilation_config_on_the_command_line(argv: list[str]):
+    config = engine_config(engine_parser("explain", "").parse_argv(["demo", *argv]))
+    assert config.torch_compile_config == TorchCompileConfig(
+        compile_sizes=(1, 2), capture_num_tokens=(1, 2, 4), dynamic_shapes="unbacked", compile_cache_format="unpacked"
+    )
+    assert config.cuda_graph_config.batch_sizes == (1, 2, 4) and config.model == "demo"
+
+
+@pytest.mark.parametrize("argv", [["-O.level=0"], ["-O0"], ["--enforce-eager"], ["-cc", "0"], ["--enforce_eager=true"]])
+def test_eager_execution_on_the_command_line(argv: list[str]):
+    config = engine_config(engine_parser("explain", "").parse_argv(["demo", *argv]))
+    assert not config.torch_compile_config.enable_fullgraph and config.cuda_graph_config.max_batch_size == -1
+    assert engine_config(engine_parser("explain", "").parse_argv(["demo", "--enforce-eager=false"])).num_ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["-O.level=2"], "levels 1 and 2"),
+        (["--compilation-config", "{"], "is not valid JSON"),
+        (["-cc.cudagraph_mode=SOME"], "it is one of NONE"),
+        (["--compilation-config", '{"levle": 3}'], "did you mean compilation_config.level?"),
+        (["-cc.levle=3"], "unknown option --torch_compile_config.levle"),
+    ],
+)
+def test_compilation_configs_without_an_equivalent_are_refused(argv: list[str], sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        engine_config(engine_parser("explain", "").parse_argv(["demo", *argv]))
+
+
+def test_tensorrt_llms_options_file(tmp_path: Path):
+    file = tmp_path / "extra.yml"
+    file.write_text(
+        "torch_compile_config:\n  capture_num_tokens: [1, 2, 4]\n  enable_userbuffers: false\n"
+        "cuda_graph_config:\n  enable_padding: true\n  max_batch_size: 8\n"
+        "kv_cache_config:\n  enable_block_reuse: false\n  tokens_per_block: 32\n"
+        "scheduler_config:\n  capacity_scheduler_policy: MAX_UTILIZATION\n"
+        "speculative_config:\n  decoding_type: NGram\n  max_draft_len: 4\n"
+        "enable_chunked_prefill: false\nmax_seq_len: 512\n"
+    )
+    base = tmp_path / "base.yml"
+    base.write_text("max_seq_len: 64\ncompilation_config:\n  mode: VLLM_COMPILE\n  cudagraph_mode: piecewise\n")
+    argv = ["demo", "--config", str(base), "--extra_llm_api_options", str(file), "--max_batch_size", "4"]
+    config = engine_config(engine_parser("explain", "").parse_argv(argv))
+    assert config.torch_compile_config == TorchCompileConfig(capture_num_tokens=(1, 2, 4), enable_userbuffers=False)
+    assert config.cuda_graph_config.max_batch_size == 8 and not config.cuda_graph_config.capture_mixed
+    assert not config.enable_prefix_caching and config.block_size == 32 and config.max_model_len == 512
+    assert config.capacity_scheduler_policy == "max_utilization" and not config.enable_chunked_context
+    assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("ngram", 4)
+    assert config.max_batch_size == 4
+    file.write_text("kv_cache_config:\n  free_gpu_memory_fraction: 0.8\n")
+    with pytest.raises(ValueError, match=r"unknown option kv_cache_config\.free_gpu_memory_fraction"):
+        engine_parser("explain", "").parse_argv(["demo", "--extra-llm-api-options", str(file)])
+
+
 def test_compile_cache_location_and_switch():
     assert parse_argv("--compile-cache-dir", "/x").torch_compile_config.compile_cache_dir == "/x"
     assert not parse_argv("--no-compile-cache").torch_compile_config.compile_cache

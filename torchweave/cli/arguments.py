@@ -15,19 +15,20 @@ from typing import Any, NoReturn, TypeVar
 
 from torchweave.cli.options import Option, build_config, convert, options_of, read_yaml, unknown_option
 from torchweave.config.options import EngineConfig
+from torchweave.config.peer_options import (
+    EAGER,
+    VLLM_FIELDS,
+    compilation_option,
+    compilation_options,
+    options_of_file,
+)
 from torchweave.config.validate import SPECULATION_NAMES, VLLM_NAMES
 
 Config = TypeVar("Config")
 
 # Settings of each level; the config file and the command line override them.
 OPTIMIZATION_LEVELS: dict[int, dict[str, Any]] = {
-    0: {
-        "torch_compile_config.enable_fullgraph": False,
-        "torch_compile_config.enable_inductor": False,
-        "torch_compile_config.enable_piecewise_cuda_graph": False,
-        "cuda_graph_config.max_batch_size": -1,
-        "cuda_graph_config.capture_mixed": False,
-    },
+    0: EAGER,
     1: {"cuda_graph_config.max_batch_size": -1, "cuda_graph_config.capture_mixed": False},
     2: {},
     3: {
@@ -48,10 +49,13 @@ ALIASES = {
     "dp": "data_parallel_size",
 }
 SHORT_PREFIX, LONG_PREFIX = "-cc.", "--torch_compile_config."
+# vLLM's names of its compilation config, and what the names of its fields begin with.
+_COMPILATION_CONFIG = ("-cc", "--compilation_config", "--compilation-config")
+_COMPILATION_PREFIXES = (SHORT_PREFIX, "-O.", "--compilation_config.", "--compilation-config.")
 ENGINE_GROUPS = {
     "model": (
-        "dtype", "quantization", "max_model_len", "device", "load_format", "trust_remote_code", "attention_backend", "seed",
-        "limit_mm_per_prompt.image",
+        "dtype", "quantization", "max_model_len", "device", "load_format", "trust_remote_code", "tokenizer", "revision",
+        "download_dir", "attention_backend", "max_logprobs", "seed", "limit_mm_per_prompt.image",
     ),
     "parallelism": (
         "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor", "rank_timeout",
@@ -185,13 +189,16 @@ class Parser(argparse.ArgumentParser):
                 raise ValueError(f"unknown option {name}; text that starts with a dash goes after `--`")
         if unknown:
             raise ValueError(f"unexpected argument {unknown[0]!r}")
-        args.from_file = self._read_file(args.config) if getattr(args, "config", None) else {}
+        args.from_file = {}
+        for path in getattr(args, "config", None) or ():
+            args.from_file |= self._read_file(path)
         return args
 
     def _read_file(self, path: str) -> dict[str, Any]:
         """Options of the command from a YAML file, by dotted name."""
         known = [*self.options, "model"]
-        values = {ALIASES.get(name.rsplit(".", 1)[-1], name): value for name, value in read_yaml(path, known).items()}
+        read = options_of_file(read_yaml(path, known))
+        values = {ALIASES.get(name.rsplit(".", 1)[-1], name): value for name, value in read.items()}
         for name in values:
             if name not in known:
                 raise ValueError(f"config file {path}: {unknown_option(name, known)}")
@@ -241,7 +248,10 @@ def add_engine_options(parser: Parser) -> None:
     for title, names in ENGINE_GROUPS.items():
         parser.add_config(EngineConfig, title, names, common=COMMON_ENGINE_OPTIONS, last=True)
     parser.general.add_argument(
-        "--config", metavar="FILE", help="read options from a YAML file; the command line overrides them"
+        "--config",
+        metavar="FILE",
+        action="append",
+        help="read options from a YAML file; the command line overrides them. TensorRT-LLM: --extra_llm_api_options",
     )
     parser.general.add_argument(
         "-O",
@@ -306,8 +316,13 @@ def normalize_argv(argv: Sequence[str], options: Mapping[str, Option]) -> list[s
         index += 1
         if argument == "--":
             return [*normalized, argument, *argv[index:]]
-        if argument.startswith(SHORT_PREFIX):
-            argument = LONG_PREFIX + argument[len(SHORT_PREFIX) :]
+        compilation = _compilation(argument, "".join(argv[index : index + 1]))
+        if compilation is not None:
+            normalized += compilation
+            index += "=" not in argument
+            continue
+        if argument.startswith(_COMPILATION_PREFIXES):
+            argument = LONG_PREFIX + argument.partition(".")[2]
         if not argument.startswith("--"):
             normalized.append(argument)
             continue
@@ -318,6 +333,10 @@ def normalize_argv(argv: Sequence[str], options: Mapping[str, Option]) -> list[s
             index += not equals
             continue
         name = _canonical_name(name.replace("-", "_"), options)
+        if name == "enforce_eager":
+            normalized += [] if value.lower() in ("false", "0") else ["-O0"]
+            continue
+        name = "config" if name == "extra_llm_api_options" else name
         if name in options and options[name].is_flag and not equals:
             following = argv[index].lower() if index < len(argv) else ""
             takes = following in ("true", "false")
@@ -328,6 +347,23 @@ def normalize_argv(argv: Sequence[str], options: Mapping[str, Option]) -> list[s
             name, equals, value = negated, "=", "false"
         normalized.append(f"--{name}{equals}{value}")
     return normalized
+
+
+def _compilation(argument: str, following: str) -> list[str] | None:
+    """The options of vLLM's `--compilation-config '{"NAME": VALUE}'`, `-cc.NAME=VALUE` and `-O.NAME=VALUE`; None for others.
+
+    Raises:
+        ValueError: a name or a value without an equivalent.
+    """
+    head, equals, value = argument.partition("=")
+    value = value if equals else following
+    if head in _COMPILATION_CONFIG:
+        options = compilation_options(value)
+    elif head.startswith(_COMPILATION_PREFIXES) and (name := head.partition(".")[2].replace("-", "_")) in VLLM_FIELDS:
+        options = compilation_option(name, value)
+    else:
+        return None
+    return [f"--{path}={each if isinstance(each, str) else json.dumps(each)}" for path, each in options.items()]
 
 
 def _section(name: str, value: str, options: Mapping[str, Option]) -> list[str] | None:
