@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import subprocess
 import sys
@@ -108,6 +109,62 @@ def test_call_with_unknown_inputs_is_rejected(given: Any) -> None:
     compiled = torchweave.compile(nn.Linear(8, 4), {"input": torch.zeros(3, 8)}, {"input": {0: "T"}}, FX)
     with pytest.raises(ValueError, match=r"^expected one tensor for each of input, not "):
         compiled(*given)
+
+
+class _Difference(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x - 2 * y
+
+
+def test_inputs_are_given_by_name_as_well() -> None:
+    x, y = torch.randn(2, 3, 4)
+    compiled = torchweave.compile(_Difference(), {"x": x, "y": y}, config=FX)
+    for result in (compiled(x, y), compiled(x, y=y), compiled(y=y, x=x)):
+        assert torch.equal(result, x - 2 * y)
+    for positional, named in (((), {"x": x}), ((x,), {"x": x}), ((x, y), {"y": y}), ((x,), {"z": y})):
+        with pytest.raises(ValueError, match=r"^expected each of x, y once, not "):
+            compiled(*positional, **named)
+
+
+def test_a_function_is_refused_by_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^module must be a torch\.nn\.Module, not relu; call a function in the forward"):
+        torchweave.compile(torch.relu, {"input": torch.zeros(3)})  # pyright: ignore[reportArgumentType]
+
+
+def _with_defaults(forward: Any) -> Any:
+    """As transformers' decorators do: settings of the module become keyword arguments of the call."""
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kwargs["scale"] = kwargs.get("scale", 3.0)
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+class _Decorated(nn.Module):
+    @_with_defaults
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+
+def test_a_decorator_may_write_into_its_keyword_arguments() -> None:
+    compiled = torchweave.compile(_Decorated(), {"x": torch.zeros(2, 3)}, {"x": {0: "T"}}, config=FX)
+    assert torch.equal(compiled(torch.ones(5, 3)), torch.full((5, 3), 3.0))
+
+
+@pytest.mark.parametrize("enable_inductor", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "shape", "dims"),
+    [(nn.Conv1d(4, 8, 3, padding=1), (2, 4, 16), {0: "B", 2: "T"}), (nn.Conv2d(3, 8, 3, 2), (2, 3, 9, 9), {0: "B"})],
+)
+def test_convolutions_of_any_batch_size(layer: nn.Module, shape: tuple[int, ...], dims: Any, enable_inductor: bool):
+    """torch asks for the batch size to select an algorithm, which changes no result."""
+    config = TorchCompileConfig(enable_inductor=enable_inductor, compile_cache=False)
+    compiled = torchweave.compile(layer, {"input": torch.randn(shape)}, {"input": dims}, config=config)
+    for batch in (1, 2, 16, 33):
+        x = torch.randn(batch, *shape[1:])
+        torch.testing.assert_close(compiled(x), layer(x))
 
 
 def test_autocast_is_as_it_was_when_the_module_was_compiled() -> None:

@@ -31,6 +31,8 @@ def compile(
 ) -> CompiledModule:
     """Compile a plain module: `compiled(*tensors)` returns the result of `module(*tensors)`, without gradients.
 
+    Tensors may be given by name as well: `compiled(x=tensor)`.
+
     Args:
         module: must not change afterwards, except for in-place writes to its weights.
         inputs: example tensors by forward's parameter names, in forward's order; values are not read.
@@ -47,6 +49,11 @@ def compile(
         TraceError: a ValueError; forward is not one graph for all sizes, or changes Python objects, with the line and the
         cause.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"module must be a torch.nn.Module, not {getattr(module, '__name__', type(module).__name__)}; call a function in the "
+            "forward of a module"
+        )
     _validate_inputs(inputs, dynamic or {})
     config, report = config or TorchCompileConfig(), report or Report(show=False)
     open_dump(config, report)
@@ -59,7 +66,7 @@ def compile(
 
 
 class CompiledModule:
-    """`compiled(*tensors)`, which runs boundary ops as they are; see `compile`."""
+    """`compiled(*tensors)` or `compiled(name=tensor)`, which runs boundary ops as they are; see `compile`."""
 
     def __init__(self, compiled_graph: CompiledGraph, device_type: str) -> None:
         self.compiled_graph = compiled_graph
@@ -71,7 +78,9 @@ class CompiledModule:
         warnings.warn("`.woven` is deprecated; use `.compiled_graph`", DeprecationWarning, stacklevel=2)
         return self.compiled_graph
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
+        if named:
+            inputs = self._in_order(inputs, named)
         if len(inputs) != len(self.compiled_graph.inputs) or not all(isinstance(each, Tensor) for each in inputs):
             given = ", ".join(type(each).__name__ for each in inputs) or "nothing"
             raise ValueError(f"expected one tensor for each of {', '.join(self.compiled_graph.inputs)}, not {given}")
@@ -81,6 +90,15 @@ class CompiledModule:
                 "which the module is called, or enter it in forward"
             )
         return self.compiled_graph(call_op, *inputs)
+
+    def _in_order(self, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """All inputs in forward's order. Raises ValueError for a name that is missing, unknown, or given by position as well."""
+        names = self.compiled_graph.inputs
+        missing = names[len(inputs) :]
+        if set(named) != set(missing):
+            given = [*names[: len(inputs)], *named]
+            raise ValueError(f"expected each of {', '.join(names)} once, not {', '.join(given)}")
+        return (*inputs, *(named[name] for name in missing))
 
 
 def _validate_inputs(inputs: Any, dynamic: Any) -> None:

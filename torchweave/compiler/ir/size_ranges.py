@@ -69,9 +69,18 @@ def max_size(graph: CapturedGraph, first: int = 0) -> int:
 
 
 def _guards(graph: CapturedGraph) -> list[tuple[Any, Any]]:
-    """The guards on sizes with their source locations."""
+    """The guards on sizes with their source locations, without those that choose the algorithm of a convolution: its result is
+    the same."""
     shape_env = graph.fake_mode.shape_env
-    return [(shape_env.replace(guard.expr), guard.sloc) for guard in shape_env.guards] if shape_env is not None else []
+    guards = [] if shape_env is None else shape_env.guards
+    return [(shape_env.replace(guard.expr), guard.sloc) for guard in guards if not _is_of_convolution(guard.sloc)]
+
+
+def _is_of_convolution(sloc: Any) -> bool:
+    """Whether torch's fake convolution made the guard, which asks for the batch size to select a backend."""
+    place = getattr(sloc, "framework_loc", None)
+    name, path = getattr(place, "name", ""), str(getattr(place, "filename", "")).replace("\\", "/")
+    return name == "conv" and path.endswith("/torch/_subclasses/fake_impls.py")
 
 
 def _is_branch(sloc: Any) -> bool:
