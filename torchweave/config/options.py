@@ -271,6 +271,10 @@ class ServerConfig:
         allowed_hosts: further host names (`chat.example.com`; `*`: all) in the `Host` header of requests to a server on a
             loopback address without a key; a web page could reach it under a name of its own.
         allowed_origins: origins (`https://chat.example.com`; `*`: all) whose web pages may send requests (CORS).
+        allowed_media_hosts: hosts (`images.example.com`: ports 80 and 443; `images.example.com:8080`) from which the server
+            fetches images at `http(s)` URLs in requests; never from private addresses, and no redirect is followed. None: images
+            come as data URLs only.
+        media_fetch_timeout: seconds to fetch all images of a request.
         chat_template: file with a Jinja chat template that replaces the model's own.
         tool_call_parser: format of the model's tool calls. auto: chosen from the chat template.
         reasoning_parser: format of the model's reasoning, which is returned apart from the answer. auto: chosen from the chat
@@ -278,7 +282,8 @@ class ServerConfig:
         trust_request_chat_template: render chat templates that requests bring. They are programs: a malicious one can take
             any time.
         response_store_mib: memory for stored responses of the Responses API, in MiB; the oldest are dropped. 0: store none.
-        max_body_bytes: largest request body in bytes; larger bodies get status 413.
+        max_body_bytes: largest request body in bytes; larger bodies get status 413. Also bounds the images that are fetched for a
+            request, together.
         max_request_tokens: most tokens per HTTP request, prompts and outputs together. None: the engine's capacity.
         max_request_sequences: most output sequences per HTTP request (prompts times `n`).
         max_waiting_requests: most requests queued beyond those in a step; further requests get status 429.
@@ -302,6 +307,8 @@ class ServerConfig:
     api_key_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_media_hosts: tuple[str, ...] = ()
+    media_fetch_timeout: float = 10.0
     chat_template: str | None = None
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"

@@ -24,6 +24,7 @@ _SERVER_MINIMUMS = {
     "response_store_mib": 0,
     "request_timeout": 0,
     "drain_timeout": 0,
+    "media_fetch_timeout": 0,
     "max_connections_per_address": 1,
     "engine_timeout": 0,
 }
@@ -198,7 +199,7 @@ def check_server(config: EngineConfig, settings: ServerConfig) -> None:
 
 
 def check_limits(settings: ServerConfig) -> None:
-    """Check that the server's limits admit requests, and its origins."""
+    """Check that the server's limits admit requests, and its origins and hosts."""
     check_types(settings)
     for name, least in _SERVER_MINIMUMS.items():
         value = getattr(settings, name)
@@ -213,6 +214,12 @@ def check_limits(settings: ServerConfig) -> None:
             raise ValueError(
                 f"allowed_origins={origin!r} is not an origin: expected `*`, or scheme, host and port as in "
                 "https://chat.example.com"
+            )
+    for host in settings.allowed_media_hosts:
+        if not re.fullmatch(r"[A-Za-z0-9.-]+(:\d+)?", host):
+            raise ValueError(
+                f"allowed_media_hosts={host!r} is not a host: expected a name, or a name and a port, as in "
+                "images.example.com:8080"
             )
 
 

@@ -17,6 +17,7 @@ from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
 from torchweave.serving.errors import ApiError
 from torchweave.serving.ipc.messages import ModelCard
+from torchweave.serving.media import MediaFetcher
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.responses.store import BackgroundResponses, ResponseStore
 from torchweave.serving.tokenization import AsyncTokenizer, prepare
@@ -29,6 +30,7 @@ class Service:
     """State of one server. Used from the event loop only.
 
     Attributes:
+        media: fetches images at addresses.
         tokenizer: None until the engine is ready, and for a model without a tokenizer.
         draining: new requests are refused; the server ends once the running ones have finished.
         startup_done: set when the start has succeeded or failed.
@@ -46,6 +48,7 @@ class Service:
         self.startup_error = ""
         template = settings.chat_template
         self._template = None if template is None else read_text_file("chat_template", template)
+        self.media = MediaFetcher(settings.allowed_media_hosts, settings.max_body_bytes, settings.media_fetch_timeout)
         self.created = int(time.time())
         self.response_store = ResponseStore(settings.response_store_mib << 20)
         self.background_responses = BackgroundResponses()

@@ -36,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 @pytest.fixture(scope="module")
 def llava(folder: Any) -> Iterator[ServerProcess]:
-    with serving("--served_model_name", "llava", "--limit_mm_per_prompt.image", "3", model=str(folder[0])) as running:
+    options = ("--served_model_name", "llava", "--limit_mm_per_prompt.image", "3", "--allowed_media_hosts", "127.0.0.1")
+    with serving(*options, model=str(folder[0])) as running:
         yield running
 
 
@@ -100,7 +101,10 @@ def test_the_responses_api_takes_input_images(llava: ServerProcess) -> None:
     assert streamed == chat(llava, [user(url_part(other))])[0] != first.output_text
     for part, why in (
         ({"type": "input_image", "file_id": "f"}, "image_url"),
-        ({"type": "input_image", "image_url": "https://a.example/a.png"}, "the server fetches no addresses"),
+        (
+            {"type": "input_image", "image_url": "https://a.example/a.png"},
+            "which this server does not fetch from",
+        ),
         ({"type": "input_image", "image_url": other[:322]}, "cannot be decoded"),
     ):
         parts: Any = [{"role": "user", "content": [part]}]
@@ -134,7 +138,7 @@ def test_anthropics_api_takes_image_blocks(llava: ServerProcess) -> None:
     assert made.content[0].type == "text" and made.content[0].text == expected
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == num_tokens
     for source, why in (
-        ({"type": "url", "url": "https://a.example/a.png"}, "the server fetches no addresses"),
+        ({"type": "url", "url": "https://a.example/a.png"}, "which this server does not fetch from"),
         ({"type": "base64", "media_type": "image/png", "data": "?"}, "not valid base64"),
         ({"type": "base64", "media_type": "image/png"}, "source of an image block is not supported"),
         ({"type": "file", "file_id": "f"}, "source of an image block is not supported"),
@@ -159,8 +163,10 @@ def test_a_prompt_with_images_is_not_truncated(llava: ServerProcess) -> None:
     [
         (
             [url_part("http://169.254.169.254/latest")],
-            "the server fetches no addresses",
+            "which this server does not fetch from",
         ),
+        ([url_part("http://127.0.0.1/a.png")], "has a private address"),
+        ([url_part("ftp://127.0.0.1/a.png")], "a server fetches from hosts of allowed_media_hosts only"),
         ([part(b"no image"), TEXT], "cannot be decoded"),
         ([part(image_model.encoded(image_model.picture(0))[:300])], "cannot be decoded"),
         ([PICTURE] * 4, "more than 3 images"),

@@ -139,7 +139,7 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
     """Encode a conversation as token ids.
 
     Raises:
-        ApiError: 400, template variables that are reserved or not supported by the template.
+        ApiError: 400, template variables that are reserved or not supported by the template, or see `MediaFetcher.resolve`.
         ValueError: the model has no template, the template rejects the messages, or they have too many characters.
     """
     variables = dict(body.chat_template_kwargs or {})
@@ -161,8 +161,9 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
                 400, "continue_final_message needs add_generation_prompt=false.", param="continue_final_message"
             )
         variables["continue_final_message"] = True
+    messages = [_message(each, template) for each in body.messages]
     return await service.require_tokenizer().chat(
-        [_message(each, template) for each in body.messages],
+        await service.media.resolve(messages, service.model.images.max_images),
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         max_prompt_tokens=None if isinstance(body, TokenizeChatRequest) else service.model.max_model_len,
         **variables,
