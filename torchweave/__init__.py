@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from torchweave.config.options import TorchCompileConfig as TorchCompileConfig
     from torchweave.engine.batch_manager import BatchManager as BatchManager
     from torchweave.engine.llm import LLM as LLM
-    from torchweave.engine.request import CompletionOutput as CompletionOutput
+    from torchweave.engine.outputs import BeamSearchParams as BeamSearchParams
+    from torchweave.engine.outputs import CompletionOutput as CompletionOutput
+    from torchweave.engine.outputs import Logprob as Logprob
+    from torchweave.engine.outputs import RequestOutput as RequestOutput
     from torchweave.engine.request import InferenceRequest as InferenceRequest
-    from torchweave.engine.request import RequestOutput as RequestOutput
     from torchweave.engine.request import SamplingParams as SamplingParams
     from torchweave.engine.request import StructuredOutputs as StructuredOutputs
     from torchweave.engine.startup.open import open_engine as open_engine
@@ -29,8 +31,10 @@ LAZY_EXPORTS = {
     "SamplingParams": "torchweave.engine.request",
     "StructuredOutputs": "torchweave.engine.request",
     "InferenceRequest": "torchweave.engine.request",
-    "CompletionOutput": "torchweave.engine.request",
-    "RequestOutput": "torchweave.engine.request",
+    "BeamSearchParams": "torchweave.engine.outputs",
+    "CompletionOutput": "torchweave.engine.outputs",
+    "Logprob": "torchweave.engine.outputs",
+    "RequestOutput": "torchweave.engine.outputs",
     "BatchManager": "torchweave.engine.batch_manager",
     "open_engine": "torchweave.engine.startup.open",
     "EngineConfig": "torchweave.config.options",
@@ -42,10 +46,12 @@ LAZY_EXPORTS = {
 __all__ = [
     "LLM",
     "BatchManager",
+    "BeamSearchParams",
     "CompletionOutput",
     "CudaGraphConfig",
     "EngineConfig",
     "InferenceRequest",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",

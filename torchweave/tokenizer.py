@@ -117,6 +117,7 @@ class Tokenizer:
         self.folder = folder
         self.trust_remote_code = trust_remote_code
         self._single_token_texts: dict[tuple[int, bool], str] = {}
+        self._texts_within: dict[int, str] = {}
 
     @classmethod
     def from_folder(cls, folder: Path | None, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -203,8 +204,12 @@ class Tokenizer:
 
         SentencePiece decoders drop a token's leading space at the start of a text, so the token is decoded twice in a row.
         """
-        alone, twice = self.text([token], False), self.decode([token, token], False)
-        return twice[len(alone) :] if twice.startswith(alone) and _REPLACEMENT not in twice else alone
+        text = self._texts_within.get(token)
+        if text is None:
+            alone, twice = self.text([token], False), self.decode([token, token], False)
+            text = twice[len(alone) :] if twice.startswith(alone) and _REPLACEMENT not in twice else alone
+            self._texts_within[token] = text
+        return text
 
     def chat(
         self,

@@ -18,7 +18,7 @@ from torchweave.cli.main import main
 from torchweave.cli.output import write_output
 from torchweave.compiler.explain.facts import schema
 from torchweave.distributed.worker_group import RankFailure
-from torchweave.engine.request import CompletionOutput
+from torchweave.engine.outputs import CompletionOutput
 from torchweave.models.resolve import resolve
 from torchweave.verify.hf_baseline import TransformersBaseline
 

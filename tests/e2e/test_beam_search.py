@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torchweave.models
 from torchweave import LLM, SamplingParams
-from torchweave.engine.request import RequestOutput
+from torchweave.engine.outputs import RequestOutput
 from torchweave.verify import zoo
 
 PLAIN = {"enable_inductor": False, "compile_cache": False}

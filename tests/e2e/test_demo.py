@@ -11,7 +11,7 @@ import torch
 
 import torchweave
 from torchweave import LLM, SamplingParams, TorchCompileConfig
-from torchweave.engine.request import CompletionOutput
+from torchweave.engine.outputs import CompletionOutput
 from torchweave.report import Report
 
 MODELS = Path(torchweave.__file__).parent / "models"

@@ -138,7 +138,7 @@ def test_without_a_tokenizer_there_are_only_tokens() -> None:
         ({"n": 10**9}, "n must be from 1 to 16384, but is 1000000000"),
         ({"stop": [""]}, "empty string"),
         ({"seed": -1}, "seed"),
-        ({"logprobs": 101}, "logprobs"),
+        ({"logprobs": -2}, "logprobs"),
         ({"logprobs": True}, "logprobs must be a whole number, but is True"),
         ({"temperature": True}, "temperature must be a number"),
         ({"ignore_eos": "no"}, "ignore_eos must be True or False"),

@@ -169,9 +169,10 @@ def test_parts_of_a_message_are_one_text(llm: LLM) -> None:
 
 def test_variables_of_the_template_are_given_by_vllms_name_too(llm: LLM) -> None:
     question, template = [{"role": "user", "content": "1"}], "{{ messages[0].content }}2+{{ more }}="
-    for given in ({"more": "30"}, {"chat_template_kwargs": {"more": "30"}}):
-        output = llm.chat(question, GREEDY, chat_template=template, **given)[0]
-        assert output.prompt_token_ids == llm.encode("12+30=")[1:]  # the template has no beginning of text
+    output = llm.chat(question, GREEDY, chat_template=template, chat_template_kwargs={"more": "30"})[0]
+    assert output.prompt_token_ids == llm.encode("12+30=")[1:]  # the template has no beginning of text
+    with pytest.raises(TypeError, match="unexpected keyword argument 'more'"):
+        llm.chat(question, GREEDY, chat_template=template, more="30")  # type: ignore[call-arg]
 
 
 def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:

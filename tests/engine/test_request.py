@@ -36,7 +36,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["a", ""]}, "non-empty strings"),
     ({"bad_words": [[]]}, "non-empty strings"),
     ({"bad_words": "word"}, "a list of non-empty strings"),
-    ({"prompt_logprobs": 101}, "between 0 and 100"),
+    ({"prompt_logprobs": -2}, "at least 0, -1 for the vocabulary"),
     ({"stop": ["a"] * 2000}, "holds 2000 strings; give at most 1024"),
     ({"stop": "a" * 20_000}, "holds 20000 characters in all; give at most 16384"),
     ({"bad_words": [[1]] * 30_000}, "holds 30000 words"),
@@ -60,7 +60,7 @@ STRUCTURED_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"choice": ["a", ""]}, "a list of non-empty strings"),
     ({"choice": "ab"}, "a list of non-empty strings"),
     ({"json": 3}, "a JSON schema"),
-    ({"grammar": ["start: A"]}, "a Lark grammar"),
+    ({"grammar": ["start: A"]}, "a grammar in Lark or EBNF"),
 ]
 
 

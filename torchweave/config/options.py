@@ -163,6 +163,9 @@ class EngineConfig:
             `fp8_per_block` (128 x 128), `int4` (weights only, a scale per 128 inputs), `nvfp4` (weights only) or `mxfp4` (weights
             of experts only, of linears in a model without experts). None: keep the checkpoint's format.
         trust_remote_code: run Python code that is part of the checkpoint.
+        tokenizer: folder or hub id of another tokenizer. None: the model's.
+        revision: branch, tag or commit of a model on the hub. None: its main branch.
+        download_dir: folder for models from the hub. None: Hugging Face's cache.
         max_model_len: longest request in tokens, prompt and output. None: the model's limit, lowered to the KV cache's
             capacity.
         max_batch_size: most requests per step. None: 512 on a GPU, 32 on a CPU. vLLM: `max_num_seqs`.
@@ -198,6 +201,7 @@ class EngineConfig:
             with one script; `ray`: a Ray cluster starts them on one machine or several.
         rank_timeout: seconds without a heartbeat after which a rank counts as hung and all ranks end.
         symmetric_memory: run small and medium all-reduces with Torchweave's kernels over peer GPU memory instead of NCCL.
+        max_logprobs: most likely tokens whose log-probabilities a request may ask for. -1: the vocabulary.
         seed: seed of requests that have none of their own. None: a random seed.
         limit_mm_per_prompt: inputs of a prompt beside its text.
         torch_compile_config: capture and compilation.
@@ -211,6 +215,9 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
     trust_remote_code: bool = False
+    tokenizer: str | None = None
+    revision: str | None = None
+    download_dir: str | None = None
     max_model_len: int | None = None
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
@@ -235,6 +242,7 @@ class EngineConfig:
     executor: Executor = "local"
     rank_timeout: float = 8.0
     symmetric_memory: bool = True
+    max_logprobs: int = 100
     seed: int | None = None
     limit_mm_per_prompt: MultiModalLimits = field(default_factory=MultiModalLimits)
     torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)

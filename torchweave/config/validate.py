@@ -125,6 +125,7 @@ _MINIMUMS = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "rank_timeout": 1,
+    "max_logprobs": -1,
     "seed": 0,
     "limit_mm_per_prompt.image": 0,
     "torch_compile_config.max_padding_ratio": 1,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from torchweave.engine.detokenizer import CompletionBuilder, Detokenizer
+from torchweave.engine.outputs import RequestMetrics
 from torchweave.engine.request import NO_TOKENS, InferenceRequest, Output, Response, Responses, SamplingParams, refusal
 from torchweave.images import EncodedPrompt
 from torchweave.tokenizer import Tokenizer
@@ -20,10 +23,16 @@ if TYPE_CHECKING:
     from torchweave.engine.batch_manager import BatchManager
 
 Inbox = queue.SimpleQueue[Sequence[Response]]
+Value = TypeVar("Value")
 
 
 class Client:
-    """The batch manager's callbacks, and `submit`, `stop` and `close` for other threads."""
+    """The batch manager's callbacks, and `submit`, `stop` and `close` for other threads.
+
+    Attributes:
+        metrics: times of the requests in flight, by id.
+        num_prompt_tokens, num_generated_tokens: of requests that have their first token; so far.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a finalizer may call `stop` anywhere
@@ -31,11 +40,25 @@ class Client:
         self._queue: OrderedDict[int, InferenceRequest] = OrderedDict()  # not yet fetched by the batch manager
         self._inboxes: dict[int, Inbox] = {}
         self._stops: set[int] = set()
+        self.metrics: dict[int, RequestMetrics] = {}
+        self._prompt_lengths: dict[int, int] = {}  # of requests without a token
+        self.num_prompt_tokens = self.num_generated_tokens = 0
+        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # for the batch manager's thread
         self._closed = False
         self._all_answered = threading.Condition(self._lock)
 
-    def submit(self, prompt: EncodedPrompt, params: SamplingParams, inbox: Inbox, streaming: bool) -> int:
+    def submit(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        inbox: Inbox,
+        streaming: bool,
+        metrics: RequestMetrics | None = None,
+    ) -> int:
         """Queue a request whose responses go to `inbox` and return its id; the caller then wakes the batch manager.
+
+        Args:
+            metrics: receives the request's times.
 
         Raises:
             RuntimeError: after `close`.
@@ -45,6 +68,8 @@ class Client:
                 raise RuntimeError("The engine was shut down; make a new one.")
             request = InferenceRequest(next(self._ids), prompt.token_ids, params, streaming, images=prompt.images)
             self._inboxes[request.id] = inbox
+            self.metrics[request.id] = metrics or RequestMetrics()
+            self._prompt_lengths[request.id] = len(request.input_ids)
             self._queue[request.id] = request
         return request.id
 
@@ -56,6 +81,12 @@ class Client:
                 self._stops.add(request_id)
         if pending is not None:  # never fetched by the batch manager
             self.send_responses(Responses([Response(request_id, Output(NO_TOKENS, "cancelled"), final=True)]))
+
+    def run_on_loop(self, work: Callable[[], Value]) -> Future[Value]:
+        """Queue `work` for the batch manager's thread, between two steps; the caller then wakes the batch manager."""
+        future: Future[Value] = Future()
+        self._work.append((work, future))
+        return future
 
     def close(self) -> None:
         """Refuse further requests."""
@@ -77,6 +108,12 @@ class Client:
     # -- the batch manager's callbacks ---------------------------------------------------------------------------------
 
     def get_requests(self, max_num: int) -> list[InferenceRequest]:
+        while self._work:
+            work, future = self._work.popleft()
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
         if not self._queue:
             return []
         with self._lock:
@@ -88,6 +125,7 @@ class Client:
     def send_responses(self, responses: Sequence[Response]) -> None:
         """Put responses into the inboxes of their requests, one message an inbox."""
         batch = responses if isinstance(responses, Responses) else Responses(responses)
+        self._count(batch)
         inboxes = {id(inbox): inbox for inbox in map(self._inboxes.get, batch.request_ids()) if inbox is not None}
         if len(inboxes) == 1:
             next(iter(inboxes.values())).put(batch)
@@ -101,10 +139,35 @@ class Client:
         if ended := [response.id for response in batch.others if response.final]:
             self._remove(ended)
 
+    def notify_state_changes(self, changes: Sequence[tuple[int, str]]) -> None:
+        """Take the times of requests that started or have their first token."""
+        now = time.monotonic()
+        for request_id, change in changes:
+            metrics = self.metrics.get(request_id)
+            if metrics is not None and change == "started":
+                metrics.scheduled_ts = metrics.scheduled_ts or now
+            elif metrics is not None and change == "answering":
+                metrics.first_token_ts = metrics.first_token_ts or now
+                self.num_prompt_tokens += self._prompt_lengths.pop(request_id, 0)
+
+    def _count(self, batch: Responses) -> None:
+        """Count tokens, and take the time of final responses."""
+        count = len(batch.ids)
+        for response in batch.others:
+            output = response.output
+            count += sum(len(answer.token_ids) for answer in output.beams or (output,))
+            metrics = self.metrics.get(response.id) if response.final else None
+            if metrics is not None:
+                metrics.last_token_ts = time.monotonic()
+        if count:  # only on the batch manager's thread: others send responses without tokens
+            self.num_generated_tokens += count
+
     def _remove(self, request_ids: Sequence[int]) -> None:
         with self._lock:
             for request_id in request_ids:
                 self._inboxes.pop(request_id, None)
+                self.metrics.pop(request_id, None)
+                self._prompt_lengths.pop(request_id, None)
                 self._stops.discard(request_id)
             if not self._inboxes:
                 self._all_answered.notify_all()
@@ -128,10 +191,14 @@ class RequestStream:
 
     Attributes:
         completions: by request id; several for a beam search.
+        metrics: times, by request id.
+        num_cached_tokens: prompt tokens found in the prefix cache, by id of the requests that have ended.
     """
 
     def __init__(self, client: Client, manager: BatchManager, tokenizer: Tokenizer | None) -> None:
         self.completions: dict[int, list[CompletionBuilder]] = {}
+        self.metrics: dict[int, RequestMetrics] = {}
+        self.num_cached_tokens: dict[int, int] = {}
         self._active_ids: set[int] = set()
         self._inbox: Inbox = queue.SimpleQueue()
         self._client = client
@@ -145,7 +212,10 @@ class RequestStream:
             RuntimeError: the engine was shut down.
         """
         ids = prompt.token_ids
-        completions = [CompletionBuilder(params, self._detokenizer(ids, params), index) for index in range(params.n)]
+        text = None if self._tokenizer is None or not params.detokenize else self._tokenizer.token_text
+        completions = [
+            CompletionBuilder(params, self._detokenizer(ids, params), index, text) for index in range(params.n)
+        ]
         if params.beam_width > 1:
             return [self._submit(prompt, params, streaming, completions)]
         request_ids = []
@@ -156,13 +226,15 @@ class RequestStream:
     def _submit(
         self, prompt: EncodedPrompt, params: SamplingParams, streaming: bool, completions: list[CompletionBuilder]
     ) -> int:
-        request_id = self._client.submit(prompt, params, self._inbox, streaming)
+        metrics = RequestMetrics()
+        request_id = self._client.submit(prompt, params, self._inbox, streaming, metrics)
         self._active_ids.add(request_id)
+        self.metrics[request_id] = metrics
         self.completions[request_id] = completions
         return request_id
 
     def _detokenizer(self, prompt: np.ndarray, params: SamplingParams) -> Detokenizer | None:
-        if self._tokenizer is None:
+        if self._tokenizer is None or not params.detokenize:
             return None
         return self._tokenizer.stream(prompt.tolist(), params.skip_special_tokens)
 
@@ -190,6 +262,8 @@ class RequestStream:
                     raise RuntimeError(response.error) from self._manager.failure
                 output = response.output
                 completions = self.completions[response.id]
+                if response.final:
+                    self.num_cached_tokens[response.id] = output.num_cached_tokens
                 completions[0].prompt_logprobs += output.prompt_logprobs
                 for completion, new_output in zip(completions, output.beams or (output,), strict=False):
                     if completion.add(new_output.token_ids.tolist(), new_output.finish_reason, new_output.logprobs):

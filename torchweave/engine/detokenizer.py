@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from torchweave.engine.request import CompletionOutput, FinishReason, SamplingParams, TokenLogprobs
+from torchweave.engine.outputs import CompletionOutput, Logprob, Logprobs
+from torchweave.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from torchweave.engine.stop_regex import RegexMatcher
 
 
 class Detokenizer(Protocol):
@@ -108,21 +110,31 @@ class CompletionBuilder:
         params: of its request; stop strings end the completion.
         detokenizer: None if the model has no tokenizer; the text is then empty.
         index: of the `n` completions.
+        token_text: text of a token, for log-probabilities; None: they have none.
 
     Attributes:
         prompt_logprobs: of the prompt's tokens except the first, in the completion that carries them.
-        stop_reason: the stop string or the token of `stop_token_ids` that ended the completion.
+        stop_reason: the stop string, the pattern of `stop_regex` or the token of `stop_token_ids` that ended the completion.
+        matched_stop: the same, or the model's end token.
     """
 
-    def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None, index: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        detokenizer: Detokenizer | None,
+        index: int,
+        token_text: Callable[[int], str] | None = None,
+    ) -> None:
         self.index = index
         self.text = ""
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        self.matched_stop: str | int | None = None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._params = params
         self._detokenizer = detokenizer
+        self._token_text = token_text
         self._logprobs: list[TokenLogprobs] = []
         self._num_chars_taken = 0  # returned by `take_delta`
         self._num_tokens_taken = 0  # returned by `take_delta`
@@ -131,6 +143,7 @@ class CompletionBuilder:
         self._holdback = max((len(text) for text in self._stops), default=1) - 1
         self._matcher = _stop_matcher(self._stops) if self._stops else None
         self._match_state = 0
+        self._regexes = [RegexMatcher(pattern) for pattern in params.stop_regexes]
 
     @property
     def finished(self) -> bool:
@@ -151,14 +164,16 @@ class CompletionBuilder:
         if reason is not None and self._detokenizer is not None:
             self._append_and_match(self._detokenizer.finish())
         self.finish_reason = self.finish_reason or ("stop" if reason == "complete" else reason)
-        if reason == "stop" and self.stop_reason is None and ids and ids[-1] in (self._params.stop_token_ids or ()):
-            self.stop_reason = ids[-1]
+        if reason == "stop" and self.stop_reason is None and ids:
+            self.matched_stop = ids[-1]
+            if ids[-1] in (self._params.stop_token_ids or ()):
+                self.stop_reason = ids[-1]
         return False
 
     def _append_text(self, ids: list[int]) -> bool:
         """Add the text of `ids`, one by one if there are stop strings, so that the tokens end with the text."""
         assert self._detokenizer is not None
-        if not self._stops:
+        if not self._params.stops_in_text:
             self.text += self._detokenizer.feed(ids)
             return False
         num_before_min = self._params.min_tokens - len(self.token_ids)
@@ -169,18 +184,28 @@ class CompletionBuilder:
         return False
 
     def _append_and_match(self, text: str, may_stop: bool = True) -> bool:
-        """Add text; if a stop string ends in it, end the text before that or (`include_stop_str_in_output`) after it."""
+        """Add text; if a stop string ends in it, end the text before that or (`include_stop_str_in_output`) after it.
+
+        A match of `stop_regex` ends the text after itself.
+        """
         begin = len(self.text)
         self.text += text
-        if self._matcher is None:
+        match = None
+        if self._matcher is not None:
+            self._match_state, match = self._matcher.find(text, self._match_state)
+        if match is not None and may_stop:
+            self.stop_reason = self.text[begin + match[0] : begin + match[1]]
+            self._end_text(begin + match[self._params.include_stop_str_in_output])
+            return True
+        ends = [(end, each.pattern) for each in self._regexes if (end := each.find(text)) is not None]
+        if not ends or not may_stop:
             return False
-        self._match_state, match = self._matcher.find(text, self._match_state)
-        if match is None or not may_stop:
-            return False
-        self.stop_reason = self.text[begin + match[0] : begin + match[1]]
-        self.text = self.text[: begin + match[self._params.include_stop_str_in_output]]
-        self.finish_reason = "stop"
+        end, self.stop_reason = min(ends)
+        self._end_text(begin + end)
         return True
+
+    def _end_text(self, end: int) -> None:
+        self.text, self.matched_stop, self.finish_reason = self.text[:end], self.stop_reason, "stop"
 
     def new(self) -> tuple[str, list[int]]:
         """Text and tokens since the last call, without text that may begin a stop string."""
@@ -205,13 +230,25 @@ class CompletionBuilder:
         output.stop_reason = self.stop_reason
         if self._params.logprobs is not None:
             new = self._logprobs[first : first + len(output.token_ids)]
-            output.logprobs = [{**entry.top, entry.token_id: entry.logprob} for entry in new]
+            output.logprobs = [self._by_token(entry) for entry in new]
             self._sum = sum((entry.logprob for entry in new), self._sum if first else 0.0)
             output.cumulative_logprob = self._sum
         return output
 
-    def prompt_logprob_dicts(self) -> list[dict[int, float] | None] | None:
+    def prompt_logprob_dicts(self) -> list[Logprobs | None] | None:
         """Log-probabilities of each token of the prompt, None for the first; None if not requested."""
         if self._params.prompt_logprobs is None:
             return None
-        return [None, *({**entry.top, entry.token_id: entry.logprob} for entry in self.prompt_logprobs)]
+        return [None, *map(self._by_token, self.prompt_logprobs)]
+
+    def _by_token(self, entry: TokenLogprobs) -> Logprobs:
+        text = self._token_text or _no_text
+        found = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+        for rank, (token, logprob) in enumerate(entry.top.items(), 1):
+            if token not in found:
+                found[token] = Logprob(logprob, rank, text(token))
+        return found
+
+
+def _no_text(_: int) -> None:
+    return None

@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig
-from torchweave.config.validate import config_from
+from torchweave.config.peer_options import engine_config
 from torchweave.engine.client import Client, RequestStream
 from torchweave.engine.detokenizer import encode_bad_words
-from torchweave.engine.request import CompletionOutput, InferenceRequest, RequestOutput, SamplingParams
+from torchweave.engine.outputs import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    BeamSearchSequence,
+    CompletionOutput,
+    Counter,
+    Gauge,
+    Metric,
+    RequestOutput,
+)
+from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.images import EncodedPrompt, ImageProcessor, has_images
@@ -36,6 +46,8 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | EncodedPrompt | Mapping[str, Any]
 """A text, token ids, or vLLM's `{"prompt": ..., "multi_modal_data": {"image": ...}}`."""
 Messages = Sequence[dict[str, Any]]
+Value = TypeVar("Value")
+_METRICS_PREFIX = "torchweave_"
 _POLL_SECONDS = 1.0  # between checks that the engine is alive while it drains
 
 
@@ -45,14 +57,21 @@ class LLM:
     Args:
         model: a folder in Hugging Face's layout, a hub id, or a built-in name (`demo`).
         report: receives every decision; None creates one.
-        options: fields of `EngineConfig`; nested configs may be dicts.
+        disable_log_stats: return outputs without `metrics`.
+        options: fields of `EngineConfig`, or vLLM's names of them (`enforce_eager`, `compilation_config`); nested configs may be
+            dicts.
 
     Raises:
         ValueError: the model or an option is not supported; the message says why and what to do.
     """
 
-    def __init__(self, model: str, *, report: Report | None = None, **options: Any) -> None:
-        self._open(config_from(EngineConfig, {"model": model, **options}), report, None)
+    _with_metrics = True
+
+    def __init__(
+        self, model: str, *, report: Report | None = None, disable_log_stats: bool = False, **options: Any
+    ) -> None:
+        self._with_metrics = not disable_log_stats
+        self._open(engine_config({"model": model, **options}), report, None)
 
     @classmethod
     def from_config(
@@ -95,6 +114,7 @@ class LLM:
             self._client.get_requests,
             poll_stop=self._client.poll_stop,
             send_responses=self._client.send_responses,
+            notify_state_changes=self._client.notify_state_changes,
             run_ahead=self.plan.run_ahead,
             idle_seconds=None,
             seed=config.seed,
@@ -132,7 +152,7 @@ class LLM:
         self._validate(ids, params)
         with self._open_stream() as stream:
             request_ids = [
-                stream.submit(*each, streaming=bool(each[1].stop_strings)) for each in zip(ids, params, strict=True)
+                stream.submit(*each, streaming=each[1].stops_in_text) for each in zip(ids, params, strict=True)
             ]
             stream.wake_engine()
             num_requests = len(stream.completions)
@@ -141,24 +161,39 @@ class LLM:
                     if final:
                         advance()
         return [
-            RequestOutput(
-                request_id=of_prompt[0],
-                prompt=_text_of(text),
-                prompt_token_ids=prompt.token_ids.tolist(),
-                outputs=[completion.result() for each in of_prompt for completion in stream.completions[each]],
-                prompt_logprobs=stream.completions[of_prompt[0]][0].prompt_logprob_dicts(),
-            )
+            self._request_output(stream, _text_of(text), prompt, of_prompt)
             for text, prompt, of_prompt in zip(texts, ids, request_ids, strict=True)
         ]
+
+    def _request_output(
+        self, stream: RequestStream, text: str | None, prompt: EncodedPrompt, request_ids: Sequence[int]
+    ) -> RequestOutput:
+        """The output of a prompt whose requests have ended."""
+        first = request_ids[0]
+        outputs = [completion.result() for each in request_ids for completion in stream.completions[each]]
+        metrics = stream.metrics[first]
+        metrics.num_generation_tokens = sum(len(output.token_ids) for output in outputs)
+        return RequestOutput(
+            request_id=str(first),
+            prompt=text,
+            prompt_token_ids=prompt.token_ids.tolist(),
+            outputs=outputs,
+            prompt_logprobs=stream.completions[first][0].prompt_logprob_dicts(),
+            num_cached_tokens=stream.num_cached_tokens.get(first, 0),
+            metrics=metrics if self._with_metrics else None,
+        )
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **variables: Any,
     ) -> list[RequestOutput]:
         """Generate replies to conversations, lists of `{"role": ..., "content": ...}`, with the model's chat template.
 
@@ -166,13 +201,58 @@ class LLM:
         OpenAI's `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
 
         Args:
-            chat_template_kwargs: variables of the template (`{"enable_thinking": False}`); also accepted as keyword arguments.
+            chat_template: Jinja source that replaces the model's template.
+            add_generation_prompt: end the prompt with the beginning of a reply.
+            continue_final_message: continue the last message; needs `add_generation_prompt=False`.
+            tools: functions that the model may call, `{"type": "function", "function": {...}}`, for the template.
+            chat_template_kwargs: variables of the template (`{"enable_thinking": False}`).
         """
-        variables = {**(chat_template_kwargs or {}), **variables}
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("A message is continued or a new one begins; set add_generation_prompt=False to continue.")
+        variables: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        variables |= {"continue_final_message": True} if continue_final_message else {}
+        variables |= {} if chat_template is None else {"chat_template": chat_template}
+        variables |= {"tools": list(tools)} if tools else {}
+        variables |= chat_template_kwargs or {}
         first = messages[0] if isinstance(messages, Sequence) and messages else None
         conversations = messages if isinstance(first, (list, tuple)) else [messages]
         prompts = [self.encode_chat(conversation, **variables) for conversation in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences of each prompt, found as transformers finds them.
+
+        Raises:
+            ValueError: see `generate`; a temperature other than 0.
+        """
+        if params.temperature:
+            raise ValueError("A beam search does not sample; leave temperature out or set it to 0.")
+        sampling = SamplingParams(
+            temperature=0.0,
+            n=params.beam_width,
+            beam_width=params.beam_width,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            length_penalty=params.length_penalty,
+            logprobs=0,
+        )
+        outputs = self.generate(prompts, sampling)
+        keep_end = params.include_stop_str_in_output
+        return [
+            BeamSearchOutput([self._beam(output, answer, keep_end) for answer in output.outputs]) for output in outputs
+        ]
+
+    def _beam(self, output: RequestOutput, answer: CompletionOutput, keep_end: bool) -> BeamSearchSequence:
+        ended = answer.finish_reason == "stop"
+        tokens = output.prompt_token_ids + (answer.token_ids[:-1] if ended and not keep_end else answer.token_ids)
+        return BeamSearchSequence(
+            tokens=tokens,
+            logprobs=answer.logprobs or [],
+            cum_logprob=answer.cumulative_logprob or 0.0,
+            text=None if self.tokenizer is None else self.tokenizer.decode(tokens),
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.token_ids[-1] if ended else None,
+        )
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -214,6 +294,67 @@ class LLM:
             repetition_penalty=1.0 if defaults.repetition_penalty is None else defaults.repetition_penalty,
             max_tokens=256,
         )
+
+    get_default_sampling_params = default_sampling_params  # vLLM's name
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters and gauges of the engine, under the names of the server's `/metrics`.
+
+        Raises:
+            RuntimeError: the engine failed or was shut down.
+        """
+        return self._on_loop(self._read_metrics)
+
+    def _read_metrics(self) -> list[Metric]:
+        scheduler, client = self.engine.scheduler, self._client
+        kv, paused = scheduler.kv, scheduler.num_paused
+        gauges = {
+            "num_requests_running": scheduler.num_active - scheduler.num_waiting,
+            "num_requests_waiting": max(scheduler.num_waiting - paused, 0),
+            "num_requests_paused": paused,
+            "kv_cache_usage_perc": kv.num_used / kv.num_blocks,
+            "kv_cache_blocks": kv.num_blocks,
+        }
+        counters = {
+            "prefix_cache_queries": (kv.reused_total + kv.missed_total) * kv.block_size,
+            "prefix_cache_hits": kv.reused_total * kv.block_size,
+            "prompt_tokens": client.num_prompt_tokens,
+            "generation_tokens": client.num_generated_tokens,
+            "num_preemptions": scheduler.paused_total,
+        }
+        if scheduler.limits.query_len > 1:
+            counts = scheduler.speculation.as_dict()
+            counters |= {f"spec_decode_{name}": value for name, value in counts.items() if isinstance(value, int)}
+        return [
+            *(Gauge(_METRICS_PREFIX + name, value) for name, value in gauges.items()),
+            *(Counter(_METRICS_PREFIX + name, value) for name, value in counters.items()),
+        ]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV cache of earlier requests; returns False, and changes nothing, while requests run.
+
+        Raises:
+            RuntimeError: the engine failed or was shut down.
+        """
+        return self._on_loop(self._reset_idle_cache)
+
+    def _reset_idle_cache(self) -> bool:
+        scheduler = self.engine.scheduler
+        if scheduler.num_active or scheduler.kv.num_used:
+            return False
+        scheduler.kv.reset()
+        return True
+
+    def _on_loop(self, work: Callable[[], Value]) -> Value:
+        """The result of `work` on the batch manager's thread, which alone uses the scheduler."""
+        future = self._client.run_on_loop(work)
+        self.manager.wake()
+        while True:
+            try:
+                return future.result(_POLL_SECONDS)
+            except TimeoutError:
+                if not self.manager.alive:
+                    raise RuntimeError(f"The engine has ended: {self.manager.failure or 'it was shut down'}") from None
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer from transformers.

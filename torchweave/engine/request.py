@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
+from torchweave.engine.stop_regex import RegexMatcher
 from torchweave.images import ImageInput
 
 FinishReason = Literal["stop", "length", "complete", "cancelled", "error"]
@@ -30,7 +31,7 @@ class StructuredOutputs:
         json: JSON schema, as a dict or a string.
         regex: regular expression that the whole answer matches.
         choice: allowed answers.
-        grammar: Lark grammar with the rule `start`.
+        grammar: Lark grammar with the rule `start`, or EBNF (`root ::= ...`) with the rule `root`.
         json_object: any JSON object.
         disable_any_whitespace: JSON without optional white space.
 
@@ -70,7 +71,7 @@ _FIELD_DESCRIPTIONS = {
     "json": "a JSON schema (a dict or a string)",
     "regex": "a regular expression (a string)",
     "choice": "a list of non-empty strings",
-    "grammar": "a Lark grammar (a string)",
+    "grammar": "a grammar in Lark or EBNF (a string)",
     "json_object": "true or false",
 }
 
@@ -85,7 +86,7 @@ _FLOAT_FIELDS = (
     "repetition_penalty",
     "length_penalty",
 )
-_BOOL_FIELDS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_BOOL_FIELDS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
 _OPTIONAL_FIELDS = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
 _FIELD_TYPES = tuple(
     (name, {*plain, type(None)} if name in _OPTIONAL_FIELDS else {*plain}, types, expected)
@@ -104,9 +105,11 @@ _MAX_N = 16384
 """Each answer is a request of its own; vLLM's bound."""
 _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS, _MAX_BAD_WORDS = 1024, 16384, 2048
 """Limits of stop strings and bad words, which each token of an answer is compared with."""
+_MAX_STOP_REGEXES, _MAX_REGEX_CHARACTERS = 8, 2048
 _MAX_SHOWN = 400  # characters of a value in an error
 _N_RANGE = f"from 1 to {_MAX_N}"  # formatted once, not per request
 _TEMPERATURE_RANGE = f"0 (greedy) or a positive number up to {_MAX_FLOAT:g}"
+_LOGPROBS_RANGE = "at least 0, -1 for the vocabulary, or None"
 _PENALTY_RANGE = f"between {1 / _MAX_FLOAT:g} and {_MAX_FLOAT:g}, 1 for none"
 
 
@@ -124,9 +127,11 @@ class SamplingParams:
         max_tokens: most tokens to generate. None: up to the engine's `max_model_len`.
         min_tokens: tokens to generate before stop tokens and stop strings take effect.
         stop: strings that end the output; its text ends before the string.
+        stop_regex: regular expressions that end the output, which keeps what they match; SGLang's.
         stop_token_ids: tokens that end the output, besides the model's end tokens.
         ignore_eos: continue after the model's end tokens.
-        logprobs: number of most likely tokens whose log-probabilities are returned with each sampled token.
+        logprobs: number of most likely tokens whose log-probabilities are returned with each sampled token, up to the engine's
+            `max_logprobs`; -1: the vocabulary.
         skip_special_tokens: omit special tokens from the text.
         presence_penalty: subtracted from the logit of each token already in the output.
         frequency_penalty: subtracted from a token's logit once per occurrence in the output.
@@ -136,6 +141,7 @@ class SamplingParams:
         bad_words: texts or sequences of token ids that the output must not contain.
         prompt_logprobs: like `logprobs`, for each prompt token but the first.
         include_stop_str_in_output: end the text after the stop string, or after the stop token's text.
+        detokenize: return texts. Off: token ids alone, without stop strings.
         structured_outputs: required format of the output. None: free text.
         beam_width: number of beams; above 1, return the `n` best sequences of a beam search instead of sampling.
         length_penalty: beam search: exponent of the length that divides a sequence's score.
@@ -155,6 +161,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | tuple[str, ...] | list[str] | None = None
+    stop_regex: str | tuple[str, ...] | list[str] | None = None
     stop_token_ids: tuple[int, ...] | list[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -167,6 +174,7 @@ class SamplingParams:
     bad_words: list[str | list[int]] | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
+    detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
     beam_width: int = 1
     length_penalty: float = 1.0
@@ -183,7 +191,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "between 0 and 100, or None"),
+            ("logprobs", self.logprobs is None or self.logprobs >= -1, _LOGPROBS_RANGE),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "between 0 and 2**64 - 1, or None"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
@@ -197,11 +205,7 @@ class SamplingParams:
             ("logit_bias", _is_bias(self.logit_bias), "token ids with numbers between -100 and 100"),
             ("allowed_token_ids", _are_tokens(self.allowed_token_ids), "a list of at least one token id, or None"),
             ("bad_words", _are_words(self.bad_words), "a list of non-empty strings or token id lists"),
-            (
-                "prompt_logprobs",
-                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100,
-                "between 0 and 100, or None",
-            ),
+            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= -1, _LOGPROBS_RANGE),
             ("beam_width", self.beam_width >= 1, "at least 1"),
             ("length_penalty", -5 <= self.length_penalty <= 5, "between -5 and 5"),
             ("early_stopping", self.early_stopping in (True, False, "never"), 'True, False or "never"'),
@@ -219,12 +223,24 @@ class SamplingParams:
             )
         if not all(self.stop_strings):
             raise ValueError("stop holds an empty string; leave it out or give the string that ends the answer.")
+        if self.stop_regex is not None:
+            _check_stop_regex(self.stop_regex)
+        if self.stops_in_text and not self.detokenize:
+            raise ValueError("stop strings are looked for in the text; set detokenize=True, or give stop_token_ids.")
         if self.beam_width > 1 and (why := _beam_search_error(self)):
             raise ValueError(why)
 
     def clone(self) -> SamplingParams:
         """A copy, under vLLM's name."""
         return deepcopy(self)
+
+    def num_logprobs(self, vocab_size: int) -> int:
+        """Most likely tokens reported with each sampled token; -1: no log-probabilities."""
+        return _count(self.logprobs, vocab_size)
+
+    def num_prompt_logprobs(self, vocab_size: int) -> int:
+        """The same for tokens of the prompt."""
+        return _count(self.prompt_logprobs, vocab_size)
 
     def each(self) -> list[SamplingParams]:
         """Parameters of each of the `n` answers: consecutive seeds, and prompt log-probabilities only for the first."""
@@ -241,6 +257,21 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def stop_regexes(self) -> tuple[str, ...]:
+        if self.stop_regex is None:
+            return ()
+        return (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex)
+
+    @property
+    def stops_in_text(self) -> bool:
+        """Whether each token's text must be looked at."""
+        return bool(self.stop_strings) or self.stop_regex is not None
+
+
+def _count(logprobs: int | None, vocab_size: int) -> int:
+    return -1 if logprobs is None else vocab_size if logprobs == -1 else min(logprobs, vocab_size)
 
 
 def _check_types(params: SamplingParams) -> None:
@@ -270,6 +301,18 @@ def _check_lengths(params: SamplingParams) -> None:
         )
 
 
+def _check_stop_regex(given: object) -> None:
+    patterns = (given,) if isinstance(given, str) else given
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(each, str) for each in patterns):
+        raise ValueError(f"stop_regex must be a string, a list of strings, or None, but is {_shortened(repr(given))}.")
+    if len(patterns) > _MAX_STOP_REGEXES or sum(map(len, patterns)) > _MAX_REGEX_CHARACTERS:
+        raise ValueError(
+            f"stop_regex must hold at most {_MAX_STOP_REGEXES} expressions with {_MAX_REGEX_CHARACTERS} characters in all."
+        )
+    for pattern in patterns:
+        RegexMatcher(pattern)
+
+
 def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
@@ -294,8 +337,10 @@ def _beam_search_error(params: SamplingParams) -> str:
             f"A beam search with beam_width={params.beam_width} has at most {params.beam_width} answers, but n is {params.n}; "
             "raise beam_width or lower n."
         )
-    if params.stop_strings:
+    if params.stops_in_text:
         return "A beam search does not support stop strings; give stop_token_ids, or leave stop or beam_width out."
+    if params.logprobs == -1:
+        return "logprobs=-1 is not supported in a beam search; give a number, or leave logprobs or beam_width out."
     for name, meaningless in _SAMPLING_DEFAULTS.items():
         if getattr(params, name) not in meaningless:
             return f"A beam search does not sample, so {name} has no effect with beam_width; leave one of them out."
@@ -400,35 +445,6 @@ class Output(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     beams: tuple[BeamOutput, ...] = ()
     num_cached_tokens: int = 0
-
-
-@dataclass
-class CompletionOutput:
-    """One answer, with vLLM's names. In a stream, `text`, `token_ids` and `logprobs` are those since the last output."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    logprobs: list[dict[int, float]] | None = None
-    cumulative_logprob: float | None = None
-    stop_reason: str | int | None = None
-
-
-@dataclass
-class RequestOutput:
-    """A prompt and its answers, with vLLM's names.
-
-    Attributes:
-        prompt_logprobs: one entry per prompt token, None for the first; None if not requested.
-    """
-
-    request_id: int
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = True
-    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 class Response(NamedTuple):

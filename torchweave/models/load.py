@@ -27,7 +27,7 @@ from torchweave.models.multimodal.image_step import make_step
 from torchweave.models.multimodal.support import attention_at_load, image_rejection, image_text_class, takes_images
 from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
 from torchweave.models.position_hooks import POSITIONS_AFTER_PADDING
-from torchweave.models.resolve import Source, read_json, resolve
+from torchweave.models.resolve import Source, read_json, resolve, resolve_tokenizer
 from torchweave.models.weights import read as weights
 from torchweave.models.weights.quantized_checkpoint import (
     checkpoint_kv_cache_dtype,
@@ -113,6 +113,8 @@ def load(
     process_groups: ProcessGroups | None = None,
     expert_parallel: bool = False,
     images: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
 ) -> LoadedModel:
     """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
 
@@ -126,6 +128,7 @@ def load(
         process_groups: the ranks that share the model; this rank loads its part. None: a single rank.
         expert_parallel: distribute whole experts over the ranks instead of sharding each.
         images: load an image-text model with its vision tower, if it is served with images; else its text decoder.
+        revision, download_dir: see `resolve`.
 
     Raises:
         ValueError: the model does not exist, is damaged or unsupported.
@@ -134,7 +137,7 @@ def load(
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format is {load_format!r}: expected auto or dummy.")
     device, process_groups = torch.device(device), process_groups or ProcessGroups.single_rank()
-    source = resolve(name_or_path, trust_remote_code)
+    source = resolve(name_or_path, trust_remote_code, revision, download_dir)
     if source.folder is None and load_format != "dummy":
         raise ValueError(f"{source.name!r} is a shape without weights: use it with load_format=dummy.")
     no_images = _why_no_images(source, trust_remote_code, quantization, process_groups, images)
@@ -176,6 +179,27 @@ def load(
     return replace(loaded, no_images=no_images)
 
 
+def with_tokenizer(
+    loaded: LoadedModel, name: str, trust_remote_code: bool = False, download_dir: str | None = None
+) -> LoadedModel:
+    """The model with another tokenizer, a folder, a hub id or a built-in model's, and its end token.
+
+    Raises:
+        ValueError: there is no tokenizer, or it has more tokens than the model.
+    """
+    folder = resolve_tokenizer(name, trust_remote_code, download_dir)
+    tokenizer = Tokenizer.from_folder(folder, trust_remote_code)
+    if tokenizer is None:
+        raise ValueError(f"tokenizer={name!r} has no tokenizer.json or other tokenizer files; give another folder.")
+    if len(tokenizer) > loaded.module.vocab_size:
+        raise ValueError(
+            f"tokenizer={name!r} has {len(tokenizer)} tokens, but the model has {loaded.module.vocab_size}; give one made for it."
+        )
+    end = read_eos_token_id(folder)
+    ends = tuple(dict.fromkeys((*loaded.generation.eos_token_ids, *(() if end is None else (end,)))))
+    return replace(loaded, tokenizer=tokenizer, generation=replace(loaded.generation, eos_token_ids=ends))
+
+
 def _check_ranks(model: PreTrainedModel, layers: ModelLayers, process_groups: ProcessGroups) -> None:
     """Reject layers that several ranks do not support."""
     if layers.recurrent and process_groups.pipeline_parallel_size > 1:
@@ -191,14 +215,18 @@ def _check_ranks(model: PreTrainedModel, layers: ModelLayers, process_groups: Pr
 
 
 def model_facts(
-    name_or_path: str | Path | Mapping[str, Any], trust_remote_code: bool = False, images: bool = False
+    name_or_path: str | Path | Mapping[str, Any],
+    trust_remote_code: bool = False,
+    images: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
 ) -> ModelFacts:
-    """Properties of a model that the plan depends on, from its config; images as in `load`.
+    """Properties of a model that the plan depends on, from its config; arguments as in `load`.
 
     Raises:
         ValueError: the model does not exist or its config is invalid or unsupported.
     """
-    source = resolve(name_or_path, trust_remote_code)
+    source = resolve(name_or_path, trust_remote_code, revision, download_dir)
     config = read_config(source, trust_remote_code, images)
     check_config(config)
     stored, quant_scheme = _stored_dtype(config), checkpoint_scheme(source)

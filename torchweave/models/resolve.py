@@ -272,8 +272,17 @@ class Source:
     config: dict[str, Any] | None = None
 
 
-def resolve(name: str | Path | Mapping[str, Any], trust_remote_code: bool = False) -> Source:
+def resolve(
+    name: str | Path | Mapping[str, Any],
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> Source:
     """Find a model by name.
+
+    Args:
+        revision: branch, tag or commit of a hub model; None: its main branch.
+        download_dir: folder for a hub model; None: Hugging Face's cache.
 
     Raises:
         ValueError: the model exists neither locally nor on the hub, or the hub is unreachable.
@@ -281,6 +290,36 @@ def resolve(name: str | Path | Mapping[str, Any], trust_remote_code: bool = Fals
     if isinstance(name, Mapping):
         return Source(str(name.get("model_type", "config")), None, dict(name))
     text = str(name)
+    source = _local_source(name, text)
+    if source is not None and revision is not None:
+        raise ValueError(f"revision={revision!r} is of a model on the hub, but {text!r} is here; leave revision out.")
+    if source is not None:
+        return source
+    if isinstance(name, str) and _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
+        return Source(text, _checked(_download(text, trust_remote_code, revision, download_dir), text))
+    raise ValueError(
+        f"No model at {text!r}: expected a folder in Hugging Face's layout, a hub id like 'organisation/model', "
+        f"or one of {', '.join(sorted(BUILT_IN))}."
+    )
+
+
+def resolve_tokenizer(name: str, trust_remote_code: bool = False, download_dir: str | None = None) -> Path:
+    """Find the folder of a tokenizer by name: a folder, a hub id or a built-in model.
+
+    Raises:
+        ValueError: it exists neither here nor on the hub.
+    """
+    folder = expand_path(name)
+    if folder.is_dir():
+        return folder
+    found = resolve(name, trust_remote_code, download_dir=download_dir).folder
+    if found is None:
+        raise ValueError(f"tokenizer={name!r} is a shape without files; give a folder or a hub id.")
+    return found
+
+
+def _local_source(name: str | Path, text: str) -> Source | None:
+    """A built-in model, a shape or a folder; None if there is none of that name."""
     if text in SHAPES:
         return Source(text, None, dict(SHAPES[text]))
     if text.startswith("shape:"):
@@ -295,12 +334,7 @@ def resolve(name: str | Path | Mapping[str, Any], trust_remote_code: bool = Fals
         raise ValueError(
             f"{text[:100]!r} cannot be read ({error.strerror}); give the path of a model folder."
         ) from error
-    if isinstance(name, str) and _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
-        return Source(text, _checked(_download(text, trust_remote_code), text))
-    raise ValueError(
-        f"No model at {text!r}: expected a folder in Hugging Face's layout, a hub id like 'organisation/model', "
-        f"or one of {', '.join(sorted(BUILT_IN))}."
-    )
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -322,7 +356,9 @@ def _checked(folder: Path, name: str) -> Path:
     return folder
 
 
-def _download(hub_id: str, trust_remote_code: bool) -> Path:
+def _download(
+    hub_id: str, trust_remote_code: bool, revision: str | None = None, download_dir: str | None = None
+) -> Path:
     """Files of a hub model, from the local hub cache or the network."""
     import huggingface_hub
     from huggingface_hub.errors import (
@@ -331,11 +367,22 @@ def _download(hub_id: str, trust_remote_code: bool) -> Path:
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"] + (["*.py"] if trust_remote_code else [])
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return Path(
+            huggingface_hub.snapshot_download(
+                hub_id,
+                revision=revision,
+                cache_dir=None if download_dir is None else expand_path(download_dir),
+                allow_patterns=patterns,
+                ignore_patterns=["*/*"],
+            )
+        )
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{hub_id!r} has no revision {revision!r}; give a branch, a tag or a commit of it.") from error
     except GatedRepoError as error:
         raise ValueError(
             f"{hub_id!r} is gated: accept its terms on the hub and log in with `hf auth login`, then try again."

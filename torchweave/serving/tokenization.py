@@ -19,6 +19,7 @@ from torchweave.tokenizer import IncrementalDetokenizer, Tokenizer, check_text, 
 Value = TypeVar("Value")
 NO_IMAGES = ImageLimits()
 _IMAGE_THREADS = 2  # that decode and process images
+_PATHS = ("_file", "_path")  # ends of the names of settings that hold paths of this machine
 _LONG = 1 << 16
 """Texts with more characters (about 50 ms) are encoded on a thread of their own, so that others do not wait for them."""
 
@@ -37,7 +38,6 @@ class AsyncTokenizer:
         self._encoder = encoder
         self._decoder = decoder
         self._template = template
-        self._texts: dict[int, str] = {}  # of single tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchweave-encode")
         self._image_limits = images
         self._image_processor: ImageProcessor | None = None
@@ -106,6 +106,13 @@ class AsyncTokenizer:
         template = self._template or getattr(self._decoder.hf_tokenizer, "chat_template", None) or ""
         return template if isinstance(template, str) else "\n".join(map(str, dict(template).values()))
 
+    def info(self) -> dict[str, Any]:
+        """The tokenizer's configuration as JSON, without paths, with its class, special tokens and chat template."""
+        tokenizer = self._decoder.hf_tokenizer
+        config = {name: value for name, value in tokenizer.init_kwargs.items() if not name.endswith(_PATHS)}
+        named = {"tokenizer_class": type(tokenizer).__name__, "chat_template": self.chat_template or None}
+        return _as_json({**config, **tokenizer.special_tokens_map, **named})
+
     async def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with `bad_words` as token ids, as the engine requires."""
         return await self._on_thread(
@@ -122,10 +129,7 @@ class AsyncTokenizer:
 
     def token_text(self, token: int) -> str:
         """Text of a single token."""
-        text = self._texts.get(token)
-        if text is None:
-            text = self._texts[token] = self._decoder.token_text(token)
-        return text
+        return self._decoder.token_text(token)
 
     def token_of(self, text: str) -> int | None:
         """The token that is exactly this text; None if the text is several tokens."""
@@ -147,6 +151,15 @@ class AsyncTokenizer:
     def close(self) -> None:
         for threads in (self._thread, self._long_thread, self._image_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _as_json(value: Any) -> Any:
+    """`value` of plain types; special tokens, which are objects, by their text."""
+    if isinstance(value, dict):
+        return {str(name): _as_json(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(each) for each in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def _chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:

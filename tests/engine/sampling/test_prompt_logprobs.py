@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from tests.engine import fake
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
-from torchweave.engine.request import InferenceRequest, RequestOutput
+from torchweave.engine.outputs import RequestOutput
+from torchweave.engine.request import InferenceRequest
 from torchweave.engine.scheduler import request_state
 from torchweave.models import load
 from torchweave.report import Report

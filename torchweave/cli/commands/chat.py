@@ -23,7 +23,7 @@ def parser() -> Parser:
     cli_parser.add_config(
         SamplingParams,
         "sampling",
-        skip=("n", "logprobs", "prompt_logprobs"),
+        skip=("n", "logprobs", "prompt_logprobs", "detokenize"),
         common=COMMON_SAMPLING_OPTIONS,
         show_defaults=False,
     )

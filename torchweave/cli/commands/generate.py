@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torchweave.cli.arguments import COMMON_SAMPLING_OPTIONS, Parser, config_from_args, engine_parser
 from torchweave.cli.session import engine, sampling_params_from_args
-from torchweave.engine.request import CompletionOutput, SamplingParams
+from torchweave.engine.outputs import CompletionOutput
+from torchweave.engine.request import SamplingParams
 
 if TYPE_CHECKING:
     from torchweave.engine.llm import LLM
@@ -28,7 +29,11 @@ def parser() -> Parser:
         "--json", action="store_true", help="print one JSON object per prompt and line, in order of completion"
     )
     cli_parser.add_config(
-        SamplingParams, "sampling", skip=("prompt_logprobs",), common=COMMON_SAMPLING_OPTIONS, show_defaults=False
+        SamplingParams,
+        "sampling",
+        skip=("prompt_logprobs", "detokenize"),
+        common=COMMON_SAMPLING_OPTIONS,
+        show_defaults=False,
     )
     return cli_parser
 
@@ -90,7 +95,7 @@ def json_lines(
         answer["finish_reason"] = delta.finish_reason
         if delta.logprobs is not None:
             answer["cumulative_logprob"] = delta.cumulative_logprob
-            answer.setdefault("logprobs", []).extend(delta.logprobs)
+            answer.setdefault("logprobs", []).extend(delta.logprobs)  # an entry is written as its number
         answers = outputs[number]
         if len(answers) == num_answers and all(answer["finish_reason"] for answer in answers.values()):
             ordered = [answers[index] for index in sorted(answers)]

@@ -91,7 +91,7 @@ def _grammar(structured: StructuredOutputs) -> str:
     if structured.choice is not None:  # a regex, because the parser is limited to 2000 alternatives
         return LLMatcher.grammar_from_regex("|".join(map(_escape_regex, structured.choice)))
     if structured.grammar is not None:
-        return LLMatcher.grammar_from_lark(structured.grammar)
+        return LLMatcher.grammar_from_lark(_as_lark(structured.grammar))
     schema = structured.json if structured.json is not None else {"type": "object"}
     if isinstance(schema, str):
         try:
@@ -104,6 +104,22 @@ def _grammar(structured: StructuredOutputs) -> str:
         {"whitespace_flexible": False} if structured.disable_any_whitespace else {"whitespace_pattern": _WHITE_SPACE}
     )
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+def _as_lark(grammar: str) -> str:
+    """A grammar in Lark's syntax; one in EBNF is converted.
+
+    Raises:
+        ValueError: the EBNF is invalid.
+    """
+    from llguidance import gbnf_to_lark
+
+    if "::=" not in grammar or gbnf_to_lark.is_lark_syntax(grammar):
+        return grammar
+    try:
+        return gbnf_to_lark.gbnf_to_lark(grammar)
+    except Exception as error:  # it raises plain ones
+        raise ValueError(f"as EBNF, {error}") from None
 
 
 def _escape_regex(text: str) -> str:

@@ -28,6 +28,7 @@ class Limits:
         query_len: most tokens of a decode row in a step: the last token and drafts; 1: no speculation.
         max_drafting_rows: most rows of a step with drafts.
         drafts_by_model: a draft model proposes.
+        max_logprobs: most likely tokens that a request may ask for; -1: all.
         run_ahead: most steps in flight.
         supports_beams: a sequence can continue from another's position; recurrent states cannot be shared.
         no_images: why prompts have no images, as a clause.
@@ -47,6 +48,7 @@ class Limits:
     query_len: int = 1
     max_drafting_rows: int = 0
     drafts_by_model: bool = False
+    max_logprobs: int = 100
     run_ahead: int = 1
 
     @property
@@ -64,6 +66,16 @@ class Limits:
         """Most blocks that a request may hold. Beams are certain to share only the prompt's full blocks."""
         common = len(request.input_ids) // kv.block_size
         return kv.max_blocks_of_forks(self.last_position(request), request.sampling.beam_width, common)
+
+    def _logprobs_rejection(self, params: SamplingParams) -> str:
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and self.max_logprobs >= 0 and not 0 <= asked <= self.max_logprobs:
+                return (
+                    f"{name} must be at most {self.max_logprobs}, the engine's max_logprobs, but is {asked}"
+                    f"{' (the vocabulary)' * (asked == -1)}; lower it, or start the engine with another max_logprobs."
+                )
+        return ""
 
     def _beam_rejection(self, request: InferenceRequest) -> str:
         width = request.sampling.beam_width
@@ -83,6 +95,8 @@ class Limits:
     def rejection_reason(self, request: InferenceRequest, kv: BlockManager) -> str:
         """Why a request can never run, in a sentence; empty if it can."""
         if why := _token_id_rejection(request.sampling, self.vocab_size) or _queue_rejection(request):
+            return why
+        if why := self._logprobs_rejection(request.sampling):
             return why
         prompt = np.asarray(request.input_ids)
         if prompt.ndim != 1 or prompt.size == 0:

@@ -166,8 +166,8 @@ class Scheduler:
             prompt=np.array(request.input_ids, np.int32),  # a copy: the client may reuse its array
             stops=stops,
             host_stop_ids=frozenset(stops[MAX_STOP_IDS:]),
-            num_logprobs=-1 if params.logprobs is None else params.logprobs,
-            num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            num_logprobs=params.num_logprobs(self.limits.vocab_size),
+            num_prompt_logprobs=params.num_prompt_logprobs(self.limits.vocab_size),
         )
         if request.images:
             assert self.image_rows is not None, "a request with images was refused"

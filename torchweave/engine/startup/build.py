@@ -38,7 +38,7 @@ from torchweave.engine.startup.compile_model import build_forward
 from torchweave.engine.startup.device_facts import device_facts
 from torchweave.engine.startup.draft_model import load_draft_model
 from torchweave.images import ImageLimits, ImageProcessor, blank_image
-from torchweave.models.load import LoadedModel, load, model_facts
+from torchweave.models.load import LoadedModel, load, model_facts, with_tokenizer
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
 from torchweave.models.parallel import PipelineStage
@@ -177,7 +177,13 @@ def _load(
             process_groups=process_groups,
             expert_parallel=config.enable_expert_parallel,
             images=config.limit_mm_per_prompt.image > 0,
+            revision=config.revision,
+            download_dir=config.download_dir,
         )
+    if config.tokenizer is not None:
+        if isinstance(loaded.module, ImageDecoderStep):
+            raise ValueError("A model with images has the tokenizer of its processor; leave tokenizer out.")
+        loaded = with_tokenizer(loaded, config.tokenizer, config.trust_remote_code, config.download_dir)
     if isinstance(loaded.module, ImageDecoderStep):
         loaded.module.allocate_image_rows(max(_IMAGE_STEPS * plan.max_num_tokens, _MIN_IMAGE_ROWS))
     return loaded, plan
@@ -185,7 +191,8 @@ def _load(
 
 def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts:
     if loaded is None:
-        return model_facts(config.model, config.trust_remote_code, config.limit_mm_per_prompt.image > 0)
+        images = config.limit_mm_per_prompt.image > 0
+        return model_facts(config.model, config.trust_remote_code, images, config.revision, config.download_dir)
     if config.quantization is not None and loaded.quantization is None:
         raise ValueError(
             f"quantization={config.quantization}: {loaded.name} is in memory already; quantise it as it is loaded"
@@ -370,6 +377,7 @@ def _build_scheduler(
         max_drafting_rows=plan.max_drafting_rows,
         drafts_by_model=config.speculative_config.method == "draft_model",
         run_ahead=plan.run_ahead,
+        max_logprobs=config.max_logprobs,
         **({"no_images": loaded.no_images} if loaded.no_images else {}),
     )
     kv = BlockManager(

@@ -36,6 +36,8 @@ def tune(config: EngineConfig, report: Report, *, remeasure: bool = False) -> Ta
         trust_remote_code=config.trust_remote_code,
         report=report,
         max_model_len=plan.max_model_len,
+        revision=config.revision,
+        download_dir=config.download_dir,
     )
     compile_config = effective_compile_config(plan)
     cache = open_cache(compile_config, report)

@@ -1,0 +1,171 @@
+"""Spellings of vLLM (`compilation_config`, `enforce_eager`, dtypes) and of TensorRT-LLM's YAML beyond one name for another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from torchweave.config.options import EngineConfig, TorchCompileConfig
+from torchweave.config.validate import config_from
+from torchweave.utils.suggest import did_you_mean
+
+_COMPILE, _GRAPHS = "torch_compile_config.", "cuda_graph_config."
+EAGER: dict[str, Any] = {
+    _COMPILE + "enable_fullgraph": False,
+    _COMPILE + "enable_inductor": False,
+    _COMPILE + "enable_piecewise_cuda_graph": False,
+    _GRAPHS + "max_batch_size": -1,
+    _GRAPHS + "capture_mixed": False,
+}
+"""Options of `enforce_eager` and of level 0: no compilation, no CUDA graphs."""
+_LEVELS: dict[Any, dict[str, Any]] = {
+    **dict.fromkeys((0, "0", "NONE", "NO_COMPILATION"), EAGER),
+    **{level: {} for level in (3, "3", "VLLM_COMPILE", "PIECEWISE")},
+}
+
+
+def _cuda_graphs(piecewise: bool, decode: bool, mixed: bool) -> dict[str, Any]:
+    return {
+        _COMPILE + "enable_piecewise_cuda_graph": piecewise,
+        _GRAPHS + "max_batch_size": 0 if decode else -1,
+        _GRAPHS + "capture_mixed": mixed,
+    }
+
+
+_CUDA_GRAPH_MODES = {
+    "NONE": _cuda_graphs(False, False, False),
+    "PIECEWISE": _cuda_graphs(True, False, False),
+    "FULL": _cuda_graphs(False, True, True),
+    "FULL_DECODE_ONLY": _cuda_graphs(False, True, False),
+    "FULL_AND_PIECEWISE": _cuda_graphs(True, True, False),
+}
+_BACKENDS = {"": True, "inductor": True, "eager": False}
+_SAME_MEANING = {
+    "cache_dir": _COMPILE + "compile_cache_dir",
+    "compile_cache_save_format": _COMPILE + "compile_cache_format",
+    "debug_dump_path": _COMPILE + "dump_dir",
+    "use_inductor": _COMPILE + "enable_inductor",
+    "dynamic_shapes_config.type": _COMPILE + "dynamic_shapes",
+    **{field.name: _COMPILE + field.name for field in fields(TorchCompileConfig)},
+}
+"""Name in `compilation_config` -> option; those of `torch_compile_config` are taken, too."""
+_KNOWN = ("level", "mode", "backend", "cudagraph_mode", "cudagraph_capture_sizes", *_SAME_MEANING)
+VLLM_FIELDS = {*_KNOWN}.difference(field.name for field in fields(TorchCompileConfig))
+"""Fields of `compilation_config` that are no options of `torch_compile_config`."""
+TENSORRT_LLM_NAMES = {
+    "kv_cache_config.enable_block_reuse": "enable_prefix_caching",
+    "kv_cache_config.tokens_per_block": "block_size",
+    "kv_cache_config.dtype": "kv_cache_dtype",
+    "scheduler_config.capacity_scheduler_policy": "capacity_scheduler_policy",
+    "scheduler_config.context_chunking_policy": "context_chunking_policy",
+    "speculative_config.decoding_type": "speculative_config.method",
+    "max_seq_len": "max_model_len",
+}
+"""Path in TensorRT-LLM's YAML -> option."""
+_LOWER_CASE = {"capacity_scheduler_policy", "context_chunking_policy", "speculative_config.method"}
+_DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def compilation_options(value: Any) -> dict[str, Any]:
+    """Options by dotted name from vLLM's `compilation_config`: a dict, a level, or either in JSON.
+
+    Raises:
+        ValueError: a name or a value without an equivalent.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"compilation_config={value!r} is not valid JSON: {error}") from None
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = {"level": value}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"compilation_config={value!r} must be a dict, a level, or either in JSON")
+    options: dict[str, Any] = {}
+    for name, given in sorted(
+        value.items(), key=lambda item: item[0] not in ("level", "mode")
+    ):  # others refine the level
+        if name == "dynamic_shapes_config" and isinstance(given, Mapping):
+            for key, each in given.items():
+                options |= compilation_option(f"{name}.{key}", each)
+        else:
+            options |= compilation_option(str(name), given)
+    return options
+
+
+def compilation_option(name: str, value: Any) -> dict[str, Any]:
+    """Options by dotted name from one field of vLLM's `compilation_config`; see `compilation_options`."""
+    if name in ("level", "mode"):
+        return _choose(name, value, _LEVELS, "levels 1 and 2, whole graphs without cuts, do not exist here; use 0 or 3")
+    if name == "backend":
+        return {_COMPILE + "enable_inductor": _choose(name, value, _BACKENDS, "it is inductor or eager")}
+    if name == "cudagraph_mode":
+        known = f"it is one of {', '.join(_CUDA_GRAPH_MODES)}"
+        return _choose(name, value.upper() if isinstance(value, str) else value, _CUDA_GRAPH_MODES, known)
+    if name == "cudagraph_capture_sizes":  # of whole decode steps and of pieces, which vLLM records for the same sizes
+        return {_COMPILE + "capture_num_tokens": value, _GRAPHS + "batch_sizes": value}
+    if name in _SAME_MEANING:
+        return {_SAME_MEANING[name]: value}
+    hint = did_you_mean(name, _KNOWN, f"it is one of {', '.join(_KNOWN)}", "compilation_config.")
+    raise ValueError(f"unknown option compilation_config.{name}; {hint}")
+
+
+def options_of_file(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a flat YAML file by their own names, from those of vLLM and TensorRT-LLM.
+
+    Raises:
+        ValueError: see `compilation_options`.
+    """
+    options: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "enforce_eager" and isinstance(value, bool):
+            options = (EAGER if value else {}) | options
+        elif name == "compilation_config":
+            options |= compilation_options(value)
+        elif name.startswith("compilation_config."):
+            options |= compilation_option(name.removeprefix("compilation_config."), value)
+        else:
+            own = TENSORRT_LLM_NAMES.get(name, name)
+            options[own] = value.lower() if own in _LOWER_CASE and isinstance(value, str) else value
+    return options
+
+
+def _choose(name: str, value: Any, known: Mapping[Any, Any], otherwise: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or value not in known:
+        raise ValueError(f"compilation_config.{name}={value!r} has no equivalent: {otherwise}")
+    return known[value]
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """An engine's config from options by their own or vLLM's names.
+
+    Raises:
+        ValueError: an unknown name, an option given twice, or a value without an equivalent.
+    """
+    given = dict(options)
+    eager = given.pop("enforce_eager", None)
+    if not isinstance(eager, bool | None):
+        raise ValueError(f"enforce_eager={eager!r} must be True or False")
+    settings = dict(EAGER) if eager else {}
+    compilation = given.pop("compilation_config", None)
+    if compilation is not None:
+        settings = compilation_options(compilation) | settings
+    if "dtype" in given:
+        name = str(given["dtype"]).removeprefix("torch.")
+        given["dtype"] = _DTYPES.get(name, name)
+    for path, value in settings.items():
+        section, _, name = path.partition(".")
+        given[section] = _with_option(given.get(section), section, name, value)
+    return config_from(EngineConfig, given)
+
+
+def _with_option(section: Any, path: str, name: str, value: Any) -> Any:
+    """A nested config, given as a dict or an object, with one more option."""
+    value = tuple(value) if isinstance(value, list) else value
+    if is_dataclass(section) and not isinstance(section, type):
+        return replace(section, **{name: value})
+    if section is not None and name in section:
+        raise ValueError(f"{path}.{name} is given twice: by itself and by compilation_config or enforce_eager")
+    return {**(section or {}), name: value}
