@@ -127,7 +127,9 @@ def test_inputs_are_given_by_name_as_well() -> None:
 
 
 def test_a_function_is_refused_by_a_sentence() -> None:
-    with pytest.raises(ValueError, match=r"^module must be a torch\.nn\.Module, not relu; call a function in the forward"):
+    with pytest.raises(
+        ValueError, match=r"^module must be a torch\.nn\.Module, not relu; call a function in the forward"
+    ):
         torchweave.compile(torch.relu, {"input": torch.zeros(3)})  # pyright: ignore[reportArgumentType]
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchweave.engine.kv_cache.block_manager import AttentionWindow, BlockManager
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
+from torchweave.engine.kv_cache.state_snapshots import StateSnapshots
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.runner.step_buffers import StepBuffers, pack, packed_size
 from torchweave.engine.sampling.beam_search import BeamSearch, Continuations, num_candidates
@@ -113,8 +115,13 @@ class FakeRunner:
         num_blocks: int,
         block_size: int,
         windows: Sequence[AttentionWindow] = (AttentionWindow(),),
+        num_snapshots: int = 0,
     ) -> None:
         self.block_size = block_size
+        self.states = np.full(
+            limits.max_batch_size + num_snapshots, -1
+        )  # hash of all tokens of a slot, or of a snapshot
+        self.has_states = num_snapshots > 0
         self.windows = tuple(windows)
         width = -(-limits.max_model_len // block_size)
         history_len = limits.max_model_len if limits.query_len > 1 else 0
@@ -163,6 +170,18 @@ class FakeRunner:
             if self.draft_cache is not None:
                 blocks = self.draft_cache.reshape(-1, self.block_size)
                 blocks[targets] = blocks[sources]
+        self._copy_states(step.state_restores)
+        result = self._run(step)
+        self._copy_states(step.state_saves)
+        return result
+
+    def _copy_states(self, copies: tuple[np.ndarray, np.ndarray] | None) -> None:
+        if copies is not None:
+            sources, targets = copies
+            assert not set(sources.tolist()) & set(targets.tolist()) and len(set(targets.tolist())) == len(targets)
+            self.states[targets] = self.states[sources]
+
+    def _run(self, step: Step) -> StepResult:
         rows, tokens, buffers = step.num_rows, step.num_tokens, self.buffers
         inputs = buffers.inputs(rows, tokens)
         if step.query_len > 1:
@@ -182,6 +201,8 @@ class FakeRunner:
         mapping = inputs.slot_mapping.numpy()
         assert (mapping >= 0).all(), "a token has no place in the cache"
         self.cache[mapping] = inputs.ids.numpy()
+        if self.has_states:
+            self._advance_states(step, slots.numpy(), inputs)
         drawn = buffers.tokens[:rows]
         numbers = self._numbers(slots.numpy(), inputs.seq_lens.numpy().astype(np.int64))
         drawn.numpy()[:] = numbers % VOCAB
@@ -291,6 +312,21 @@ class FakeRunner:
             numbers.append(int(hashes(np.array([ids]), np.array([len(ids)]))[0]))
         return np.array(numbers)
 
+    def _advance_states(self, step: Step, slots: np.ndarray, inputs: StepInputs) -> None:
+        """Advance the state of each row by its tokens, as a recurrent layer does, and compare it with the row's blocks."""
+        sizes = [1] * step.num_decode_rows + [len(chunk.tokens) for chunk in step.chunks]
+        lengths, ids, begin = inputs.seq_lens.numpy().astype(np.int64), inputs.ids.tolist(), 0
+        for slot, length, size in zip(slots.tolist(), lengths.tolist(), sizes, strict=True):
+            state = 7 if length == size else int(self.states[slot])
+            for token in ids[begin : begin + size]:
+                state = (state * 31 + token + 1) % 1_000_003
+            self.states[slot] = state
+            begin += size
+        if self.windows == (AttentionWindow(),):
+            assert np.array_equal(self._numbers(slots, lengths), self.states[slots]), (
+                "a row has another request's state"
+            )
+
     def _logprobs(self, step: Step, numbers: np.ndarray, drawn: np.ndarray) -> StepLogprobs | None:
         if step.logprobs is None:
             return None
@@ -356,16 +392,18 @@ def make(
     copier: FakeBlockCopier | None = None,
     windows: Sequence[AttentionWindow] = (AttentionWindow(),),
     adaptive_drafts: AdaptiveDrafts | None = None,
+    num_snapshots: int = 0,
     **limits_too: Any,
 ) -> tuple[Scheduler, FakeRunner]:
     limits = Limits(max_batch_size, max_num_tokens, max_model_len, VOCAB, chunked, **limits_too)
-    runner = FakeRunner(limits, num_blocks, block_size, windows)
+    runner = FakeRunner(limits, num_blocks, block_size, windows, num_snapshots)
     host = None
     if copier is not None:
         copier.device = runner.cache.reshape(num_blocks, block_size)
         host = HostBlockPool(copier, max_batch_size)
     width, longest = -(-max_model_len // block_size), max(max_num_tokens, limits.decode_span) + LOOKAHEAD_TOKENS
-    kv = BlockManager(num_blocks, block_size, max_batch_size, width, windows, longest, host)
+    snapshots = StateSnapshots(max_batch_size, num_snapshots, block_size) if num_snapshots and reuse else None
+    kv = BlockManager(num_blocks, block_size, max_batch_size, width, windows, longest, host, snapshots)
     drafts = {"adaptive_drafts": adaptive_drafts}
     scheduler = Scheduler(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse, **drafts)
     runner.checks_draft_cache = limits.drafts_by_model and not reuse and windows == (AttentionWindow(),)

@@ -62,8 +62,8 @@ ENGINE_GROUPS = {
         "symmetric_memory",
     ),
     "memory": (
-        "gpu_memory_utilization", "cpu_kv_cache_gib", "kv_cache_dtype", "enable_prefix_caching", "kv_offload_gb", "block_size",
-        "num_kv_blocks",
+        "gpu_memory_utilization", "cpu_kv_cache_gib", "kv_cache_dtype", "enable_prefix_caching", "num_state_snapshots",
+        "kv_offload_gb", "block_size", "num_kv_blocks",
     ),
     "scheduling": (
         "max_batch_size", "max_num_tokens", "enable_chunked_context", "mixed_step_tokens", "capacity_scheduler_policy",

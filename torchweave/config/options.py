@@ -193,6 +193,8 @@ class EngineConfig:
         batch_wait_timeout_iters: most steps that a prefill waits for further prompts while other requests decode.
         batch_wait_max_tokens_ratio: fraction of `max_num_tokens` at which waiting prompts start without waiting for more.
         enable_prefix_caching: share KV blocks between requests with a common prefix, and keep them for later requests.
+        num_state_snapshots: recurrent states kept at block borders of prompts, without which models with recurrent layers
+            share no prefix. None: max_batch_size, at most 64 and a tenth of the free GPU memory; 0: share none.
         run_ahead: steps to launch before reading back the tokens of an earlier step.
         tensor_parallel_size: ranks that share each layer, each on its own GPU (or CPU process).
         pipeline_parallel_size: pipeline stages, each of `tensor_parallel_size` ranks; stages work in turn.
@@ -235,6 +237,7 @@ class EngineConfig:
     batch_wait_timeout_iters: int = 0
     batch_wait_max_tokens_ratio: float = 0.0
     enable_prefix_caching: bool = True
+    num_state_snapshots: int | None = None
     run_ahead: int = 2
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

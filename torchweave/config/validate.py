@@ -119,6 +119,7 @@ _MINIMUMS = {
     "max_num_tokens": 1,
     "block_size": 1,
     "num_kv_blocks": 1,
+    "num_state_snapshots": 0,
     "run_ahead": 0,
     "mixed_step_tokens": 0,
     "batch_wait_timeout_iters": 0,

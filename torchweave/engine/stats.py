@@ -78,7 +78,8 @@ def _batching_stats(step: Step, facts: IterationFacts) -> dict[str, dict[str, in
 def _reuse_stats(kv: BlockManager) -> dict[str, int | float]:
     """Blocks since the engine's start: allocated ones, and full prompt blocks that were reused or missed in the prefix cache.
 
-    `restoredBlocks` are reused blocks that came from host memory.
+    `restoredBlocks` are reused blocks that came from host memory. `restoredStates` are requests that started from a snapshot of the
+    recurrent states, and `savedStates` the snapshots taken.
     """
     record: dict[str, int | float] = {
         "allocTotalBlocks": kv.allocated_total + kv.reused_total,
@@ -91,6 +92,13 @@ def _reuse_stats(kv: BlockManager) -> dict[str, int | float]:
             "restoredBlocks": kv.restored_total,
             "hostMaxNumBlocks": kv.host.num_host_blocks,
             "hostUsedNumBlocks": kv.host.num_cached,
+        }
+    if (snapshots := kv.snapshots) is not None:
+        record |= {
+            "maxNumStates": snapshots.count,
+            "usedNumStates": snapshots.num_used,
+            "savedStates": snapshots.saved_total,
+            "restoredStates": snapshots.restored_total,
         }
     if num_lookups := kv.reused_total + kv.missed_total:
         record["cacheHitRate"] = kv.reused_total / num_lookups

@@ -182,8 +182,23 @@ def test_other_steps_are_sent_whole():
 
 
 def test_every_step_field_is_sent_or_derived():
-    sent = {"index", "slots", "emits", "updates", "max_seq_len", "copies", "query_len", "catch_up"}  # of slots and emits, how many
-    whole = {"chunks", "logits_processors", "prompt_targets"}  # a step that has one of them is sent as it is
+    sent = {
+        "index",
+        "slots",
+        "emits",
+        "updates",
+        "max_seq_len",
+        "copies",
+        "query_len",
+        "catch_up",
+    }  # of slots and emits, how many
+    sent |= {"state_restores"}
+    whole = {
+        "chunks",
+        "logits_processors",
+        "prompt_targets",
+        "state_saves",
+    }  # a step that has one of them is sent as it is
     not_needed = {"starts", "logprobs", "extra_rows"}  # by a rank that carries out a decode step
     one_rank = {"rope_offsets"}  # models with images are served by one rank
     assert {field.name for field in fields(Step)} == sent | whole | not_needed | one_rank

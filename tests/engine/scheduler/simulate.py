@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.engine.fake import VOCAB, FakeBlockCopier, expected, expected_beams, make
+from tests.engine.fake import VOCAB, FakeBlockCopier, expected, expected_beams, hashes, make
 from torchweave.engine.kv_cache.block_manager import AttentionWindow
 from torchweave.engine.request import InferenceRequest, Response, SamplingParams
 from torchweave.engine.scheduler.policies import POLICIES
@@ -78,9 +78,13 @@ class Simulation:
         if len(self.pending) >= MOST_ACTIVE:
             return
         rng = self.rng
-        searches = rng.random() < 0.2 and len(self.runner.windows) == 1  # `expected_beams` knows no windows
+        # `expected_beams` knows no windows, and recurrent states cannot be forked.
+        searches = rng.random() < 0.2 and len(self.runner.windows) == 1 and self.scheduler.limits.supports_beams
         params = random_beams(rng) if searches else random_tokens(rng)
-        stem = self._stems[rng.integers(len(self._stems))][: rng.integers(0, 60)]
+        length = rng.integers(0, 60)
+        if self.runner.has_states:  # more prompts with equal beginnings
+            length -= length % 20
+        stem = self._stems[rng.integers(len(self._stems))][:length]
         prompt = np.concatenate([stem, rng.integers(0, VOCAB, rng.integers(1, 6))])
         streaming = params.beam_width == 1 and rng.random() < 0.5
         priority = int(rng.random() < 0.1)
@@ -165,6 +169,16 @@ class Simulation:
             arrived_at = min(pending.arrived_at for pending in self.pending.values())
             assert self.clock - arrived_at <= MAX_AGE, "a request starves"
 
+        self._check_states()
+
+    def _check_states(self) -> None:
+        """The recurrent state of a slot that no step in flight contains is that of its tokens, if it has computed any."""
+        running, states = self.scheduler._running, self.runner.states
+        for slot in [] if not self.runner.has_states else list(running.slots.slot_of.values()):
+            if not running.in_flight(slot) and running.slots.last_step_index[slot] >= 0:
+                ids = running.slots.sequence(slot, int(running.slots.num_computed[slot]))
+                assert states[slot] == hashes(ids[None], np.array([len(ids)]))[0], "a slot has another request's state"
+
     def drain(self) -> None:
         """Run until all requests are answered; then all blocks are free."""
         for _ in range(MAX_AGE):
@@ -192,8 +206,10 @@ def random_beams(rng: np.random.Generator) -> SamplingParams:
     )
 
 
-def random_options(policy: str, rng: np.random.Generator, drafts: bool = False) -> dict[str, Any]:
+def random_options(policy: str, rng: np.random.Generator, drafts: bool = False, states: bool = False) -> dict[str, Any]:
     """Small random sizes, so that every resource runs out; with `drafts` also of steps that speculate, and of windows.
+
+    With `states` each slot has a recurrent state, of which there are few snapshots.
 
     `max_utilization` is combined with chunked context only, as in the engine: the prefill of a resumed request may not fit into a
     step otherwise.
@@ -213,6 +229,10 @@ def random_options(policy: str, rng: np.random.Generator, drafts: bool = False) 
         "batch_wait_timeout_iters": int(rng.choice([0, 0, 5])),
         "batch_wait_max_tokens_ratio": 0.5,
     }
+    if states:
+        options |= {"num_snapshots": int(rng.integers(1, 25)), "supports_beams": False}
+        if rng.random() < 0.3:
+            options |= {"windows": (AttentionWindow(int(rng.integers(1, 20))), AttentionWindow()), "copier": None}
     if drafts:
         query_len = int(rng.integers(2, 7))
         options |= {"query_len": query_len, "max_drafting_rows": options["max_num_tokens"] // query_len}
@@ -225,12 +245,18 @@ def random_options(policy: str, rng: np.random.Generator, drafts: bool = False) 
 
 
 def run(
-    policy: str, steps: int, seed: int, check_every: int = 1, episode: int = 400, drafts: bool = False
+    policy: str,
+    steps: int,
+    seed: int,
+    check_every: int = 1,
+    episode: int = 400,
+    drafts: bool = False,
+    states: bool = False,
 ) -> Counter[str]:
     """Simulate random sizes, `episode` steps each, until `steps` steps ran; returns counts of events."""
     rng, counts, number = np.random.default_rng(seed), Counter(), 0
     while counts["steps"] < steps:
-        options = random_options(policy, rng, drafts)
+        options = random_options(policy, rng, drafts, states)
         simulation = Simulation(policy, seed=int(rng.integers(2**32)), **options)
         rate, cancels = rng.uniform(0.05, 0.6), rng.uniform(0, 0.1)
         try:
@@ -249,6 +275,8 @@ def run(
             ) from error
         oldest = max(counts["oldest"], simulation.oldest)
         counts += simulation.counts
+        if (snapshots := simulation.scheduler.kv.snapshots) is not None:
+            counts += Counter({"states saved": snapshots.saved_total, "states restored": snapshots.restored_total})
         counts["paused"] += simulation.pauses.total()
         counts["caught up"] += simulation.runner.num_caught_up
         counts["most pauses"] = max(counts["most pauses"], *simulation.pauses.values(), 0)
@@ -263,10 +291,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check-every", type=int, default=5, help="steps between two checks of all blocks")
     parser.add_argument("--drafts", action="store_true", help="speculate, with random drafts")
+    parser.add_argument("--states", action="store_true", help="slots with a recurrent state, and snapshots")
     args = parser.parse_args()
     for policy in args.policy or sorted(POLICIES):
         begin = time.monotonic()
-        counts = run(policy, args.steps, args.seed, args.check_every, drafts=args.drafts)
+        counts = run(policy, args.steps, args.seed, args.check_every, drafts=args.drafts, states=args.states)
         facts = ", ".join(f"{count:,} {event}" for event, count in sorted(counts.items()))
         print(f"{policy}: {facts}; {time.monotonic() - begin:.0f} s", flush=True)
 

@@ -26,6 +26,13 @@ def test_short_simulation(policy: str) -> None:
     assert (counts["paused"] > 0) == (policy == "max_utilization")
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_short_simulation_of_recurrent_states(policy: str) -> None:
+    """A slot's state is that of its tokens, whether it was computed or restored from a snapshot."""
+    counts = run(policy, steps=1500, seed=5, check_every=2, episode=200, states=True)
+    assert counts["states saved"] > 20 and counts["states restored"] > 4 and counts["cancelled"] > 10
+
+
 class Batches(RuleBasedStateMachine):
     """Arrivals, cancels and steps in any order; hypothesis shrinks failing ones."""
 

@@ -96,7 +96,12 @@ def test_live_reports_requests_and_steps():
 
 def test_live_reports_accepted_drafts():
     app, client, _ = watched(state="ready", explanation=EXPLANATION)
-    counts = {"num_drafts": 4, "num_draft_tokens": 12, "num_accepted_tokens": 6, "num_accepted_tokens_per_pos": [3, 2, 1]}
+    counts = {
+        "num_drafts": 4,
+        "num_draft_tokens": 12,
+        "num_accepted_tokens": 6,
+        "num_accepted_tokens_per_pos": [3, 2, 1],
+    }
     client._stats = STATS | {"spec_decode": counts}
     wanted = {"drafts": 12, "accepted": 6, "tokens_per_row": 2.5, "by_position": [0.75, 0.5, 0.25]}
     assert live(app)["speculation"] == wanted

@@ -130,3 +130,11 @@ def copy_blocks(caches: Sequence[LayerKVCache], sources: np.ndarray, targets: np
     for tensor in tensors.values():
         values = tensor.view(torch.uint8)  # independent of the dtype
         values.index_copy_(0, write, values.index_select(0, read))
+
+
+def copy_states(states: Sequence[Tensor], sources: np.ndarray, targets: np.ndarray) -> None:
+    """Copy rows of every recurrent state `[rows, ...]`, on the current stream; no target is a source."""
+    for dtype in {state.dtype for state in states}:  # one launch for the tensors of a dtype
+        group = [state for state in states if state.dtype == dtype]
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            torch._foreach_copy_([state[target] for state in group], [state[source] for state in group])

@@ -16,12 +16,13 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
 from torchweave.engine.kv_cache.prefix_index import NO_BLOCK, BlockGrant, PrefixHit, PrefixIndex
+from torchweave.engine.kv_cache.state_snapshots import StateSnapshots
 
 OFFLOAD_AHEAD_BLOCKS = 64  # below this many empty blocks, the next ones to be evicted are copied to the host in advance
 
@@ -74,6 +75,7 @@ class BlockManager:
         windows: attention window of each group of layers.
         longest_step: most tokens that a step adds to a sequence.
         host: pool for evicted blocks in host memory; None: evicted blocks are lost.
+        snapshots: recurrent states at block borders, without which no prefix is reused; None for models without such states.
 
     Attributes:
         table: int32 `[groups, slots, max_blocks_per_slot]`.
@@ -94,6 +96,7 @@ class BlockManager:
         windows: Sequence[AttentionWindow] = (AttentionWindow(),),
         longest_step: int = 1,
         host: HostBlockPool | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -101,6 +104,7 @@ class BlockManager:
         self.num_groups = len(self.windows)
         self.longest_step = longest_step
         self.host = host
+        self.snapshots = snapshots
         self.table = np.full((self.num_groups, max_slots, max_blocks_per_slot), NO_BLOCK, np.int32)
         self.held_blocks = np.zeros(max_slots, np.int64)
         self.first = np.zeros((self.num_groups, max_slots), np.int64)
@@ -261,6 +265,8 @@ class BlockManager:
         self.first[:, slot] = self.reserved[:, slot] = 0
         if self.host is not None:
             self.host.released(slot)
+        if self.snapshots is not None:
+            self.snapshots.release(slot)
 
     # -- prefix reuse --------------------------------------------------------------------------------------------------
 
@@ -271,6 +277,19 @@ class BlockManager:
             hashes: of its full blocks.
             before: an earlier result for the same sequence. Waiting requests are looked up in each step, and little changes.
         """
+        if self.snapshots is None:
+            return self._match_blocks(hashes, before)
+        longest = self._match_blocks(hashes, None if before is None else before.longest)
+        num_blocks = longest.num_blocks
+        while num_blocks := self.snapshots.longest(hashes, num_blocks):
+            hit = self._match_blocks(hashes[:num_blocks], before)
+            if hit.num_blocks == num_blocks:
+                return replace(hit, longest=longest)
+            num_blocks = hit.num_blocks  # a group of layers lacks a block in its window
+        return PrefixHit(longest=longest)
+
+    def _match_blocks(self, hashes: Sequence[bytes], before: PrefixHit | None) -> PrefixHit:
+        """The longest prefix whose blocks are cached."""
         before = before if before is not None and self._still_valid(before, len(hashes)) else PrefixHit()
         num_blocks = self._longest_prefix(hashes, before.num_blocks)
         if not num_blocks:
@@ -437,6 +456,8 @@ class BlockManager:
         self._prefix_index.reset()
         if host is not None:
             host.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def _offload_ahead(self, host: HostBlockPool) -> None:
         """Copy the next blocks to be evicted to the host, so that no step waits for the copy at the eviction."""
@@ -484,3 +505,5 @@ class BlockManager:
         assert (self.num_shared <= self.held_blocks).all() and (self.first <= self.held_blocks).all()
         if self.host is not None:
             self.host.check()
+        if self.snapshots is not None:
+            self.snapshots.check()

@@ -27,6 +27,7 @@ class PrefixHit:
         unreferenced: number of unreferenced blocks on the device.
         on_host: number of blocks in host memory.
         referenced: number of referenced blocks, in groups without a window.
+        longest: the cached prefix without regard to recurrent states, of which this one is a part; None for models without.
     """
 
     num_blocks: int = 0
@@ -36,6 +37,7 @@ class PrefixHit:
     unreferenced: int = 0
     on_host: int = 0
     referenced: int = 0
+    longest: PrefixHit | None = None
 
 
 @dataclass(frozen=True)

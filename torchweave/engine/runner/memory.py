@@ -24,6 +24,8 @@ from torchweave.report import Report
 _RESERVE = 256 << 20  # bytes left free on a GPU: libraries allocate on first use, and memory fragments
 _PROBE_BLOCKS = 2  # blocks of the cache used while memory is measured
 _BYTES_PER_GRAPH = 4 << 20  # of a recording beside its tensors: nodes and kernel arguments
+_MAX_SNAPSHOTS = 64  # recurrent states kept for prefix reuse where no number was asked for
+_SNAPSHOT_MEMORY = 0.1  # their most part of the free memory of a GPU
 GIB = 1 << 30
 
 
@@ -62,19 +64,35 @@ class KVCacheSpec:
             caches.append(slots[slot]._replace(k_scale=layer.k_scale, v_scale=layer.v_scale, group=group))
         return caches
 
-    def allocate_recurrent_states(self, num_slots: int) -> list[Tensor]:
-        """Allocate the recurrent states of all slots, `[num_slots, ...]` each; a state is zeroed by the first token of a request.
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one request."""
+        return sum(spec.num_bytes for spec in self.recurrent)
+
+    def default_num_snapshots(self, num_slots: int) -> int:
+        """Snapshots of the recurrent states beside those of `num_slots` requests, where no number was asked for."""
+        most = min(num_slots, _MAX_SNAPSHOTS)
+        if self.device.type != "cuda" or not self.state_bytes:
+            return most
+        free = torch.cuda.mem_get_info(self.device)[0] - num_slots * self.state_bytes
+        return min(max(int(free * _SNAPSHOT_MEMORY), 0) // self.state_bytes, most)
+
+    def allocate_recurrent_states(self, num_slots: int, num_snapshots: int = 0) -> list[Tensor]:
+        """Allocate the recurrent states of all slots and snapshots, `[num_slots + num_snapshots, ...]` each.
+
+        A slot's state is zeroed by the first token of a request.
 
         Raises:
             ValueError: the states do not fit into the GPU's memory.
         """
-        need = num_slots * sum(spec.num_bytes for spec in self.recurrent)
+        rows = num_slots + num_snapshots
+        need = rows * self.state_bytes
         if need and self.device.type == "cuda" and need > (free := torch.cuda.mem_get_info(self.device)[0]):
             raise ValueError(
-                f"The recurrent states of max_batch_size={num_slots} requests take {_size(need)}, and {_size(free)} of the GPU's "
-                "memory are free; lower max_batch_size."
+                f"The recurrent states of max_batch_size={num_slots} requests and of num_state_snapshots={num_snapshots} take "
+                f"{_size(need)}, and {_size(free)} of the GPU's memory are free; lower max_batch_size or num_state_snapshots."
             )
-        return [torch.zeros(num_slots, *spec.shape, dtype=spec.dtype, device=self.device) for spec in self.recurrent]
+        return [torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=self.device) for spec in self.recurrent]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.cuda_graphs import GraphPool, Recording, record
 from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
 from torchweave.config import Plan
-from torchweave.engine.kv_cache.block_copy import copy_blocks
+from torchweave.engine.kv_cache.block_copy import copy_blocks, copy_states
 from torchweave.engine.runner.draft_step import DraftModel, DraftStep
 from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
 from torchweave.engine.runner.resample import Resampler
@@ -109,7 +109,7 @@ class ModelRunner:
         caches: paged KV cache, by layer.
         state: of the slots.
         report: receives one event a recording.
-        recurrent_states: `[slots, ...]` each, by the recurrent ops' `state` argument.
+        recurrent_states: `[rows, ...]` each, by the recurrent ops' `state` argument: rows of slots, then snapshots.
         draft_model: proposes drafts; its caches are the last of `caches`.
     """
 
@@ -431,6 +431,8 @@ class ModelRunner:
                 self.state.write(*step.updates)
             if step.copies is not None:
                 copy_blocks(self.caches, *step.copies)
+            if step.state_restores is not None:
+                copy_states(self.recurrent_states, *step.state_restores)
             tokens, out, num_out = self._buffers.tokens, self._buffers.out, step.num_rows
             if step.chunks:
                 how, logits = self._launch_mixed(step, ring_index)
@@ -441,6 +443,8 @@ class ModelRunner:
                 how, logits, padded_rows = self._launch_drafts(step)
                 views = self._draft_step.buffers.rows(padded_rows, step.query_len)
                 tokens, out, num_out = views.tokens, views.out, views.out.numel()
+            if step.state_saves is not None:
+                copy_states(self.recurrent_states, *step.state_saves)
             if step.logits_processors is not None:
                 self._resample(step.logits_processors.at_entries(step.query_len), logits, tokens, out)
             token_logprobs = prompt_logprobs = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
@@ -115,14 +117,20 @@ class RunningSet:
             return slot
         return self.beams.prefill_next_beam(self.slots, kv, updates, slot) if self.slots.group[slot] >= 0 else None
 
-    def cache_full_blocks(self, kv: BlockManager, slot: int, num_tokens: int) -> None:
-        """Enter the full blocks among the first `num_tokens` tokens of a slot, all computed, into the prefix cache."""
-        if self.reuse:
-            if self.slots.group[slot] >= 0:  # beams change from step to step
-                num_tokens = min(num_tokens, len(self.slots.state_of(slot).prompt))
-            tokens = self.slots.sequence(slot, num_tokens)
-            hashes = self.slots.state_of(slot).hashes(tokens, kv.block_size)
-            kv.cache_full_blocks(slot, hashes, first=int(kv.num_shared[slot]))
+    def cache_full_blocks(self, kv: BlockManager, slot: int, num_tokens: int) -> Sequence[bytes]:
+        """Enter the full blocks among the first `num_tokens` tokens of a slot, all computed, into the prefix cache.
+
+        Returns:
+            The hashes of these blocks; empty without prefix reuse.
+        """
+        if not self.reuse:
+            return ()
+        if self.slots.group[slot] >= 0:  # beams change from step to step
+            num_tokens = min(num_tokens, len(self.slots.state_of(slot).prompt))
+        tokens = self.slots.sequence(slot, num_tokens)
+        hashes = self.slots.state_of(slot).hashes(tokens, kv.block_size)
+        kv.cache_full_blocks(slot, hashes, first=int(kv.num_shared[slot]))
+        return hashes
 
     def release(self, kv: BlockManager, slot: int) -> None:
         """Free the slot or slots of a request, and their blocks."""

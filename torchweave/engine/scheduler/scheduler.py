@@ -20,6 +20,7 @@ import numpy as np
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.image_rows import ImageRows, PromptImages
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
+from torchweave.engine.kv_cache.state_snapshots import StateSnapshots
 from torchweave.engine.request import (
     INVALID_LOGITS,
     FinishReason,
@@ -252,6 +253,8 @@ class Scheduler:
                 chunks += [(self._start(self._waiting.pop()), size) for size in decision.admitted]
                 ready = [(slot, size) for slot, size in chunks if self.kv.ready(slot)]
                 chunks = [(slot, running.slots.state_of(slot).chunk_size(size)) for slot, size in ready]
+                if self.kv.snapshots is not None and self.limits.chunked_context:
+                    chunks = self._cut_at_snapshots(chunks, self.kv.snapshots)
                 if self.image_rows is not None:
                     chunks = self._with_images(chunks, self.image_rows)
             decoding = self._with_mask(decoding)
@@ -262,6 +265,14 @@ class Scheduler:
                 return None
             responses = self._release()  # no step in flight has the paused requests: their blocks can be used at once
             assert not responses, "finished requests are released when their last step has completed"
+
+    def _cut_at_snapshots(self, chunks: list[tuple[int, int]], snapshots: StateSnapshots) -> list[tuple[int, int]]:
+        """The chunks, cut where the recurrent state is kept for later requests."""
+        slots = self._running.slots
+        return [
+            (slot, snapshots.chunk_size(slot, int(slots.num_computed[slot]), size, int(slots.prefill_len[slot])))
+            for slot, size in chunks
+        ]
 
     def _with_images(self, chunks: list[tuple[int, int]], image_rows: ImageRows) -> list[tuple[int, int]]:
         """The chunks, cut where the pool has no room for an image. A request whose image cannot be encoded ends."""
@@ -327,6 +338,8 @@ class Scheduler:
             state.num_cached_tokens = num_cached_tokens
         if hit.num_blocks:
             self._step_builder.write_blocks(kv.attach(slot, hit))
+        if kv.snapshots is not None:
+            kv.snapshots.begin(slot, hit, state.prefill_len)
         kv.missed_total += state.prefill_len // kv.block_size - hit.num_blocks
         kv.reserve(slot, last_position)
         running.prefill.append(slot)

@@ -81,6 +81,8 @@ class Step:
         catch_up: most tokens of a row that a draft model may lack, to be computed before it proposes drafts.
         rope_offsets: int32 [axes, tokens], what each axis adds to the positions of a step with chunks; None for a model with one
             position a token.
+        state_restores, state_saves: rows of the recurrent states to copy before and after the model, as (sources, targets); None
+            for none.
     """
 
     index: int
@@ -98,6 +100,8 @@ class Step:
     query_len: int = 1
     catch_up: int = 0
     rope_offsets: np.ndarray | None = None
+    state_restores: tuple[np.ndarray, np.ndarray] | None = None
+    state_saves: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def num_rows(self) -> int:

@@ -124,7 +124,7 @@ class StepBuilder:
         emits = np.ones(len(slots), bool)
         emits[len(decode_rows) :] = [self._finish_chunk(running, kv, slot) for slot, _ in chunks]
 
-        processors = running.logits_processors
+        processors, snapshots = running.logits_processors, kv.snapshots
         step = Step(
             index=self._next_index,
             slots=slots,
@@ -141,6 +141,8 @@ class StepBuilder:
             query_len=query_len,
             catch_up=self._catch_up(table, decode_rows, query_len) if self._limits.drafts_by_model else 0,
             rope_offsets=self._rope_offsets(table, decode_rows, chunks) if chunks and self._has_rope else None,
+            state_restores=None if snapshots is None else snapshots.take_restores(),
+            state_saves=None if snapshots is None or not chunks else snapshots.take_saves(),
         )
         table.last_step_index[slots] = step.index
         if running.beams.groups:
@@ -150,9 +152,11 @@ class StepBuilder:
         return step
 
     def _finish_chunk(self, running: RunningSet, kv: BlockManager, slot: int) -> bool:
-        """Cache the full blocks of a prompt up to its new chunk; returns whether this was the last one."""
+        """Cache the full blocks of a prompt up to its new chunk, and its state; returns whether this was the last one."""
         num_computed = int(running.slots.num_computed[slot])
-        running.cache_full_blocks(kv, slot, num_computed)
+        hashes = running.cache_full_blocks(kv, slot, num_computed)
+        if kv.snapshots is not None and running.slots.group[slot] < 0:
+            kv.snapshots.save(slot, hashes, num_computed)
         is_last = running.slots.remaining_prefill(slot) == 0
         if is_last:
             span = self._limits.decode_span + LOOKAHEAD_TOKENS

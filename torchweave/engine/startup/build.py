@@ -24,6 +24,7 @@ from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
 from torchweave.engine.kv_cache.image_rows import ImageRows
 from torchweave.engine.kv_cache.layer_groups import KVLayout, group_layers, longest_sequence
+from torchweave.engine.kv_cache.state_snapshots import StateSnapshots
 from torchweave.engine.ranks.leader_runner import Executor
 from torchweave.engine.runner import warm_up
 from torchweave.engine.runner.draft_step import DraftModel
@@ -129,10 +130,12 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         history_len=plan.history_len,
         rope_axes=loaded.module.rope_axes,
     )
-    recurrent_states = cache_spec.allocate_recurrent_states(plan.max_batch_size)
+    num_snapshots, plan = _num_state_snapshots(cache_spec, plan, process_groups)
+    recurrent_states = cache_spec.allocate_recurrent_states(plan.max_batch_size, num_snapshots)
     if recurrent_states:
         num_bytes = sum(tensor.nbytes for tensor in recurrent_states)
-        report.event("recurrent_states", bytes=num_bytes, bytes_per_request=num_bytes // plan.max_batch_size)
+        per_request = num_bytes // (plan.max_batch_size + num_snapshots)
+        report.event("recurrent_states", bytes=num_bytes, bytes_per_request=per_request, snapshots=num_snapshots)
     with report.stage("measuring memory"):
         encode_image = _image_encoding(loaded) if plan.device.startswith("cuda") else None
         use = measure_memory(plan, forward, cache_spec, state, report, recurrent_states, encode_image, draft_model)
@@ -211,10 +214,6 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan, draft: LoadedModel | None = 
     dtype = getattr(torch, plan.dtype)
     backend, plan = _choose_attention(plan, layers, dtype)
     layout = _kv_layout(layers, loaded.stage, plan)
-    if loaded.module.recurrent_layers and plan.config.enable_prefix_caching:
-        why = "layers with a recurrent state keep no state of earlier positions"
-        plan = plan.with_effective("enable_prefix_caching", False, why)
-        plan = plan.with_effective("kv_offload_gb", 0.0, "no block is reused", kv_offload_gb=0.0)
     if plan.full_mixed_graphs and any(layer.sparse for layer in layers):
         why = "sparse attention takes the tokens of a long step in many parts"
         plan = plan.with_effective("cuda_graph_config.capture_mixed", False, why, full_mixed_graphs=False)
@@ -265,6 +264,24 @@ def _kv_layout(layers: Sequence[LayerSpec], stage: PipelineStage | None, plan: P
         groups=tuple(stage.local_layers(layout.groups)),
         layer_slots=tuple(stage.local_layers(layout.layer_slots)),
     )
+
+
+def _num_state_snapshots(cache_spec: KVCacheSpec, plan: Plan, process_groups: ProcessGroups) -> tuple[int, Plan]:
+    """Snapshots of recurrent states that all ranks have memory for, and the plan with their number in use."""
+    name, config = "num_state_snapshots", plan.config
+    if not cache_spec.recurrent:
+        return 0, plan.with_effective(name, None, "no layer has a recurrent state")
+    if not config.enable_prefix_caching:
+        return 0, plan.with_effective(name, None, "no prefix is reused")
+    count, why = config.num_state_snapshots, ""
+    if count is None:
+        count = process_groups.all_reduce_min(cache_spec.default_num_snapshots(plan.max_batch_size))
+        why = "one for each request of a step, as memory allows"
+    if not count:
+        reason = "layers with a recurrent state share a prefix at snapshots, and num_state_snapshots is 0"
+        plan = plan.with_effective("enable_prefix_caching", False, reason)
+        plan = plan.with_effective("kv_offload_gb", 0.0, "no block is reused", kv_offload_gb=0.0)
+    return count, plan.with_effective(name, count, why)
 
 
 # -- 2. compile --------------------------------------------------------------------------------------------------------
@@ -380,6 +397,8 @@ def _build_scheduler(
         max_logprobs=config.max_logprobs,
         **({"no_images": loaded.no_images} if loaded.no_images else {}),
     )
+    num_states = len(runner.recurrent_states[0]) if runner.recurrent_states else plan.max_batch_size
+    num_snapshots = num_states - plan.max_batch_size
     kv = BlockManager(
         num_blocks,
         plan.block_size,
@@ -388,9 +407,10 @@ def _build_scheduler(
         windows=layout.windows,
         longest_step=longest_step(plan),
         host=_host_pool(runner, report),
+        snapshots=StateSnapshots(plan.max_batch_size, num_snapshots, plan.block_size) if num_snapshots else None,
     )
     policy = POLICIES[config.capacity_scheduler_policy]
-    reuse = config.enable_prefix_caching and not runner.recurrent_states
+    reuse = config.enable_prefix_caching and bool(num_snapshots or not runner.recurrent_states)
     eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
     grammars = None if tokenizer is None else GrammarManager(tokenizer, limits.vocab_size, eos)
     image_rows = None
