@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.rows import strided_rows
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -57,11 +58,11 @@ def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`act(gate) * up` as a contiguous tensor."""
     first, second = strided_rows(gate), strided_rows(up)
     width, dependent = gate.shape[-1], supports_pdl(gate.device)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(1024, next_power_of_2(width))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not out.numel():
         return out
-    gated_kernel[(first.count, triton.cdiv(width, block))](
+    gated_kernel[(first.count, cdiv(width, block))](
         first.tensor, second.tensor, out, first.inner, first.outer_stride, first.inner_stride,
         second.inner, second.outer_stride, second.inner_stride, width,
         ACTIVATION=activation, BLOCK=block, DEPENDENT=dependent, num_warps=4, enable_fp_fusion=False, **pdl_options(dependent),

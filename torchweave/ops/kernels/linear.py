@@ -21,6 +21,7 @@ from torch import Tensor
 from torchweave.ops.kernels.activation import activate
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_trigger, pdl_wait, supports_pdl
 from torchweave.ops.kernels.norm import scale_rows
+from torchweave.ops.kernels.sizes import cdiv
 from torchweave.ops.linear_config import LinearConfig, LinearFusion
 
 
@@ -248,7 +249,7 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: Line
         kernel, more = dot_kernel, {"num_stages": config.depth}
     else:
         kernel, more = split_kernel, {"SPLIT": config.num_warps, "num_stages": config.depth}
-    kernel[(triton.cdiv(outputs, config.block_n // 2 if gated else config.block_n),)](
+    kernel[(cdiv(outputs, config.block_n // 2 if gated else config.block_n),)](
         x, w, w if fusion.bias is None else fusion.bias, x if fusion.norm is None else fusion.norm,
         x if residual is None else residual, out, tokens, outputs, fusion.eps, fusion.offset,
         x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), **constants, **more,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.rows import strided_rows
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -71,9 +72,9 @@ def launch_norm(
     if not x.numel():
         return y, total
     width, dependent = x.shape[-1], supports_pdl(x.device)
-    block = triton.next_power_of_2(width)
-    rows_per_program = max(1, min(2048 // block, triton.next_power_of_2(rows.count)))
-    norm_kernel[(triton.cdiv(rows.count, rows_per_program),)](
+    block = next_power_of_2(width)
+    rows_per_program = max(1, min(2048 // block, next_power_of_2(rows.count)))
+    norm_kernel[(cdiv(rows.count, rows_per_program),)](
         rows.tensor, added.tensor, x if weight is None else weight, y, y if total is None else total,
         rows.count, eps, offset,
         rows.inner, rows.outer_stride, rows.inner_stride, added.inner, added.outer_stride, added.inner_stride,

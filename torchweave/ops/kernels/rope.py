@@ -15,6 +15,7 @@ from torch import Tensor
 from torchweave.ops.kernels.attention.kv_cache_dtype import quantize_kv
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.norm import scale_rows
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
 class QKNorm(NamedTuple):
@@ -197,16 +198,16 @@ def launch_rope(
     if not tokens:
         return q_out, k_out
     v, k_cache, v_cache, slot_mapping, k_scale, v_scale, kv_fp8_max = CacheWrite(k, k, k, k) if cache is None else cache
-    heads_per_program = max(1, min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(max(heads, kv_heads))))
-    q_blocks, dependent = triton.cdiv(heads, heads_per_program), supports_pdl(q.device)
-    rope_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, heads_per_program))](
+    heads_per_program = max(1, min(2048 // next_power_of_2(dim), next_power_of_2(max(heads, kv_heads))))
+    q_blocks, dependent = cdiv(heads, heads_per_program), supports_pdl(q.device)
+    rope_kernel[(tokens, q_blocks + cdiv(kv_heads, heads_per_program))](
         q, k, v, q if norm is None else norm.q_weight, k if norm is None else norm.k_weight, cos, sin, q_out, k_out,
         k_cache, v_cache, slot_mapping, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
         k_scale, v_scale,
         q.stride(-3), q.stride(-2), k.stride(-3), k.stride(-2), v.stride(-3), v.stride(-2), cos.shape[-1], sin.shape[-1],
         Q_HEADS=heads, K_HEADS=kv_heads, Q_BLOCKS=q_blocks, HEADS=heads_per_program, DIM=dim,
-        VALUE_DIM=v.shape[-1], VALUE_PAD=triton.next_power_of_2(v.shape[-1]),
-        HALF=half, HALF_PAD=max(2, triton.next_power_of_2(half)), REST_PAD=max(2, triton.next_power_of_2(dim - 2 * half)),
+        VALUE_DIM=v.shape[-1], VALUE_PAD=next_power_of_2(v.shape[-1]),
+        HALF=half, HALF_PAD=max(2, next_power_of_2(half)), REST_PAD=max(2, next_power_of_2(dim - 2 * half)),
         NORM=norm is not None, WIDE=norm is not None and norm.wide, CACHE=cache is not None,
         DEPENDENT=dependent, KV_FP8_MAX=kv_fp8_max, num_warps=4, enable_fp_fusion=False, **pdl_options(dependent),
     )  # fmt: skip

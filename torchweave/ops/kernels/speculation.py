@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.sampling.layout import DraftRows, SlotTensors
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.kernels.step_io import INT_MIN, cache_slot
 
 
@@ -349,7 +350,7 @@ def record_kernel(slots, emit, last_token, position, history, num_rows, history_
 
 
 def launch_propose(state: DraftingSlots, slots: Tensor, min_ngram: int, max_ngram: int, matches: Tensor) -> None:
-    splits = min(_SPLITS, triton.cdiv(state.history_len, _TOKENS))
+    splits = min(_SPLITS, cdiv(state.history_len, _TOKENS))
     propose_kernel[(slots.numel(), splits)](
         state.history, state.position, state.draft_limit, slots, matches, state.history_len,
         MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, BLOCK=_TOKENS, num_warps=4,
@@ -365,7 +366,7 @@ def launch_prepare_drafts(
         state.last_token, state.position, state.draft_limit, state.history, state.block_table, slots, rows.matches,
         rows.model_tokens, rows.drafts, rows.num_drafts, rows.query_start, rows.logits_index, rows.entries, *inputs,
         num_rows, state.history_len, *_table_sizes(state, inputs[3]), rows.model_tokens.stride(0),
-        K=rows.query_len - 1, BLOCK_Q=triton.next_power_of_2(rows.query_len), BLOCK_SIZE=block_size, TABLES=state.num_tables,
+        K=rows.query_len - 1, BLOCK_Q=next_power_of_2(rows.query_len), BLOCK_SIZE=block_size, TABLES=state.num_tables,
         BLOCK_R=_ALL_ROWS, SYNTHETIC=synthetic and not from_model, FROM_MODEL=from_model, num_warps=4,
     )  # fmt: skip
     _launch_gather(state, sampled, slots, rows)
@@ -380,7 +381,7 @@ def launch_catch_up(
         state.position, state.draft_limit, state.draft_computed, state.history, state.block_table, slots, rows.matches,
         rows.num_drafts, rows.query_start, rows.logits_index, rows.entries, rows.model_entries, *inputs,
         num_rows, num_rows * most, most, state.history_len, *_table_sizes(state, inputs[3]), rows.model_entries.stride(0),
-        K=rows.query_len - 1, BLOCK_Q=triton.next_power_of_2(rows.query_len), BLOCK_SIZE=block_size, TABLES=state.num_tables,
+        K=rows.query_len - 1, BLOCK_Q=next_power_of_2(rows.query_len), BLOCK_SIZE=block_size, TABLES=state.num_tables,
         BLOCK_R=_ALL_ROWS, BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
     _launch_gather(state, sampled, slots, rows)
@@ -388,7 +389,7 @@ def launch_catch_up(
 
 def launch_settle(state: DraftingSlots, slots: Tensor, rows: DraftRows) -> None:
     num_rows = slots.numel()
-    grid = (triton.cdiv(num_rows, _ROWS),)
+    grid = (cdiv(num_rows, _ROWS),)
     settle_kernel[grid](slots, rows.matches, state.draft_computed, num_rows, BLOCK=_ROWS, num_warps=4)
 
 
@@ -396,7 +397,7 @@ def launch_feed_draft(
     state: DraftingSlots, slots: Tensor, rows: DraftRows, place: int, inputs: Sequence[Tensor], block_size: int
 ) -> None:
     num_rows = slots.numel()
-    feed_draft_kernel[(triton.cdiv(num_rows, _ROWS),)](
+    feed_draft_kernel[(cdiv(num_rows, _ROWS),)](
         state.position, state.block_table, slots, rows.num_drafts, rows.model_tokens[place - 1], rows.model_slots, *inputs,
         num_rows, place, *_table_sizes(state, inputs[3]),
         BLOCK_SIZE=block_size, TABLES=state.num_tables, BLOCK=_ROWS, num_warps=4,
@@ -405,7 +406,7 @@ def launch_feed_draft(
 
 def launch_note_computed(state: DraftingSlots, slots: Tensor, query_start: Tensor, positions: Tensor) -> None:
     num_rows = slots.numel()
-    note_computed_kernel[(triton.cdiv(num_rows, _ROWS),)](
+    note_computed_kernel[(cdiv(num_rows, _ROWS),)](
         slots, query_start, positions, state.position, state.draft_computed, num_rows, BLOCK=_ROWS, num_warps=4
     )
 
@@ -419,7 +420,7 @@ def _table_sizes(state: DraftingSlots, slot_mapping: Tensor) -> tuple[int, int, 
 def _launch_gather(state: DraftingSlots, sampled: SlotTensors, slots: Tensor, rows: DraftRows) -> None:
     query_len, num_entries = rows.query_len, slots.numel() * rows.query_len
     names = ("position", "temperature", "top_k", "top_p", "min_p", "seed_lo", "seed_hi", "min_position", "stop_ids")
-    gather_kernel[(triton.cdiv(num_entries, _ROWS),)](
+    gather_kernel[(cdiv(num_entries, _ROWS),)](
         slots, rows.entries, *(getattr(state, name) for name in names), *(getattr(sampled, name) for name in names),
         num_entries, Q=query_len, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
@@ -427,7 +428,7 @@ def _launch_gather(state: DraftingSlots, sampled: SlotTensors, slots: Tensor, ro
 
 def launch_accept(state: DraftingSlots, slots: Tensor, rows: DraftRows, threshold: int, from_model: bool) -> None:
     num_rows = slots.numel()
-    accept_kernel[(triton.cdiv(num_rows, _ROWS),)](
+    accept_kernel[(cdiv(num_rows, _ROWS),)](
         rows.tokens, rows.drafts, rows.num_drafts, rows.matches, slots,
         state.last_token, state.position, state.min_position, state.stop_ids, state.history, state.draft_computed, rows.out,
         num_rows, state.history_len, threshold,
@@ -439,7 +440,7 @@ def launch_accept(state: DraftingSlots, slots: Tensor, rows: DraftRows, threshol
 def launch_record(state: DraftingSlots, slots: Tensor, emit: Tensor) -> None:
     num_rows = slots.numel()
     emit = emit.view(torch.uint8) if emit.dtype == torch.bool else emit
-    record_kernel[(triton.cdiv(num_rows, _ROWS),)](
+    record_kernel[(cdiv(num_rows, _ROWS),)](
         slots, emit, state.last_token, state.position, state.history, num_rows, state.history_len,
         BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchweave.ops.kernels.sizes import cdiv
+
 INT_MIN = tl.constexpr(-(2**31))
 _TOKENS = 1024  # tokens that one program handles at a time
 _ROWS = 128
@@ -166,7 +168,7 @@ def launch_prepare_decode(
     ids: Tensor, positions: Tensor, seq_lens: Tensor, slot_mapping: Tensor, block_size: int,
 ) -> None:  # fmt: skip
     rows = slots.numel()
-    prepare_decode_kernel[(triton.cdiv(rows, _ROWS),)](
+    prepare_decode_kernel[(cdiv(rows, _ROWS),)](
         last_token, position, block_table, slots, ids, positions, seq_lens, slot_mapping,
         rows, block_table.shape[1], *_strides(block_table, slot_mapping),
         TABLES=_tables(slot_mapping), BLOCK_SIZE=block_size, BLOCK=_ROWS, num_warps=4,
@@ -179,16 +181,16 @@ def launch_advance(
 ) -> None:  # fmt: skip
     rows = slots.numel()
     emit = emit.view(torch.uint8) if emit.dtype == torch.bool else emit
-    advance_kernel[(triton.cdiv(rows, _ROWS),)](
+    advance_kernel[(cdiv(rows, _ROWS),)](
         tokens, slots, emit, last_token, position, min_position, stop_ids, out, rows,
         NUM_STOP_IDS=stop_ids.shape[1], BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
 
 
 def launch_scatter(arena: Tensor, pairs: Tensor, count: int) -> None:
-    scatter_kernel[(triton.cdiv(count, _PAIRS),)](arena, pairs, count, BLOCK=_PAIRS, num_warps=4)
+    scatter_kernel[(cdiv(count, _PAIRS),)](arena, pairs, count, BLOCK=_PAIRS, num_warps=4)
 
 
 def launch_pinned_copy(source: Tensor, target: Tensor) -> None:
     count = source.numel()
-    pinned_copy_kernel[(triton.cdiv(count, _COPY_BLOCK),)](source, target, count, BLOCK=_COPY_BLOCK, num_warps=4)
+    pinned_copy_kernel[(cdiv(count, _COPY_BLOCK),)](source, target, count, BLOCK=_COPY_BLOCK, num_warps=4)

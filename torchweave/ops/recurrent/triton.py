@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from torchweave.ops.attention.op import AttentionMetadata
@@ -24,6 +23,7 @@ from torchweave.ops.kernels.recurrent.conv import conv_decode, conv_mixed
 from torchweave.ops.kernels.recurrent.gated_delta import delta_prefill, delta_scan, delta_solve
 from torchweave.ops.kernels.recurrent.scan import lru_scan, selective_scan
 from torchweave.ops.kernels.recurrent.ssd import ssd_decode, ssd_prefill
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall
 
 CHUNK = 64
@@ -70,7 +70,7 @@ def _precision(dtype: torch.dtype) -> str:
 def _block(size: int, programs: int, large: int, small: int) -> int:
     """Channels of a program: `large`, or down to `small` where `programs` times the blocks of `size` are few."""
     block = min(large, 1 << (size - 1).bit_length())
-    while block > small and programs * triton.cdiv(size, block) < FEW_PROGRAMS:
+    while block > small and programs * cdiv(size, block) < FEW_PROGRAMS:
         block //= 2
     return block
 
@@ -83,15 +83,15 @@ def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, meta: AttentionMeta
     strides = (x.stride(0), out.stride(0), *weight.stride())
     if meta.decode_only:
         block = _block(channels, meta.num_rows, 512, 128)
-        conv_decode[triton.cdiv(channels, block), meta.num_rows](
+        conv_decode[cdiv(channels, block), meta.num_rows](
             x, weight, bias, out, state, meta.slots, meta.seq_lens, channels, *strides,
             **shared, BLOCK=block, **_options(x.device, max(1, block // 128)),
         )  # fmt: skip
         return
     assert width <= CONV_CHUNK
-    block = min(128, triton.next_power_of_2(channels))
+    block = min(128, next_power_of_2(channels))
     chunks = meta.num_tokens // CONV_CHUNK + meta.num_rows + 1
-    conv_mixed[chunks, triton.cdiv(channels, block)](
+    conv_mixed[chunks, cdiv(channels, block)](
         x, weight, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens, channels,
         *strides, **shared, CHUNK=CONV_CHUNK, BLOCK=block, **_options(x.device, 4),
     )  # fmt: skip
@@ -106,7 +106,7 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, meta: AttentionMe
     strides = [stride for each in (q, k, v, g, beta, out) for stride in each.stride()[:2]]
     sizes = {
         "VALUE_HEADS": value_heads, "GROUP": value_heads // heads, "KEY_DIM": key_dim,
-        "KEY_PAD": max(16, triton.next_power_of_2(key_dim)), "NORMALIZE": call.normalize,
+        "KEY_PAD": max(16, next_power_of_2(key_dim)), "NORMALIZE": call.normalize,
     }  # fmt: skip
     chunked = not meta.decode_only and not by_channel
     if chunked:
@@ -117,8 +117,8 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, meta: AttentionMe
             k, g, beta, inverse, meta.query_start, meta.num_rows, meta.num_tokens,
             *(stride for each in (k, g, beta) for stride in each.stride()[:2]), **sizes, **_options(q.device, SOLVE_WARPS),
         )  # fmt: skip
-        block = max(16, min(DELTA_BLOCK, triton.next_power_of_2(value_dim)))
-        delta_prefill[triton.cdiv(value_dim, block), value_heads, meta.num_rows](
+        block = max(16, min(DELTA_BLOCK, next_power_of_2(value_dim)))
+        delta_prefill[cdiv(value_dim, block), value_heads, meta.num_rows](
             q, k, v, g, beta, inverse, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
             meta.num_tokens, key_dim**-0.5, *strides, **sizes, VALUE_DIM=value_dim, BLOCK=block,
             **_options(q.device, DELTA_WARPS),
@@ -127,7 +127,7 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, meta: AttentionMe
     else:
         sizes["FEW"] = ALL
     block = _block(value_dim, value_heads * meta.num_rows, 32, 16)
-    delta_scan[triton.cdiv(value_dim, block), value_heads, meta.num_rows + (not meta.decode_only)](
+    delta_scan[cdiv(value_dim, block), value_heads, meta.num_rows + (not meta.decode_only)](
         q, k, v, g, beta, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens,
         key_dim**-0.5, *strides, **sizes, VALUE_DIM=value_dim, BLOCK=block, BY_CHANNEL=by_channel,
         DECODE_ONLY=meta.decode_only, **_options(q.device, 2 if block > 16 else 1),
@@ -140,7 +140,7 @@ def _launch_ssd(call: SsdCall, out: Tensor, state: Tensor, meta: AttentionMetada
     groups, width = B.shape[1:]
     shared = {
         "HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": width,
-        "STATE_PAD": max(16, triton.next_power_of_2(width)), "SKIP": call.D is not None, "BIAS": call.dt_bias is not None,
+        "STATE_PAD": max(16, next_power_of_2(width)), "SKIP": call.D is not None, "BIAS": call.dt_bias is not None,
         "SOFTPLUS": call.softplus,
     }  # fmt: skip
     rate = call.A.contiguous()
@@ -149,14 +149,14 @@ def _launch_ssd(call: SsdCall, out: Tensor, state: Tensor, meta: AttentionMetada
     strides = [stride for each in (x, dt, B, C, out) for stride in each.stride()[:2]]
     if not meta.decode_only:
         wide = x.dtype == torch.float32
-        block = max(16, min(32, triton.next_power_of_2(head_dim)))
-        ssd_prefill[triton.cdiv(head_dim, block), heads, meta.num_rows + 1](
+        block = max(16, min(32, next_power_of_2(head_dim)))
+        ssd_prefill[cdiv(head_dim, block), heads, meta.num_rows + 1](
             *inputs, meta.num_rows, meta.num_tokens, call.dt_min, call.dt_max, *strides,
             **shared, BLOCK=block, CHUNK=32 if wide else CHUNK, PRECISION=_precision(x.dtype),
             **_options(x.device, 8 if wide else 4, 1 if wide else 2),
         )  # fmt: skip
     block = _block(head_dim, heads * meta.num_rows, 32, 8)
-    ssd_decode[triton.cdiv(head_dim, block), heads, meta.num_rows](
+    ssd_decode[cdiv(head_dim, block), heads, meta.num_rows](
         *inputs, call.dt_min, call.dt_max, *strides,
         **shared, BLOCK=block, DECODE_ONLY=meta.decode_only, **_options(x.device, 2 if block > 8 else 1),
     )  # fmt: skip
@@ -169,11 +169,11 @@ def _launch_scan(call: ScanCall, out: Tensor, state: Tensor, meta: AttentionMeta
     rate = call.A.contiguous()
     skip, bias = (rate if each is None else each.contiguous() for each in (call.D, call.dt_bias))
     tile = 1 if meta.decode_only else SCAN_TILE
-    block = min(64 if meta.decode_only else 16, triton.next_power_of_2(channels))
-    selective_scan[triton.cdiv(channels, block), meta.num_rows + (not meta.decode_only)](
+    block = min(64 if meta.decode_only else 16, next_power_of_2(channels))
+    selective_scan[cdiv(channels, block), meta.num_rows + (not meta.decode_only)](
         x, dt, rate, B, C, skip, z, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
         meta.num_tokens, channels, *(each.stride(0) for each in (x, dt, B, C, z, out)),
-        STATE=width, STATE_PAD=triton.next_power_of_2(width), BLOCK=block, TILE=tile, SKIP=call.D is not None,
+        STATE=width, STATE_PAD=next_power_of_2(width), BLOCK=block, TILE=tile, SKIP=call.D is not None,
         GATE=call.z is not None, BIAS=call.dt_bias is not None, DECODE_ONLY=meta.decode_only, **_options(x.device, 4),
     )  # fmt: skip
 
@@ -181,8 +181,8 @@ def _launch_scan(call: ScanCall, out: Tensor, state: Tensor, meta: AttentionMeta
 def _launch_lru(call: LruCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
     a, x = _dense(call.a), _dense(call.x)
     channels = x.shape[1]
-    block = min(256 if meta.decode_only else 64, triton.next_power_of_2(channels))
-    lru_scan[triton.cdiv(channels, block), meta.num_rows + (not meta.decode_only)](
+    block = min(256 if meta.decode_only else 64, next_power_of_2(channels))
+    lru_scan[cdiv(channels, block), meta.num_rows + (not meta.decode_only)](
         a, x, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens, channels,
         a.stride(0), x.stride(0), out.stride(0),
         BLOCK=block, TILE=1 if meta.decode_only else LRU_TILE, DECODE_ONLY=meta.decode_only, **_options(x.device, 4),

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import triton
 from torch import Tensor
 
 from torchweave.ops.attention.kv_cache_dtype import kv_fp8_max
@@ -31,6 +30,7 @@ from torchweave.ops.kernels.attention.paged_decode import paged_decode
 from torchweave.ops.kernels.attention.paged_prefill import paged_prefill, write_kv
 from torchweave.ops.kernels.dependent_launch import pdl_options, supports_pdl
 from torchweave.ops.kernels.rope import CacheWrite, QKNorm, launch_rope
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.quant.fp8 import GROUP
 from torchweave.ops.rope import Rotary
 from torchweave.utils.cuda_streams import side_stream
@@ -85,7 +85,7 @@ def default_decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
 
 def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> PrefillConfig:
     """As `default_decode_config`. A tile holds at least one token, so `block_m` is at least `group`."""
-    least = _power_of_2(group)
+    least = next_power_of_2(group)
     if dtype == torch.float32:
         return PrefillConfig(max(32, least), 32, 4 if head_dim <= 64 else 8, 2)
     if head_dim > 128:
@@ -96,7 +96,7 @@ def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> Pre
 def shrink_prefill_tiles(config: PrefillConfig, group: int) -> PrefillConfig:
     """The configuration with smaller tiles, for a step whose tiles would not fill a GPU twice. A layer of Llama 1B at 16 and at
     1000 tokens takes 6.9 and 22.9 us instead of 7.8 and 26.5, of 8B 8.0 and 34.2 instead of 9.1 and 36.6 (H100)."""
-    block_m = max(64, _power_of_2(group))
+    block_m = max(64, next_power_of_2(group))
     return replace(config, block_m=block_m, num_warps=4) if config.block_m > block_m else config
 
 
@@ -166,7 +166,7 @@ class TritonBackend:
             return self.prefill
         group = heads // kv_heads
         config = default_prefill_config(head_dim, group, dtype)
-        tiles = triton.cdiv(tokens * group, config.block_m) * kv_heads
+        tiles = cdiv(tokens * group, config.block_m) * kv_heads
         return config if tiles > 2 * self.num_sms else shrink_prefill_tiles(config, group)
 
     def num_splits(self, config: DecodeConfig, num_rows: int, kv_heads: int, max_seq_len: int) -> int:
@@ -271,7 +271,7 @@ class TritonStep:
             call.scale * cache.k_scale, softcap, window, call.chunk, splits, config.min_tiles, rope_args.eps, rope_args.offset,
             cache.k_scale, cache.v_scale, meta.num_tokens,
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(_power_of_2(group), 16 if config.dot else 1),
+            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(next_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=_padded_splits(splits),
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, ALIBI=slopes is not None,
@@ -292,7 +292,7 @@ class TritonStep:
         config = self.backend.prefill_config(head_dim, q.shape[1], kv_heads, q.dtype, meta.num_tokens)
         if kv_fp8_max(cache.k.dtype) and pad(head_dim) != pad(value_dim):
             config = replace(config, block_n=32)  # with 64, Triton 3.6 reads the values of other keys from such a cache
-        tiles = triton.cdiv(meta.num_tokens, config.block_m // group) + meta.num_rows
+        tiles = cdiv(meta.num_tokens, config.block_m // group) + meta.num_rows
         paged_prefill[(kv_heads, tiles)](
             q, out, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, q if sinks is None else sinks,
@@ -307,11 +307,6 @@ class TritonStep:
         )  # fmt: skip
 
 
-def _power_of_2(size: int) -> int:
-    """The least power of two that is not below `size`."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
 def _padded_splits(splits: int) -> int:
     """Capacity for partial results of a program: three kernels are compiled in all."""
     return next(room for room in (1, 16, MAX_SPLITS) if splits <= room)
@@ -319,15 +314,15 @@ def _padded_splits(splits: int) -> int:
 
 def pad(dim: int) -> int:
     """Power of two that a tile of `dim` channels takes."""
-    return max(_power_of_2(dim), 16)
+    return max(next_power_of_2(dim), 16)
 
 
 def write_kv_cache(k: Tensor, v: Tensor, cache: LayerKVCache, meta: AttentionMetadata) -> None:
     """Write the step's keys and values to their cache slots; padded tokens have none."""
     kv_heads, head_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
     numbers = kv_heads * max(head_dim, value_dim)
-    block = min(_power_of_2(numbers), 2048)
-    write_kv[(meta.num_tokens, triton.cdiv(numbers, block))](
+    block = min(next_power_of_2(numbers), 2048)
+    write_kv[(meta.num_tokens, cdiv(numbers, block))](
         k, v, cache.k, cache.v, meta.slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cache.k_scale, cache.v_scale, KV_HEADS=kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=block,
         KV_FP8_MAX=kv_fp8_max(cache.k.dtype), num_warps=4,

@@ -21,6 +21,7 @@ from torch import Tensor
 from torchweave.ops.kernels.collectives.barrier import as_pointer, barrier_addresses, peer_addresses, rank_barrier
 from torchweave.ops.kernels.collectives.workspace import ALL_PHASES, PROGRAMS, OperandLocation, SymmetricWorkspace
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
+from torchweave.ops.kernels.sizes import cdiv
 
 
 @triton.jit
@@ -184,7 +185,7 @@ def launch_two_shot(
 ) -> None:
     """out = the sum of x over ranks; operands as in `launch_one_shot`."""
     num, dependent, layout = x.numel(), supports_pdl(x.device), workspace.layout
-    share = triton.cdiv(triton.cdiv(num, layout.size), 8) * 8
+    share = cdiv(cdiv(num, layout.size), 8) * 8
     two_shot_kernel[(PROGRAMS.data,)](
         x, out, workspace.table, workspace.counters[1], num, share, workspace.rank, layout.flags(1), location.at, layout.sums,
         SIZE=layout.size, BLOCK=4096, STAGED=location.staged, PHASES=phases, DEPENDENT=dependent,

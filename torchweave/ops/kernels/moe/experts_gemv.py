@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -147,7 +148,7 @@ def launch_rows_up(
 ) -> None:  # fmt: skip
     """x [T, K], index [T, k], up [E, 2 I or I, K], h [T k, I]; rows contiguous."""
     inner, pairs = h.shape[1], index.numel()
-    rows_up_kernel[(triton.cdiv(inner, block_n), pairs)](
+    rows_up_kernel[(cdiv(inner, block_n), pairs)](
         x, index, up, up if bias is None else bias, h, up.shape[0], inner, x.stride(0), up.stride(0), up.stride(1),
         WIDTH=up.shape[2], TOP=index.shape[1], GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=depth,
@@ -161,10 +162,10 @@ def launch_rows_down(
 ) -> None:  # fmt: skip
     """h [T k, I], index and weight [T, k], down [E, K, I], out [T, K]; rows contiguous."""
     tokens, top = index.shape
-    rows_down_kernel[(triton.cdiv(down.shape[1], block_n), tokens)](
+    rows_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
         h, index, weight, down, down if bias is None else bias, out, down.shape[0], down.shape[1],
         down.stride(0), down.stride(1), out.stride(0),
-        INNER=down.shape[2], TOP=top, TOP_BLOCK=triton.next_power_of_2(top), HAS_BIAS=bias is not None,
+        INNER=down.shape[2], TOP=top, TOP_BLOCK=next_power_of_2(top), HAS_BIAS=bias is not None,
         BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=depth, DEPENDENT=dependent, num_warps=num_warps,
         **pdl_options(dependent),
     )  # fmt: skip

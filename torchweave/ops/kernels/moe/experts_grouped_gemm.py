@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 from torchweave.ops.kernels.moe.experts_gemv import activation, gated_activation
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -274,7 +275,7 @@ def launch_sort_pairs(
 ) -> None:
     """index [T, k], ends int32 [E], rows and positions int32 [T k]."""
     pairs = index.numel()
-    block = min(4096, max(32, triton.next_power_of_2(pairs)))
+    block = min(4096, max(32, next_power_of_2(pairs)))
     sort_pairs_kernel[(num_experts + 1,)](
         index, ends, rows, rows if positions is None else positions, pairs, num_experts, BLOCK=block,
         POSITIONS=positions is not None, DEPENDENT=dependent, num_warps=1 if block <= 128 else 4 if block <= 1024 else 8,
@@ -302,7 +303,7 @@ def launch_tiles_up(
     scales: of up in MXFP4 or FP8, which is then contiguous; see `torchweave::quantized_experts`.
     """
     inner = h.shape[1]
-    tiles_up_kernel[(triton.cdiv(inner, block_n), up.shape[0])](
+    tiles_up_kernel[(cdiv(inner, block_n), up.shape[0])](
         x, up, up if scales is None else scales, x if bias is None else bias, h, ends, rows, inner, x.stride(0), *up.stride(),
         **_format(up, scales), WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
@@ -315,7 +316,7 @@ def launch_tiles_down(
     *, block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
     """h [T k, I] by position, down as [E, K, I] with any strides, y [T k, K] by pair."""
-    tiles_down_kernel[(triton.cdiv(down.shape[1], block_n), down.shape[0])](
+    tiles_down_kernel[(cdiv(down.shape[1], block_n), down.shape[0])](
         h, down, down if scales is None else scales, y, ends, rows, down.shape[1], *down.stride(),
         **_format(down, scales), INNER=h.shape[1], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, DEPENDENT=dependent,
         num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
@@ -330,10 +331,10 @@ def launch_combine(
     tokens, top = index.shape
     width = out.shape[1]
     # Few tokens need small blocks to fill the device.
-    block = min(256 if tokens <= 64 else 1024, triton.next_power_of_2(width))
-    combine_kernel[(tokens, triton.cdiv(width, block))](
+    block = min(256 if tokens <= 64 else 1024, next_power_of_2(width))
+    combine_kernel[(tokens, cdiv(width, block))](
         y, index, weight, index if positions is None else positions, y if bias is None else bias, out, num_experts, width,
-        y.stride(0), out.stride(0), TOP=top, TOP_BLOCK=triton.next_power_of_2(top), POSITIONS=positions is not None,
+        y.stride(0), out.stride(0), TOP=top, TOP_BLOCK=next_power_of_2(top), POSITIONS=positions is not None,
         HAS_BIAS=bias is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4, **pdl_options(dependent),
     )  # fmt: skip
 
@@ -344,8 +345,8 @@ def launch_activate(
 ) -> None:  # fmt: skip
     """z [T k, 2 I or I] and h [T k, I] by position."""
     inner = h.shape[1]
-    block = min(1024, triton.next_power_of_2(inner))
-    activate_kernel[(h.shape[0], triton.cdiv(inner, block))](
+    block = min(1024, next_power_of_2(inner))
+    activate_kernel[(h.shape[0], cdiv(inner, block))](
         z, index, rows, z if bias is None else bias, h, num_experts, inner, z.stride(0), GATED=gated,
         INTERLEAVED=interleaved, HAS_BIAS=bias is not None, ACTIVATION=activation, ALPHA=alpha, LIMIT=limit,
         BLOCK_N=block, num_warps=4,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.sizes import next_power_of_2
 
 
 @triton.jit
@@ -90,8 +91,8 @@ def launch_route(
     size = experts // num_groups
     route_kernel[(logits.shape[0],)](
         logits, logits if bias is None else bias, weights, index, logits.stride(0), experts,
-        GROUPS=num_groups, GROUP_BLOCK=triton.next_power_of_2(num_groups), SIZE=size,
-        SIZE_BLOCK=triton.next_power_of_2(size), TOP=top, TOP_BLOCK=triton.next_power_of_2(top), TOP_GROUPS=top_groups,
+        GROUPS=num_groups, GROUP_BLOCK=next_power_of_2(num_groups), SIZE=size,
+        SIZE_BLOCK=next_power_of_2(size), TOP=top, TOP_BLOCK=next_power_of_2(top), TOP_GROUPS=top_groups,
         GROUP_BEST=group_best, FILL=fill, SCORE=score, HAS_BIAS=bias is not None, RENORMALIZE=renormalize, EPSILON=epsilon,
         SCALE=scale, DEPENDENT=dependent, num_warps=1 if experts <= 256 else 4, **pdl_options(dependent),
     )  # fmt: skip

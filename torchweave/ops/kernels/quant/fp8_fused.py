@@ -30,6 +30,7 @@ from torchweave.ops.kernels.quant.fp8_quant import (
     use_pdl,
 )
 from torchweave.ops.kernels.rows import strided_rows
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 TWO_KERNEL_MAX_TOKENS = 64
 """With more tokens a program per token fills the GPU, and the traffic between two kernels costs more."""
@@ -118,7 +119,7 @@ def launch_gated_fp8(gate_up: Tensor, activation: str, group: int, scale: Tensor
         return q, s
     scheme = quant_scheme(group, scale)
     part, dependent = groups_per_program(width, scheme), use_pdl(gate_up)
-    gated_fp8_kernel[(rows.count, triton.cdiv(triton.cdiv(width, 128), part))](
+    gated_fp8_kernel[(rows.count, cdiv(cdiv(width, 128), part))](
         rows.tensor, q, s, s if scale is None else scale, rows.count, rows.inner, rows.outer_stride, rows.inner_stride,
         WIDTH=width, SCHEME=scheme, ROWS=part, ACTIVATION=activation, DEPENDENT=dependent,
         num_warps=num_warps_for(part), enable_fp_fusion=False, **pdl_options(dependent),
@@ -177,7 +178,7 @@ def launch_gated_parts(gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor
     """`gated_activation_fp8` with a scale for each token; gate_up is not empty."""
     rows, width = strided_rows(gate_up), gate_up.shape[-1] // 2
     q, s = empty_quantized(gate_up, width, 0, None)
-    parts, dependent = triton.cdiv(width, _PART_ROWS * 128), use_pdl(gate_up)
+    parts, dependent = cdiv(width, _PART_ROWS * 128), use_pdl(gate_up)
     active = torch.empty(rows.count, width, dtype=gate_up.dtype, device=gate_up.device)
     largest = torch.empty(rows.count, parts, dtype=torch.float32, device=gate_up.device)
     how = {
@@ -191,5 +192,5 @@ def launch_gated_parts(gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor
         rows.tensor, active, largest, parts, rows.inner, rows.outer_stride, rows.inner_stride,
         ACTIVATION=activation, enable_fp_fusion=False, **how,
     )  # fmt: skip
-    quant_part_kernel[(rows.count, parts)](active, largest, q, s, parts, PARTS=triton.next_power_of_2(parts), **how)
+    quant_part_kernel[(rows.count, parts)](active, largest, q, s, parts, PARTS=next_power_of_2(parts), **how)
     return q, s

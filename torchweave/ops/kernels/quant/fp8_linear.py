@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.sizes import cdiv
 
 RUN: tl.constexpr = tl.constexpr(16)
 """Channels of a thread's load, whose products it adds first: they lie within a block of 128."""
@@ -133,7 +134,7 @@ def launch_row(
     *, block_n: int, block_k: int, num_warps: int, unroll: int, dependent: bool,
 ) -> None:  # fmt: skip
     """q [T, K], w [N, K], out [T, N] with T 1 or 2; rows contiguous, `block_n` divides 128. Scales as `fp8_linear`."""
-    row_kernel[(triton.cdiv(w.shape[0], block_n),)](
+    row_kernel[(cdiv(w.shape[0], block_n),)](
         q, x_scale, w, w_scale, w if bias is None else bias, out, w.shape[0], w.stride(0), out.stride(0), w_scale.stride(0),
         WIDTH=w.shape[1], TOKENS=q.shape[0], BLOCKS=w_scale.ndim == 2, STATIC=x_scale.ndim == 1, HAS_BIAS=bias is not None,
         BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=unroll, DEPENDENT=dependent, num_warps=num_warps,
@@ -147,7 +148,7 @@ def launch_dot(
 ) -> None:  # fmt: skip
     """q [T, K], w [N, K], out [T, N]; rows contiguous. `block_t`, the tokens of a program, is a power of two of at least 16."""
     blocks = w_scale.ndim == 2
-    dot_kernel[(triton.cdiv(w.shape[0], block_n), triton.cdiv(q.shape[0], block_t))](
+    dot_kernel[(cdiv(w.shape[0], block_n), cdiv(q.shape[0], block_t))](
         q, x_scale, w, w_scale, w if bias is None else bias, out, q.shape[0], w.shape[0], w.stride(0), out.stride(0),
         w_scale.stride(0), WIDTH=w.shape[1], TOKENS=block_t, BLOCKS=blocks, STATIC=x_scale.ndim == 1,
         HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=128 if blocks else block_k, DEPENDENT=dependent,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.quant.formats import empty_quantized
 from torchweave.ops.kernels.rows import strided_rows
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 PDL_MAX_TOKENS = 2
 """Up to this many tokens kernels with FP8 output use dependent launch, as the products that read them do."""
@@ -83,7 +84,7 @@ def quant_scheme(group: int, scale: Tensor | None) -> int:
 
 def padded_groups(width: int) -> int:
     """ROWS of a whole token: its groups of 128, padded to a power of two."""
-    return triton.next_power_of_2(triton.cdiv(width, 128))
+    return next_power_of_2(cdiv(width, 128))
 
 
 def groups_per_program(width: int, scheme: int) -> int:
@@ -103,7 +104,7 @@ def launch_quant(x: Tensor, group: int, scale: Tensor | None) -> tuple[Tensor, T
     q, s = empty_quantized(x, width, group, scale)
     if rows.count:
         part, dependent = groups_per_program(width, scheme), use_pdl(x)
-        quant_kernel[(rows.count, triton.cdiv(triton.cdiv(width, 128), part))](
+        quant_kernel[(rows.count, cdiv(cdiv(width, 128), part))](
             rows.tensor, q, s, s if scale is None else scale, rows.count, rows.inner, rows.outer_stride, rows.inner_stride,
             WIDTH=width, SCHEME=scheme, ROWS=part, DEPENDENT=dependent,
             num_warps=num_warps_for(part), **pdl_options(dependent),

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.quant.formats import FP8
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 BLOCK: tl.constexpr = tl.constexpr(128)
 WORDS: tl.constexpr = tl.constexpr(16)
@@ -520,7 +521,7 @@ def launch(
     divided = config.programs > 1
     coding = format_of(scale)
     parts = 128 // group if group < 128 and (groups > 1 or coding == "e2m1") else 1
-    tiles = triton.cdiv(outputs, config.block_n)
+    tiles = cdiv(outputs, config.block_n)
     to = torch.empty(config.programs, tokens, outputs, device=x.device) if divided else out
     dependent = {"DEPENDENT": hopper, **pdl_options(hopper)}
     constants: dict[str, Any] = {
@@ -529,12 +530,12 @@ def launch(
     }  # fmt: skip
     operands = (x, w, scale, scale if zero is None else zero, scale if bias is None else bias, to)
     if config.kernel == "row":
-        words = min(config.depth, triton.next_power_of_2(triton.cdiv(width, 128) * 16))
+        words = min(config.depth, next_power_of_2(cdiv(width, 128) * 16))
         row_kernel[(tokens, tiles)](
             *operands, outputs, out.stride(0), PARTS=parts, BLOCK_W=words, ASSEMBLY=hopper, **constants
         )
         return
-    grid, sizes = (tiles, triton.cdiv(tokens, config.block_t), config.programs), (tokens, outputs, to.stride(-2))
+    grid, sizes = (tiles, cdiv(tokens, config.block_t), config.programs), (tokens, outputs, to.stride(-2))
     constants |= {
         "TOKENS": config.block_t, "SPLIT": 1 if config.kernel == "tile" else config.num_warps, "PROGRAMS": config.programs,
         "num_stages": config.depth,
@@ -548,7 +549,7 @@ def launch(
     else:
         byte_kernel[grid](*operands, *sizes, BLOCK_K=min(group, 128) if groups > 1 else 128, **constants)
     if divided:
-        add_kernel[(tokens, triton.cdiv(outputs, 512))](
+        add_kernel[(tokens, cdiv(outputs, 512))](
             to, operands[4], out, outputs, out.stride(0), PROGRAMS=config.programs, HAS_BIAS=bias is not None, BLOCK_N=512,
             num_warps=4, **dependent,
         )  # fmt: skip
@@ -559,7 +560,7 @@ def launch_dequantize(
 ) -> None:
     """out [N, K], contiguous, of a weight as `torchweave::int_linear`, columns in the order of w."""
     outputs, width = out.shape
-    dequantize_kernel[(triton.cdiv(outputs, 16), triton.cdiv(width, 512))](
+    dequantize_kernel[(cdiv(outputs, 16), cdiv(width, 512))](
         w, scale, scale if zero is None else zero, out, scale if row_scale is None else row_scale, outputs, WIDTH=width,
         GROUP=group, GROUPS=scale.shape[1], BITS=4 if w.dtype == torch.int32 else 8, FORMAT=format_of(scale),
         ZERO=zero is not None, BY_ROW=row_scale is not None, BLOCK_N=16, BLOCK_K=512, num_warps=8,

@@ -13,6 +13,7 @@ from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 from torchweave.ops.kernels.quant.formats import empty_fp4
 from torchweave.ops.kernels.quant.fp8_quant import num_warps_for, padded_groups, use_pdl
 from torchweave.ops.kernels.rows import strided_rows
+from torchweave.ops.kernels.sizes import cdiv
 
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 
@@ -77,7 +78,7 @@ def launch_fp4_quant(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     q, s = empty_fp4(x)
     if rows.count:
         part, dependent = min(padded_groups(width), 8), use_pdl(x)
-        fp4_quant_kernel[(rows.count, triton.cdiv(triton.cdiv(width, 128), part))](
+        fp4_quant_kernel[(rows.count, cdiv(cdiv(width, 128), part))](
             rows.tensor, q, s, scale, rows.count, rows.inner, rows.outer_stride, rows.inner_stride,
             WIDTH=width, ROWS=part, DEPENDENT=dependent, num_warps=num_warps_for(part), **pdl_options(dependent),
         )  # fmt: skip

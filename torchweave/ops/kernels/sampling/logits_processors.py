@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchweave.ops.kernels.sampling import layout
 from torchweave.ops.kernels.sampling.layout import LogitsProcessorTensors, SlotTensors
+from torchweave.ops.kernels.sizes import cdiv
 
 _ROW, _SLOT, _STATE_ROW, _FLAGS = map(tl.constexpr, (layout.ROW, layout.SLOT, layout.STATE_ROW, layout.FLAGS))
 _MASK, _PRESENCE = map(tl.constexpr, (layout.MASK, layout.PRESENCE))
@@ -112,7 +113,7 @@ def launch_process_logits(
     assert logits.stride(1) == 1 and processed.is_contiguous() and rows.is_contiguous()
     masks = rows if masks is None else masks  # no row reads it then
     # enable_fp_fusion=False: a logit rounds as in the reference.
-    process_logits_kernel[(size, triton.cdiv(vocab_size, _CHUNK))](
+    process_logits_kernel[(size, cdiv(vocab_size, _CHUNK))](
         logits, logits.stride(0), rows, size, masks, processor_state.counts, processor_state.bias, processed,
         vocab_size, -(-vocab_size // 32),
         CHUNK=_CHUNK, num_warps=4, enable_fp_fusion=False,

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN, LANES, MAX_STOP_IDS, SlotTensors
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
@@ -406,10 +407,10 @@ def launch_sample(logits: Tensor, slots: Tensor, state: SlotTensors, out: Tensor
     """Write the token of row i to out[i]. The workspace is allocated here: in a CUDA graph it belongs to the graph's pool."""
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and rows > 0
-    chunks = triton.cdiv(vocab_size, _CHUNK)
-    subs = triton.next_power_of_2(triton.cdiv(vocab_size, _SUB))
+    chunks = cdiv(vocab_size, _CHUNK)
+    subs = next_power_of_2(cdiv(vocab_size, _SUB))
     sizes = (chunks, chunks, chunks * (_CHUNK // _SUB), 2, subs, _CAPACITY, _CAPACITY)
-    sizes = [triton.cdiv(rows * size, 64) * 64 for size in sizes]  # aligned parts for any number of rows
+    sizes = [cdiv(rows * size, 64) * 64 for size in sizes]  # aligned parts for any number of rows
     parts = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
     shared = (
         logits, logits.stride(0), slots, state.temperature, state.top_k, state.top_p, state.min_p, state.seed_lo, state.seed_hi,
@@ -422,6 +423,6 @@ def launch_sample(logits: Tensor, slots: Tensor, state: SlotTensors, out: Tensor
     )  # fmt: skip
     finish_kernel[(rows,)](
         *shared, *parts, out, vocab_size, chunks,
-        GREEDY_BELOW=greedy_below, CHUNKS=triton.next_power_of_2(chunks), SUBS=subs, SUB=_SUB, TILE=_CHUNK,
+        GREEDY_BELOW=greedy_below, CHUNKS=next_power_of_2(chunks), SUBS=subs, SUB=_SUB, TILE=_CHUNK,
         CAPACITY=_CAPACITY, AT_ONCE=_SUBS_AT_ONCE, KEY_SHIFT=_KEY_SHIFT[logits.dtype], num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
