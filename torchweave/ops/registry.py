@@ -35,6 +35,7 @@ class OpInfo:
 
 
 _OPS: dict[str, OpInfo] = {}
+_FRAGMENT = torch.library.Library("torchweave", "FRAGMENT")
 
 
 def define(
@@ -63,7 +64,8 @@ def define(
         op = torch.library.custom_op(name, reference, mutates_args=mutates)
         op.register_fake(fake if fake is not None else _fake_without_outputs)
         if cuda is not None:
-            op.register_kernel("cuda", cuda)
+            # `op.register_kernel` would wrap it in two Python functions, which take as long as the dispatch itself.
+            _FRAGMENT.impl(name.removeprefix("torchweave::"), cuda, "CUDA")
         _OPS[name] = OpInfo(name, reference, mutates, boundary, cuda)
         return op
 
