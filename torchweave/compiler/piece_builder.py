@@ -34,7 +34,7 @@ from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager, aten_cache_keys
 from torchweave.compiler.precompile.precompile import KernelPrecompiler
 from torchweave.compiler.streams.backends import make_streams
-from torchweave.compiler.streams.build import StreamBuilder
+from torchweave.compiler.streams.build import StreamBuilder, linear_costs
 from torchweave.compiler.tuning.table import COMPILE_SIZES, STREAMS, Table, device_kind
 from torchweave.report import Report
 
@@ -302,6 +302,7 @@ def _stream_builder(options: BuildOptions, table: Table) -> StreamBuilder | None
         options.report,
         "inductor" if config.enable_inductor else "fx",
         measured_saving=lambda piece: table.measured_saving_us(STREAMS, piece.digest),
+        measured=lambda piece: linear_costs(piece, table),
     )
 
 

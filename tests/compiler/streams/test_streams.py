@@ -27,9 +27,10 @@ from torchweave.compiler.ir.collectives import collective_group
 from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.streams.backends import CheckedStreams, DataRace
-from torchweave.compiler.streams.build import Split, StreamBuilder, join, plan_split
+from torchweave.compiler.streams.build import Split, StreamBuilder, join, linear_costs, plan_split
 from torchweave.compiler.streams.schedule import priorities, program, schedule, simulate
 from torchweave.compiler.streams.tasks import Costs, hazards, key_of
+from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -174,6 +175,37 @@ def test_measured_costs_override_estimates() -> None:
     measured = {key_of(node): 0.1 for node in piece.module.graph.nodes if node.op.startswith("call")}
     cheap = plan_split(piece, 2, Costs(fused=True, measured=measured))
     assert not cheap.timeline.decision()[0], "where everything is short, events cost more than they bring"
+
+
+def test_linears_of_the_table_cost_their_measured_time() -> None:
+    graph = fx.Graph()
+    fakes = {"x": torch.empty(3, 64), "w": torch.empty(256, 64), "v": torch.empty(32, 64)}
+    x, w, v = (graph.placeholder(name) for name in fakes)
+    for node in (x, w, v):
+        node.meta["val"] = fakes[node.name]
+    ops = torch.ops.torchweave
+    large = graph.call_function(ops.linear.default, (x, w, None, ""))
+    fused = graph.call_function(ops.fused_linear.default, (x, w, None, v, 1e-6, 0.0, False, None, "silu", ""))
+    small = graph.call_function(ops.linear.default, (x, v))
+    graph.output((large, fused, small))
+    entries = [Entry("small_linears", "256x64", tokens, "", tokens + 0.5, 9.0, 0.1) for tokens in (1, 8, 32)]
+    entries.append(Entry("fused_linears", "256x64/ng", 1, "row", 4.0, 9.0, 0.1))
+    piece = replace(captured_piece(shared_experts())[1], module=fx.GraphModule(torch.nn.Module(), graph))
+    costs = linear_costs(piece, Table("gpu", tuple(entries)))
+    assert costs == {key_of(large): 8.5, key_of(fused): 4.0}, (
+        "at 8 tokens, else at the most measured; the rest keeps weights"
+    )
+
+
+def test_measured_costs_decide_a_split() -> None:
+    _, piece = captured_piece(shared_experts())
+    cheap = {key_of(node): 0.1 for node in piece.module.graph.nodes if node.op.startswith("call")}
+    kept = []
+    for costs in ({}, cheap):
+        report = Report(show=False)
+        StreamBuilder(CheckedStreams(2), 2, report, "fx", measured=lambda _, costs=costs: costs).build(piece, build_fx)
+        kept.append(report.select("streams")[0]["kept"])
+    assert kept == [True, False]
 
 
 # -- what is built -----------------------------------------------------------------------------------------------------

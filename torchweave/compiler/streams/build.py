@@ -17,11 +17,15 @@ from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece, extract_subgraph
 from torchweave.compiler.streams.backends import Streams
 from torchweave.compiler.streams.schedule import Program, Timeline, program, schedule, simulate
-from torchweave.compiler.streams.tasks import EVENT, Costs, TaskGraph, task_graph
+from torchweave.compiler.streams.tasks import EVENT, Costs, TaskGraph, key_of, task_graph
+from torchweave.compiler.tuning.linears import called_shape
+from torchweave.compiler.tuning.table import Table
 from torchweave.report import Report
 
 Build = Callable[[Piece], BuiltPiece]
 MeasuredSaving = Callable[[Piece], float | None]
+MeasuredCosts = Callable[[Piece], Mapping[str, float]]
+_DECODE_TOKENS = 8  # streams are for decode steps; linears cost nearly the same at 1 to 32 tokens
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class StreamBuilder:
         streams: `max_num_streams` streams, shared by all pieces.
         built_by: compiler of the runs; the cost model counts operations that Inductor fuses as one kernel.
         measured_saving: measured gain of splitting a piece in microseconds; None without a measurement.
-        measured: measured costs of nodes, see `Costs`.
+        measured: measured costs of a piece's nodes, see `Costs`.
     """
 
     def __init__(
@@ -61,17 +65,18 @@ class StreamBuilder:
         report: Report,
         built_by: Literal["inductor", "fx"],
         measured_saving: MeasuredSaving | None = None,
-        measured: Mapping[str, float] | None = None,
+        measured: MeasuredCosts | None = None,
     ) -> None:
         self._streams, self._report = streams, report
         self._max_num_streams, self._measured_saving = max_num_streams, measured_saving
-        self._costs = Costs(fused=built_by == "inductor", measured=measured or {})
+        self._fused, self._measured = built_by == "inductor", measured
 
     def build(self, piece: Piece, build_piece: Build) -> BuiltPiece:
         """Build a piece with `build_piece`, whole or run by run."""
+        measured = {} if self._measured is None else self._measured(piece)
         try:
-            split = plan_split(piece, self._max_num_streams, self._costs)
-            if self._costs.fused:
+            split = plan_split(piece, self._max_num_streams, Costs(self._fused, measured))
+            if self._fused:
                 _reject_aliases(split)
         except AliasAnalysisError as error:
             self._report.event("streams", piece=piece.digest, lanes=[], kept=False, why=str(error))
@@ -86,6 +91,7 @@ class StreamBuilder:
             makespan=split.timeline.makespan,
             kept=pays,
             why=why,
+            measured=len(measured),
         )
         return self._build(split, build_piece) if pays else build_piece(piece)
 
@@ -106,6 +112,21 @@ class StreamBuilder:
         kind = "cache" if all(each.built == "cache" for each in built) else built[0].built
         max_size = min(each.max_size for each in built)
         return BuiltPiece(split.piece.digest, call, kind, time.monotonic() - begin, max_size=max_size)
+
+
+def linear_costs(piece: Piece, table: Table) -> dict[str, float]:
+    """Measured microseconds of the linears of a piece, by `key_of`: a small weight costs less than a large one."""
+    costs: dict[str, float] = {}
+    ops = torch.ops.torchweave
+    for node in piece.module.graph.nodes:
+        if node.target not in (ops.linear.default, ops.fused_linear.default):
+            continue
+        shape = called_shape(node.args, value(node.args[1]))
+        entries = table.matching_entries(shape.subject, shape.key)
+        if entries:
+            entry = next((each for each in entries if each.tokens >= _DECODE_TOKENS), entries[-1])
+            costs[key_of(node)] = entry.microseconds
+    return costs
 
 
 def plan_split(piece: Piece, max_num_streams: int, costs: Costs) -> Split:

@@ -80,6 +80,13 @@ def letters(around: LinearFusion) -> str:
     return "".join(letter for letter, thing in fused if thing is not None)
 
 
+def called_shape(args: Sequence[Any], weight: Tensor) -> LinearShape:
+    """Shape of a call of `torchweave::linear` or `torchweave::fused_linear`, which has more arguments."""
+    norm, residual, activation = (args[3], args[7], args[8]) if len(args) > 4 else (None, None, None)
+    fusion = LinearFusion(norm=norm, residual=residual, activation=activation)
+    return LinearShape(weight.shape[0], weight.shape[1], letters(fusion))
+
+
 def candidates(tokens: int, around: str) -> list[LinearConfig]:
     """The configurations to measure at a token count."""
     plain: list[LinearConfig] = []
@@ -152,11 +159,7 @@ class LinearRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.torchweave.linear.default, torch.ops.torchweave.fused_linear.default):
-            _, w, _, *rest = (*args, None)
-            fused = (
-                LinearFusion(norm=rest[0], residual=rest[4], activation=rest[5]) if len(rest) > 5 else LinearFusion()
-            )
-            self.shapes[LinearShape(w.shape[0], w.shape[1], letters(fused)), w.dtype] = None
+            self.shapes[called_shape(args, args[1]), args[1].dtype] = None
         return func(*args, **(kwargs or {}))
 
 

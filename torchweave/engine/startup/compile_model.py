@@ -92,9 +92,13 @@ def tune_model(
         rope_offsets = [ids.expand(module.rope_axes, -1).contiguous()] if module.rope_axes else []
         return compiled_graph(call_op, ids, torch.arange(tokens, device=device), ids[:1], *rope_offsets)
 
-    measured = tune_module(Module(compile_candidate, step, device), config, GraphClock(), known, report)
-    if measured.entries:
-        store_tuned(cache, measured)
+    target, measured = Module(compile_candidate, step, device), Table(device_kind(device))
+    # Streams last: splits are planned with the stored costs of linears.
+    for candidate in (replace(config, max_num_streams=1), config)[config.max_num_streams < 2 :]:
+        found = tune_module(target, candidate, GraphClock(), measured.merged_over(known), report)
+        if found.entries:
+            store_tuned(cache, found)
+        measured = found.merged_over(measured)
     return measured
 
 
