@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchweave.compiler.passes.base import Pass, document
-from torchweave.compiler.passes.manager import default_passes
+from torchweave.compiler.passes.manager import PassManager, default_passes
+from torchweave.compiler.tuning.table import STEPS, Table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -44,6 +45,10 @@ a piece without any match is built from its Torch IR. `exact` passes keep every 
 free, as in a BLAS); `tolerance` passes drop or add a rounding within the bound that they state, and run only with
 `pass_numerics=tolerance`. `torchweave explain MODEL` lists every pass with its matches, its near-misses and their reasons, and
 its duration.
+
+A pass that was measured in whole steps of this kind of GPU (`bench/passes.py --table`: engines with and without it in turns) runs
+only at token counts where it gained more than the noise. *gain*, *within noise* and *loss* say so row by row; *one run* is a
+figure without a stated noise, which decides nothing.
 
     -cc.disabled_passes=small_linears    disable a pass
     -cc.enabled_passes=NAME              enable a pass without a measurement that it pays, or with numerics tolerance
@@ -187,21 +192,52 @@ def _measured(each: Pass) -> list[str]:
         groups.setdefault((row.what, row.source), []).append(row)
     if not groups:
         return ["", "Measured: not yet."]
-    lines = ["", "| measured | tokens | without, us | with, us | source |", "|---|---|---|---|---|"]
+    lines = [
+        "",
+        "| measured | tokens | without, us | with, us | without / with | gain | source |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for (what, source), rows in groups.items():
-        columns = zip(*((str(row.tokens), f"{row.without:.2f}", f"{row.best:.2f}") for row in rows), strict=True)
-        lines.append(f"| {what} | {' | '.join(' / '.join(column) for column in columns)} | {source} |")
+        cells = (
+            (str(r.tokens), f"{r.without:.2f}", f"{r.best:.2f}", f"{r.without / r.best:.3f}", r.gain) for r in rows
+        )
+        tokens, without, best, ratio, gains = zip(*cells, strict=True)
+        gain = gains[0] if len(set(gains)) == 1 else " / ".join(gains)
+        columns = [" / ".join(column) for column in (tokens, without, best, ratio)]
+        lines.append(f"| {what} | {' | '.join(columns)} | {gain} | {source} |")
+    return [*_where_it_runs(each), *lines]
+
+
+def _where_it_runs(each: Pass) -> list[str]:
+    """A line for each device whose table has whole steps of the pass: the token counts at which it runs there."""
+    lines = []
+    for path in sorted(TABLES.glob("*.json")):
+        table = Table.read(path.read_text(encoding="utf-8"))
+        if table.whole_steps(each.name):
+            setting = next(one for one in PassManager(table=table).settings if one.each.name == each.name)
+            where = _tokens(setting.each) if setting.enabled else f"off, {setting.why}"
+            lines.append(f"- **On {table.device}**: {where}")
     return lines
 
 
 class Row(NamedTuple):
-    """Microseconds without and with a pass, at one token count."""
+    """Microseconds without and with a pass, at one token count; the noise of their difference, None for a single run."""
 
     what: str
     source: str
     tokens: int
     without: float
     best: float
+    noise: float | None = None
+
+    @property
+    def gain(self) -> str:
+        """What the difference shows."""
+        if self.noise is None:
+            return "one run"
+        if abs(self.without - self.best) <= self.noise:
+            return "within noise"
+        return "gain" if self.best < self.without else "loss"
 
 
 def _read(folder: Path, pattern: str = "*.json") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -215,9 +251,11 @@ def _results(each: Pass) -> Iterator[Row]:
     """Results of bench/passes.py: time per token of a whole engine, by default and without the pass."""
     for source, result in _read(RESULTS, "passes_*.json"):
         engines, model = result["results"], result["environment"]["model"].removeprefix("shape:")
-        for batch, without in engines.get(f"without {each.name}", {"ms": {}})["ms"].items():
-            best = engines["as by default"]["ms"][batch]
-            yield Row(f"{model}, a token", source, int(batch), 1000 * without, 1000 * best)
+        result = engines.get(f"without {each.name}", {"ms": {}})
+        for batch, without in result["ms"].items():
+            best = result.get("with_ms", engines["as by default"]["ms"])[batch]
+            noise = 1000 * result["noise_ms"][batch] if "noise_ms" in result else None
+            yield Row(f"{model}, a step", source, int(batch), 1000 * without, 1000 * best, noise)
 
 
 def _fusions(each: Pass) -> Iterator[Row]:
@@ -267,8 +305,10 @@ def _reinplace(each: Pass) -> Iterator[Row]:
 def _tables(each: Pass) -> Iterator[Row]:
     for source, table in _read(TABLES):
         for entry in table["entries"]:
-            if entry["subject"] in (each.name, OPS.get(each.name)) and entry["choice"]:
-                yield Row(entry["shape"], source, entry["tokens"], entry["baseline"], entry["microseconds"])
+            whole_steps = entry["shape"].startswith(f"{STEPS}/")
+            if entry["subject"] in (each.name, OPS.get(each.name)) and (entry["choice"] or whole_steps):
+                times = entry["baseline"], entry["microseconds"], entry["noise"]
+                yield Row(entry["shape"], source, entry["tokens"], *times)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -17,6 +17,7 @@ from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager, default_passes
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR, MergeLinears
 from torchweave.compiler.runtime.forward import call_op
+from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -89,6 +90,56 @@ def test_pass_order_switches_and_printed_graphs() -> None:
         PassManager([Note("first")], TorchCompileConfig(enabled_passes=("merge_linear",)))
     with pytest.raises(ValueError, match="pass names must be unique"):
         PassManager([Note("first"), Note("first")])
+
+
+def whole_steps(subject: str, gains: dict[int, float], model: str = "steps/m") -> list[Entry]:
+    """Entries of steps that take 100 us without the pass, and as much less as `gains` says."""
+    return [
+        Entry(subject, model, tokens, "on" if gain > 1 else "", 100 - gain, 100.0, 1.0)
+        for tokens, gain in gains.items()
+    ]
+
+
+def test_a_pass_runs_where_whole_steps_gained():
+    entries = [
+        *whole_steps("rotary_attention", {1: 0.5, 8: -2}),
+        *whole_steps("merge_linears", {1: -2, 8: 4}),
+        *whole_steps("raise_rms_norm", {1: 3, 8: 3}),
+        *whole_steps("add_rms_norm", {1: -1, 8: 3, 32: 5, 512: 0}),
+        *whole_steps("gated_activation", {1: 3, 8: 0}),
+        *whole_steps("gated_activation", {1: 0, 8: 3}, "steps/another"),
+        *whole_steps("fused_linears", {1: 3, 8: 3, 48: -1}),
+        *whole_steps("fp8_norm", {48: 9, 1: -1}),
+        Entry("rope", "a shape of the op", 8, "", 9.0, 9.0, 0.1),
+    ]
+    manager = PassManager(table=Table("gpu", tuple(entries)))
+    settings = {each.each.name: each for each in manager.settings}
+
+    assert not settings["rotary_attention"].enabled
+    assert settings["rotary_attention"].why == "whole steps of 1, 8 tokens do not gain beyond noise"
+    assert settings["merge_linears"].enabled and settings["merge_linears"].each.token_range == (None, None)
+    ranges = {name: settings[name].each.token_range for name in settings if settings[name].enabled}
+    assert ranges["raise_rms_norm"] == ranges["gated_activation"] == ranges["rope"] == (None, None)
+    assert ranges["add_rms_norm"] == (8, 32) and ranges["fp8_norm"] == (48, None)
+    assert ranges["fused_linears"] == (1, 8), "its own range ends at 32"
+    chosen = PassManager(config=TorchCompileConfig(enabled_passes=("rotary_attention",)), table=manager.table)
+    assert next(each for each in chosen.settings if each.each.name == "rotary_attention").enabled
+    assert "add_rms_norm" in str(manager) and "T 8..32" in str(manager)
+    assert all(
+        each.each.token_range == (None, None) for each in PassManager().settings if each.each.name == "add_rms_norm"
+    )
+
+
+def test_a_pass_without_a_common_token_count_is_off():
+    class Few(GraphPass):
+        name, stage, token_range = "few", "aten", (1, 4)
+
+        def run(self, graph: CapturedGraph) -> PassResult:
+            return PassResult()
+
+    table = Table("gpu", tuple(whole_steps("few", {1: 0, 8: 5})))
+    (setting,) = PassManager([Few()], table=table).settings
+    assert not setting.enabled and "at 8 tokens only" in setting.why
 
 
 def test_error_names_the_pass_that_broke_the_graph() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 import traceback
@@ -41,7 +42,7 @@ from torchweave.compiler.passes.torch_ir.merge_int_linears import MergeIntLinear
 from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compiler.passes.torch_ir.rotary_attention import RotaryAttention
 from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
-from torchweave.compiler.tuning.table import Table
+from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 from torchweave.utils.suggest import did_you_mean
@@ -92,6 +93,34 @@ class Setting:
     each: Pass
     enabled: bool
     why: str
+
+
+def _measured_setting(each: Pass, entries: Sequence[Entry]) -> Setting:
+    """The setting of a pass that was measured in whole steps: off without a gain beyond noise, on where it gained.
+
+    An ATen pass is limited to the token counts from its first to its last gain, open where the smallest or the largest measured
+    count is one. A pass of the whole graph cannot depend on the token count: one gain turns it on.
+    """
+    measured, gained = sorted({entry.tokens for entry in entries}), sorted(e.tokens for e in entries if e.choice)
+    counts = ", ".join(map(str, measured))
+    if not gained:
+        return Setting(each, False, f"whole steps of {counts} tokens do not gain beyond noise")
+    if each.stage != "aten":
+        return Setting(each, True, "")
+    low, high = each.token_range
+    if gained[0] > measured[0]:
+        low = max(low or 1, gained[0])
+    if gained[-1] < measured[-1]:
+        high = gained[-1] if high is None else min(high, gained[-1])
+    if (low, high) == each.token_range:
+        return Setting(each, True, "")
+    limited = copy.copy(each)
+    object.__setattr__(limited, "token_range", (low, high))  # fusions are frozen
+    if why := declaration_error(limited):
+        return Setting(
+            each, False, f"whole steps gain beyond noise at {', '.join(map(str, gained))} tokens only: {why}"
+        )
+    return Setting(limited, True, f"where whole steps of {counts} tokens gain")
 
 
 class PassManager:
@@ -148,7 +177,8 @@ class PassManager:
         shape = getattr(each, "shape", None)
         if each.gated and not (self.table is not None and self.table.has_winner(each.name, shape)):
             return Setting(each, False, "no measurement shows that it pays here")
-        return Setting(each, True, "")
+        entries = () if each.gated or self.table is None else self.table.whole_steps(each.name)
+        return _measured_setting(each, entries) if entries else Setting(each, True, "")
 
     def passes(self, stage: Stage) -> tuple[Pass, ...]:
         """Enabled passes of a stage."""

@@ -5,7 +5,8 @@
          "microseconds": 5.1, "baseline": 9.2, "noise": 0.05}, ...]}
 
 An entry holds the fastest choice for `subject` (an op, or a pass by its name) on `shape` at `tokens` tokens. `choice` is empty if
-no candidate beat the baseline by more than the noise; the entry then avoids a second measurement. The package ships tables for
+no candidate beat the baseline by more than the noise; the entry then avoids a second measurement, and a pass without any winner
+among its `steps/` entries is off. The package ships tables for
 the GPUs that it was measured on (`tables/*.json`); results of the tuner on a user's machine are in the compile cache and take
 precedence. Tables of another kind of device are ignored, damaged ones too, with a warning.
 """
@@ -31,6 +32,9 @@ FORMAT = 1
 
 STREAMS, COMPILE_SIZES = "streams", "compile_sizes"
 """Subjects besides passes: a piece over several streams, and a piece built for one size. Their shape is the piece's digest."""
+
+STEPS = "steps"
+"""Shapes that begin so, such as `steps/llama-1b`: whole steps of a model with (`on`) and without a pass, by bench/passes.py."""
 
 
 class DamagedTable(ValueError):
@@ -101,6 +105,10 @@ class Table:
     def has_winner(self, subject: str, shape: str | None = None) -> bool:
         """Whether any entry of the subject (on `shape`, if given) has a winner other than the baseline."""
         return any(entry.subject == subject and shape in (None, entry.shape) and entry.choice for entry in self)
+
+    def whole_steps(self, subject: str) -> tuple[Entry, ...]:
+        """Comparisons of whole steps with and without a pass."""
+        return tuple(entry for entry in self if entry.subject == subject and entry.shape.startswith(f"{STEPS}/"))
 
     def measured_saving_us(self, subject: str, shape: str) -> float | None:
         """Microseconds that the choices save, summed over all measured token counts; None without entries."""
