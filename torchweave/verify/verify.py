@@ -10,14 +10,14 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from torchweave.config.options import EngineConfig, SpeculativeConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig, SpeculativeConfig, SpeculativeMethod, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.images import EncodedPrompt
@@ -66,14 +66,16 @@ def verify(
     stages: int = 1,
     num_speculative_tokens: int = 0,
     device: str = "cpu",
+    speculative_method: SpeculativeMethod = "ngram",
 ) -> dict[str, Any]:
     """Verify architectures of the zoo; None takes all and includes rejected architectures.
 
     Args:
         ranks: numbers of tensor-parallel ranks to verify with, as processes of this machine.
         stages: pipeline stages, each of as many ranks.
-        num_speculative_tokens: most drafts of a request and step, by prompt lookup; 0: no speculation.
+        num_speculative_tokens: drafts of a request and step; 0: no speculation.
         device: device of the engine, `cpu` or `cuda`; transformers' model is always on the CPU.
+        speculative_method: the drafter; with `draft_model` each model drafts for itself, and most drafts have to be accepted.
 
     Returns:
         `{"passed": N, "total": M, "results": [VerifyResult as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
@@ -94,14 +96,18 @@ def verify(
         )
     if stages < 1:
         raise ValueError(f"pipeline_parallel_size is {stages}: expected at least 1.")
-    rows = []
+    rows, speculation = [], None
+    if num_speculative_tokens:
+        speculation = SpeculativeConfig(
+            speculative_method, num_speculative_tokens=num_speculative_tokens, prompt_lookup_min=1, adaptive=False
+        )
     with report.progress("verifying", len(entries) * len(ranks)) as advance:
         for size in ranks:
-            if size * stages > 1 or num_speculative_tokens:
+            if size * stages > 1 or speculation is not None:
                 entries = tuple(entry for entry in entries if not isinstance(entry, image_zoo.ImageZooModel))
             with RankProcesses(size, stages) if size * stages > 1 else contextlib.nullcontext() as processes:
                 for entry in entries:
-                    rows.append(verify_one(entry, processes, num_speculative_tokens, device))
+                    rows.append(verify_one(entry, processes, speculation, device))
                     report.event("verified", **asdict(rows[-1]))
                     advance(1, entry.name)
     refused = [
@@ -124,7 +130,10 @@ def prompts() -> list[list[int]]:
 
 
 def verify_one(
-    entry: zoo.ZooModel, ranks: RankProcesses | None = None, num_speculative_tokens: int = 0, device: str = "cpu"
+    entry: zoo.ZooModel,
+    ranks: RankProcesses | None = None,
+    speculation: SpeculativeConfig | None = None,
+    device: str = "cpu",
 ) -> VerifyResult:
     """Verify one architecture; any error is a failed result."""
     begin, architecture = time.monotonic(), entry.model_type
@@ -136,7 +145,7 @@ def verify_one(
         with tempfile.TemporaryDirectory() as folder:
             zoo.save(model, folder)
             begin = time.monotonic()
-            config = _config(entry, folder, num_speculative_tokens, device)
+            config = _config(entry, folder, speculation, device)
             served = [_serve(entry, config, given)] if ranks is None else ranks.generate(config, prompts(), NUM_TOKENS)
         pieces, fallback = served[0].shared_by, " ".join(served[0].fallback.split())[:300]
         lengths = [len(each.token_ids) for each in given]
@@ -180,11 +189,17 @@ def _serve(entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPro
         batch = len(PROMPT_LENGTHS)
         outputs = [each for at in range(0, len(given), batch) for each in llm.generate(given[at : at + batch], greedy)]
         tokens = tuple(list(output.outputs[0].token_ids) for output in outputs)
+        drafts = llm.engine.scheduler.speculation
+    if config.speculative_config.method == "draft_model" and drafts.num_accepted_tokens < 0.9 * drafts.num_draft_tokens:
+        raise ValueError(
+            f"the model accepted {drafts.num_accepted_tokens} of {drafts.num_draft_tokens} drafts of its own: its cache is wrong"
+        )
     return rank_result(tokens, report)
 
 
-def _config(entry: zoo.ZooModel, folder: str, num_speculative_tokens: int, device: str) -> EngineConfig:
-    speculation = SpeculativeConfig("ngram", num_speculative_tokens, prompt_lookup_min=1)
+def _config(entry: zoo.ZooModel, folder: str, speculation: SpeculativeConfig | None, device: str) -> EngineConfig:
+    if speculation is not None and speculation.method == "draft_model":
+        speculation = replace(speculation, model=folder)
     return EngineConfig(
         model=folder,
         dtype="float32",
@@ -195,7 +210,7 @@ def _config(entry: zoo.ZooModel, folder: str, num_speculative_tokens: int, devic
         num_kv_blocks=64,
         # Without Inductor, which would take minutes; its results are tested elsewhere.
         torch_compile_config=TorchCompileConfig(enable_inductor=False, compile_cache=False),
-        speculative_config=speculation if num_speculative_tokens else SpeculativeConfig(),
+        speculative_config=speculation or SpeculativeConfig(),
     )
 
 

@@ -40,7 +40,13 @@ def parser() -> Parser:
         metavar="N",
         type=int,
         default=0,
-        help="verify with speculation by prompt lookup, with up to N drafts",
+        help="verify with speculation, with up to N drafts",
+    )
+    cli_parser.add_argument(
+        "--speculative_method",
+        choices=("ngram", "draft_model"),
+        default="ngram",
+        help="drafter of --num_speculative_tokens: prompt lookup, or each model as its own draft model",
     )
     cli_parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the engine; transformers runs on the CPU"
@@ -79,6 +85,7 @@ def run(argv: Sequence[str]) -> int:
         args.pipeline_parallel_size,
         args.num_speculative_tokens,
         args.device,
+        args.speculative_method,
     )
     if write is not None:
         write_output("--write", write, table(result))
