@@ -103,9 +103,8 @@ class StepBuilder:
             decode_rows = np.concatenate([decoding, beam_rows])
         starts = num_computed[decode_rows]
         query_len = 1 if chunks or searches else self._query_len(table, decoding)
-        slots, sizes, prefill_chunks = decode_rows, np.int64(1), ()
-        if query_len > 1:
-            sizes = np.where(table.drafting[decode_rows], query_len, 1)
+        slots, prefill_chunks = decode_rows, ()
+        sizes = np.where(table.drafting[decode_rows], query_len, 1) if query_len > 1 else np.int64(1)
         if chunks:
             slots = np.concatenate([decode_rows, np.array([slot for slot, _ in chunks], np.int32)])
             sizes = np.concatenate([np.ones(len(decode_rows), np.int64), [size for _, size in chunks]])
