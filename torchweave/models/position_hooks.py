@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithPast
 
-from torchweave.models.attention import UnsupportedModel
+from torchweave.models.attention import UnsupportedModel, attention_forward
 
 # -- decoder halves of encoder-decoder models ---------------------------------------------------------------------------
 
@@ -174,6 +174,50 @@ def _hook_xglm_positions(module: Any) -> None:
     module.forward = types.MethodType(_xglm_positions_forward, module)
 
 
+def _xlm_attention_forward(self: nn.Module, hidden: Tensor, **_: Any) -> Tensor:
+    """XLM's self-attention, `[1, T, K]` -> `[1, T, K]`."""
+    module: Any = self
+    query, key, value = (
+        linear(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        for linear in (module.q_lin, module.k_lin, module.v_lin)
+    )
+    out, _weights = attention_forward(self, query, key, value, None, scaling=module.head_dim**-0.5)
+    return module.out_lin(out.flatten(2))
+
+
+def _xlm_forward(
+    self: nn.Module, input_ids: Tensor, position_ids: Tensor, **_: Any
+) -> BaseModelOutputWithPastAndCrossAttentions:
+    """XLM's layers; the original counts tokens that are not padding and builds a mask."""
+    model: Any = self
+    hidden = model.layer_norm_emb(model.embeddings(input_ids) + model.position_embeddings(position_ids))
+    layers = zip(model.attentions, model.layer_norm1, model.ffns, model.layer_norm2, strict=True)
+    for attention, first_norm, feed_forward, second_norm in layers:
+        hidden = first_norm(hidden + attention(hidden))
+        hidden = second_norm(hidden + feed_forward(hidden))
+    return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+
+
+def _hook_xlm(module: Any) -> None:
+    if not module.causal:
+        raise UnsupportedModel(
+            "xlm attends to later tokens where its config has causal=False; only causal=True can be served."
+        )
+    if module.n_langs > 1 and module.use_lang_emb:
+        raise UnsupportedModel(
+            f"xlm adds an embedding of the language of each token (n_langs={module.n_langs}), which requests do not have; only "
+            "n_langs=1 can be served."
+        )
+    if module.config.asm:
+        raise UnsupportedModel(
+            "xlm with asm=True has an adaptive softmax in place of logits; only asm=False can be served."
+        )
+    for index, each in enumerate(module.attentions):
+        each.layer_idx, each.is_causal = index, True
+        each.forward = types.MethodType(_xlm_attention_forward, each)
+    module.forward = types.MethodType(_xlm_forward, module)
+
+
 def is_position_hooked(module: nn.Module) -> bool:
     """Whether embeddings that number tokens by their ids have a hook."""
     return type(module).__name__ in _AFTER_PADDING
@@ -211,6 +255,7 @@ POSITION_HOOKS: dict[str, Callable[[Any], None]] = {
     "CTRLModel": _hook_ctrl,
     "RoFormerEncoder": _hook_roformer,
     "XGLMSinusoidalPositionalEmbedding": _hook_xglm_positions,
+    "XLMModel": _hook_xlm,
     "XmodModel": _hook_xmod,
     **dict.fromkeys(_AFTER_PADDING, _hook_positions_after_padding),
 }

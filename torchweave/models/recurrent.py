@@ -247,8 +247,73 @@ def _dynamic_conv(state: int) -> Callable[..., Tensor]:
     return forward
 
 
+def _previous(x: Tensor, state: int) -> Tensor:
+    """The input of the token before, `[1, T, C]`; zeros for a request's first token."""
+    one_hot = F.pad(x.new_ones(x.shape[2], 1), (0, 1))
+    return _causal_conv(state)(x.transpose(1, 2), one_hot).transpose(1, 2)
+
+
+def _rwkv_attention(first: int) -> Callable[..., tuple[Tensor, None]]:
+    def forward(self: nn.Module, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """RWKV-4's mixing of tokens (arXiv 2305.13048) of `[1, T, hidden]`: a weighted mean of values, by sums of the RG-LRU op.
+
+        transformers subtracts a running maximum from the exponents. Without it sums leave the range of float32 where keys are
+        above 88 or all below -69; the result is then NaN, by which the engine ends the request with an error.
+        """
+        module: Any = self
+        shifted = _previous(hidden, first)
+
+        def mixed(weight: Tensor) -> Tensor:
+            return hidden * weight + shifted * (1 - weight)
+
+        key, value = module.key(mixed(module.time_mix_key)).float(), module.value(mixed(module.time_mix_value))
+        receptance = torch.sigmoid(module.receptance(mixed(module.time_mix_receptance)))
+        weight = torch.exp(key)
+        terms = torch.cat([weight * value, weight], dim=-1)
+        earlier = _previous(terms, first + 1)[0].contiguous()
+        decay = torch.exp(-torch.exp(module.time_decay.float())).repeat(2).expand(earlier.shape).contiguous()
+        sums = torch.empty(earlier.shape, dtype=earlier.dtype, device=earlier.device)
+        _ops.rg_lru(decay, earlier, sums, first + 2)
+        bonus = torch.exp(module.time_first.float()).repeat(2)
+        total, count = (sums[None] + bonus * terms).chunk(2, dim=-1)
+        mean = (total / torch.where(count > _LEAST_WEIGHT, count, torch.nan)).to(value.dtype)
+        return module.output(receptance * mean) / _rwkv_scale(module), None
+
+    return forward
+
+
+_LEAST_WEIGHT = 1e-30  # sums of weights below are no longer exact in float32
+
+
+def _rwkv_feed_forward(state: int) -> Callable[..., tuple[Tensor, None]]:
+    def forward(self: nn.Module, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """RWKV-4's feed-forward of `[1, T, hidden]`, which reads the token before."""
+        module: Any = self
+        shifted = _previous(hidden, state)
+        key = module.key(hidden * module.time_mix_key + shifted * (1 - module.time_mix_key))
+        receptance = module.receptance(hidden * module.time_mix_receptance + shifted * (1 - module.time_mix_receptance))
+        return torch.sigmoid(receptance) * module.value(torch.square(torch.relu(key))) / _rwkv_scale(module), None
+
+    return forward
+
+
+def _rwkv_scale(module: Any) -> int:
+    """The power of two by which transformers divides a layer's output weights in its first forward: for results it is exact too."""
+    interval = module.config.rescale_every
+    return 2 ** (module.layer_id // interval) if interval > 0 else 1
+
+
+def _keep_rwkv_weights(model: nn.Module) -> None:
+    """RWKV's model divides weights in its first forward; the hooked layers divide results instead (`_rwkv_scale`)."""
+    for module in model.modules():
+        if type(module).__name__ == "RwkvModel":
+            module.layers_are_rescaled = True  # type: ignore[assignment]
+
+
 _FORWARD_BY_CLASS: dict[str, tuple[Callable[[int], Callable[..., Any]], Callable[[Any], int]]] = {
     "MiniMaxLightningAttention": (_lightning_attention, lambda _: 1),
+    "RwkvSelfAttention": (_rwkv_attention, lambda _: 3),
+    "RwkvFeedForward": (_rwkv_feed_forward, lambda _: 1),
     "RecurrentGemmaRecurrentBlock": (_rg_lru_block, lambda _: 2),
     "Inkling2DynamicShortConvolution": (_dynamic_conv, lambda module: module.conv_kernel_size - 1),
     "ZambaMambaMixer": (_zamba_mixer, lambda module: 1 + module.n_mamba_heads),
@@ -260,6 +325,7 @@ _FORWARD_BY_CLASS: dict[str, tuple[Callable[[int], Callable[..., Any]], Callable
 def hook_recurrent_layers(model: nn.Module) -> list[str]:
     """Replace the token-mixing functions of recurrent layers; returns the hooked classes. Every call has a state of its own."""
     hooked, state = set(), 0
+    _keep_rwkv_weights(model)
     for module in model.modules():
         methods = dict(_methods_to_replace(type(module)))
         if type(module).__name__ in _FORWARD_BY_CLASS:
@@ -307,7 +373,7 @@ VERIFIED = frozenset(
         "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba",
         "kimi_linear", "lfm2", "lfm2_moe",
         "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "zaya",
+        "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2", "zaya",
     }
 )  # fmt: skip
 """Model types whose tokens equal transformers': others may have a further state that no hook reaches (docs/models.md)."""

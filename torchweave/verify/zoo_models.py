@@ -392,6 +392,10 @@ MODELS: tuple[ZooModel, ...] = (
     ZooModel("ctrl", _GPT | {"dff": 96}, shared=False),
     ZooModel("openai-gpt", _GPT, shared=False),
     ZooModel("xglm", _XGLM, shared=False),
+    ZooModel("rwkv", {"rescale_every": 0}),  # transformers divides weights in its first forward
+    ZooModel(
+        "xlm", _OLD | {"pad_token_id": 0, "emb_dim": 64, "n_heads": 4, "n_layers": 3, "causal": True}, shared=False
+    ),
     ZooModel("git", {"num_key_value_heads": 4, "vision_config": _VISION}),
     *(
         ZooModel(name, _BART, shared=False)
@@ -545,7 +549,7 @@ REFUSED_MODELS: tuple[ZooModel, ...] = (
     ZooModel("xmod-language", _BERT | _LANGUAGES | {"default_language": None}, base="xmod"),
     ZooModel("cpmant"),
     ZooModel("musicgen", shared=False),
-    ZooModel("rwkv"),
+    ZooModel("xlm-encoder", _OLD | {"emb_dim": 64, "n_heads": 4, "n_layers": 2}, base="xlm", shared=False),
     ZooModel("deepseek_v4", _DEEPSEEK_V4 | {"layer_types": None}),
     ZooModel("big_bird-sparse", _BERT, base="big_bird"),
 )
