@@ -233,14 +233,19 @@ def test_mixed_requests_with_cancels_leave_every_state_slot_free(
     assert scheduler.kv.snapshots is not None and scheduler.kv.snapshots.restored_total > 10
 
 
-def test_padding_rows_touch_no_state(three_slots: LLM) -> None:
-    runner = three_slots.engine.runner
+def test_padding_rows_touch_no_state(folder: Path) -> None:
+    built = engine_without_loop(folder, max_batch_size=3, **REUSE)
+    runner, scheduler = built.runner, built.scheduler
     for state in runner.recurrent_states:
         state.copy_(torch.randn(state.shape, generator=torch.Generator().manual_seed(1)))
     before = [state.clone() for state in runner.recurrent_states]
-    three_slots.engine.runner.run_dummy_step(16)
-    three_slots.engine.runner.run_dummy_decode_step(3)
+    runner.run_dummy_step(16)
+    runner.run_dummy_decode_step(3)
     assert all(torch.equal(state, was) for state, was in zip(runner.recurrent_states, before, strict=True))
-    three_slots.generate([[5, 6, 7]], GREEDY)  # one row: the states of the other slots stay
+    scheduler.add(InferenceRequest(0, np.array([5, 6, 7]), GREEDY), seed=0)
+    while scheduler.num_active:
+        step = scheduler.schedule()
+        assert step is not None
+        scheduler.update(step, runner.collect(runner.launch(step)))
     changed = [(state != was).flatten(1).any(1) for state, was in zip(runner.recurrent_states, before, strict=True)]
-    assert all(int(rows.sum()) == 1 for rows in changed)
+    assert all(rows.tolist() == [True] + [False] * 5 for rows in changed), "only the request's own state changes"

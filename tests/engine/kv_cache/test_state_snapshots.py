@@ -26,18 +26,21 @@ def save(snapshots: StateSnapshots, slot: int, *letters: str) -> None:
     snapshots.release(slot)
 
 
+def rows_of(snapshots: StateSnapshots) -> dict[str, list[list[int]]]:
+    return {name: [rows.tolist() for rows in copies] for name, copies in snapshots.take_copies().items()}
+
+
 def test_the_least_recently_used_snapshot_is_evicted() -> None:
     snapshots = StateSnapshots(first_row=8, count=2, block_size=4)
     save(snapshots, 0, "a")
     save(snapshots, 1, "a", "b")
     assert snapshots.longest(names("a", "b", "c"), 3) == 2 and snapshots.longest(names("a", "x"), 2) == 1
-    snapshots.take_saves()
+    snapshots.take_copies()
     snapshots.begin(2, PrefixHit(1, names("a")), 9)  # "a" is used again
     save(snapshots, 3, "c")
     assert snapshots.longest(names("a", "b"), 2) == 1 and snapshots.longest(names("c"), 1) == 1
-    copies = snapshots.take_restores(), snapshots.take_saves()
-    assert [[rows.tolist() for rows in each or ()] for each in copies] == [[[8], [2]], [[3], [9]]]
-    assert snapshots.take_restores() is None and snapshots.take_saves() is None
+    assert rows_of(snapshots) == {"state_restores": [[8], [2]], "state_saves": [[3], [9]]}
+    assert snapshots.take_copies() == {}
     snapshots.check()
     snapshots.clear()
     assert snapshots.longest(names("a"), 1) == 0 and snapshots.num_used == 0
@@ -48,17 +51,16 @@ def test_a_row_that_is_evicted_in_the_step_of_its_copy_is_written_once() -> None
     snapshots = StateSnapshots(first_row=4, count=1, block_size=4)
     save(snapshots, 0, "a")
     save(snapshots, 1, "b")
-    saves = snapshots.take_saves()
-    assert saves is not None and [rows.tolist() for rows in saves] == [[1], [4]]
+    assert rows_of(snapshots) == {"state_saves": [[1], [4]]}
     assert snapshots.longest(names("a"), 1) == 0 and snapshots.longest(names("b"), 1) == 1
 
 
 def test_a_known_prefix_is_not_copied_again() -> None:
     snapshots = StateSnapshots(first_row=4, count=2, block_size=4)
     save(snapshots, 0, "a")
-    snapshots.take_saves()
+    snapshots.take_copies()
     save(snapshots, 1, "a")
-    assert snapshots.take_saves() is None and snapshots.saved_total == 1
+    assert snapshots.take_copies() == {} and snapshots.saved_total == 1
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_cancelled_request_leaves_no_pending_copy() -> None:
     scheduler.add(InferenceRequest(2, np.array(prompt)), 0)
     scheduler._start(scheduler._waiting.pop())
     scheduler.cancel(2)
-    assert snapshots.take_restores() is None
+    assert snapshots.take_copies() == {}
 
 
 def test_rows_of_every_state_are_copied() -> None:

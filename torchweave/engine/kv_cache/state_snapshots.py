@@ -130,15 +130,16 @@ class StateSnapshots:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def take_restores(self) -> Copies | None:
-        """Copies from snapshots to slots before the step being built."""
-        restores, self._restores = self._restores, {}
-        return _copies(restores.values(), restores) if restores else None
-
-    def take_saves(self) -> Copies | None:
-        """Copies from slots to snapshots after the step being built; no two have the same target."""
-        saves, self._saves = self._saves, {}
-        return _copies(saves.values(), saves) if saves else None
+    def take_copies(self) -> dict[str, Copies]:
+        """Copies of the step being built, by the field of `Step`; no two have the same target."""
+        restores, saves = self._restores, self._saves
+        self._restores, self._saves = {}, {}
+        copies = {}
+        if restores:
+            copies["state_restores"] = _copies(restores.values(), restores)
+        if saves:
+            copies["state_saves"] = _copies(saves.values(), saves)
+        return copies
 
     def clear(self) -> None:
         """Drop all snapshots; running requests keep their states."""

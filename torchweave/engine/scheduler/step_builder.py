@@ -123,7 +123,7 @@ class StepBuilder:
         emits = np.ones(len(slots), bool)
         emits[len(decode_rows) :] = [self._finish_chunk(running, kv, slot) for slot, _ in chunks]
 
-        processors, snapshots = running.logits_processors, kv.snapshots
+        processors = running.logits_processors
         step = Step(
             index=self._next_index,
             slots=slots,
@@ -140,8 +140,7 @@ class StepBuilder:
             query_len=query_len,
             catch_up=self._catch_up(table, decode_rows, query_len) if self._limits.drafts_by_model else 0,
             rope_offsets=self._rope_offsets(table, decode_rows, chunks) if chunks and self._has_rope else None,
-            state_restores=None if snapshots is None else snapshots.take_restores(),
-            state_saves=None if snapshots is None or not chunks else snapshots.take_saves(),
+            **({} if kv.snapshots is None else kv.snapshots.take_copies()),
         )
         table.last_step_index[slots] = step.index
         if running.beams.groups:
