@@ -15,6 +15,7 @@ from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Messag
 from torchweave.serving.openai.reasoning import FORMATS, TAIL_TOKENS, ReasoningFormat, detect_reasoning_format
 from torchweave.serving.openai.sampling_fields import chat_params, truncate
 from torchweave.serving.openai.tools import (
+    SPECIAL_TOKENS,
     ToolUse,
     detect_tool_format,
     forced_schema,
@@ -128,11 +129,10 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
     if tool_format is None:
         sentence = "The tool-call format of this model was not detected; serve the model with tool_call_parser."
         raise ApiError(400, sentence, param="tools")
-    if tool_format == "mistral":
-        return ToolUse(
-            tool_definitions, None, lambda: make_tool_parser(tool_format, tools), True, lambda: uuid.uuid4().hex[:9]
-        )
-    return ToolUse(tool_definitions, None, lambda: make_tool_parser(tool_format, tools))
+    tool_use = ToolUse(
+        tool_definitions, None, lambda: make_tool_parser(tool_format, tools), tool_format in SPECIAL_TOKENS
+    )
+    return replace(tool_use, new_id=lambda: uuid.uuid4().hex[:9]) if tool_format == "mistral" else tool_use
 
 
 async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any]] | None) -> list[int]:

@@ -8,6 +8,7 @@ from torchweave.serving.openai.reasoning import ReasoningFormat, ReasoningParser
 from torchweave.serving.openai.tools import (
     ArgumentsDelta,
     Call,
+    HarmonyParser,
     ParserDelta,
     ReasoningDelta,
     TextDelta,
@@ -56,9 +57,10 @@ class AnswerParser:
     def __init__(self, answer_format: AnswerFormat) -> None:
         self._format = answer_format
         form, tools = answer_format.reasoning, answer_format.tools.parser
-        self._reasoning = None if form is None else ReasoningParser(form, answer_format.prompt_tail)
-        self._tools: ToolCallParser | None = None if tools is None else tools()
-        self.has_calls = False
+        in_channels = form is not None and form.in_channels
+        self._reasoning = None if form is None or in_channels else ReasoningParser(form, answer_format.prompt_tail)
+        self._tools: ToolCallParser | None = tools() if tools is not None else HarmonyParser() if in_channels else None
+        self.has_calls = self._has_reasoning = False
 
     def feed(self, text: str, is_last: bool) -> list[ParserDelta]:
         """Add text of the answer; returns the parts that are unambiguous by now, all if this text is the last."""
@@ -68,6 +70,7 @@ class AnswerParser:
         if self._tools is not None:
             pieces = [part for piece in pieces for part in self._parse_calls(self._tools, piece)]
             pieces += self._tools.finish() if is_last else []
+        self._has_reasoning = self._has_reasoning or any(isinstance(piece, ReasoningDelta) for piece in pieces)
         pieces = [piece for piece in pieces if self._is_returned(piece)]
         self.has_calls = self.has_calls or any(isinstance(piece, Call) for piece in pieces)
         return pieces
@@ -84,7 +87,7 @@ class AnswerParser:
     def num_reasoning_tokens(self, ids: list[int], tokenizer: AsyncTokenizer | None) -> int:
         """Number of the answer's tokens up to the end of its reasoning."""
         form = self._format.reasoning
-        if form is None or tokenizer is None or self._reasoning is None or not self._reasoning.has_reasoning:
+        if form is None or tokenizer is None or not self._has_reasoning:
             return 0
         return num_reasoning_tokens(ids, form, tokenizer.token_of(form.closing[0]), tokenizer.stream([], False))
 

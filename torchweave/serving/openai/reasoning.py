@@ -18,12 +18,14 @@ class ReasoningFormat:
         closing: texts that end it.
         is_implicit: an answer without the opening text begins with reasoning, too.
         keep_special: these texts are special tokens.
+        in_channels: the whole answer is in the harmony format, which `HarmonyParser` reads.
     """
 
     opening: tuple[str, ...]
     closing: tuple[str, ...]
     is_implicit: bool = False
     keep_special: bool = False
+    in_channels: bool = False
 
 
 _THINK = ReasoningFormat(("<think>",), ("</think>",))
@@ -35,6 +37,7 @@ FORMATS: dict[str, ReasoningFormat] = {
     "kimi_k2": _THINK,
     "minimax_m2": _IMPLICIT_THINK,
     "kimi_vl": ReasoningFormat(("◁think▷",), ("◁/think▷",)),
+    "gpt_oss": ReasoningFormat(("<|channel|>analysis<|message|>",), ("<|end|>",), keep_special=True, in_channels=True),
     "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
     "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",), keep_special=True),
     "granite": ReasoningFormat(
@@ -44,6 +47,7 @@ FORMATS: dict[str, ReasoningFormat] = {
 # Text of a chat template, and the format that it implies; the most specific first.
 _TEMPLATE_MARKERS = (
     ("[THINK]", "mistral"),
+    ("<|channel|>", "gpt_oss"),
     ("◁think▷", "kimi_vl"),
     ("<seed:think>", "seed_oss"),
     ("Here is my thought process", "granite"),
@@ -72,11 +76,6 @@ class ReasoningParser:
         self._buffer = ""
         self._after_reasoning = False
         self._has_reasoning_text = False
-
-    @property
-    def has_reasoning(self) -> bool:
-        """Whether the answer has reasoning."""
-        return self._has_reasoning_text
 
     def feed(self, text: str) -> list[ParserDelta]:
         """Add text of the answer; returns the parts that are unambiguous by now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,74 @@ from torchweave.serving.openai.tools.base import ParserDelta as ParserDelta
 from torchweave.serving.openai.tools.base import ReasoningDelta as ReasoningDelta
 from torchweave.serving.openai.tools.base import TextDelta as TextDelta
 from torchweave.serving.openai.tools.base import ToolCallParser as ToolCallParser
-from torchweave.serving.openai.tools.parsers import PARSERS, ForcedCallsParser, NamedCallParser
+from torchweave.serving.openai.tools.harmony import HarmonyParser as HarmonyParser
+from torchweave.serving.openai.tools.json_calls import (
+    DeepSeekV3Parser,
+    Granite31Parser,
+    GraniteParser,
+    InternLMParser,
+    JambaParser,
+    KimiParser,
+    Phi4MiniParser,
+    PhiToolCallParser,
+)
+from torchweave.serving.openai.tools.parsers import (
+    ForcedCallsParser,
+    HermesParser,
+    JsonObjectsParser,
+    MistralParser,
+    NamedCallParser,
+    PythonicParser,
+)
+from torchweave.serving.openai.tools.xml_calls import (
+    DeepSeekV32Parser,
+    GlmParser,
+    InvokeParser,
+    Qwen3CoderParser,
+    SeedOssParser,
+)
 
+PARSERS: dict[str, Callable[[Mapping[str, Any]], ToolCallParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": JsonObjectsParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "glm45": GlmParser,
+    "seed_oss": SeedOssParser,
+    "minimax_m2": InvokeParser,
+    "deepseek_v3": DeepSeekV3Parser,
+    "deepseek_v32": DeepSeekV32Parser,
+    "kimi_k2": KimiParser,
+    "gpt_oss": HarmonyParser,
+    "granite": GraniteParser,
+    "granite31": Granite31Parser,
+    "phi4_mini": Phi4MiniParser,
+    "phi4_tool_call": PhiToolCallParser,
+    "internlm": InternLMParser,
+    "jamba": JambaParser,
+}
+"""By the name of the option `tool_call_parser`; takes the JSON schemas of the functions' parameters by name."""
+SPECIAL_TOKENS = frozenset(
+    ("mistral", "deepseek_v3", "deepseek_v32", "kimi_k2", "gpt_oss", "granite", "phi4_tool_call", "internlm")
+)
+"""Formats whose markers are special tokens, or may be."""
 # Text of a chat template, and the format that it implies; the most specific first.
 _TEMPLATE_MARKERS = (
     ("[TOOL_CALLS]", "mistral"),
+    ("<|channel|>", "gpt_oss"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("｜DSML｜", "deepseek_v32"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<|action_start|>", "internlm"),
+    ("functools[", "phi4_mini"),
+    ("<|/tool_call|>", "phi4_tool_call"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_calls>", "jamba"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": dictionary', "llama3_json"),
@@ -52,7 +115,7 @@ def detect_tool_format(template: str) -> str | None:
 
 def make_tool_parser(form: str, tools: Sequence[Tool]) -> ToolCallParser:
     """Create a parser of format `form` for one answer."""
-    return PARSERS[form]([tool.function.name for tool in tools])
+    return PARSERS[form]({tool.function.name: tool.function.parameters or {} for tool in tools})
 
 
 def make_forced_parser(tools: Sequence[Tool], named: str | None) -> ToolCallParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from torchweave.serving.openai.tools.base import (
     ArgumentsDelta,
@@ -331,12 +331,3 @@ class NamedCallParser:
 
     def finish(self) -> list[ParserDelta]:
         return [] if self._started else [Call(0, self._name)]
-
-
-ParserFactory = Callable[[Collection[str]], HermesParser | JsonObjectsParser | MistralParser | PythonicParser]
-PARSERS: dict[str, ParserFactory] = {
-    "hermes": HermesParser,
-    "llama3_json": JsonObjectsParser,
-    "mistral": MistralParser,
-    "pythonic": PythonicParser,
-}

@@ -1,0 +1,179 @@
+"""Parsers of calls in JSON behind markers: Granite, Phi, InternLM, Jamba, Hunyuan; and behind names: DeepSeek-V3, Kimi-K2."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from torchweave.serving.openai.tools.base import ArgumentsDelta, Call, ParserDelta
+from torchweave.serving.openai.tools.json_scanner import JsonCallScanner, JsonValueScanner
+from torchweave.serving.openai.tools.parsers import MarkedCallsParser
+
+_BETWEEN = " \t\r\n,;[]"
+_MAX_HEAD = 512
+"""Longest text between a marker and the arguments; a longer one is text."""
+
+
+class MarkedJsonParser(MarkedCallsParser):
+    """A marker, then a call `{"name": ..., "arguments": {...}}` or a list of them, then maybe a closing marker."""
+
+    _CLOSE = ""
+
+    def __init__(self, known: Collection[str]) -> None:
+        super().__init__(known)
+        self._scanner: JsonCallScanner | None = None
+        self._in_section = False
+        self._num_here = 0  # calls since the marker
+        self._skipped = ""  # before the current call
+
+    def _step(self, pieces: list[ParserDelta]) -> bool:
+        if self._scanner is not None:
+            return self._read_call(self._scanner, pieces)
+        if not self._in_section:
+            self._in_section, self._num_here = self._read_text(pieces), 0
+            return self._in_section
+        rest = self._buffer.lstrip(_BETWEEN)
+        if rest.startswith("{"):
+            self._skipped = self._buffer[: len(self._buffer) - len(rest)]
+            self._buffer, self._scanner = rest, JsonCallScanner(self._num_calls, self._tool_names)
+        elif not rest or (self._CLOSE and self._CLOSE.startswith(rest) and rest != self._CLOSE):
+            return False
+        else:
+            skipped = self._CLOSE and rest.startswith(self._CLOSE)
+            if self._num_here == 0 and not skipped:
+                pieces += self._text_buffer.text(self._OPEN)
+                rest = self._buffer
+            self._buffer, self._in_section = rest.removeprefix(self._CLOSE), False
+        return True
+
+    def _read_call(self, scanner: JsonCallScanner, pieces: list[ParserDelta]) -> bool:
+        new, self._buffer = scanner.feed(self._buffer)
+        if scanner.started:
+            self._text_buffer.call()
+            pieces += new
+        if scanner.failed:
+            pieces += self._text_buffer.text(self._marker + self._skipped + scanner.raw)
+            self._scanner, self._in_section = None, False
+        elif scanner.done:
+            self._num_calls += 1
+            self._num_here += 1
+            self._scanner = None
+        return bool(self._buffer)
+
+    @property
+    def _marker(self) -> str:
+        """The marker as text, if no call followed it."""
+        return "" if self._num_here else self._OPEN
+
+    def finish(self) -> list[ParserDelta]:
+        rest = self._buffer
+        if self._scanner is not None and not self._scanner.started:
+            rest = self._marker + self._skipped + self._scanner.raw
+        elif self._in_section:
+            rest = self._OPEN + rest if self._num_here == 0 and self._scanner is None else ""
+        return self._end(rest)
+
+
+class GraniteParser(MarkedJsonParser):
+    """`<|tool_call|>[{...}, {...}]` (Granite 3)."""
+
+    _OPEN = "<|tool_call|>"
+
+
+class Granite31Parser(MarkedJsonParser):
+    """`<tool_call>[{...}]</tool_call>`, with or without the closing marker (Granite 3.1 and later)."""
+
+    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Phi4MiniParser(MarkedJsonParser):
+    """`functools[{...}, {...}]` (Phi-4-mini)."""
+
+    _OPEN = "functools"
+
+
+class PhiToolCallParser(MarkedJsonParser):
+    """`<|tool_call|>[{...}]<|/tool_call|>` (Phi-4-mini, by its chat template)."""
+
+    _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
+
+
+class InternLMParser(MarkedJsonParser):
+    """`<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>` (InternLM2 and 3)."""
+
+    _OPEN, _CLOSE = "<|action_start|><|plugin|>", "<|action_end|>"
+
+
+class JambaParser(MarkedJsonParser):
+    """`<tool_calls>[{...}]</tool_calls>` (Jamba, Hunyuan)."""
+
+    _OPEN, _CLOSE = "<tool_calls>", "</tool_calls>"
+
+
+class HeadedJsonParser(MarkedCallsParser):
+    """A section of calls, each a head with the function's name and then its arguments as JSON."""
+
+    _CLOSE: str
+    _NAME: re.Pattern[str]
+    """Finds the name in the text between the section's begin, or the last call, and the arguments."""
+
+    def __init__(self, known: Collection[str]) -> None:
+        super().__init__(known)
+        self._in_section = False
+        self._value: JsonValueScanner | None = None
+
+    def _step(self, pieces: list[ParserDelta]) -> bool:
+        if self._value is not None:
+            return self._read_arguments(self._value, pieces)
+        if not self._in_section:
+            self._in_section = self._read_text(pieces)
+            return self._in_section
+        return self._read_head(pieces)
+
+    def _read_head(self, pieces: list[ParserDelta]) -> bool:
+        head, brace, _ = self._buffer.partition("{")
+        closed, close, after = head.partition(self._CLOSE)
+        if close and self._NAME.search(closed) is None:
+            self._buffer, self._in_section = after + self._buffer[len(head) :], False
+            return True
+        if not brace and len(head) < _MAX_HEAD:
+            return False
+        match = self._NAME.search(head)
+        if match is None or match[1] not in self._tool_names or not brace:
+            pieces += self._text_buffer.text(self._OPEN + head)
+            self._buffer, self._in_section = self._buffer[len(head) :], False
+            return True
+        self._text_buffer.call()
+        pieces.append(Call(self._num_calls, match[1]))
+        self._num_calls += 1
+        self._buffer, self._value = self._buffer[len(head) :], JsonValueScanner()
+        return True
+
+    def _read_arguments(self, value: JsonValueScanner, pieces: list[ParserDelta]) -> bool:
+        end = 0
+        while end < len(self._buffer) and not value.done:
+            value.take(self._buffer[end])
+            end += 1
+        pieces.append(ArgumentsDelta(self._num_calls - 1, self._buffer[:end]))
+        self._buffer = self._buffer[end:]
+        self._value = None if value.done else value
+        return bool(self._buffer)
+
+    def finish(self) -> list[ParserDelta]:
+        waits = self._in_section and self._value is None
+        is_text = not self._in_section or (waits and self._num_calls == 0)
+        return self._end((self._OPEN if waits and is_text else "") + self._buffer if is_text else "")
+
+
+class DeepSeekV3Parser(HeadedJsonParser):
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, then JSON in a fence (V3, R1), or `NAME<｜tool▁sep｜>JSON` (V3.1)."""
+
+    _OPEN, _CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    _NAME = re.compile(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?\s*([^\s<]+)")
+
+
+class KimiParser(HeadedJsonParser):
+    """`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>` in a section (Kimi-K2)."""
+
+    _OPEN, _CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    _NAME = re.compile(r"<\|tool_call_begin\|>\s*(?:functions\.)?([^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
