@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from datetime import datetime
 
+import numpy as np
+
 from tests.engine.test_batch_manager import Harness
+from torchweave.engine.request import InferenceRequest, SamplingParams
 
 GENERAL = {"Timestamp", "Iteration Counter", "Active Request Count", "Max Request Count"}
 PAGED = {
@@ -70,7 +73,28 @@ def test_the_keys_of_static_batching_are_the_documented_ones() -> None:
         assert set(record) == GENERAL | PAGED | STATIC | TODAY | {"staticBatchingStats"}
     assert [s["Total Generation Tokens"] for s in h.stats] == [0, 1, 1]
     assert [s["staticBatchingStats"]["numCtxTokens"] for s in h.stats] == [5, 0, 0]
-    assert {s["Empty Generation Slots"] for s in h.stats} == {h.scheduler.limits.max_batch_size - 1}
+    assert {s["Empty Generation Slots"] for s in h.stats} == {0}
+
+
+def test_empty_slots_are_those_of_requests_that_ended_before_their_static_batch() -> None:
+    with (h := Harness(sizes={"policy": "static_batch"})).manager:
+        h.todo += [  # in one assignment: the loop takes them together
+            InferenceRequest(number, np.full(5, number), SamplingParams(temperature=0, max_tokens=length))
+            for number, length in enumerate((2, 4, 5), 1)
+        ]
+        h.manager.wake()
+        h.wait_final(1, 2, 3)
+    rows = [s["Total Generation Tokens"] for s in h.stats]
+    assert [s["Empty Generation Slots"] for s in h.stats] == [3 - count if count else 0 for count in rows]
+    assert rows == [0, 3, 2, 2, 1] and h.stats[-1]["staticBatchingStats"]["emptyGenSlots"] == 2
+
+
+def test_the_count_of_requests_is_bounded_by_what_the_manager_takes() -> None:
+    for options, most in (({"max_num_requests": 3}, 3), ({}, None)):
+        with (h := Harness(**options)).manager:  # type: ignore[arg-type]
+            h.ask(1, [1] * 5, max_tokens=2)
+            h.wait_final(1)
+        assert {s["Max Request Count"] for s in h.stats} == {most or h.scheduler.limits.max_batch_size}
 
 
 def test_the_figures_are_those_of_the_steps() -> None:

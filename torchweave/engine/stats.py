@@ -21,6 +21,8 @@ class IterationFacts:
 
     Attributes:
         tokens_per_row: tokens that a decode row generated, on average.
+        max_requests: most requests that the batch manager takes at a time.
+        static_batch_size: requests that the current static batch began with.
         speculation: drafts since the start; None without speculation.
     """
 
@@ -32,9 +34,15 @@ class IterationFacts:
     num_paused: int
     max_requests: int
     static: bool = False
+    static_batch_size: int = 0
     memory_in_use: int | None = None
     tokens_per_row: float = 1.0
     speculation: SpeculationCounts | None = None
+
+
+def _num_padded(step: Step, facts: IterationFacts) -> int:
+    """Slots of a static batch whose requests have ended while others still generate."""
+    return 0 if step.chunks else max(facts.static_batch_size - step.num_requests, 0)
 
 
 def _gptmanager_stats(step: Step, facts: IterationFacts) -> dict[str, int]:
@@ -45,7 +53,7 @@ def _gptmanager_stats(step: Step, facts: IterationFacts) -> dict[str, int]:
             **record,
             "Total Generation Tokens": step.num_decode_rows,
             "Total Context Tokens": step.num_prefill_tokens,
-            "Empty Generation Slots": facts.max_requests - step.num_rows,
+            "Empty Generation Slots": _num_padded(step, facts),
         }
     return {
         **record,
@@ -63,7 +71,7 @@ def _batching_stats(step: Step, facts: IterationFacts) -> dict[str, dict[str, in
         "numCtxTokens": step.num_prefill_tokens,
     }
     if facts.static:
-        record |= {"numGenTokens": step.num_decode_rows, "emptyGenSlots": facts.max_requests - step.num_rows}
+        record |= {"numGenTokens": step.num_decode_rows, "emptyGenSlots": _num_padded(step, facts)}
         return {"staticBatchingStats": record}
     record |= {
         "numGenRequests": step.num_decode_rows - step.extra_rows,

@@ -73,6 +73,7 @@ class Scheduler:
             lost its blocks, or `answering`, with its first token.
         num_invalid: number of requests that ended because their logits were not finite.
         static: the policy is `static_batch`.
+        static_batch_size: requests that the current static batch began with.
         speculation: drafts so far, and how many were kept.
     """
 
@@ -96,6 +97,7 @@ class Scheduler:
         self.num_invalid = 0
         self.state_changes: list[tuple[int, StateChange]] = []
         self.static = policy is static_batch
+        self.static_batch_size = 0
         self.speculation = SpeculationCounts(limits.query_len - 1)
         self._policy = policy
         self._eos = tuple(eos_token_ids)
@@ -251,6 +253,8 @@ class Scheduler:
                 if decision.skipped or decision.paused:
                     decoding, searches = self._apply_pauses(decision)
                 chunks += [(self._start(self._waiting.pop()), size) for size in decision.admitted]
+                if self.static and decision.admitted:
+                    self.static_batch_size = running.decoding.size + len(running.prefill)
                 ready = [(slot, size) for slot, size in chunks if self.kv.ready(slot)]
                 chunks = [(slot, running.slots.state_of(slot).chunk_size(size)) for slot, size in ready]
                 if self.kv.snapshots is not None and self.limits.chunked_context:
