@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import runpy
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +236,90 @@ def test_user_module_is_stored_in_the_compile_cache(make: Any, kept: bool, tmp_p
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "compile_module.py"), run_name="__main__")
     assert "piece 0" in capsys.readouterr().out
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+def make_gate(report: Report) -> type[nn.Module]:
+    @torchweave.compile(dynamic={"x": {0: "T"}}, config=FX, report=report)
+    class Gate(nn.Module):
+        """A module of its own width."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: Tensor, scale: Tensor | None = None, note: str = "") -> Tensor:
+            y = nn.functional.silu(self.linear(x)) * x
+            return y if scale is None else y * scale
+
+    return Gate
+
+
+def test_modules_of_a_decorated_class_compile_at_their_first_call() -> None:
+    report = Report(show=False)
+    cls = make_gate(report)
+    assert (cls.__name__, cls.__doc__) == ("Gate", "A module of its own width.")
+    modules = [cls(4), cls(6)]
+    assert not report.select("capture")
+    with torch.no_grad():
+        for module, width in zip(modules, (4, 6), strict=True):
+            for rows in (5, 2, 9):
+                x = torch.randn(rows, width)
+                expected = nn.functional.silu(module.linear(x)) * x
+                torch.testing.assert_close(module(x=x) if rows == 2 else module(x), expected)
+    assert len(report.select("capture")) == 2  # one for each module, none for other sizes
+    modules[0].linear.weight.data.fill_(0.5)  # written in place: the compiled module sees it
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(modules[0](x), nn.functional.silu(modules[0].linear(x)) * x)
+
+
+def test_a_decorated_module_is_part_of_a_module_that_is_compiled() -> None:
+    inner, report = Report(show=False), Report(show=False)
+    outer = nn.Sequential(make_gate(inner)(4), nn.ReLU())
+    x = torch.randn(3, 4)
+    compiled = torchweave.compile(outer, {"input": x}, {"input": {0: "T"}}, FX, report)
+    expected = torch.relu(nn.functional.silu(outer[0].linear(x)) * x)  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(compiled(x), expected)
+    assert not inner.select("capture") and len(report.select("capture")) == 1
+
+
+def test_decorated_modules_are_copied_and_dropped_like_others() -> None:
+    module = make_gate(Report(show=False))(4)
+    x = torch.randn(3, 4)
+    first = module(x)
+    twin = copy.deepcopy(module)
+    twin.linear.weight.data.zero_()
+    assert not torch.equal(twin(x), first) and torch.equal(module(x), first)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+def test_bad_uses_of_compile_are_one_sentence() -> None:
+    gate = make_gate(Report(show=False))(4)
+    x = torch.randn(3, 4)
+    for use, words in (
+        (lambda: gate(x, note="b"), "takes tensors only, but note is a str"),
+        (
+            lambda: torchweave.compile(torch.relu, {"x": x}),
+            "module must be a torch.nn.Module, not relu",
+        ),
+        (lambda: torchweave.compile(dict), "expected a class of torch.nn.Module, not 'dict'"),
+        (lambda: torchweave.compile(nn.ReLU()), "inputs must be example tensors by forward's parameter names"),
+        (
+            lambda: torchweave.compile(nn.ReLU(), {"input": x}, config=FX)(y=x),
+            "expected each of input once, not y",
+        ),
+        (
+            lambda: torchweave.compile(nn.ReLU(), {"input": x}, config=FX)(x, input=x),
+            "expected each of input once, not input, input",
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            use()  # type: ignore[no-untyped-call]
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+    compiled = torchweave.compile(nn.ReLU(), {"input": x}, config=FX)
+    torch.testing.assert_close(compiled(input=x), torch.relu(x))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar, overload
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from torchweave.compiler.backend import compile_graph
@@ -20,22 +25,48 @@ from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
 
+Dynamic = Mapping[str, Mapping[int, str]]
+ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 
+
+@overload
 def compile(
     module: nn.Module,
     inputs: Mapping[str, Tensor],
-    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    dynamic: Dynamic | None = None,
     config: TorchCompileConfig | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
-) -> CompiledModule:
+) -> CompiledModule: ...
+@overload
+def compile(module: ModuleClass) -> ModuleClass: ...
+@overload
+def compile(
+    *,
+    dynamic: Dynamic | None = None,
+    config: TorchCompileConfig | None = None,
+    report: Report | None = None,
+    passes: Sequence[Pass] | None = None,
+) -> Callable[[ModuleClass], ModuleClass]: ...
+def compile(
+    module: Any = None,
+    inputs: Mapping[str, Tensor] | None = None,
+    dynamic: Dynamic | None = None,
+    config: TorchCompileConfig | None = None,
+    report: Report | None = None,
+    passes: Sequence[Pass] | None = None,
+) -> Any:
     """Compile a plain module: `compiled(*tensors)` returns the result of `module(*tensors)`, without gradients.
 
     Tensors may be given by name as well: `compiled(x=tensor)`.
 
+    Or decorate a class of modules, `@torchweave.compile(dynamic={"x": {0: "T"}})`: each of its modules is compiled at its first
+    call, whose tensors are the examples, and called compiled from then on. Inside another module that is compiled or traced it
+    is a part of that.
+
     Args:
-        module: must not change afterwards, except for in-place writes to its weights.
-        inputs: example tensors by forward's parameter names, in forward's order; values are not read.
+        module: must not change afterwards, except for in-place writes to its weights. A class: see above.
+        inputs: example tensors by forward's parameter names, in forward's order; values are not read. None for a class.
         dynamic: names of the dimensions that vary, by input and dimension: `{"x": {0: "T"}}`.
         config: see `torchweave.TorchCompileConfig`. With its `compile_cache` an equal module is loaded, not captured again.
         report: collects the events of the compilation.
@@ -49,12 +80,17 @@ def compile(
         TraceError: a ValueError; forward is not one graph for all sizes, or changes Python objects, with the line and the
         cause.
     """
+    if module is None:
+        return lambda module: _compile_class(module, dynamic, config, report, passes)
+    if isinstance(module, type):
+        return _compile_class(module, dynamic, config, report, passes)
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"module must be a torch.nn.Module, not {getattr(module, '__name__', type(module).__name__)}; call a function in the "
             "forward of a module"
         )
     _validate_inputs(inputs, dynamic or {})
+    assert inputs is not None, "validated"
     config, report = config or TorchCompileConfig(), report or Report(show=False)
     open_dump(config, report)
     cache, ops = open_cache(config, report), boundary_ops()
@@ -63,6 +99,52 @@ def compile(
     )
     save_explanation(None, report)
     return CompiledModule(compiled_graph, next(iter(inputs.values())).device.type)
+
+
+def _compile_class(
+    cls: type,
+    dynamic: Dynamic | None,
+    config: TorchCompileConfig | None,
+    report: Report | None,
+    passes: Sequence[Pass] | None,
+) -> type:
+    """Let the modules of a class compile themselves at their first call; returns the class."""
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ValueError(f"expected a class of torch.nn.Module, not {getattr(cls, '__name__', cls)!r}")
+    signature, eager_call = inspect.signature(cls.forward), cls.__call__
+    # What is compiled is a module of this class: one of `cls` would compile itself while it is traced.
+    plain = type(cls.__name__, (cls,), {"__call__": eager_call, "__module__": cls.__module__, "__doc__": cls.__doc__})
+    plain.__qualname__ = cls.__qualname__
+    compiled_modules: WeakKeyDictionary[nn.Module, CompiledModule] = WeakKeyDictionary()
+
+    @wraps(eager_call)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or type(self) is plain:
+            return eager_call(self, *args, **kwargs)
+        inputs = _bind_tensors(signature, self, args, kwargs)
+        compiled = compiled_modules.get(self)
+        if compiled is None:
+            twin = copy.copy(self)  # with the same parameters
+            twin.__class__ = plain
+            compiled = compiled_modules[self] = compile(twin, inputs, dynamic, config, report, passes)
+        return compiled(*inputs.values())
+
+    cls.__call__ = call  # type: ignore[method-assign, assignment]
+    return cls
+
+
+def _bind_tensors(signature: inspect.Signature, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """Tensors of a call by forward's parameter names, in its order.
+
+    Raises:
+        ValueError: an argument is no tensor.
+    """
+    arguments = list(signature.bind(module, *args, **kwargs).arguments.items())[1:]
+    given = {name: value for name, value in arguments if value is not signature.parameters[name].default}
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"forward of a compiled class takes tensors only, but {name} is a {type(value).__name__}")
+    return given
 
 
 class CompiledModule:

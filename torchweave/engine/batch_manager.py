@@ -335,7 +335,9 @@ class GenerationLoop:
             num_paused=self._scheduler.num_paused,
             static=self._scheduler.static,
             static_batch_size=self._scheduler.static_batch_size,
-            max_requests=self._max_num_requests if self._max_num_requests >= 0 else self._scheduler.limits.max_batch_size,
+            max_requests=self._max_num_requests
+            if self._max_num_requests >= 0
+            else self._scheduler.limits.max_batch_size,
             memory_in_use=self._runner.memory_in_use(),
             tokens_per_row=result.num_sampled_tokens / step.num_rows if step.query_len > 1 else 1.0,
             speculation=self._scheduler.speculation if self._scheduler.limits.query_len > 1 else None,
