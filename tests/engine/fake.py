@@ -33,9 +33,9 @@ from torchweave.ops.speculation import (
     accept,
     catch_up,
     feed_draft,
+    finish_catch_up,
     note_computed,
     prepare_drafts,
-    settle,
 )
 
 VOCAB = 97
@@ -257,7 +257,7 @@ class FakeRunner:
         assert self.drafts is not None
         if step.catch_up:
             self._catch_up(slots, rows, step.catch_up)
-            settle(self.state, slots, rows)
+            finish_catch_up(self.state, slots, rows)
             self.num_caught_up += 1
         self._catch_up(slots, rows, step.query_len)
         arrays, num_drafts = self.state.host_arrays, rows.num_drafts.numpy()

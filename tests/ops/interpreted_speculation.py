@@ -16,10 +16,10 @@ from torchweave.ops.speculation import (
     accept,
     catch_up,
     feed_draft,
+    finish_catch_up,
     note_computed,
     prepare_drafts,
     propose,
-    settle,
 )
 
 
@@ -54,8 +54,8 @@ def check_model_drafts(seed: int) -> None:
         for name in (*SAMPLED_FIELDS, "position", "stop_ids"):
             assert getattr(buffers.sampled, name)[drawn].equal(getattr(other.sampled, name)[drawn]), name
         if most != 7:
-            settle(state, slots, rows)
-            kernels.launch_settle(twin, slots, others)
+            finish_catch_up(state, slots, rows)
+            kernels.launch_finish_catch_up(twin, slots, others)
         assert state.arena.tolist() == twin.arena.tolist() and rows.matches.tolist() == others.matches.tolist()
     rows.model_tokens.copy_(torch.from_numpy(generator.integers(-1, 4, tuple(rows.model_tokens.shape))))
     others.model_tokens.copy_(rows.model_tokens)

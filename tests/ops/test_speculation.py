@@ -102,7 +102,7 @@ def test_kernels_compile_for_hopper() -> None:
         kernels.launch_accept(state, slots, views, -1, False)
         kernels.launch_accept(state, slots, views, 1 << 31, False)
         kernels.launch_catch_up(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, 4)
-        kernels.launch_settle(state, slots, views)
+        kernels.launch_finish_catch_up(state, slots, views)
         kernels.launch_feed_draft(state, slots, views, 1, inputs, BLOCK_SIZE)
         kernels.launch_prepare_drafts(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, False, True)
         kernels.launch_accept(state, slots, views, -1, True)

@@ -262,12 +262,12 @@ def catch_up(
     _gather(state, row_slots, buffers.sampled, rows.query_len)
 
 
-def settle(state: SlotState, slots: Tensor, rows: DraftRows) -> None:
+def finish_catch_up(state: SlotState, slots: Tensor, rows: DraftRows) -> None:
     """Enter what `catch_up` computes into the slots, int32 [R], where no `accept` follows."""
     if state.device.type == "cuda":
-        from torchweave.ops.kernels.speculation import launch_settle
+        from torchweave.ops.kernels.speculation import launch_finish_catch_up
 
-        launch_settle(state, slots, rows)
+        launch_finish_catch_up(state, slots, rows)
         return
     matches = rows.matches.numpy()
     state.host_arrays["draft_computed"][slots.numpy()[matches != 0]] = abs(matches[matches != 0]) - 1
@@ -357,9 +357,9 @@ def accept(state: SlotState, slots: Tensor, options: DraftOptions, rows: DraftRo
         encoded[active, place] = np.where(stop, -1 - tokens, tokens)
         alive[active] = right & ~stop
     if options.from_model:
-        kept = arrays["position"][row_slots] - before
+        num_emitted = arrays["position"][row_slots] - before
         matches = rows.matches.numpy()
-        computed = np.where(num_drafts > 0, before + np.minimum(kept, num_drafts), abs(matches) - 1)
+        computed = np.where(num_drafts > 0, before + np.minimum(num_emitted, num_drafts), abs(matches) - 1)
         arrays["draft_computed"][row_slots[matches != 0]] = computed[matches != 0]
         matches[...] = 0
 

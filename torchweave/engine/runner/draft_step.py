@@ -23,10 +23,10 @@ from torchweave.ops.speculation import (
     accept,
     catch_up,
     feed_draft,
+    finish_catch_up,
     note_computed,
     prepare_drafts,
     propose,
-    settle,
 )
 
 MakeBoundary = Callable[[Tensor, Tensor, StepInputs, bool], BoundaryHandler]
@@ -108,14 +108,14 @@ class DraftStep:
         """Draw K drafts of each row, by a forward over what the draft model lacks and K - 1 decode forwards."""
         rows, most = slots.numel(), views.query_len - 1
         logits = self._catch_up(model, slots, views, views.query_len)
-        inputs, every_row = self._inputs.inputs(rows, rows), self._inputs.row_index[:rows]
+        inputs, row_index = self._inputs.inputs(rows, rows), self._inputs.row_index[:rows]
         for place in range(1, most + 1):
             entries, tokens = views.model_entries[place - 1], views.model_tokens[place - 1]
             sample(logits, entries, self.buffers.sampled, tokens)
             if place < most:
                 feed_draft(self._state, slots, views, place, inputs, self._block_size)
                 boundary = self._boundary(views.model_slots, self._inputs.rows[: rows + 1], inputs, True)
-                logits = model(boundary, inputs, every_row)
+                logits = model(boundary, inputs, row_index)
 
     def _catch_up(self, model: DraftModel, slots: Tensor, views: DraftRows, most: int) -> Tensor:
         """Logits [R, V] of each row's last token, after up to `most` tokens that the draft model lacks."""
@@ -133,7 +133,7 @@ class DraftStep:
         most = max(self._max_num_tokens // slots.numel(), 1)
         for begin in range(0, num_tokens, most):
             self._catch_up(self._model, slots, views, min(most, num_tokens - begin))
-            settle(self._state, slots, views)
+            finish_catch_up(self._state, slots, views)
 
     def run_mixed(
         self, boundary: BoundaryHandler, slots: Tensor, query_start: Tensor, inputs: StepInputs, logits_index: Tensor

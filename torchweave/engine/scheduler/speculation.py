@@ -13,7 +13,7 @@ from torchweave.ops.slot_state import NOT_EMITTED
 _FIRST_SAMPLES = 3  # of steps of a size, before its cost counts as known
 _COST_WEIGHT = 1 / 16  # of a step in the running mean of its size
 _REQUEST_WEIGHT = 0.1  # of a step in what its requests accept
-_TYPICAL_WEIGHT = 0.02  # of a step in what requests accept typically
+_MEAN_WEIGHT = 0.02  # of a row of a step in what all requests accept
 _MARGIN = 1.02  # least gain of drafts
 _PROBE_SHARE = 0.005  # of the time, for steps of another size than the best
 _MAX_INTERVAL = 4096  # most steps between two tries
@@ -106,32 +106,33 @@ class AdaptiveDrafts:
 
     Attributes:
         acceptance: float64 [slots, K], the share of a request's steps that kept more than i drafts, as a running mean.
-        typical: float64 [K], the same over all requests, with which a request begins.
+        mean_acceptance: float64 [K], the same over all requests, with which a request begins.
     """
 
     def __init__(self, max_slots: int, costs: StepCosts, min_interval: int = 8) -> None:
         most = costs.query_lens[-1] - 1
         self.costs = costs
-        self.typical = 0.5 ** np.arange(1, most + 1)
-        self.acceptance = np.tile(self.typical, (max_slots, 1))
+        self.mean_acceptance = 0.5 ** np.arange(1, most + 1)
+        self.acceptance = np.tile(self.mean_acceptance, (max_slots, 1))
         self._min_interval = min_interval
         self._since_probe = self._next_probe = 0
 
     def start(self, slot: int) -> None:
-        self.acceptance[slot] = self.typical
+        self.acceptance[slot] = self.mean_acceptance
 
     def update(self, slots: np.ndarray, query_len: int, num_accepted: np.ndarray) -> None:
         """Add the rows of a step that may have had drafts. slots, num_accepted int [R]."""
         if not slots.size:
             return
-        kept = num_accepted[:, None] > np.arange(query_len - 1)
-        for known, weight, sample in (
-            (self.acceptance, _REQUEST_WEIGHT, kept),
-            (self.typical[None], _TYPICAL_WEIGHT, kept.mean(axis=0, keepdims=True)),
-        ):
-            rows = slots if known is self.acceptance else np.zeros(1, np.int64)
-            known[rows, : query_len - 1] += (sample - known[rows, : query_len - 1]) * weight
-            known[rows] = np.minimum.accumulate(known[rows], axis=1)  # places beyond the step's drafts
+        places = query_len - 1
+        accepted = num_accepted[:, None] > np.arange(places)
+        known = self.acceptance[slots]
+        known[:, :places] += (accepted - known[:, :places]) * _REQUEST_WEIGHT
+        self.acceptance[slots] = np.minimum.accumulate(known, axis=1)  # places beyond the step's drafts
+        self.mean_acceptance[:places] += (accepted.mean(axis=0) - self.mean_acceptance[:places]) * (
+            1 - (1 - _MEAN_WEIGHT) ** len(slots)
+        )
+        self.mean_acceptance[:] = np.minimum.accumulate(self.mean_acceptance)
 
     def choose(self, slots: np.ndarray, drafting: np.ndarray) -> int:
         """Tokens of a row for a step of `slots`, int [R], of which `drafting`, bool [R], may have drafts; 1: no drafts."""
@@ -139,13 +140,13 @@ class AdaptiveDrafts:
         seconds, measured = self.costs.of(len(slots))
         if not measured.all():
             return query_lens[int(np.flatnonzero(~measured)[-1])]
-        gained = np.concatenate([[0.0], np.cumsum(self.acceptance[slots[drafting]].sum(axis=0))])
-        tokens = len(slots) + gained[np.array(query_lens) - 1]
-        rates = tokens / seconds
-        rates[1:] /= _MARGIN
-        best = int(rates.argmax())
+        expected = np.concatenate([[0.0], np.cumsum(self.acceptance[slots[drafting]].sum(axis=0))])
+        tokens = len(slots) + expected[np.array(query_lens) - 1]
+        rate = tokens / seconds
+        rate[1:] /= _MARGIN
+        best = int(rate.argmax())
         self._since_probe += 1
-        other = (best + 1 + self._next_probe % (len(rates) - 1)) % len(rates)
+        other = (best + 1 + self._next_probe % (len(rate) - 1)) % len(rate)
         lost = seconds[other] / seconds[best] - tokens[other] / tokens[best]  # in steps of the best size
         if self._since_probe < max(self._min_interval, min(lost / _PROBE_SHARE, _MAX_INTERVAL)):
             return query_lens[best]

@@ -62,10 +62,12 @@ def _check(draft: LoadedModel, target: LoadedModel) -> None:
     if module.rope_axes or isinstance(module, ImageDecoderStep):
         raise ValueError(f"{other} is not supported: it takes images; choose a decoder of text")
     if draft.tokenizer is not None and target.tokenizer is not None:
-        theirs, ours = draft.tokenizer.hf_tokenizer.get_vocab(), target.tokenizer.hf_tokenizer.get_vocab()
-        if theirs != ours:
-            text = min(token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token))
+        vocab, target_vocab = draft.tokenizer.hf_tokenizer.get_vocab(), target.tokenizer.hf_tokenizer.get_vocab()
+        if vocab != target_vocab:
+            text = min(
+                token for token in vocab.keys() | target_vocab.keys() if vocab.get(token) != target_vocab.get(token)
+            )
             raise ValueError(
-                f"{other} has another tokenizer than {target.name} (the token {text!r} is {theirs.get(text)} in one and "
-                f"{ours.get(text)} in the other); choose a draft model with the same tokenizer"
+                f"{other} has another tokenizer than {target.name} (the token {text!r} is {vocab.get(text)} in one and "
+                f"{target_vocab.get(text)} in the other); choose a draft model with the same tokenizer"
             )

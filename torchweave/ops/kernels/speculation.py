@@ -271,8 +271,8 @@ def catch_up_kernel(
         )
         end = first + length
         ready = (length > 0) & (end > last)
-        sign = tl.where(ready, 1, tl.where(length > 0, -1, 0))
-        tl.store(matches + row, (sign * (end + 1)).to(tl.int64))
+        match = tl.where(ready, end + 1, tl.where(length > 0, -end - 1, 0))
+        tl.store(matches + row, match.to(tl.int64))
         count = tl.where(ready, tl.minimum(room, K), 0)
         tl.store(num_drafts + row, count)
         tl.store(seq_lens + row, tl.where(length > 0, end, 0))
@@ -294,7 +294,7 @@ def catch_up_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def settle_kernel(slots, matches, draft_computed, num_rows, BLOCK: tl.constexpr):
+def finish_catch_up_kernel(slots, matches, draft_computed, num_rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     match = tl.load(matches + row, mask=row < num_rows, other=0)
     slot = tl.load(slots + row, mask=match != 0, other=0)
@@ -387,10 +387,10 @@ def launch_catch_up(
     _launch_gather(state, sampled, slots, rows)
 
 
-def launch_settle(state: DraftingSlots, slots: Tensor, rows: DraftRows) -> None:
+def launch_finish_catch_up(state: DraftingSlots, slots: Tensor, rows: DraftRows) -> None:
     num_rows = slots.numel()
     grid = (cdiv(num_rows, _ROWS),)
-    settle_kernel[grid](slots, rows.matches, state.draft_computed, num_rows, BLOCK=_ROWS, num_warps=4)
+    finish_catch_up_kernel[grid](slots, rows.matches, state.draft_computed, num_rows, BLOCK=_ROWS, num_warps=4)
 
 
 def launch_feed_draft(

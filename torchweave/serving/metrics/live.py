@@ -176,9 +176,9 @@ def _speculation(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     )
     if not rows:
         return None
-    by_position = [each.get("num_accepted_tokens_per_pos", ()) for each in counts]
-    shares = [sum(place) / rows for place in zip_longest(*by_position, fillvalue=0)]
-    return {"drafts": drafts, "accepted": accepted, "tokens_per_row": 1 + accepted / rows, "by_position": shares}
+    positions = [each.get("num_accepted_tokens_per_pos", ()) for each in counts]
+    by_position = [sum(place) / rows for place in zip_longest(*positions, fillvalue=0)]
+    return {"drafts": drafts, "accepted": accepted, "tokens_per_row": 1 + accepted / rows, "by_position": by_position}
 
 
 def _compiled(explanation: dict[str, Any]) -> dict[str, Any]:
