@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.engine.scheduler.simulate import Simulation, run
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.engine.request import StructuredOutputs
 from torchweave.engine.runner.model_runner import ModelRunner
+from torchweave.models.resolve import resolve
 from torchweave.report import Report
 from torchweave.verify import zoo
 from torchweave.verify.verify import verify
@@ -175,10 +177,14 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         LLM(str(tmp_path), device="cpu", speculative_config=SPECULATION, torch_compile_config=config)
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2"])
-def test_models_have_the_tokens_of_transformers(name: str) -> None:
-    """Dense layers, experts, and windows; `torchweave models verify --num_speculative_tokens` runs the others."""
-    result = verify([name], num_speculative_tokens=3)
+def test_models_have_the_tokens_of_transformers(name: str, method: Any) -> None:
+    """Dense layers, experts, and windows; `torchweave models verify --num_speculative_tokens` runs the others.
+
+    As its own draft model each accepts nearly all drafts, since its draft layers hold the same keys and values.
+    """
+    result = verify([name], num_speculative_tokens=3, speculative_method=method)
     assert result["passed"] == 1, result["results"]
 
 
@@ -196,3 +202,69 @@ def test_the_simulation_notices_a_wrong_length() -> None:
     simulation.scheduler._running.take_back = lambda slots, sizes: False  # type: ignore[method-assign]
     with pytest.raises(AssertionError):
         simulation.drain()
+
+
+def draft_cells(llm: LLM, num_tokens: int) -> list[np.ndarray]:
+    """Keys and values of the draft model's layers for the first tokens of the request that was last in slot 0."""
+    runner, size = llm.engine.runner, llm.plan.block_size
+    first = len(llm.engine.loaded.module.attention_layers)
+    blocks = runner.state.block_table[0, : -(-num_tokens // size)].long()
+    return [part[blocks].flatten(0, 1)[:num_tokens].numpy() for each in runner.caches[first:] for part in each.tensors]
+
+
+def test_a_draft_model_computes_what_steps_without_drafts_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After steps without drafts the cache of the draft model is what it is after drafts in every step."""
+    long, short = (
+        SamplingParams(temperature=0, max_tokens=80, ignore_eos=True),
+        SamplingParams(max_tokens=30, seed=1, ignore_eos=True),
+    )
+    cells, counts, caught_up = [], [], []
+    for prompts, params in ([TEXTS[1]], [long]), ([TEXTS[1], TEXTS[4]], [long, short]):
+        with engine({**DRAFT_MODEL, "disable_by_batch_size": 1}, max_num_tokens=64) as llm:
+            drafts = llm.engine.runner._draft_step
+            assert drafts is not None
+            run_catch_up = drafts.catch_up
+            monkeypatch.setattr(
+                drafts, "catch_up", lambda *args, run=run_catch_up: (caught_up.append(args[2]), run(*args))
+            )
+            output = llm.generate(prompts, params)[0]
+            num_tokens = len(output.prompt_token_ids) + 70
+            assert int(llm.engine.runner.state.draft_computed[0]) > num_tokens
+            cells.append([output.outputs[0].token_ids, *draft_cells(llm, num_tokens)])
+            counts.append(llm.engine.scheduler.speculation.num_drafts)
+    assert cells[0][0] == cells[1][0] and 0 < counts[1] < counts[0]
+    assert len(caught_up) == 1 and caught_up[0] > 15
+    for one, other in zip(cells[0][1:], cells[1][1:], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+
+
+def test_adaptive_drafts_change_no_token() -> None:
+    params = [KINDS[kind] for kind in ("greedy", "logprobs", "penalties", "seeded", "stop token", "stop string")]
+    with engine(None) as plain, engine({**DRAFT_MODEL, "adaptive": True}) as speculating:
+        assert speculating.plan.query_lens == (2, 4)
+        assert tokens(speculating, params) == tokens(plain, params)
+        assert speculating.engine.scheduler.speculation.num_accepted_tokens > 0
+
+
+def test_draft_models_that_do_not_suit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"method=draft_model needs speculative_config.model"):
+        engine({"method": "draft_model"})
+    with pytest.raises(ValueError, match=r"is used by speculative_config.method=draft_model, but the method is ngram"):
+        engine({"method": "ngram", "model": "demo-draft"})
+    with pytest.raises(ValueError, match=r"speculative_config.model=nowhere: No model at 'nowhere'"):
+        engine({"method": "draft_model", "model": "nowhere"})
+    recurrent, tokenizer = tmp_path / "recurrent", tmp_path / "tokenizer"
+    zoo.save(zoo.build(zoo.zoo_model("qwen3_next")), recurrent)
+    with pytest.raises(ValueError, match="a draft model has attention to all its keys or to a window in every layer"):
+        engine({"method": "draft_model", "model": str(recurrent)}, max_model_len=64)
+    shutil.copytree(resolve("demo-draft").folder, tokenizer)
+    text = (tokenizer / "tokenizer.json").read_text()
+    (tokenizer / "tokenizer.json").write_text(text.replace('"a": ', '"ä": '))
+    with pytest.raises(ValueError, match=r"has another tokenizer than demo .the token 'a' is None in one and"):
+        engine({"method": "draft_model", "model": str(tokenizer)})
+    config = (tokenizer / "config.json").read_text()
+    (tokenizer / "config.json").write_text(
+        config.replace('"max_position_embeddings": 512', '"max_position_embeddings": 64')
+    )
+    with pytest.raises(ValueError, match="max_model_len is 512, but the model supports 64 tokens"):
+        engine({"method": "draft_model", "model": str(tokenizer)})

@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_speculation import KINDS, SPECULATION, tokens
-from torchweave import LLM, TorchCompileConfig
+from tests.engine.test_speculation import DRAFT_MODEL, DRAFTERS, KINDS, TEXTS, tokens
+from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.report import Report
 from torchweave.verify.verify import verify
 
 pytestmark = pytest.mark.gpu
 
-METHODS: dict[str, dict[str, Any]] = {
-    "ngram": SPECULATION | {"adaptive": False},
-    "draft_model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3, "adaptive": False},
-    "adaptive": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
-}
+METHODS: dict[str, dict[str, Any]] = DRAFTERS | {"adaptive": DRAFT_MODEL | {"adaptive": True}}
 MODELS = ["llama-tied", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm_moe_dsa"]
 
 
@@ -36,24 +32,21 @@ def engine(speculative_config: dict[str, Any] | None) -> LLM:
     )
 
 
-@pytest.fixture(scope="module")
-def plain() -> Iterator[LLM]:
-    with engine(None) as llm:
-        yield llm
-
-
 @pytest.fixture(scope="module", params=METHODS)
-def speculating(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with engine(METHODS[request.param]) as llm:
-        yield llm
+def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
+    """An engine without speculation, and one with it."""
+    with engine(None) as plain, engine(METHODS[request.param]) as speculating:
+        yield plain, speculating
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_without_speculation(plain: LLM, speculating: LLM, kind: str) -> None:
+def test_tokens_are_those_without_speculation(engines: tuple[LLM, LLM], kind: str) -> None:
+    plain, speculating = engines
     assert tokens(speculating, KINDS[kind]) == tokens(plain, KINDS[kind])
 
 
-def test_drafts_are_accepted_in_recorded_steps(speculating: LLM) -> None:
+def test_drafts_are_accepted_in_recorded_steps(engines: tuple[LLM, LLM]) -> None:
+    _, speculating = engines
     counts = speculating.engine.scheduler.speculation
     before = counts.num_draft_tokens, counts.num_accepted_tokens
     tokens(speculating, KINDS["greedy"])
@@ -62,6 +55,25 @@ def test_drafts_are_accepted_in_recorded_steps(speculating: LLM) -> None:
     assert steps["draft_graph"] > 0 and steps.get("plain", 0) == 0, steps
 
 
-def test_architectures_give_the_tokens_of_transformers() -> None:
-    found = verify(MODELS, num_speculative_tokens=3, device="cuda")
+def test_adaptive_drafts_after_steps_without_drafts() -> None:
+    """Step costs are measured when graphs are recorded; a draft model computes what steps without drafts left out."""
+    long, short = (
+        SamplingParams(temperature=0, max_tokens=80, ignore_eos=True),
+        SamplingParams(max_tokens=30, seed=1, ignore_eos=True),
+    )
+    with engine(None) as plain, engine(DRAFT_MODEL | {"adaptive": True, "disable_by_batch_size": 1}) as speculating:
+        adaptive = speculating.engine.scheduler._adaptive_drafts
+        assert adaptive is not None and adaptive.costs.of(1)[1].all()
+        answers = [
+            [output.outputs[0].token_ids for output in llm.generate([TEXTS[1], TEXTS[4]], [long, short])]
+            for llm in (plain, speculating)
+        ]
+        assert answers[0] == answers[1]
+        assert speculating.engine.scheduler.speculation.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_architectures_give_the_tokens_of_transformers(method: Any) -> None:
+    models = MODELS if method == "ngram" else [name for name in MODELS if name != "glm_moe_dsa"]
+    found = verify(models, num_speculative_tokens=3, device="cuda", speculative_method=method)
     assert [(row["name"], row["reason"]) for row in found["results"] if not row["passed"]] == []
