@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweave.compiler.tuning.measure import Call, GraphClock
+from torchweave.ops.kernels.quant.int_linear import launch_dequantize
 from torchweave.ops.quant.int_linear import IntConfig, choose, dequantize_int, num_groups
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 256]
@@ -41,6 +42,12 @@ class Weight(NamedTuple):
 def candidates(tokens: int, bits: int) -> list[IntConfig]:
     """Candidate configurations for a token count."""
     found = [IntConfig("row", *shape) for shape in _ROWS] if bits == 4 and tokens <= 4 else []
+    if bits == 4 and tokens > 64:
+        shapes = ((128, 8, 4), (128, 8, 3), (64, 4, 4), (64, 4, 3))
+        tiles = [IntConfig("tile", *shape, block_t=128, rounded=True) for shape in shapes if tokens <= 1024]
+        return [
+            replace(each, programs=programs) for each in tiles for programs in ((1, 2, 4) if tokens <= 256 else (1,))
+        ]
     if tokens <= 256:
         sizes = {next((size for size in (8, 16, 32, 64) if tokens <= size), 64), 32 if tokens > 32 else 64}
         sizes = {size for size in sizes if size <= max(8, 2 * tokens)}
@@ -83,6 +90,12 @@ def build_all(widths: set[int], tokens: list[int], bits: int, group: int, zero: 
     torch.cuda.synchronize()
 
 
+def dequantized(weight: Weight, group: int, out: Tensor) -> Tensor:
+    """The values of a weight, in out."""
+    launch_dequantize(*weight, group, out)
+    return out
+
+
 def compare(
     name: str, outputs: int, width: int, tokens: int, weights: list[Weight], bits: int, group: int, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
@@ -95,8 +108,10 @@ def compare(
     expected = x.float() @ whole.t()
     dense = [whole.to(dtype).clone() for _ in range(max(3, COLD_BYTES // (outputs * width * 2) + 1))]
     del whole
+    buffer = torch.empty_like(dense[0])
     calls: dict[str, Call] = {
         "cublas": lambda i: F.linear(x, dense[i % len(dense)]),
+        "blas": lambda i: F.linear(x, dequantized(weights[i % len(weights)], group, buffer)),
         "op": lambda i: torch.ops.torchweave.int_linear(x, *weights[i % len(weights)], None, None, group),
     }
     configs: dict[str, IntConfig] = {}

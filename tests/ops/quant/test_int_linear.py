@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -102,11 +104,20 @@ def test_rows_of_weights_can_be_stacked() -> None:
 
 def test_choice() -> None:
     assert choose(1, 6144, 4096, 4).kernel == "row" and choose(1, 6144, 4096, 8).kernel == "split"  # type: ignore[union-attr]
-    for tokens in (3, 8, 9, 33, MAX_TOKENS):
-        config = choose(tokens, 28672, 4096, 4)
-        assert config is not None and config.kernel == "split" and config.block_t >= tokens
-        assert {choose(tokens, rows, 4096, 4) for rows in (512, 6144, 28672)} == set(configs(tokens, 4096, 4))
-    assert choose(MAX_TOKENS + 1, 6144, 4096, 4) is None and choose(0, 6144, 4096, 4) is None
+    for bits, kernels in ((4, ("split", "split", "tile", "tile", "tile", "tile")), (8, ("split",) * 5)):
+        for tokens, kernel in zip((3, 9, 32, 33, 64, 200), kernels, strict=False):
+            config = choose(tokens, 28672, 4096, bits)
+            assert config is not None and config.kernel == kernel and config.programs == 1
+            assert config.block_t >= min(tokens, 128) and config.rounded == (tokens > 64)
+            known = {replace(each, programs=min(each.programs, 2)) for each in configs(tokens, 4096, bits)}
+            for rows in (512, 4096, 6144, 14336, 28672):
+                chosen = choose(tokens, rows, 4096, bits)
+                assert chosen is not None and replace(chosen, programs=min(chosen.programs, 2)) in known
+        last = MAX_TOKENS[bits]
+        assert choose(last, 6144, 4096, bits) and choose(last + 1, 6144, 4096, bits) is None
+        assert choose(0, 6144, 4096, bits) is None
+    assert choose(1, 4096, 4096, 4) != choose(1, 6144, 4096, 4) != choose(1, 4096, 14336, 4)
+    assert choose(8, 4096, 256, 4).programs == 1, "as many blocks as two warps divide"  # type: ignore[union-attr]
     assert not choose(1, 6144, 4096, 4, hopper=False).hopper  # type: ignore[union-attr]
     supported = [group for group in (16, 32, 64, 96, 128, 256, 4096) if kernels_support(4096, group, torch.bfloat16)]
     assert supported == [32, 64, 128, 256, 4096] and not kernels_support(4096, 128, torch.float32)
@@ -179,7 +190,7 @@ def test_assembly_unpacks_two_words() -> None:
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), CASES[5]], ids=str)
-@pytest.mark.parametrize("tokens", [1, 8, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 32, 64, 128])
 def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
@@ -187,15 +198,17 @@ def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
 
     made = operands(case, tokens, 256, 4096, torch.bfloat16)
     config = choose(tokens, 28672 if case.group == 128 else 256, 4096, case.bits)
-    assert config is not None
-    with recorded(kernels, "row_kernel", "split_kernel", "byte_kernel") as launches:
+    if config is None:
+        assert (tokens, case.bits) == (128, 8)
+        return
+    with recorded(kernels, "row_kernel", "split_kernel", "byte_kernel", "add_kernel") as launches:
         config.run(made.x, *made.weight[:3], made.bias, made.group, torch.empty(tokens, 256, dtype=torch.bfloat16))
     compiled = compile_for_hopper(launches[0])
     ptx = compiled.asm["ptx"]
     assert "griddepcontrol.wait" in ptx and compiled.metadata.shared <= 227 << 10
     if case.bits == 4:
         assert "lop3.b32" in ptx and (config.kernel == "row" or "sub.rn.bf16x2" in ptx)
-    assert config.kernel == "row" or "mma.sync" in ptx
+    assert config.kernel == "row" or ("wgmma" if config.kernel == "tile" else "mma.sync") in ptx
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -207,11 +220,11 @@ def test_kernels_with_e2m1_numbers_build_for_hopper(kind: str, dtype: torch.dtyp
 
     made, config = fp4_operands(kind, 8, 256, 4096, dtype), choose(8, 256, 4096, 4, e2m1=True)
     assert config is not None and config.kernel == "split"
-    with recorded(kernels, "split_kernel", "dequantize_kernel") as launches:
+    with recorded(kernels, "split_kernel", "add_kernel", "dequantize_words_kernel") as launches:
         config.run(made.x, made.w, made.scale, None, None, made.group, torch.empty(8, 256, dtype=dtype), made.row_scale)
         out = torch.empty(256, 4096, dtype=dtype)
         kernels.launch_dequantize(made.w, made.scale, None, made.group, out, made.row_scale)
-    product, _ = (compile_for_hopper(launch) for launch in launches)
+    product, *_ = (compile_for_hopper(launch) for launch in launches)
     assert "mma.sync" in product.asm["ptx"] and ("mul.rn.bf16x2" in product.asm["ptx"]) == (dtype == torch.bfloat16)
 
 
@@ -244,6 +257,7 @@ def test_dequantization_builds_for_hopper(case: IntCase) -> None:
     from torchweave.ops.kernels.quant import int_linear as kernels
 
     made = operands(case, 1, 64, 1024, torch.bfloat16)
-    with recorded(kernels, "dequantize_kernel") as launches:
+    with recorded(kernels, "dequantize_words_kernel", "dequantize_bytes_kernel") as launches:
         kernels.launch_dequantize(*made.weight[:3], made.group, torch.empty(64, 1024, dtype=torch.bfloat16))
-    assert "st.global.v4" in compile_for_hopper(launches[0]).asm["ptx"]
+    ptx = compile_for_hopper(launches[0]).asm["ptx"]
+    assert "st.global.v2" in ptx or "st.global.v4" in ptx, "vectors of 16-bit numbers"

@@ -13,8 +13,8 @@ exponent of MXFP4 (`2 ** (s - 127)`, 32 inputs), or e4m3 with another scale for 
     row_scale  float32 `[N]`, of NVFP4, or none
 
 All leading dimensions are N: weights that read one input can be stacked. On a GPU, up to `MAX_TOKENS` tokens run in kernels that
-read the weight once; above, the weight is dequantized to x's dtype and multiplied by the BLAS. Products are exact and summed in
-float32; only the BLAS path rounds dequantized weights.
+read the packed weight; above, the weight is dequantized to x's dtype and multiplied by the BLAS. Products are exact and summed in
+float32; above 64 tokens weights are rounded to x's dtype when they are dequantized.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torchweave.ops.registry import define
 BLOCK = 128
 """Inputs of a block of 16 words of w."""
 WORDS = 16
-MAX_TOKENS = 64
-"""Above this many tokens the BLAS runs."""
-ROW_KERNEL_MAX_TOKENS = 4
+MAX_TOKENS = {4: 512, 8: 64}
+"""Above this many tokens the BLAS runs, by bits."""
+ROW_KERNEL_MAX_TOKENS = 2
 E2M1_SCALES = (torch.uint8, FP8)
 """Dtypes of scales of e2m1 numbers: MXFP4, NVFP4."""
 _CHUNK = 1 << 22  # weights that are dequantized at once on a CPU
@@ -110,6 +110,7 @@ class IntConfig:
         depth: words of a row per iteration for "row", pipeline stages for the others.
         block_t: tokens of a program, not for "row".
         programs: programs that divide K, not for "row"; above 1, a second kernel adds their sums.
+        rounded: integers are multiplied by their scale and rounded to 16 bits first, as for the BLAS, which saves a sum; 4 bits.
         hopper: use what sm_90 has: programmatic dependent launch, which starts a kernel while the previous one drains, and
             arithmetic on pairs of 16-bit numbers.
     """
@@ -120,6 +121,7 @@ class IntConfig:
     depth: int
     block_t: int = 16
     programs: int = 1
+    rounded: bool = False
     hopper: bool = True
 
     def run(
@@ -132,33 +134,63 @@ class IntConfig:
         launch(self, x, w, scale, zero, bias, group, out, row_scale)
 
 
-_ROW = IntConfig("row", 4, num_warps=4, depth=512)
-_ROW_NARROW = IntConfig("row", 8, num_warps=2, depth=256)
-_SPLIT_FEW_ROWS = IntConfig("split", 16, num_warps=4, depth=4)
-_SPLIT = IntConfig("split", 32, num_warps=4, depth=4)
-_MANY_ROWS = 8192
-_WIDE = 4096
+_ROW = IntConfig("row", 8, num_warps=2, depth=256)
+_ROW_FEW_ROWS = IntConfig("row", 4, num_warps=2, depth=256)
+_ROW_WIDE = IntConfig("row", 8, num_warps=4, depth=512)
+_SPLIT = IntConfig("split", 64, num_warps=2, depth=4)
+_SPLIT_BYTES = IntConfig("split", 64, num_warps=4, depth=2)
+_TILE = IntConfig("tile", 128, num_warps=8, depth=4)
+_TILE_MANY_ROWS = IntConfig("tile", 128, num_warps=4, depth=5)
+_WIDE, _FEW_ROWS = 8192, 4096
+_FULL, _HALF = 192, 80
+"""Tiles from which a GPU is filled by one program for each, and by two."""
+
+
+def _kinds(num_tokens: int, width: int, bits: int, e2m1: bool) -> tuple[IntConfig, ...]:
+    """Configurations for weights of few and of many rows, or of any number, by the number of tokens.
+
+    Measured on an H100 with 1, 8 and 32 tokens and the shapes of Llama 8B (bench/linear.py --weights int4).
+    """
+    if bits == 4 and num_tokens <= ROW_KERNEL_MAX_TOKENS and not e2m1:
+        return (_ROW_WIDE,) if width > _WIDE else (_ROW_FEW_ROWS, _ROW)
+    block_t = next(size for size in (8, 16, 32, 64, 128) if num_tokens <= size or size == 128)
+    if bits == 8:
+        return (replace(_SPLIT_BYTES, block_t=block_t, depth=2 if block_t == 64 else 3),)
+    if block_t <= 16:
+        return (replace(_SPLIT, block_t=block_t),)
+    if block_t == 64:
+        return replace(_TILE, block_t=64), replace(_TILE_MANY_ROWS, block_t=64)
+    return (replace(_TILE, block_t=block_t, rounded=block_t > 64),)
 
 
 def configs(
     num_tokens: int, width: int, bits: int, *, e2m1: bool = False, hopper: bool = True
 ) -> tuple[IntConfig, ...]:
-    """Configurations for x [num_tokens, width], for weights of few and of many rows; none: the BLAS."""
-    if num_tokens < 1 or num_tokens > MAX_TOKENS:
+    """Configurations for x [num_tokens, width], whatever the weight's rows; none: the BLAS."""
+    if num_tokens < 1 or num_tokens > MAX_TOKENS[bits]:
         return ()
-    if bits == 4 and num_tokens <= 2 and not e2m1:
-        return (replace(_ROW if width >= _WIDE else _ROW_NARROW, hopper=hopper),)
-    block_t = next(size for size in (8, 16, 32, 64) if num_tokens <= size)
-    depth = 2 if block_t == 64 else 4  # stages hold the inputs of all warps in shared memory
-    return tuple(replace(each, block_t=block_t, depth=depth, hopper=hopper) for each in (_SPLIT_FEW_ROWS, _SPLIT))
+    kinds = (replace(each, hopper=hopper) for each in _kinds(num_tokens, width, bits, e2m1))
+    return tuple(
+        replace(each, programs=programs) for each in kinds for programs in ((1,) if each.kernel == "row" else (1, 2))
+    )
 
 
 def choose(
     num_tokens: int, num_outputs: int, width: int, bits: int, *, e2m1: bool = False, hopper: bool = True
 ) -> IntConfig | None:
     """Configuration for x [num_tokens, width] times w [num_outputs, width].T on a GPU; None for the BLAS."""
-    options = configs(num_tokens, width, bits, e2m1=e2m1, hopper=hopper)
-    return options[-1 if num_outputs >= _MANY_ROWS else 0] if options else None
+    if num_tokens < 1 or num_tokens > MAX_TOKENS[bits]:
+        return None
+    kinds = _kinds(num_tokens, width, bits, e2m1)
+    if kinds[0].kernel == "row":
+        return replace(kinds[0 if num_outputs <= _FEW_ROWS else -1], hopper=hopper)
+    tiles = -(-num_outputs // kinds[0].block_n) * -(-num_tokens // kinds[0].block_t)
+    config = kinds[-1 if tiles >= _FULL else 0]
+    programs = 1 if tiles >= _FULL else 2 if tiles >= _HALF else 4
+    shared = 1 if config.kernel == "tile" else config.num_warps
+    while programs > 1 and programs * shared * BLOCK > width:
+        programs //= 2
+    return replace(config, programs=programs, hopper=hopper)
 
 
 def kernels_support(width: int, group: int, dtype: torch.dtype, scale_dtype: torch.dtype = torch.bfloat16) -> bool:

@@ -255,7 +255,8 @@ def _nibble_pair(word, J: tl.constexpr, shape: tl.constexpr, FORMAT: tl.constexp
 
 @triton.jit
 def _nibbles(
-    tile, FORMAT: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
+    tile, FORMAT: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Eight tiles of the shape of `tile`, of q - 8 or of e2m1 numbers: of word c of a block, input `16 * j + c`."""
     if ASSEMBLY and DTYPE == tl.bfloat16:  # noqa: SIM300
@@ -265,8 +266,8 @@ def _nibbles(
         code: tl.constexpr = HALVES if FORMAT == "int" else E2M1_HALF
         return tl.inline_asm_elementwise(code, _8_OUTPUTS, [tile], dtype=(tl.float16,) * 8, is_pure=True, pack=2)
     else:
-        pairs: tl.constexpr = [SPLIT, BLOCK_N, WORDS // 2, 2] if SPLIT > 1 else [BLOCK_N, WORDS // 2, 2]
-        shape: tl.constexpr = [SPLIT, BLOCK_N, WORDS] if SPLIT > 1 else [BLOCK_N, WORDS]
+        pairs: tl.constexpr = [SPLIT, BLOCK_N, COUNT // 2, 2] if SPLIT > 1 else [BLOCK_N, COUNT // 2, 2]
+        shape: tl.constexpr = [SPLIT, BLOCK_N, COUNT] if SPLIT > 1 else [BLOCK_N, COUNT]
         even, odd = tl.split(tl.reshape(tile, pairs))
         return (
             _nibble_pair(even, 0, shape, FORMAT, DTYPE),
@@ -309,20 +310,43 @@ def scale_value(scale):
 
 
 @triton.jit
-def _scaled(a, scale, rows, block, part, PARTS: tl.constexpr, GROUPS: tl.constexpr):
-    """e2m1 numbers times the scale of a part of their block, which is exact in 16 bits."""
-    return a * scale_value(_parameter(scale, rows, block, part, BLOCK // PARTS, GROUPS, PARTS)).to(a.dtype)
+def first_scales(
+    scale, rows, block, FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Scales of the first part of blocks of integers, which `add_block` takes; e2m1 numbers need none."""
+    if FORMAT == "int":
+        return _parameter(scale, rows, block, 0, GROUP, GROUPS, PARTS)
+    else:  # noqa: RET505
+        return 0.0
+
+
+@triton.jit
+def _weights(
+    a, by, scale, zero, rows, block, J: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    PARTS: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """Numbers of input J of every word times their scale, in 16 bits: exact for e2m1, rounded once for integers."""
+    part: tl.constexpr = J * PARTS // 8
+    if ZERO:
+        a -= (_parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a.dtype)
+    s = by
+    if FORMAT != "int" or PARTS > 1:
+        s = _parameter(scale, rows, block, part, GROUP, GROUPS, PARTS)
+    if FORMAT == "int" and s.dtype != a.dtype:
+        return (a.to(tl.float32) * s.to(tl.float32)).to(a.dtype)
+    else:  # noqa: RET505
+        return a * scale_value(s).to(a.dtype)
 
 
 @triton.jit
 def add_block(
     total, by, tile, here, k, left, real, scale, zero, rows, block,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ROUND: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """total plus eight products of depth 16: the words `tile` of a block (of each warp) times its 128 inputs at `here`.
 
-    Integers are multiplied without their scale, of which `by` is the first of the block; e2m1 numbers with theirs.
+    Integers are multiplied before their scale, of which `by` is the first of the block, or (ROUND) after it; e2m1 numbers after it.
     """
     b0 = tl.load(here, mask=real & (k < left), other=0.0)
     b1 = tl.load(here + 16, mask=real & (k + 16 < left), other=0.0)
@@ -332,17 +356,24 @@ def add_block(
     b5 = tl.load(here + 80, mask=real & (k + 80 < left), other=0.0)
     b6 = tl.load(here + 96, mask=real & (k + 96 < left), other=0.0)
     b7 = tl.load(here + 112, mask=real & (k + 112 < left), other=0.0)
-    a0, a1, a2, a3, a4, a5, a6, a7 = _nibbles(tile, FORMAT, SPLIT, BLOCK_N, DTYPE, ASSEMBLY)
-    if FORMAT == "e2m1":
-        p: tl.constexpr = PARTS // 4  # parts in 32 inputs
-        total = tl.dot(_scaled(a0, scale, rows, block, 0, PARTS, GROUPS), b0, total, input_precision="ieee")
-        total = tl.dot(_scaled(a1, scale, rows, block, p - 1, PARTS, GROUPS), b1, total, input_precision="ieee")
-        total = tl.dot(_scaled(a2, scale, rows, block, p, PARTS, GROUPS), b2, total, input_precision="ieee")
-        total = tl.dot(_scaled(a3, scale, rows, block, 2 * p - 1, PARTS, GROUPS), b3, total, input_precision="ieee")
-        total = tl.dot(_scaled(a4, scale, rows, block, 2 * p, PARTS, GROUPS), b4, total, input_precision="ieee")
-        total = tl.dot(_scaled(a5, scale, rows, block, 3 * p - 1, PARTS, GROUPS), b5, total, input_precision="ieee")
-        total = tl.dot(_scaled(a6, scale, rows, block, 3 * p, PARTS, GROUPS), b6, total, input_precision="ieee")
-        return tl.dot(_scaled(a7, scale, rows, block, 4 * p - 1, PARTS, GROUPS), b7, total, input_precision="ieee")
+    a0, a1, a2, a3, a4, a5, a6, a7 = _nibbles(tile, FORMAT, SPLIT, BLOCK_N, WORDS, DTYPE, ASSEMBLY)
+    if FORMAT == "e2m1" or ROUND:
+        a0 = _weights(a0, by, scale, zero, rows, block, 0, FORMAT, GROUP, GROUPS, PARTS, ZERO)
+        a1 = _weights(a1, by, scale, zero, rows, block, 1, FORMAT, GROUP, GROUPS, PARTS, ZERO)
+        a2 = _weights(a2, by, scale, zero, rows, block, 2, FORMAT, GROUP, GROUPS, PARTS, ZERO)
+        a3 = _weights(a3, by, scale, zero, rows, block, 3, FORMAT, GROUP, GROUPS, PARTS, ZERO)
+        a4 = _weights(a4, by, scale, zero, rows, block, 4, FORMAT, GROUP, GROUPS, PARTS, ZERO)
+        a5 = _weights(a5, by, scale, zero, rows, block, 5, FORMAT, GROUP, GROUPS, PARTS, ZERO)
+        a6 = _weights(a6, by, scale, zero, rows, block, 6, FORMAT, GROUP, GROUPS, PARTS, ZERO)
+        a7 = _weights(a7, by, scale, zero, rows, block, 7, FORMAT, GROUP, GROUPS, PARTS, ZERO)
+        total = tl.dot(a0, b0, total, input_precision="ieee")
+        total = tl.dot(a1, b1, total, input_precision="ieee")
+        total = tl.dot(a2, b2, total, input_precision="ieee")
+        total = tl.dot(a3, b3, total, input_precision="ieee")
+        total = tl.dot(a4, b4, total, input_precision="ieee")
+        total = tl.dot(a5, b5, total, input_precision="ieee")
+        total = tl.dot(a6, b6, total, input_precision="ieee")
+        return tl.dot(a7, b7, total, input_precision="ieee")
     else:  # noqa: RET505
         quarter: tl.constexpr = PARTS // 4  # parts of a block before its second quarter
         half: tl.constexpr = PARTS // 2
@@ -380,12 +411,12 @@ def split_kernel(
     x, w, scale, zero, bias, out, row_scale, num_tokens, num_outputs, out_stride, FORMAT: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    PROGRAMS: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROUND: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N tiles, T tiles, PROGRAMS): eight products of depth 16 for each block of 128 inputs.
+    """Grid (N tiles, T tiles, programs): eight products of depth 16 for each block of 128 inputs.
 
-    The blocks are dealt to PROGRAMS programs and, in each, to SPLIT warps; with SPLIT 1 all warps share a block and divide rows.
-    With PROGRAMS above 1, out is float32 `[PROGRAMS, T, N]`.
+    The blocks are dealt to the programs and, in each, to SPLIT warps; with SPLIT 1 all warps share a block and divide rows. With
+    several programs, out is float32 `[programs, T, N]`.
     """
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -403,22 +434,18 @@ def split_kernel(
         words = w + row_of * (BLOCKS * WORDS) + c[None, :]
         inputs = x + token.to(tl.int64)[None, :] * WIDTH + k
         total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
-    begin, step = tl.program_id(2) * SPLIT, SPLIT * PROGRAMS
-    by = 0.0
-    if FORMAT == "int":
-        by = _parameter(scale, row_of, begin + warp, 0, GROUP, GROUPS, PARTS)
+    begin, step = tl.program_id(2) * SPLIT, tl.num_programs(2) * SPLIT
+    by = first_scales(scale, row_of, begin + warp, FORMAT, GROUP, GROUPS, PARTS)
     pdl_wait(DEPENDENT)
     for first in range(begin, BLOCKS, step):
         block = first + warp
-        if FORMAT == "int":
-            by_ahead = _parameter(scale, row_of, block + step, 0, GROUP, GROUPS, PARTS)
+        by_ahead = first_scales(scale, row_of, block + step, FORMAT, GROUP, GROUPS, PARTS)
         tile = tl.load(words + first * WORDS, mask=block < BLOCKS, other=0, eviction_policy="evict_first")
         total = add_block(
             total, by, tile, inputs + first * BLOCK, k, WIDTH - first * BLOCK, real, scale, zero, row_of, block,
-            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, ASSEMBLY,
+            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, ROUND, ASSEMBLY,
         )  # fmt: skip
-        if FORMAT == "int":
-            by = by_ahead
+        by = by_ahead
     if SPLIT > 1:
         total = tl.sum(total, 0)
     if BY_ROW:
@@ -431,8 +458,7 @@ def split_kernel(
 def byte_kernel(
     x, w, scale, zero, bias, out, num_tokens, num_outputs, out_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`split_kernel` for weights in 8 bits and SPLIT above 1; BLOCK_K divides GROUP, or there is one group."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -445,7 +471,7 @@ def byte_kernel(
     real = (token < num_tokens)[None, None, :]
     pdl_wait(DEPENDENT)
     total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
-    for first in range(tl.program_id(2) * SPLIT * BLOCK_K, WIDTH, PROGRAMS * SPLIT * BLOCK_K):
+    for first in range(tl.program_id(2) * SPLIT * BLOCK_K, WIDTH, tl.num_programs(2) * SPLIT * BLOCK_K):
         left = WIDTH - first
         a = tl.load(weights + first, mask=along < left, other=0, eviction_policy="evict_first").to(x.dtype.element_ty)
         b = tl.load(inputs + first, mask=(down < left) & real, other=0.0)
@@ -458,57 +484,95 @@ def byte_kernel(
     _store_products(tl.sum(total, 0), bias, out, row, token, num_outputs, num_tokens, out_stride, HAS_BIAS)
 
 
-@triton.jit(do_not_specialize=["num_outputs", "out_stride"])
+@triton.jit(do_not_specialize=["programs", "num_outputs", "out_stride"])
 def add_kernel(
-    sums, bias, out, num_outputs, out_stride, PROGRAMS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    sums, bias, out, programs, num_outputs, out_stride, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, N tiles): out [T, N] = the sum over PROGRAMS of `sums [PROGRAMS, T, N]`, in order, plus bias."""
+    """Grid (T, N tiles): out [T, N] = the sum of `sums [programs, T, N]` over programs, in order, plus bias."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = n < num_outputs
     at, step = tl.program_id(0).to(tl.int64) * num_outputs + n, tl.num_programs(0).to(tl.int64) * num_outputs
     pdl_wait(DEPENDENT)
     total = tl.load(sums + at, mask=mask, other=0.0)
-    for program in tl.static_range(1, PROGRAMS):
+    for program in range(1, programs):
         total += tl.load(sums + program * step + at, mask=mask, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + tl.program_id(0).to(tl.int64) * out_stride + n, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_outputs"])
-def dequantize_kernel(
-    w, scale, zero, out, row_scale, num_outputs, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    BITS: tl.constexpr, FORMAT: tl.constexpr, ZERO: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+@triton.jit
+def _store_values(
+    a, scale, zero, by_row, out, row, rows, c, num_outputs, J: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N tiles, K tiles): the values [N, K] of a weight, rounded once."""
+    """Store the values of input J of the words c of rows."""
+    block, k = (c // WORDS)[None, :], c // WORDS * BLOCK + c % WORDS + 16 * J
+    part: tl.constexpr = J * PARTS // 8
+    value = a.to(tl.float32)
+    if ZERO:
+        value -= _parameter(zero, rows[:, None], block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0
+    value *= scale_value(_parameter(scale, rows[:, None], block, part, GROUP, GROUPS, PARTS)) * by_row[:, None]
+    at = out + rows[:, None] * WIDTH + k[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=(row < num_outputs)[:, None] & (k < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_outputs"])
+def dequantize_words_kernel(
+    w, scale, zero, out, row_scale, num_outputs, FORMAT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Grid (N tiles, K tiles): the values [N, K] of a weight of 4 bits, rounded once. A word is loaded once for its 8 numbers."""
+    COUNT: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK * WORDS
+    row, c = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    rows = tl.minimum(row, num_outputs - 1).to(tl.int64)
+    tile = tl.load(w + rows[:, None] * COUNT + c[None, :], mask=(c < COUNT)[None, :], other=0)
+    by_row = tl.full([BLOCK_N], 1.0, tl.float32)
+    if BY_ROW:
+        by_row = tl.load(row_scale + rows)
+    kind: tl.constexpr = out.dtype.element_ty
+    a0, a1, a2, a3, a4, a5, a6, a7 = _nibbles(tile, FORMAT, 1, BLOCK_N, BLOCK_W, kind, ASSEMBLY)
+    _store_values(a0, scale, zero, by_row, out, row, rows, c, num_outputs, 0, WIDTH, GROUP, GROUPS, PARTS, ZERO)
+    _store_values(a1, scale, zero, by_row, out, row, rows, c, num_outputs, 1, WIDTH, GROUP, GROUPS, PARTS, ZERO)
+    _store_values(a2, scale, zero, by_row, out, row, rows, c, num_outputs, 2, WIDTH, GROUP, GROUPS, PARTS, ZERO)
+    _store_values(a3, scale, zero, by_row, out, row, rows, c, num_outputs, 3, WIDTH, GROUP, GROUPS, PARTS, ZERO)
+    _store_values(a4, scale, zero, by_row, out, row, rows, c, num_outputs, 4, WIDTH, GROUP, GROUPS, PARTS, ZERO)
+    _store_values(a5, scale, zero, by_row, out, row, rows, c, num_outputs, 5, WIDTH, GROUP, GROUPS, PARTS, ZERO)
+    _store_values(a6, scale, zero, by_row, out, row, rows, c, num_outputs, 6, WIDTH, GROUP, GROUPS, PARTS, ZERO)
+    _store_values(a7, scale, zero, by_row, out, row, rows, c, num_outputs, 7, WIDTH, GROUP, GROUPS, PARTS, ZERO)
+
+
+@triton.jit(do_not_specialize=["num_outputs"])
+def dequantize_bytes_kernel(
+    w, scale, zero, out, num_outputs, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The same for 8 bits; runs of 32 inputs share a scale."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (row < num_outputs)[:, None] & (k < WIDTH)[None, :]
-    rows = row.to(tl.int64)[:, None]
-    if BITS == 4:
-        j, m = k % BLOCK // 16, k % 16  # see pack_int4
-        word = k // BLOCK * WORDS + m - m % 2 + j // 4
-        packed = tl.load(w + rows * ((WIDTH + BLOCK - 1) // BLOCK * WORDS) + word[None, :], mask=mask, other=0)
-        nibble = (packed >> (j % 4 * 4 + m % 2 * 16)[None, :]) & 15
-        q = nibble.to(tl.float32) - 8.0 if FORMAT == "int" else e2m1(nibble)
-        middle: tl.constexpr = 8.0
-    else:
-        q = tl.load(w + rows * WIDTH + k[None, :], mask=mask, other=0).to(tl.float32)
-        middle: tl.constexpr = 128.0
-    at = rows * GROUPS + (k // GROUP)[None, :]
+    run = tl.program_id(1) * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
+    mask, rows = (row < num_outputs)[:, None] & (k < WIDTH)[None, :], row.to(tl.int64)[:, None]
+    at = rows * GROUPS + (run * 32 // GROUP)[None, :]
+    inside = (row < num_outputs)[:, None] & (run * 32 < WIDTH)[None, :]
+    value = tl.reshape(tl.load(w + rows * WIDTH + k[None, :], mask=mask, other=0), [BLOCK_N, BLOCK_K // 32, 32]).to(
+        tl.float32
+    )
     if ZERO:
-        q -= tl.load(zero + at, mask=mask, other=0).to(tl.float32) - middle
-    value = q * scale_value(tl.load(scale + at, mask=mask, other=0.0))
-    if BY_ROW:
-        value *= tl.load(row_scale + row, mask=row < num_outputs, other=0.0)[:, None]
-    tl.store(out + rows * WIDTH + k[None, :], value.to(out.dtype.element_ty), mask=mask)
+        value -= (tl.load(zero + at, mask=inside, other=0).to(tl.float32) - 128.0)[:, :, None]
+    value *= tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    result = tl.reshape(value, [BLOCK_N, BLOCK_K]).to(out.dtype.element_ty)
+    tl.store(out + rows * WIDTH + k[None, :], result, mask=mask)
 
 
 def format_of(scale: Tensor) -> str:
     """FORMAT of the kernels: e2m1 numbers have scales that are exponents or in 8 bits."""
     return "e2m1" if scale.dtype in (torch.uint8, FP8) else "int"
+
+
+def parts_of(scale: Tensor, group: int) -> int:
+    """Groups in a block of 128 inputs."""
+    return 128 // group if group < 128 and (scale.shape[1] > 1 or format_of(scale) == "e2m1") else 1
 
 
 def launch(
@@ -520,7 +584,7 @@ def launch(
     hopper = config.hopper and (not x.is_cuda or supports_pdl(x.device))
     divided = config.programs > 1
     coding = format_of(scale)
-    parts = 128 // group if group < 128 and (groups > 1 or coding == "e2m1") else 1
+    parts = parts_of(scale, group)
     tiles = cdiv(outputs, config.block_n)
     to = torch.empty(config.programs, tokens, outputs, device=x.device) if divided else out
     dependent = {"DEPENDENT": hopper, **pdl_options(hopper)}
@@ -537,21 +601,20 @@ def launch(
         return
     grid, sizes = (tiles, cdiv(tokens, config.block_t), config.programs), (tokens, outputs, to.stride(-2))
     constants |= {
-        "TOKENS": config.block_t, "SPLIT": 1 if config.kernel == "tile" else config.num_warps, "PROGRAMS": config.programs,
-        "num_stages": config.depth,
+        "TOKENS": config.block_t, "SPLIT": 1 if config.kernel == "tile" else config.num_warps, "num_stages": config.depth,
     }  # fmt: skip
     if w.dtype == torch.int32:
         by_row = scale if row_scale is None else row_scale
         split_kernel[grid](
-            *operands, by_row, *sizes, FORMAT=coding, BY_ROW=row_scale is not None, PARTS=parts, ASSEMBLY=hopper,
-            **constants,
+            *operands, by_row, *sizes, FORMAT=coding, BY_ROW=row_scale is not None, PARTS=parts,
+            ROUND=config.rounded, ASSEMBLY=hopper, **constants,
         )  # fmt: skip
     else:
         byte_kernel[grid](*operands, *sizes, BLOCK_K=min(group, 128) if groups > 1 else 128, **constants)
     if divided:
         add_kernel[(tokens, cdiv(outputs, 512))](
-            to, operands[4], out, outputs, out.stride(0), PROGRAMS=config.programs, HAS_BIAS=bias is not None, BLOCK_N=512,
-            num_warps=4, **dependent,
+            to, operands[4], out, config.programs, outputs, out.stride(0), HAS_BIAS=bias is not None, BLOCK_N=512, num_warps=4,
+            **dependent,
         )  # fmt: skip
 
 
@@ -560,8 +623,20 @@ def launch_dequantize(
 ) -> None:
     """out [N, K], contiguous, of a weight as `torchweave::int_linear`, columns in the order of w."""
     outputs, width = out.shape
-    dequantize_kernel[(cdiv(outputs, 16), cdiv(width, 512))](
-        w, scale, scale if zero is None else zero, out, scale if row_scale is None else row_scale, outputs, WIDTH=width,
-        GROUP=group, GROUPS=scale.shape[1], BITS=4 if w.dtype == torch.int32 else 8, FORMAT=format_of(scale),
-        ZERO=zero is not None, BY_ROW=row_scale is not None, BLOCK_N=16, BLOCK_K=512, num_warps=8,
+    point, groups = scale if zero is None else zero, scale.shape[1]
+    constants: dict[str, Any] = {
+        "WIDTH": width,
+        "GROUP": group,
+        "GROUPS": groups,
+        "ZERO": zero is not None,
+        "BLOCK_N": 16,
+    }
+    if w.dtype == torch.int8:
+        grid = (cdiv(outputs, 16), cdiv(width, 512))
+        dequantize_bytes_kernel[grid](w, scale, point, out, outputs, BLOCK_K=512, num_warps=8, **constants)
+        return
+    hopper = out.is_cuda and supports_pdl(out.device) and out.dtype in (torch.bfloat16, torch.float16)
+    dequantize_words_kernel[(cdiv(outputs, 16), cdiv(w.shape[1], 64))](
+        w, scale, point, out, scale if row_scale is None else row_scale, outputs, FORMAT=format_of(scale),
+        PARTS=parts_of(scale, group), BY_ROW=row_scale is not None, BLOCK_W=64, ASSEMBLY=hopper, num_warps=8, **constants,
     )  # fmt: skip
