@@ -236,6 +236,17 @@ def tensors_of(name: str, made: Integers, form: Form) -> dict[str, Tensor]:
     return {f"{name}.{leaf}": tensor for leaf, tensor in found.items()}
 
 
+def tensors_and_values(name: str, weight: Tensor, form: Form) -> tuple[dict[str, Tensor], Tensor]:
+    """What a checkpoint stores for the linear `name`, and the numbers that it stands for."""
+    if form.code != "int":
+        numbers = quantize_fp4(weight, form)
+        return fp4_tensors_of(name, numbers, form), numbers.values()
+    made = quantize(weight, form, order_seed(name))
+    if form.method == "ct":
+        made = Integers(made.q, made.scale.bfloat16(), made.zero, made.index)
+    return tensors_of(name, made, form), made.values()
+
+
 def order_seed(name: str) -> int:
     """Linears that read one input have one order of inputs, as it is the order of that input's activations."""
     reads = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "qkv_proj": 0, "o_proj": 1, "down_proj": 2}
@@ -250,17 +261,8 @@ def write(model: Any, form: Form, folder: Path, save: Callable[[Any, Path], None
     file, values = folder / "model.safetensors", {}
     tensors = load_file(file)
     for name in [name for name in tensors if name.endswith("proj.weight")]:
-        if form.code != "int":
-            numbers = quantize_fp4(tensors.pop(name).float(), form)
-            tensors |= fp4_tensors_of(name.removesuffix(".weight"), numbers, form)
-            values[name] = numbers.values()
-            model.get_parameter(name).data.copy_(values[name])
-            continue
-        made = quantize(tensors.pop(name).float(), form, order_seed(name))
-        if form.method == "ct":
-            made = Integers(made.q, made.scale.bfloat16(), made.zero, made.index)
-        tensors |= tensors_of(name.removesuffix(".weight"), made, form)
-        values[name] = made.values()
+        made, values[name] = tensors_and_values(name.removesuffix(".weight"), tensors.pop(name).float(), form)
+        tensors |= made
         model.get_parameter(name).data.copy_(values[name])
     save_file(tensors, file)
     change_config(folder, form.config)

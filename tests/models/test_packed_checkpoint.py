@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from tests.models.packings import FORMS, Form, change_config, write
+from tests.models.packings import FORMS, Form, change_config, tensors_and_values, write
 from tests.models.paged import paged_tokens
 from tests.models.test_parallel import part_of, prompts
 from torchweave.models import load
@@ -238,18 +240,84 @@ def test_other_formats_are_refused_by_name(config: dict[str, Any], said: str, tm
         load(tmp_path, load_format="dummy")
 
 
-def test_packed_experts_are_refused(tmp_path: Path) -> None:
-    zoo.save(zoo.build(zoo.zoo_model("mixtral")), tmp_path)
-    file, expert = tmp_path / "model.safetensors", "model.layers.0.block_sparse_moe.experts.1.w2"
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def write_mixture(form: Form, folder: Path, name: str = "qwen3_moe") -> tuple[Any, dict[str, Tensor]]:
+    """Save a mixture with packed linears and experts; returns transformers' model of their numbers, and those by tensor."""
+    zoo.save(zoo.build(zoo.zoo_model(name)), folder)
+    file, values = folder / "model.safetensors", {}
     tensors = load_file(file)
-    rows, width = tensors.pop(f"{expert}.weight").shape
-    parts = {"qweight": (width, rows // 8), "qzeros": (width // 32, rows // 8), "scales": (width // 32, rows)}
-    for leaf, shape in parts.items():
-        tensors[f"{expert}.{leaf}"] = torch.ones(shape, dtype=torch.float16 if leaf == "scales" else torch.int32)
+    for weight in [each for each in tensors if each.endswith("proj.weight") or ".experts." in each]:
+        made = tensors_and_values(weight.removesuffix(".weight"), tensors.pop(weight).float(), form)
+        tensors |= made[0]
+        values[weight] = made[1]
+    plain = folder / "plain"
+    shutil.copytree(folder, plain)
+    save_file(load_file(file) | values, plain / "model.safetensors")
     save_file(tensors, file)
-    change_config(tmp_path, FORMS["awq"].config)
-    with pytest.raises(ValueError, match="has packed integers as experts of MixtralForCausalLM"):
-        load(tmp_path)
+    change_config(folder, form.config)
+    return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager"), values
+
+
+def expert_values(model: Any, layer: int, leaf: str) -> Tensor:
+    """The numbers `[E, rows, width]` of a rank's experts."""
+    block = model.model.layers[layer].mlp.experts
+    w, scale, zero, rows = (getattr(block, f"{leaf}{kind}") for kind in ("", "_scale", "_zero", "_row_scale"))
+    group = block.weight_group
+    width = block.down_proj.shape[1] if leaf == "gate_up_proj" else block.gate_up_proj.shape[1] // 2
+    parts = (
+        dequantize_int(w[e], scale[e], None if zero is None else zero[e], width, group or width, torch.float32, each)
+        for e, each in enumerate([None] * len(w) if rows is None else rows)
+    )
+    return torch.stack(list(parts))
+
+
+@pytest.mark.parametrize("form", ["ct-int4-group", "awq", "gptq-int4", "gptq-int8", "ct-nvfp4"])
+def test_packed_experts(form: str, tmp_path: Path) -> None:
+    model, values = write_mixture(FORMS[form], tmp_path)
+    report = Report(show=False)
+    loaded = load(tmp_path, torch.float32, report=report)
+    got, owner = loaded.module.model, "model.layers.1.mlp.experts"
+    up = [torch.cat([values[f"{owner}.{e}.{leaf}.weight"] for leaf in ("gate_proj", "up_proj")]) for e in range(4)]
+    torch.testing.assert_close(expert_values(got, 1, "gate_up_proj")[:4], torch.stack(up), rtol=2e-7, atol=0)
+    assert "experts of a mixture" not in report.select("quantized")[0]["excluded"]
+    assert loaded.weight_bytes < 0.6 * sum(p.numel() * 4 for p in model.parameters())
+    assert paged_tokens(loaded.module, prompts(), 6) == zoo.reference_tokens(model, prompts(), 6)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_ranks_cut_packed_experts(expert_parallel: bool, tmp_path: Path) -> None:
+    write_mixture(FORMS["ct-int4-group-asymmetric" if expert_parallel else "ct-int4-channel-asymmetric"], tmp_path)
+    whole = load(tmp_path, torch.float32).module.model
+    parts = [part_of(tmp_path, rank, expert_parallel=expert_parallel).module.model for rank in range(2)]
+    for leaf in ("gate_up_proj", "down_proj"):
+        own = [expert_values(part, 1, leaf) for part in parts]
+        if expert_parallel:
+            joined = torch.cat(own)
+        elif leaf == "down_proj":
+            joined = torch.cat(own, 2)
+        else:
+            halves = [part.chunk(2, 1) for part in own]
+            joined = torch.cat([halves[0][0], halves[1][0], halves[0][1], halves[1][1]], 1)
+        assert torch.equal(joined, expert_values(whole, 1, leaf)), leaf
+
+
+def test_experts_that_are_refused(tmp_path: Path) -> None:
+    write_mixture(FORMS["gptq-int4-desc-act"], tmp_path / "ordered")
+    with pytest.raises(ValueError, match="order of their activations, which is not supported for experts"):
+        load(tmp_path / "ordered")
+    _, values = write_mixture(FORMS["awq"], tmp_path / "mixed")
+    file, owner = tmp_path / "mixed" / "model.safetensors", "model.layers.1.mlp.experts.2.up_proj"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(owner)}
+    save_file(tensors | {f"{owner}.weight": values[f"{owner}.weight"]}, file)
+    with pytest.raises(
+        ValueError, match=r"packed beside model.layers.1.mlp.experts.2.up_proj.weight as F32.*all of its experts"
+    ):
+        load(tmp_path / "mixed")
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"lacks 1 of the .* matrices of model.layers.1.mlp.experts.gate_up_proj"):
+        load(tmp_path / "mixed")
 
 
 # -- at load -----------------------------------------------------------------------------------------------------------

@@ -79,6 +79,11 @@ def experts_forward(block: Any, hidden_states: Tensor, top_k_index: Tensor, top_
             not block.is_concatenated,
             alpha,
             limit,
+            getattr(block, "weight_group", 0),
+            getattr(block, f"{up}_zero", None),
+            getattr(block, "down_proj_zero", None),
+            getattr(block, f"{up}_row_scale", None),
+            getattr(block, "down_proj_row_scale", None),
         )
     return torch.ops.torchweave.experts(
         hidden_states,

@@ -32,6 +32,7 @@ from torchweave.models.weights.merge_experts import (
 )
 from torchweave.models.weights.mxfp4_experts import Mxfp4Checkpoint, Mxfp4Quantizer, Mxfp4Reader, Mxfp4Scheme
 from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE, PackedCheckpoint, PackedFormat, PackedReader
+from torchweave.models.weights.packed_experts import PackedExpertReader
 from torchweave.models.weights.quantize import Quantizer, QuantScheme
 from torchweave.models.weights.quantized_checkpoint import (
     WEIGHT_SCALES,
@@ -147,6 +148,7 @@ def _stream_weights(
     expert_merger: ExpertMerger | None = None,
     packed: AnyPacked | None = None,
     expert_scales: Mapping[str, Tensor] | None = None,
+    packed_experts: PackedExpertReader | None = None,
 ) -> AnyQuantizer | None:
     """Fill the model tensor by tensor, with scales for quantized linears and experts."""
     folder = load_spec.source.folder
@@ -154,7 +156,9 @@ def _stream_weights(
     shards = load_spec.plan.shards if load_spec.plan is not None else {}
     pieces = expert_merger.pieces if expert_merger is not None else {}
     if packed is not None:
-        quantizer = _stream_packed_weights(model, stored, renamed, packed, load_spec, report, expert_merger)
+        quantizer = _stream_packed_weights(
+            model, stored, renamed, packed, load_spec, report, expert_merger, packed_experts
+        )
         _restore_buffers(model, load_spec)
         return quantizer
     quant_scheme = checkpoint_scheme(load_spec.source)
@@ -181,8 +185,9 @@ def _stream_packed_weights(
     load_spec: WeightLoadSpec,
     report: Report,
     expert_merger: ExpertMerger | None,
+    packed_experts: PackedExpertReader | None,
 ) -> AnyQuantizer:
-    """Fill the model from a checkpoint with packed integer weights."""
+    """Fill the model from a checkpoint with packed weights."""
     shards = load_spec.plan.shards if load_spec.plan is not None else {}
     pieces = expert_merger.pieces if expert_merger is not None else {}
     if isinstance(packed, PackedCheckpoint):
@@ -190,15 +195,18 @@ def _stream_packed_weights(
     renamed = {name: target for name, target in renamed.items() if name in stored}
     plain = {name: target for name, target in renamed.items() if name not in packed.weights}
     check_dtypes(model, stored, {**plain, **pieces}, {})
-    weights.check_tensor_names(model, stored, renamed, packed.folder, shards, pieces)
+    whole = {} if packed_experts is None else packed_experts.matrices
+    weights.check_tensor_names(model, stored, renamed, packed.folder, shards, {**pieces, **whole})
     if isinstance(packed, PackedCheckpoint):
         reader = PackedReader(packed, renamed, shards)
-        quantizer = IntQuantizer(model, packed.format.scheme, reader.packed, reader.linears)
+        quantizer = IntQuantizer(model, packed.format.scheme, reader.packed, reader.linears, packed_experts)
     else:
         reader = Mxfp4Reader(packed, renamed, shards)
         quantizer = Mxfp4Quantizer(model, reader.scales)
-    assembler = reader if expert_merger is None else weights.AssemblerGroup((reader, expert_merger))
-    weights.stream_weights(model, stored | reader.parts, plain, load_spec.device, report, quantizer, shards, assembler)
+    readers = [each for each in (reader, expert_merger, packed_experts) if each is not None]
+    parts = reader.parts if packed_experts is None else reader.parts | packed_experts.parts
+    assembler = weights.AssemblerGroup(readers)
+    weights.stream_weights(model, stored | parts, plain, load_spec.device, report, quantizer, shards, assembler)
     return quantizer
 
 
@@ -213,18 +221,41 @@ def _load_merged_experts(
 ) -> AnyQuantizer | None:
     """Fill the model from a checkpoint with separate tensors per expert; expert_scales: of those in FP8."""
     shards = load_spec.plan.shards if load_spec.plan is not None else {}
-    expert_merger = ExpertMerger(model, merge_plan, shards)
-    if any(stored[name].dtype == PACKED_DTYPE for name in expert_merger.pieces):
-        raise UnsupportedModel(
-            f"{load_spec.source.folder} has packed integers as experts of {type(model).__name__}, which is not supported; use a "
-            "checkpoint with experts in 16 bits or FP8."
-        )
     report.event(
         "weights_converted", reason="the checkpoint has separate tensors per expert", by="torchweave, while reading"
     )
     check_merges(model, stored, merge_plan, shards)
+    in_words, merge_plan = _split_packed(merge_plan, stored)
+    packed_experts = None
+    if in_words.merged:
+        assert isinstance(packed, PackedCheckpoint), "tensors of packed experts were collected"
+        packed_experts = PackedExpertReader(model, packed, in_words, shards)
+    expert_merger = ExpertMerger(model, merge_plan, shards)
     merged_scales = merge_expert_scales(model, merge_plan, expert_scales, shards, GROUP)
-    return _stream_weights(model, stored, merge_plan.renamed, load_spec, report, expert_merger, packed, merged_scales)
+    return _stream_weights(
+        model, stored, merge_plan.renamed, load_spec, report, expert_merger, packed, merged_scales, packed_experts
+    )
+
+
+def _split_packed(
+    merge_plan: ExpertMergePlan, stored: Mapping[str, weights.CheckpointTensor]
+) -> tuple[ExpertMergePlan, ExpertMergePlan]:
+    """The merged parameters that a checkpoint has in packed matrices, and the rest of the plan.
+
+    Raises:
+        ValueError: some matrices of a parameter are packed.
+    """
+    packed, plain = {}, {}
+    for target, merge in merge_plan.merged.items():
+        in_words = [name for name in merge.pieces if stored[name].dtype == PACKED_DTYPE]
+        if in_words and len(in_words) < len(merge.pieces):
+            other = next(name for name in merge.pieces if name not in in_words)
+            raise ValueError(
+                f"This checkpoint has {in_words[0]} packed beside {other} as {stored[other].dtype}, which would be one parameter, "
+                f"{target}; quantize all of its experts or none."
+            )
+        (packed if in_words else plain)[target] = merge
+    return ExpertMergePlan(packed, {}), ExpertMergePlan(plain, merge_plan.renamed)
 
 
 def _restore_buffers(model: PreTrainedModel, load_spec: WeightLoadSpec) -> None:

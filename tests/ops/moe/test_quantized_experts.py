@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch import Tensor
 
 from tests.ops.interpreted import run_interpreted
 from tests.ops.moe.experts_cases import call_of, cases, expected
+from torchweave.models.weights.int_linear import NVFP4, IntScheme, quantize_int_weight
+from torchweave.ops.kernels.moe.packing import Packing
 from torchweave.ops.moe.experts import ExpertsCall
 from torchweave.ops.moe.fused_experts import Tiles, choose, run
 from torchweave.ops.moe.quantized_experts import quantized_experts
+from torchweave.ops.quant.int_linear import dequantize_int
 from torchweave.ops.quant.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 
 GPT_OSS: dict[str, Any] = {"biased": True, "interleaved": True, "alpha": 1.702, "limit": 1.0, "width": 96, "inner": 64}
@@ -25,6 +29,15 @@ SHAPES = {
 
 
 FORMATS = ("mxfp4", "fp8", "fp8_per_block")
+PACKED = {
+    "int4": IntScheme(4, 32),
+    "int4-channel": IntScheme(4, 0),
+    "int4-zero": IntScheme(4, 64),
+    "int8": IntScheme(8, 32),
+    "nvfp4": NVFP4,
+}
+"""Formats in the layout of `torchweave::int_linear`."""
+EVERY = (*FORMATS, *PACKED)
 
 
 def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,9 +55,30 @@ def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return q, scale, (q.float() * wide).to(weight.dtype)
 
 
+def in_words(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Packing, Tensor]:
+    """A weight `[E, rows, width]` in words or bytes, its scales, what it has beside, and its values."""
+    experts, rows, width = weight.shape
+    made = quantize_int_weight(weight.flatten(0, 1), PACKED[kind])
+    zero = None
+    if kind == "int4-zero":
+        zero = torch.randint(5, 11, made.scale.shape, generator=torch.Generator().manual_seed(rows)).to(torch.uint8)
+    values = dequantize_int(made.w, made.scale, zero, width, made.group, weight.dtype, made.row_scale)
+    by_expert = (
+        None if t is None else t.unflatten(0, (experts, rows)) for t in (made.w, made.scale, zero, made.row_scale)
+    )
+    w, scale, zero, row_scale = by_expert
+    assert w is not None and scale is not None
+    return w, scale, Packing(zero, row_scale, PACKED[kind].group), values.view(experts, rows, width)
+
+
 def packed(case: dict[str, Any], kind: str = "mxfp4") -> tuple[ExpertsCall, ExpertsCall]:
     """The call with weights in a format, and the same with their values in x's dtype."""
     call = call_of(case)
+    if kind in PACKED:
+        ups, downs = in_words(call.up, kind), in_words(call.down, kind)
+        plain = replace(call, up=ups[3], down=downs[3])
+        scales = {"up_scale": ups[1], "down_scale": downs[1], "up_packing": ups[2], "down_packing": downs[2]}
+        return replace(call, up=ups[0], down=downs[0], **scales), plain
     (up, up_scale, up_values), (down, down_scale, down_values) = quantized(call.up, kind), quantized(call.down, kind)
     plain = replace(call, up=up_values, down=down_values)
     return replace(call, up=up, down=down, up_scale=up_scale, down_scale=down_scale), plain
@@ -60,7 +94,8 @@ def arguments(call: ExpertsCall) -> tuple[Any, ...]:
     form = call.form
     return (
         call.x, call.index, call.weight, call.up, call.up_scale, call.down, call.down_scale, call.up_bias, call.down_bias,
-        form.activation, form.gated, form.interleaved, form.alpha, form.limit,
+        form.activation, form.gated, form.interleaved, form.alpha, form.limit, call.up_packing.group, call.up_packing.zero,
+        call.down_packing.zero, call.up_packing.row_scale, call.down_packing.row_scale,
     )  # fmt: skip
 
 
@@ -81,7 +116,7 @@ def test_every_number_is_rounded_to_the_nearest_code() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_on_a_cpu(kind: str, tokens: int) -> None:
     for shape in shapes(kind):
         call, plain = packed(cases(max(tokens, 1), **shape), kind)
@@ -97,7 +132,7 @@ def test_tiles_run_at_every_token_count(tokens: int) -> None:
 
 
 def test_opcheck() -> None:
-    for kind in FORMATS:
+    for kind in EVERY:
         checks = (
             "test_faketensor",
             "test_aot_dispatch_dynamic",
@@ -107,28 +142,29 @@ def test_opcheck() -> None:
         )
 
 
-def check_kernels() -> None:
+def check_kernels(kinds: tuple[str, ...]) -> None:
     """In Triton's interpreter: tiles of two sizes, a width that is no multiple of a tile's, and experts of another rank."""
     from tests.ops.moe.interpreted_experts import TILES
 
     wide = tuple(replace(each, up=replace(each.up, block_k=64), down=replace(each.down, block_k=64)) for each in TILES)
-    for kind in FORMATS:
+    for kind in kinds:
         for shape in shapes(kind):
             for tokens in (1, 19):
                 case = cases(tokens, **shape)
                 case["index"][0, 0] = 77
                 call, plain = packed(case, kind)
-                for strategy in wide[: 1 if kind == "fp8_per_block" else 2]:
+                for strategy in wide[: 1 if kind == "fp8_per_block" or kind in PACKED else 2]:
                     out = torch.full_like(call.out, torch.nan)
                     run(replace(call, out=out), strategy)
                     torch.testing.assert_close(out.double(), expected(plain), rtol=1e-4, atol=1e-4)
 
 
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted("tests.ops.moe.test_quantized_experts")
+@pytest.mark.parametrize("kinds", [FORMATS, tuple(PACKED)], ids=["bytes", "packed"])
+def test_kernels_in_the_interpreter(kinds: tuple[str, ...]) -> None:
+    run_interpreted("tests.ops.moe.test_quantized_experts", *kinds)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_kernels_build_for_hopper(kind: str) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
@@ -147,4 +183,4 @@ def test_kernels_build_for_hopper(kind: str) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    check_kernels()
+    check_kernels(tuple(sys.argv[1:]))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torchweave.models.experts import runs_as_op
 from torchweave.models.weights.quantize import Quantizer
+from torchweave.models.weights.read import set_tensor
 from torchweave.ops.quant.int_linear import launch_samples, num_groups, pack_int4
 from torchweave.ops.quant.mxfp4 import MX_BLOCK, quantize_mxfp4
 from torchweave.ops.quant.nvfp4 import BLOCK, fp4_scale_from_amax, quantize_fp4
@@ -166,12 +168,22 @@ def to_layout(
     return IntWeight(w, scale.contiguous(), points, order, scheme.group_of(q.shape[1]), rows)
 
 
+class ExpertWeights(Protocol):
+    """Packed experts of a checkpoint: the parameters, and the weight of each that is complete."""
+
+    merged: dict[str, IntWeight]
+
+    @property
+    def targets(self) -> frozenset[str]: ...
+
+
 class IntQuantizer(Quantizer):
-    """A `TensorSetter` that replaces linears by `IntLinear`.
+    """A `TensorSetter` that replaces linears by `IntLinear`, and stores packed experts.
 
     Args:
         stored: weights of a quantized checkpoint by linear, filled while it is read; None: quantize weights here.
         names: linears that are quantized in the checkpoint.
+        experts: its packed experts.
     """
 
     scheme: Any
@@ -182,13 +194,31 @@ class IntQuantizer(Quantizer):
         scheme: IntScheme,
         stored: dict[str, IntWeight] | None = None,
         names: Mapping[str, Any] | None = None,
+        experts: ExpertWeights | None = None,
     ) -> None:
-        super().__init__(model, scheme, names if stored is not None else None)  # type: ignore[arg-type]
-        self._packed = stored
+        targets = frozenset() if experts is None else experts.targets
+        scales: Any = dict.fromkeys(targets)  # their scales arrive with the weights
+        super().__init__(model, scheme, names if stored is not None else None, expert_scales=scales)  # type: ignore[arg-type]
+        self._packed, self._experts = stored, experts
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {}
+
+    def set_tensor(self, model: nn.Module, name: str, tensor: Tensor) -> None:
+        """Set the parameter or buffer `name` to a tensor on its final device."""
+        if self._experts is None or name not in self._experts.targets:
+            super().set_tensor(model, name, tensor)
+            return
+        owner, _, leaf = name.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        if module.is_transposed or not runs_as_op(module):
+            raise ValueError(f"This checkpoint has {name} packed, which is not supported for {type(module).__name__}.")
+        packed = self._experts.merged.pop(name)
+        set_tensor(model, name, packed.w)
+        for kind, each in (("scale", packed.scale), ("zero", packed.zero), ("row_scale", packed.row_scale)):
+            module.register_buffer(f"{leaf}_{kind}", each)
+        module.weight_group = packed.group
 
     def make_linear(self, name: str, linear: Any, weight: Tensor) -> nn.Module:
         packed = quantize_int_weight(weight, self.scheme) if self._packed is None else self._packed.pop(name)

@@ -149,20 +149,24 @@ class ExpertMerger:
 
     def num_bytes(self, name: str, stored: CheckpointTensor) -> int:
         rows, width = stored.shape
-        own = sum((a1 - a0) * (b1 - b0) for (a0, a1), (b0, b1), _ in self._destinations(name))
+        own = sum((a1 - a0) * (b1 - b0) for (a0, a1), (b0, b1), _ in self.destinations(name))
         return stored.num_bytes * own // max(1, rows * width)
 
     def add(self, name: str, part: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         target = self.pieces[name]
         if target not in self._partial:
             self._partial[target] = torch.empty(self._cuts[target].shape, dtype=dtype, device=device)
-        for rows, columns, (expert, row) in self._destinations(name):
+        for rows, columns, (expert, row) in self.destinations(name):
             block = part[slice(*rows), slice(*columns)]
             self._partial[target][expert, row : row + block.shape[0]].copy_(block)
         self._num_missing[target] -= 1
         return self._partial.pop(target) if not self._num_missing[target] else None
 
-    def _destinations(self, name: str) -> Iterator[tuple[tuple[int, int], tuple[int, int], tuple[int, int]]]:
+    def shape_of(self, target: str) -> tuple[int, ...]:
+        """Shape of this rank's part of a merged parameter."""
+        return self._cuts[target].shape
+
+    def destinations(self, name: str) -> Iterator[tuple[tuple[int, int], tuple[int, int], tuple[int, int]]]:
         """(rows, columns) of this rank in a piece, and their destination (expert, row)."""
         target = self.pieces[name]
         shard, merge = self._cuts[target], self._merged[target]

@@ -13,10 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchweave.ops.kernels.moe.packing import PLAIN, Packing
 from torchweave.ops.quant.fp8 import GROUP
+from torchweave.ops.quant.int_linear import dequantize_int
 from torchweave.ops.quant.mxfp4 import dequantize_mxfp4
 from torchweave.ops.registry import define
 
+PACKED_DTYPES = (torch.int32, torch.int8)
+"""Dtypes of weights in the layout of `torchweave::int_linear`."""
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -53,6 +57,8 @@ class ExpertsCall:
     form: ExpertForm
     up_scale: Tensor | None = None
     down_scale: Tensor | None = None
+    up_packing: Packing = PLAIN
+    down_packing: Packing = PLAIN
 
     @property
     def num_tokens(self) -> int:
@@ -69,17 +75,21 @@ class ExpertsCall:
     @property
     def inner(self) -> int:
         """I: columns between the two products."""
-        if self.down.dtype == torch.uint8:
-            return self.down.shape[2] * 2
+        if self.up_scale is not None:
+            return self.up.shape[1] // (2 if self.form.gated else 1)
         return self.down.shape[1 if self.form.transposed else 2]
 
     def up_of(self, e: int) -> Tensor:
         """The first weight of expert e, in x's dtype."""
-        return _dequantize(self.up[e], None if self.up_scale is None else self.up_scale[e], self.x.dtype)
+        if self.up_scale is None:
+            return self.up[e]
+        return _dequantize(self.up[e], self.up_scale[e], self.x.dtype, self.up_packing, e, self.x.shape[1])
 
     def down_of(self, e: int) -> Tensor:
         """The second weight of expert e, in x's dtype."""
-        return _dequantize(self.down[e], None if self.down_scale is None else self.down_scale[e], self.x.dtype)
+        if self.down_scale is None:
+            return self.down[e]
+        return _dequantize(self.down[e], self.down_scale[e], self.x.dtype, self.down_packing, e, self.inner)
 
     def tokens(self, begin: int, end: int) -> ExpertsCall:
         """The same call for tokens `[begin, end)`."""
@@ -87,10 +97,11 @@ class ExpertsCall:
         return replace(self, x=self.x[part], index=self.index[part], weight=self.weight[part], out=self.out[part])
 
 
-def _dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A weight of one expert in `dtype`; scale: of MXFP4 or FP8, as `torchweave::quantized_experts` takes it."""
-    if scale is None:
-        return weight
+def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, packing: Packing, e: int, width: int) -> Tensor:
+    """A weight `[N, width]` of expert e in `dtype`, from its part of what `torchweave::quantized_experts` takes."""
+    if weight.dtype in PACKED_DTYPES:
+        zero, row_scale = packing.of(e)
+        return dequantize_int(weight, scale, zero, width, packing.group or width, dtype, row_scale)
     if weight.dtype == torch.uint8:
         return dequantize_mxfp4(weight, scale, dtype)
     if scale.shape[0] != weight.shape[0]:

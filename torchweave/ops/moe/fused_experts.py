@@ -211,12 +211,15 @@ def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
         rows,
         call.top_k,
         call.up_scale,
+        call.up_packing,
         **_activation(call),
         **_launch(strategy.up),
         **tile,
     )
     y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
-    kernels.launch_tiles_down(h, down, y, ends, rows, call.down_scale, **_launch(strategy.down), **tile)
+    kernels.launch_tiles_down(
+        h, down, y, ends, rows, call.down_scale, call.down_packing, **_launch(strategy.down), **tile
+    )
     kernels.launch_combine(
         y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out, dependent=strategy.dependent
     )

@@ -1,8 +1,8 @@
-"""`torchweave::quantized_experts`: `torchweave::experts` with weights in MXFP4, as gpt-oss stores them, or in FP8.
+"""`torchweave::quantized_experts`: `torchweave::experts` with weights in MXFP4, as gpt-oss stores them, in FP8, or packed.
 
 Activations keep their 16 bits. On a CPU the chosen experts are dequantized one by one. On a GPU tokens are grouped by expert at
 every token count ("tiles" of `fused_experts`), and the kernels turn a tile of a weight into 16 bits, which is exact, before they
-multiply it; scales of FP8 are applied to sums of at most 128 products in float32.
+multiply it; scales of FP8 and of integers are applied to sums of at most 128 products in float32.
 """
 
 from __future__ import annotations
@@ -10,8 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchweave.ops.moe.experts import ExpertForm, ExpertsCall, dense_experts, loop_over_experts
+from torchweave.ops.kernels.moe.packing import Packing
+from torchweave.ops.moe.experts import (
+    PACKED_DTYPES,
+    ExpertForm,
+    ExpertsCall,
+    dense_experts,
+    loop_over_experts,
+)
 from torchweave.ops.quant.fp8 import FP8
+from torchweave.ops.quant.int_linear import kernels_support
 from torchweave.ops.registry import define
 
 
@@ -35,24 +43,43 @@ def quantized_experts(
     interleaved: bool = False,
     alpha: float = 0.0,
     limit: float = 0.0,
+    group: int = 0,
+    up_zero: Tensor | None = None,
+    down_zero: Tensor | None = None,
+    up_row_scale: Tensor | None = None,
+    down_row_scale: Tensor | None = None,
 ) -> Tensor:
     """`sum_j weight[t, j] * expert[index[t, j]](x[t])`: `[T, K]` of x's dtype; the rest is as in `torchweave::experts`.
 
     Args:
         up, up_scale: MXFP4: uint8 `[E, 2 I, K / 2]` and `[E, 2 I, K / 32]`, see `torchweave.ops.quant.mxfp4`. FP8: e4m3
             `[E, 2 I, K]` and float32 `[E, 2 I, 1]`, or `[E, 2 I / 128, ceil(K / 128)]` by blocks of 128 x 128, whole ones in each
-            half. I rows when not gated.
+            half. Packed: int32 or int8 as `w` of `torchweave::int_linear` for each expert, with its `scale`. I rows when not gated.
         down, down_scale: the same of `[E, K, I]`; K / 128 is rounded up.
+        group, up_zero, down_zero, up_row_scale, down_row_scale: of packed weights, as `torchweave::int_linear` takes them for each
+            expert; group 0: one scale a row.
     """
     form = ExpertForm(activation, gated, interleaved, False, alpha, limit)
     out = x.new_empty(x.shape)
-    call = ExpertsCall(x, index, weight, up, down, up_bias, down_bias, out, form, up_scale, down_scale)
+    packings = (Packing(up_zero, up_row_scale, group), Packing(down_zero, down_row_scale, group))
+    call = ExpertsCall(x, index, weight, up, down, up_bias, down_bias, out, form, up_scale, down_scale, *packings)
     if not x.is_cuda:
         loop_over_experts(call)
-    elif x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and up.dtype == FP8):
+    elif _has_kernels(call):
         from torchweave.ops.moe.fused_experts import run
 
         run(call)
     else:
         dense_experts(call)
     return out
+
+
+def _has_kernels(call: ExpertsCall) -> bool:
+    """Whether tiles multiply by these weights on a GPU."""
+    if call.up.dtype not in PACKED_DTYPES:
+        return call.x.dtype == torch.bfloat16 or (call.x.dtype == torch.float16 and call.up.dtype == FP8)
+    assert call.up_scale is not None
+    return all(
+        kernels_support(width, call.up_packing.group or width, call.x.dtype, call.up_scale.dtype)
+        for width in (call.x.shape[1], call.inner)
+    )

@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.moe.experts_gemv import activation, gated_activation
+from torchweave.ops.kernels.moe.packing import PLAIN, Packing
+from torchweave.ops.kernels.quant.int_linear import add_block, e2m1, first_scales, format_of
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
@@ -76,13 +78,6 @@ def _product(
 
 
 @triton.jit
-def _e2m1(code, scale):
-    """Values in float32 of e2m1 codes in the low 4 bits, times scales: exponent and mantissa as a float's, less its bias."""
-    bits = ((code & 8) << 28) | ((code & 7) << 22)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale  # 2 ** 126
-
-
-@triton.jit
 def _mxfp4_product(
     weights, scales, inputs, inside, real,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -101,8 +96,8 @@ def _mxfp4_product(
         mask = left[:, None] & real[None, :]
         even = tl.load(inputs[None, :] + 2 * here[:, None], mask=mask, other=0.0)
         odd = tl.load(inputs[None, :] + 2 * here[:, None] + 1, mask=mask, other=0.0)
-        total = tl.dot(_e2m1(code, scale).to(even.dtype), even, total, input_precision="ieee")
-        total = tl.dot(_e2m1(code >> 4, scale).to(odd.dtype), odd, total, input_precision="ieee")
+        total = tl.dot((e2m1(code) * scale).to(even.dtype), even, total, input_precision="ieee")
+        total = tl.dot((e2m1(code >> 4) * scale).to(odd.dtype), odd, total, input_precision="ieee")
     return total
 
 
@@ -125,9 +120,55 @@ def _fp8_product(
 
 
 @triton.jit
+def _word_product(
+    weights, scales, zeros, row_scales, rows, inputs, real,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, BY_ROW: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """`_product` of rows in words of 4-bit numbers, see `torchweave.ops.quant.int_linear`; rows: their numbers among all."""
+    PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 and (GROUPS > 1 or FORMAT == "e2m1") else 1
+    c = tl.arange(0, 16)
+    rows, words, real = rows[:, None], weights[:, None] + c[None, :], real[None, :]
+    here = inputs[None, :] + c[:, None]
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    by = first_scales(scales, rows, 0, FORMAT, GROUP, GROUPS, PARTS)
+    for block in range((WIDTH + 127) // 128):
+        by_ahead = first_scales(scales, rows, block + 1, FORMAT, GROUP, GROUPS, PARTS)
+        total = add_block(
+            total, by, tl.load(words + block * 16), here + block * 128, c[:, None], WIDTH - block * 128, real, scales, zeros,
+            rows, block, FORMAT, GROUP, GROUPS, PARTS, ZERO, 1, ROWS, inputs.dtype.element_ty, False, ASSEMBLY,
+        )  # fmt: skip
+        by = by_ahead
+    if BY_ROW:
+        total *= tl.load(row_scales + rows)
+    return total
+
+
+@triton.jit
+def _byte_product(
+    weights, scales, zeros, rows, inputs, real,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_product` of rows of 8-bit integers; BLOCK_K divides GROUP, or there is one group."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        left = start + k < WIDTH
+        b = tl.load(inputs[None, :] + (start + k)[:, None], mask=left[:, None] & real[None, :], other=0.0)
+        a = tl.load(weights[:, None] + (start + k)[None, :], mask=left[None, :], other=0).to(b.dtype)
+        at = rows * GROUPS + start // GROUP
+        if ZERO:
+            a -= (tl.load(zeros + at).to(tl.float32) - 128.0).to(b.dtype)[:, None]
+        total += tl.dot(a, b, input_precision="ieee") * tl.load(scales + at).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
 def tiles_up_kernel(
-    x, up, scales, bias, h, ends, rows, inner, x_stride, expert_stride, row_stride, k_stride, scale_rows,
-    FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    x, up, scales, zeros, row_scales, bias, h, ends, rows, inner, x_stride, expert_stride, row_stride, k_stride, scale_rows,
+    FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
+    BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr,
     WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -146,6 +187,7 @@ def tiles_up_kernel(
     else:
         inside = first_column + r % BLOCK_N < inner
         weight_row = (r // BLOCK_N) * inner + first_column + r % BLOCK_N
+    packed_row = expert * (inner * 2 if GATED else inner) + tl.where(inside, weight_row, 0)
     pdl_wait(DEPENDENT)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
@@ -162,6 +204,16 @@ def tiles_up_kernel(
             total = _mxfp4_product(weights, weight_scales, inputs, inside, real, WIDTH, ROWS, BLOCK_M, BLOCK_K)
         elif FORMAT == "fp8":
             total = _fp8_product(weights, weight_scales, inputs, inside, real, GROUPS, WIDTH, ROWS, BLOCK_M, BLOCK_K)
+        elif FORMAT == "byte":
+            total = _byte_product(
+                up + packed_row * row_stride, scales, zeros, packed_row, inputs, real, GROUP, GROUPS, ZERO, WIDTH, ROWS,
+                BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+        elif FORMAT != "":
+            total = _word_product(
+                up + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS, ZERO,
+                BY_ROW, WIDTH, ROWS, BLOCK_M, ASSEMBLY,
+            )  # fmt: skip
         else:
             total = _product(weights, inputs, inside, real, k_stride, WIDTH, ROWS, BLOCK_M, BLOCK_K)
         if HAS_BIAS:
@@ -183,8 +235,9 @@ def tiles_up_kernel(
 
 @triton.jit
 def tiles_down_kernel(
-    h, down, scales, y, ends, rows, num_outputs, expert_stride, row_stride, k_stride, scale_rows,
-    FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    h, down, scales, zeros, row_scales, y, ends, rows, num_outputs, expert_stride, row_stride, k_stride, scale_rows,
+    FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
+    BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr,
     INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y[pair, N], unweighted: a program computes BLOCK_N columns of all pairs of one expert."""
@@ -196,6 +249,7 @@ def tiles_down_kernel(
     end = tl.load(ends + expert)
     weights = down + expert * expert_stride + n * row_stride
     weight_scales = scales + (expert * scale_rows + n // SCALE_BLOCK) * GROUPS
+    packed_row = expert * num_outputs + tl.minimum(n, num_outputs - 1)
     for start in range(begin, end, BLOCK_M):
         position = start + tl.arange(0, BLOCK_M)
         real = position < end
@@ -204,6 +258,16 @@ def tiles_down_kernel(
             total = _mxfp4_product(weights, weight_scales, inputs, inside, real, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
         elif FORMAT == "fp8":
             total = _fp8_product(weights, weight_scales, inputs, inside, real, GROUPS, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
+        elif FORMAT == "byte":
+            total = _byte_product(
+                down + packed_row * row_stride, scales, zeros, packed_row, inputs, real, GROUP, GROUPS, ZERO, INNER, BLOCK_N,
+                BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+        elif FORMAT != "":
+            total = _word_product(
+                down + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS,
+                ZERO, BY_ROW, INNER, BLOCK_N, BLOCK_M, ASSEMBLY,
+            )  # fmt: skip
         else:
             total = _product(weights, inputs, inside, real, k_stride, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
         pair = tl.load(rows + position, mask=real, other=0).to(tl.int64)
@@ -283,43 +347,59 @@ def launch_sort_pairs(
     )  # fmt: skip
 
 
-def _format(weight: Tensor, scales: Tensor | None) -> dict[str, Any]:
-    """Arguments of the tile kernels for a weight `[E, rows, .]` and its scales, if it has any."""
+def _format(weight: Tensor, scales: Tensor | None, packing: Packing, width: int, block_k: int) -> dict[str, Any]:
+    """Arguments of the tile kernels for a weight `[E, rows, .]` and its scales, if it has any; width: its inputs."""
+    plain = {"GROUP": 1, "ZERO": False, "BY_ROW": False, "ASSEMBLY": False, "BLOCK_K": block_k}
     if scales is None:
-        return {"scale_rows": 0, "FORMAT": "", "SCALE_BLOCK": 1, "GROUPS": 1}
-    return {
+        return plain | {"scale_rows": 0, "FORMAT": "", "SCALE_BLOCK": 1, "GROUPS": 1}
+    groups = scales.shape[2]
+    if weight.dtype in (torch.int32, torch.int8):
+        words, group = weight.dtype == torch.int32, packing.group or width
+        return {
+            "scale_rows": 0, "FORMAT": format_of(scales) if words else "byte", "SCALE_BLOCK": 1, "GROUP": group,
+            "GROUPS": groups, "ZERO": packing.zero is not None, "BY_ROW": packing.row_scale is not None,
+            "ASSEMBLY": weight.is_cuda and supports_pdl(weight.device), "BLOCK_K": block_k if groups == 1 else min(block_k, group),
+        }  # fmt: skip
+    return plain | {
         "scale_rows": scales.shape[1], "FORMAT": "mxfp4" if weight.dtype == torch.uint8 else "fp8",
-        "SCALE_BLOCK": 1 if scales.shape[1] == weight.shape[1] else 128, "GROUPS": scales.shape[2],
+        "SCALE_BLOCK": 1 if scales.shape[1] == weight.shape[1] else 128, "GROUPS": groups,
     }  # fmt: skip
+
+
+def _parameters(weight: Tensor, scales: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales, zero points and scales of rows of the tile kernels, or another tensor in place of one that is not there."""
+    present = (scales, packing.zero, packing.row_scale)
+    return tuple(weight if each is None else each for each in present)  # type: ignore[return-value]
 
 
 def launch_tiles_up(
     x: Tensor, up: Tensor, bias: Tensor | None, h: Tensor, ends: Tensor, rows: Tensor, top: int, scales: Tensor | None = None,
-    *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
+    packing: Packing = PLAIN, *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
     block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
     """x [T, K], up as [E, 2 I or I, K] with any strides, h [T k, I] by position; rows of x and h contiguous.
 
-    scales: of up in MXFP4 or FP8, which is then contiguous; see `torchweave::quantized_experts`.
+    scales, packing: of up if it is quantized, and then contiguous; see `torchweave::quantized_experts`.
     """
     inner = h.shape[1]
     tiles_up_kernel[(cdiv(inner, block_n), up.shape[0])](
-        x, up, up if scales is None else scales, x if bias is None else bias, h, ends, rows, inner, x.stride(0), *up.stride(),
-        **_format(up, scales), WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
-        ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        x, up, *_parameters(up, scales, packing), x if bias is None else bias, h, ends, rows, inner, x.stride(0), *up.stride(),
+        **_format(up, scales, packing, x.shape[1], block_k),
+        WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
+        ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n,
         DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
     )  # fmt: skip
 
 
 def launch_tiles_down(
     h: Tensor, down: Tensor, y: Tensor, ends: Tensor, rows: Tensor, scales: Tensor | None = None,
-    *, block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    packing: Packing = PLAIN, *, block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
     """h [T k, I] by position, down as [E, K, I] with any strides, y [T k, K] by pair."""
     tiles_down_kernel[(cdiv(down.shape[1], block_n), down.shape[0])](
-        h, down, down if scales is None else scales, y, ends, rows, down.shape[1], *down.stride(),
-        **_format(down, scales), INNER=h.shape[1], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, DEPENDENT=dependent,
-        num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
+        h, down, *_parameters(down, scales, packing), y, ends, rows, down.shape[1], *down.stride(),
+        **_format(down, scales, packing, h.shape[1], block_k), INNER=h.shape[1], BLOCK_M=block_m, BLOCK_N=block_n,
+        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
     )  # fmt: skip
 
 
