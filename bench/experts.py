@@ -1,7 +1,7 @@
 """Routed experts on a GPU: torch's grouped matmul against Torchweave's kernels, in a CUDA graph with cold weights.
 
     python bench/experts.py --json bench/results/experts_h100_202611.json [--model mixtral-8x7b] [--tokens 1 2 4]
-    python bench/experts.py --weights mxfp4 --model gpt-oss-20b      # or fp8, fp8_per_block
+    python bench/experts.py --weights mxfp4 --model gpt-oss-20b      # or fp8, fp8_per_block, int4, nvfp4
 
 A sample replays a graph that runs the op on several layers' weights with different random routings, so that the experts come from
 memory instead of a cache. `torch` is the plain path: sort, gather, two grouped matmuls, weighted sum. Candidates vary the first
@@ -26,12 +26,22 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from torchweave.models.weights.int_linear import NVFP4, IntScheme, quantize_int_weight
+from torchweave.ops.kernels.moe.packing import PLAIN, Packing
 from torchweave.ops.moe.experts import ExpertForm, ExpertsCall, activate
 from torchweave.ops.moe.fused_experts import GemmConfig, Grouped, Rows, Strategy, Tiles, choose, run
 from torchweave.ops.quant.fp8 import GROUP, scale_from_amax, to_fp8
+from torchweave.ops.quant.int_linear import dequantize_int
 from torchweave.ops.quant.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 
-BYTES = {"bfloat16": 2.0, "fp8": 1.0, "fp8_per_block": 1.0, "mxfp4": 17 / 32}
+BYTES = {
+    "bfloat16": 2.0,
+    "fp8": 1.0,
+    "fp8_per_block": 1.0,
+    "mxfp4": 17 / 32,
+    "int4": 0.5 + 2 / 128,
+    "nvfp4": 0.5 + 1 / 16,
+}
 """Bytes of a weight with its scales."""
 
 
@@ -151,8 +161,23 @@ def make_layers(model: Model) -> list[ExpertsCall]:
     ]  # fmt: skip
 
 
-def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight `[E, rows, width]` as `torchweave::quantized_experts` takes it, its scales, and its values in bfloat16."""
+def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Packing]:
+    """A weight `[E, rows, width]` as `torchweave::quantized_experts` takes it, its scales, its values in bfloat16, and the rest."""
+    if kind not in ("int4", "nvfp4"):
+        return (*in_bytes(weight, kind), PLAIN)
+    scheme = IntScheme() if kind == "int4" else NVFP4
+    parts = [quantize_int_weight(each, scheme) for each in weight]
+    values = [
+        dequantize_int(each.w, each.scale, None, weight.shape[2], each.group, torch.bfloat16, each.row_scale)
+        for each in parts
+    ]
+    rows = torch.stack([each.row_scale for each in parts]) if kind == "nvfp4" else None
+    w, scale = torch.stack([each.w for each in parts]), torch.stack([each.scale for each in parts])
+    return w, scale, torch.stack(values), Packing(None, rows, scheme.group)
+
+
+def in_bytes(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of MXFP4 and FP8."""
     if kind == "mxfp4":
         q, scale = quantize_mxfp4(weight)
         return q, scale, dequantize_mxfp4(q, scale, torch.bfloat16)
@@ -174,7 +199,8 @@ def quantized_layer(layer: ExpertsCall, kind: str) -> tuple[ExpertsCall, Experts
     )
     form = replace(layer.form, transposed=False)
     plain = replace(layer, up=ups[2], down=downs[2], form=form)
-    return replace(plain, up=ups[0], up_scale=ups[1], down=downs[0], down_scale=downs[1]), plain
+    scales = {"up_scale": ups[1], "down_scale": downs[1], "up_packing": ups[3], "down_packing": downs[3]}
+    return replace(plain, up=ups[0], down=downs[0], **scales), plain
 
 
 def make_calls(layers: list[ExpertsCall], model: Model, tokens: int) -> list[ExpertsCall]:

@@ -117,6 +117,16 @@ def experts_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_experts_module(module)]
 
 
+def expert_weights(model: nn.Module) -> dict[str, bool]:
+    """Names of the weights of experts that run as the op, and whether they are `[E, in, out]` instead of `[E, out, in]`."""
+    found = {}
+    for name, block in model.named_modules():
+        if is_experts_module(block) and runs_as_op(block):
+            for leaf in ("gate_up_proj" if block.has_gate else "up_proj", "down_proj"):
+                found[f"{name}.{leaf}"] = bool(block.is_transposed)
+    return found
+
+
 def count_experts(model: nn.Module) -> dict[str, int]:
     """Number of experts blocks that run as the op and as transformers' grouped matmul."""
     forms = [runs_as_op(block) for block in experts_modules(model)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.experts import is_experts_module, runs_as_op
+from torchweave.models.experts import expert_weights
 from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE
 from torchweave.models.weights.read import CheckpointTensor, set_tensor
 from torchweave.models.weights.shards import TensorShard
@@ -45,18 +45,14 @@ class Mxfp4Quantizer:
 
     def __init__(self, model: PreTrainedModel, scales: dict[str, Tensor] | None = None) -> None:
         self._scales = scales
-        self._transposed: dict[str, bool] = {}
-        for name, block in model.named_modules():
-            if not is_experts_module(block) or not runs_as_op(block):
-                continue
-            for leaf in ("gate_up_proj" if block.has_gate else "up_proj", "down_proj"):
-                parameter: Any = getattr(block, leaf)
-                if parameter.shape[1 if block.is_transposed else 2] % MX_BLOCK:
-                    raise UnsupportedModel(
-                        f"{name}.{leaf} of shape {list(parameter.shape)} cannot be stored in MXFP4: expected a multiple of "
-                        f"{MX_BLOCK} inputs on each rank."
-                    )
-                self._transposed[f"{name}.{leaf}"] = bool(block.is_transposed)
+        self._transposed = expert_weights(model)
+        for name, transposed in self._transposed.items():
+            shape = model.get_parameter(name).shape
+            if shape[1 if transposed else 2] % MX_BLOCK:
+                raise UnsupportedModel(
+                    f"{name} of shape {list(shape)} cannot be stored in MXFP4: expected a multiple of {MX_BLOCK} inputs on each "
+                    "rank."
+                )
         if not self._transposed:
             raise ValueError(f"quantization=mxfp4: {type(model).__name__} has no experts to quantize.")
 

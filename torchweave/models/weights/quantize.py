@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
-from torchweave.models.experts import runs_as_op
+from torchweave.models.experts import expert_weights, runs_as_op
 from torchweave.models.weights.read import set_tensor
 from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, scale_from_amax, to_fp8
 from torchweave.ops.quant.fp8_linear import block_scales, supports_weight_shape
@@ -180,7 +180,9 @@ class Quantizer:
         self.stored = weight_scales is not None
         self.expert_scales = expert_scales or {}
         self.linears, self.excluded = select_linears(model, quant_scheme)
-        quantized = {name.rpartition(".")[0] for name in self.expert_scales}
+        rounded = {} if self.stored else expert_weights(model)
+        self.experts = [name for name, transposed in rounded.items() if not transposed]
+        quantized = {name.rpartition(".")[0] for name in (*self.expert_scales, *self.experts)}
         self.excluded = {
             why: others
             for why, names in self.excluded.items()
@@ -189,7 +191,7 @@ class Quantizer:
         self.weight_scales, self.input_scales = weight_scales or {}, input_scales or {}
         if self.stored:
             self._check(model)
-        self._chosen = frozenset(self.linears)
+        self._chosen, self._rounded = frozenset(self.linears), frozenset(self.experts)
 
     def _check(self, model: PreTrainedModel) -> None:
         """Restrict the linears to those quantized in the checkpoint, all of which must be supported."""
@@ -216,6 +218,8 @@ class Quantizer:
         owner, _, leaf = name.rpartition(".")
         if owner in self._chosen and leaf == "weight":
             self._replace(model, owner, tensor)
+        elif name in self._rounded:
+            self.round_experts(model, name, tensor)
         else:
             set_tensor(model, name, tensor)
         if name in self.expert_scales:
@@ -225,6 +229,13 @@ class Quantizer:
                     f"This checkpoint has {name} in FP8, which is not supported for {type(module).__name__}."
                 )
             module.register_buffer(f"{leaf}_scale", self.expert_scales[name].to(tensor.device))
+
+    def round_experts(self, model: nn.Module, name: str, weight: Tensor) -> None:
+        """Store experts `[E, N, K]` in e4m3 with a scale per output channel, whatever the scheme of linears."""
+        scale = scale_from_amax(weight.abs().amax(2, keepdim=True))
+        set_tensor(model, name, torch.stack([to_fp8(each, by) for each, by in zip(weight, scale, strict=True)]))
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(f"{leaf}_scale", scale)
 
     def _replace(self, model: nn.Module, name: str, weight: Tensor) -> None:
         linear: Any = model.get_submodule(name)
@@ -247,8 +258,8 @@ class Quantizer:
 
     def apply(self, model: nn.Module, device: torch.device) -> None:
         """Quantize a loaded model, moving one weight at a time to the device."""
-        for name in self.linears:
-            self.set_tensor(model, f"{name}.weight", model.get_parameter(f"{name}.weight").data.to(device))
+        for name in (*(f"{linear}.weight" for linear in self.linears), *self.experts):
+            self.set_tensor(model, name, model.get_parameter(name).data.to(device))
 
     def report_summary(self, model: nn.Module, report: Report) -> None:
         """Report quantized and excluded linears by name pattern."""
