@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from tests.ops.int_cases import IntCase, Operands, fp4_operands, operands, weight_values
+from tests.ops.quant.test_int8_linear import expected as int8_expected
+from tests.ops.quant.test_int8_linear import operands as int8_operands
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.ops.kernels.quant.int_linear import launch_dequantize
+from torchweave.ops.quant.int8_linear import int8_linear
 from torchweave.ops.quant.int_linear import IntConfig, int_linear, launch_samples
 from torchweave.report import Report
 
@@ -67,6 +70,16 @@ def test_e2m1_numbers(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> 
             out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=dtype)
             config.run(made.x, made.w, made.scale, None, made.bias, made.group, out, made.row_scale)
             torch.testing.assert_close(out.double(), made.expected(), rtol=unit, atol=unit * float(scale))
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (1000, 2880), (28672, 4096)])
+def test_w8a8(shape: tuple[int, int]) -> None:
+    for tokens in (1, 3, 17, 64, 65, 300):
+        x, w, scale, bias = (each.cuda() for each in int8_operands(tokens, *shape, torch.bfloat16))
+        right = int8_expected(x, w, scale, bias)
+        # Numbers midway between two steps may be rounded either way.
+        atol = float(right.abs().amax()) * 2**-7
+        torch.testing.assert_close(int8_linear(x, w, scale, bias).double(), right, rtol=2**-7, atol=atol)
 
 
 @pytest.mark.parametrize("hopper", [False, True])

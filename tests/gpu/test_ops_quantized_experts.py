@@ -1,4 +1,4 @@
-"""Experts in MXFP4 and FP8 on a GPU against float64 on the values of their weights."""
+"""Quantized experts on a GPU against float64 on the values of their weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.ops.moe.experts_cases import cases, expected
-from tests.ops.moe.test_quantized_experts import FORMATS, arguments, packed
+from tests.ops.moe.test_quantized_experts import EVERY, arguments, packed
+from torchweave.ops.kernels.moe.packing import Packing
 from torchweave.ops.moe.experts import ExpertsCall
 from torchweave.ops.moe.quantized_experts import quantized_experts
 
@@ -31,10 +32,14 @@ SHAPES = {
 
 def on_gpu(call: ExpertsCall) -> ExpertsCall:
     tensors = {field.name: getattr(call, field.name) for field in fields(call)}
-    return replace(call, **{name: value.cuda() for name, value in tensors.items() if isinstance(value, torch.Tensor)})
+    moved = {name: value.cuda() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    for name in ("up_packing", "down_packing"):
+        packing = tensors[name]
+        moved[name] = Packing(*(None if each is None else each.cuda() for each in packing[:2]), packing.group)
+    return replace(call, **moved)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_op_at_every_kind_of_token_count(shape: dict[str, Any], kind: str) -> None:
     for tokens in (1, 2, 7, 33, 300):

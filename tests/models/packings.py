@@ -30,6 +30,7 @@ class Form:
         group: inputs that share a scale; -1: all.
         ordered: inputs belong to groups by an index.
         version: of the format.
+        tokens: activations are rounded to 8 bits, token by token.
     """
 
     method: str
@@ -38,6 +39,7 @@ class Form:
     symmetric: bool = True
     ordered: bool = False
     version: str = "gptq"
+    tokens: bool = False
 
     @property
     def code(self) -> str:
@@ -76,8 +78,8 @@ class Form:
                 "num_bits": 8,
                 "type": "int",
                 "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
+                "strategy": "token" if self.tokens else "tensor",
+                "dynamic": self.tokens,
             }
         return {
             "quant_method": "compressed-tensors",

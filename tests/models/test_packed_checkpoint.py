@@ -18,7 +18,7 @@ from tests.models.paged import paged_tokens
 from tests.models.test_parallel import part_of, prompts
 from torchweave.models import load
 from torchweave.models.load import model_facts
-from torchweave.models.weights.int_linear import MXFP4, NVFP4, IntLinear, IntScheme, quantize_int_weight
+from torchweave.models.weights.int_linear import MXFP4, NVFP4, Int8Linear, IntLinear, IntScheme, quantize_int_weight
 from torchweave.ops.quant.int_linear import dequantize_int
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -53,6 +53,35 @@ def test_a_checkpoint_is_read(name: str, tmp_path: Path) -> None:
     progress = [event for event in report.select("progress") if event["title"] == "weights"][-1]
     assert progress["done"] == progress["total"] < 0.6 * sum(p.numel() * 4 for p in model.parameters())
     assert paged_tokens(loaded.module, prompts(), 6) == zoo.reference_tokens(model, prompts(), 6)
+
+
+class RoundedTokens(nn.Module):
+    """A linear of transformers' model whose input is rounded to 255 steps, token by token."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = x.abs().amax(-1, keepdim=True) / 127.5
+        return self.linear((x / step).round().clamp(-128, 127) * step)
+
+
+def test_w8a8_rounds_tokens(tmp_path: Path) -> None:
+    form, model = replace(FORMS["ct-int8-w8a8"], tokens=True), zoo.build(zoo.zoo_model("llama"))
+    write(model, form, tmp_path, zoo.save)
+    assert model_facts(tmp_path).quantization == "w8a8_int8"
+    loaded = load(tmp_path, torch.float32)
+    linears = [module for module in loaded.module.modules() if isinstance(module, IntLinear)]
+    assert len(linears) == 21 and all(type(each) is Int8Linear for each in linears)
+    for name, module in list(model.named_modules()):
+        if name.endswith("proj"):
+            model.set_submodule(name, RoundedTokens(module))
+    assert paged_tokens(loaded.module, prompts(), 6) == zoo.reference_tokens(model, prompts(), 6)
+    for name, module in loaded.module.model.named_modules():
+        if isinstance(module, Int8Linear):
+            x = torch.randn(5, module.in_features)
+            torch.testing.assert_close(module(x), model.get_submodule(name)(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama-tied", "phi3", "gemma2"])

@@ -54,6 +54,16 @@ class Fp4(One):
         self.bias = nn.Parameter(made.bias, requires_grad=False)
 
 
+class W8A8(One):
+    """A linear with weights and activations in 8 bits."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows, IntCase(8, 0, bias=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.torchweave.int8_linear(x, self.weight, self.scale, self.bias)
+
+
 class Several(nn.Module):
     """Linears over x, optionally with a write between them."""
 
@@ -79,7 +89,11 @@ def run(module: nn.Module) -> tuple[Any, PassResult]:
 
 
 def count(graph: Any) -> int:
-    return sum("int_linear" in str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    return sum(
+        "int_linear" in str(node.target) or "int8_linear" in str(node.target)
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    )
 
 
 def check(module: nn.Module, expected: dict[int, Any]) -> None:
@@ -104,8 +118,9 @@ def outputs(module: nn.Module) -> dict[int, Any]:
         lambda: Several(One(64, order=3), One(32, order=3)),
         lambda: Several(Fp4(64, "nvfp4"), Fp4(32, "nvfp4")),
         lambda: Several(Fp4(64, "mxfp4"), Fp4(32, "mxfp4")),
+        lambda: Several(W8A8(64), W8A8(32)),
     ],
-    ids=["three", "zero points and bias", "int8", "order", "nvfp4", "mxfp4"],
+    ids=["three", "zero points and bias", "int8", "order", "nvfp4", "mxfp4", "w8a8"],
 )
 def test_it_fires_and_every_number_stays(make: Any) -> None:
     module = make()

@@ -1,6 +1,6 @@
 """Linears with packed weights (4- or 8-bit integers, MXFP4, NVFP4): the scheme, the module, and quantization at load time.
 
-Activations keep 16 bits. Numerics and layout: `torchweave.ops.quant.int_linear`. Checkpoints:
+Activations keep 16 bits, or have 8 in W8A8. Numerics and layout: `torchweave.ops.quant.int_linear`. Checkpoints:
 `torchweave.models.weights.packed_checkpoint`.
 """
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from torchweave.models.experts import runs_as_op
 from torchweave.models.weights.quantize import Quantizer
 from torchweave.models.weights.read import set_tensor
+from torchweave.ops.quant.int8_linear import MANY_ROWS
 from torchweave.ops.quant.int_linear import launch_samples, num_groups, pack_int4
 from torchweave.ops.quant.mxfp4 import MX_BLOCK, quantize_mxfp4
 from torchweave.ops.quant.nvfp4 import BLOCK, fp4_scale_from_amax, quantize_fp4
@@ -32,18 +33,20 @@ class IntScheme:
         bits: 4 or 8.
         group: inputs that share a scale; 0: one scale per row (output channel).
         code: "int", or the format of e2m1 numbers.
+        tokens: activations are rounded to 8 bits too, token by token (W8A8).
     """
 
     bits: int = 4
     group: int = 128
     code: Literal["int", "mxfp4", "nvfp4"] = "int"
+    tokens: bool = False
     static = False  # of activations, which stay in 16 bits
 
     @property
     def name(self) -> str:
         """Value of the option `quantization`, or of a checkpoint."""
-        if self.code != "int":
-            return self.code
+        if self.code != "int" or self.tokens:
+            return "w8a8_int8" if self.tokens else self.code
         return f"int{self.bits}_per_channel" if self.group == PER_CHANNEL else f"int{self.bits}_g{self.group}"
 
     def group_of(self, width: int) -> int:
@@ -108,7 +111,7 @@ class IntLinear(nn.Module):
         tensors = (self.weight, self.weight_scale, self.weight_zero, self.input_order)
         own = (None if each is None else each.detach() for each in tensors)
         rows = None if self.row_scale is None else self.row_scale.detach()
-        return IntLinear(IntWeight(*own, self.group, rows), self.in_features, self.bias)  # type: ignore[arg-type]
+        return type(self)(IntWeight(*own, self.group, rows), self.in_features, self.bias)  # type: ignore[arg-type]
 
     def launch_samples(self, x: Tensor) -> None:
         """Launch the kernels of this linear, and of one that it is merged into, for x `[T, K]`."""
@@ -117,6 +120,20 @@ class IntLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Int8Linear(IntLinear):
+    """A linear with weights and activations in 8 bits; see `torchweave::int8_linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., K]` -> `[..., N]` of x's dtype."""
+        return torch.ops.torchweave.int8_linear(x, self.weight, self.weight_scale, self.bias)
+
+    def launch_samples(self, x: Tensor) -> None:
+        """Launch the kernels of this linear, and of one that it is merged into, for x `[T, K]`."""
+        self.forward(x)
+        wide = self.weight.new_empty(MANY_ROWS, self.in_features)
+        torch.ops.torchweave.int8_linear(x, wide, self.weight_scale.new_empty(MANY_ROWS, 1), None)
 
 
 def distinct_int_linears(model: nn.Module) -> list[IntLinear]:
@@ -236,4 +253,4 @@ class IntQuantizer(Quantizer):
     def make_linear(self, name: str, linear: Any, weight: Tensor) -> nn.Module:
         packed = quantize_int_weight(weight, self.scheme) if self._packed is None else self._packed.pop(name)
         assert packed.scale.shape[1] == num_groups(linear.in_features, packed.group)
-        return IntLinear(packed, linear.in_features, linear.bias)
+        return (Int8Linear if self.scheme.tokens else IntLinear)(packed, linear.in_features, linear.bias)

@@ -5,7 +5,7 @@ These packings of integers are read, each of 4 or 8 bits, with or without zero p
 - compressed-tensors (llm-compressor) `pack-quantized`: `X.weight_packed` `[N, K / per]`, `X.weight_scale` `[N, G]`,
   `X.weight_zero_point` `[N / per, G]`, `X.weight_g_idx` `[K]`.
 - compressed-tensors `int-quantized`, 8 bits: `X.weight` int8 `[N, K]`, `X.weight_scale`. If it declares activations in 8 bits
-  (W8A8), they keep 16 bits, and their scales are dropped.
+  (W8A8) with a scale for each token, linears round them; else they keep 16 bits, and their scales are dropped.
 - GPTQ (AutoGPTQ, GPTQModel): `X.qweight` `[K / per, N]`, `X.scales` `[G, N]`, `X.qzeros` `[G, N / per]`, `X.g_idx` `[K]`. The
   format `gptq` stores zero points less one, `gptq_v2` as they are.
 - AWQ (AutoAWQ) `gemm`, 4 bits: `X.qweight` `[K, N / per]`, `X.scales` `[G, N]`, `X.qzeros` `[G, N / per]`; an int32 holds outputs
@@ -118,9 +118,10 @@ def compressed_tensors_format(bits: int, group: int, symmetric: bool) -> PackedF
     )  # fmt: skip
 
 
-def int8_format(group: int) -> PackedFormat:
+def int8_format(group: int, tokens: bool) -> PackedFormat:
+    """tokens: activations are rounded to 8 bits as well, token by token."""
     return PackedFormat(
-        IntScheme(8, group), "compressed-tensors", PartLayout("weight", (("n", 1), ("k", 1))),
+        IntScheme(8, group, tokens=tokens), "compressed-tensors", PartLayout("weight", (("n", 1), ("k", 1))),
         PartLayout("weight_scale", (("n", 1), ("g", 1))), None, PartLayout("weight_g_idx", (("k", 1),)), symmetric=True,
     )  # fmt: skip
 

@@ -293,7 +293,7 @@ def _parse_fp4_group(weights: Mapping[str, Any], stored_format: Any, description
 def _parse_integer_group(
     weights: Mapping[str, Any], activations: Mapping[str, Any], stored_format: Any, description: str
 ) -> PackedFormat:
-    """Packing of a config group whose activations are unquantized, or in int8, of which the scales are dropped."""
+    """Packing of a config group whose activations are unquantized, or in int8: by token, or with scales that are dropped."""
     strategy, bits, symmetric = weights.get("strategy"), weights.get("num_bits"), bool(weights.get("symmetric", True))
     in_int8 = stored_format == "int-quantized" and bits == 8 and symmetric
     if activations and (not in_int8 or (activations.get("type"), activations.get("num_bits")) != ("int", 8)):
@@ -302,7 +302,9 @@ def _parse_integer_group(
     if weights.get("type") != "int" or not (in_int8 or in_int32) or strategy not in ("group", "channel"):
         raise _unsupported(f"{description} with unquantized activations in the format {stored_format}")
     size = PER_CHANNEL if strategy == "channel" else _group_size(weights.get("group_size"), description)
-    return int8_format(size) if in_int8 else compressed_tensors_format(weights["num_bits"], size, symmetric)
+    by_token = (activations.get("strategy"), activations.get("dynamic"), activations.get("symmetric", True))
+    tokens = size == PER_CHANNEL and by_token == ("token", True, True)
+    return int8_format(size, tokens) if in_int8 else compressed_tensors_format(weights["num_bits"], size, symmetric)
 
 
 def pop_scales(

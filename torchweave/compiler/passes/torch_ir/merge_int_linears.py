@@ -4,6 +4,7 @@ Before                                        After
     q = int_linear(x, Wq, Sq, Zq, order)          y = int_linear(x, W, S, Z, order)     W = [Wq; Wk], S = [Sq; Sk]
     k = int_linear(x, Wk, Sk, Zk, order)          q, k = split(y, [...], -1)
 
+W8A8      int8_linear(x, W, S) is merged in the same way.
 When      weights have one number of bits and group size, one order of inputs (the same values) or none, and are parameters; all
           calls have zero points or none has, and a bias or none has; no write to x and no boundary op lies between the calls;
           every reader of q, k takes a strided view.
@@ -14,12 +15,14 @@ Pays      at every token count: one product uses the device better than three.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+import torchweave.ops.quant.int8_linear
 import torchweave.ops.quant.int_linear  # noqa: F401  (defines torchweave::int_linear)
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
@@ -28,6 +31,7 @@ from torchweave.compiler.passes.torch_ir.merge_fp8_linears import calls_of
 from torchweave.compiler.passes.torch_ir.stacking import StackableCall, merge_groups, mergeable_groups
 
 _LINEAR = torch.ops.torchweave.int_linear.default
+_INT8_LINEAR = torch.ops.torchweave.int8_linear.default
 
 
 class MergeIntLinears(GraphPass):
@@ -37,7 +41,8 @@ class MergeIntLinears(GraphPass):
 
     def run(self, graph: CapturedGraph) -> PassResult:
         near_misses: list[NearMiss] = []
-        matches, rewritten = merge_groups(graph, _groups(graph, near_misses), near_misses)
+        groups = itertools.chain(_groups(graph, near_misses), _int8_groups(graph, near_misses))
+        matches, rewritten = merge_groups(graph, groups, near_misses)
         return PassResult(matches, rewritten, tuple(near_misses))
 
 
@@ -67,6 +72,26 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
         yield from mergeable_groups(graph, by_kind[kind], near_misses)
 
 
+def _int8_groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[StackableCall]]:
+    """The same of products with weights and activations in 8 bits."""
+    by_kind: dict[tuple[Any, ...], list[StackableCall]] = {}
+    for node, (x, w, scale, bias) in calls_of(graph, _INT8_LINEAR):
+        stacked = (w, scale) if bias is None else (w, scale, bias)
+        if all(graph.constant(each) is not None for each in stacked):
+            kind = (x, value(scale).dtype, bias is None)
+            by_kind.setdefault(kind, []).append(StackableCall(node, x, stacked, _int8_arguments(x, bias is not None)))
+    for calls in by_kind.values():
+        yield from mergeable_groups(graph, calls, near_misses)
+
+
+def _int8_arguments(x: fx.Node, has_bias: bool) -> Callable[..., tuple[Any, ...]]:
+    def arguments(constants: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
+        w, scale, *bias = constants
+        return (read(x), w, scale, bias[0] if has_bias else None)
+
+    return arguments
+
+
 def _equal_constant(graph: CapturedGraph, node: fx.Node, known: list[fx.Node]) -> fx.Node:
     """The first of the known constants that equals this one; else this one, which is then known."""
     tensor = graph.constant(node)
@@ -86,7 +111,7 @@ def _arguments(
     def arguments(constants: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
         w, scale, *rest = constants
         present = iter(rest)
-        zero, bias, row_scale = (next(present) if there else None for there in optional)
+        zero, bias, row_scale = (next(present) if has_one else None for has_one in optional)
         return (read(x), w, scale, zero, None if order is None else read(order), bias, group, row_scale)
 
     return arguments

@@ -583,7 +583,6 @@ def launch(
     (tokens, width), (outputs, groups) = x.shape, scale.shape
     hopper = config.hopper and (not x.is_cuda or supports_pdl(x.device))
     divided = config.programs > 1
-    coding = format_of(scale)
     parts = parts_of(scale, group)
     tiles = cdiv(outputs, config.block_n)
     to = torch.empty(config.programs, tokens, outputs, device=x.device) if divided else out
@@ -606,7 +605,7 @@ def launch(
     if w.dtype == torch.int32:
         by_row = scale if row_scale is None else row_scale
         split_kernel[grid](
-            *operands, by_row, *sizes, FORMAT=coding, BY_ROW=row_scale is not None, PARTS=parts,
+            *operands, by_row, *sizes, FORMAT=format_of(scale), BY_ROW=row_scale is not None, PARTS=parts,
             ROUND=config.rounded, ASSEMBLY=hopper, **constants,
         )  # fmt: skip
     else:
