@@ -37,7 +37,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[EncodedPr
     model, folder = entry.build(), tmp_path_factory.mktemp("qwen3_vl")
     zoo.save(model, folder)
     prompts = image_zoo.image_prompts(entry, model)
-    return folder, prompts, image_zoo.image_reference_tokens(entry, model, prompts, NUM_TOKENS)
+    answers = image_zoo.image_reference_answers(entry, model, prompts, NUM_TOKENS)
+    return folder, prompts, [answer.tokens for answer in answers]
 
 
 def engine(folder: Path, **options: Any) -> LLM:

@@ -35,18 +35,27 @@ def test_architectures_pass_on_two_ranks_and_the_page_has_a_column_for_them() ->
     assert "--all --write" in part and "| codegen | CodeGenForCausalLM | yes |  | 3 / 4 |" in part
 
 
-def test_a_wrong_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = module.zoo.reference_tokens
+@pytest.mark.parametrize(
+    ("field", "by", "named"),
+    [
+        ("tokens", 1, "prompt of 70 tokens: token 5 is"),
+        ("logprobs", 2e-3, "prompt of 70 tokens: token 5 has the log-probability"),
+    ],
+)
+def test_a_wrong_token_or_log_probability_is_named(
+    field: str, by: float, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = module.zoo.reference_answers
 
-    def wrong(*args: Any) -> list[list[int]]:
+    def wrong(*args: Any) -> list[module.zoo.Answer]:
         answers = right(*args)
-        answers[1][5] += 1
+        getattr(answers[1], field)[5] += by
         return answers
 
-    monkeypatch.setattr(module.zoo, "reference_tokens", wrong)
+    monkeypatch.setattr(module.zoo, "reference_answers", wrong)
     result = verify(["llama"])
     assert result["passed"] == 0
-    assert "prompt of 70 tokens: token 5 is" in result["results"][0]["reason"]
+    assert named in result["results"][0]["reason"]
     assert "**no**" in table(result | {"refused": [{"name": "x", "reason": "a | b"}]})
 
 

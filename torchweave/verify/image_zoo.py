@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from torchweave.images import EncodedPrompt, ImageInput
 from torchweave.models.multimodal.image_encoder import image_features
 from torchweave.models.multimodal.support import image_text_class
-from torchweave.verify.zoo import VOCAB, ZooModel, perturb_weights, zoo_model
+from torchweave.verify.zoo import VOCAB, Answer, ZooModel, perturb_weights, zoo_model
 
 IMAGE_TOKEN = 250
 _SIZE = 32  # pixels of a square image
@@ -284,20 +284,22 @@ def _with_images(entry: ImageZooModel, model: PreTrainedModel, words: list[int],
 
 
 @torch.no_grad()
-def image_reference_tokens(
+def image_reference_answers(
     entry: ImageZooModel, model: PreTrainedModel, prompts: Sequence[EncodedPrompt], num_tokens: int
-) -> list[list[int]]:
-    """Greedy tokens of transformers' eager model, which gets all images of a prompt at once; image tokens are excluded."""
+) -> list[Answer]:
+    """Greedy answers of transformers' eager model, which gets all images of a prompt at once; image tokens are excluded."""
     answers = []
     for prompt in prompts:
-        ids, given = prompt.token_ids.tolist(), _joined(entry, prompt.images)
+        ids, given, logprobs = prompt.token_ids.tolist(), _joined(entry, prompt.images), []
         for _ in range(num_tokens):
             if hasattr(model.model, "get_rope_index"):
                 given["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE_TOKEN) for token in ids]])
             logits = model(input_ids=torch.tensor([ids]), use_cache=False, **given).logits[0, -1]
+            known = logits.float().log_softmax(-1)
             logits[IMAGE_TOKEN] = -torch.inf
             ids.append(int(logits.argmax()))
-        answers.append(ids[len(prompt.token_ids) :])
+            logprobs.append(float(known[ids[-1]]))
+        answers.append(Answer(ids[len(prompt.token_ids) :], logprobs))
     return answers
 
 

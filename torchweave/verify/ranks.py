@@ -29,6 +29,7 @@ from torchweave.engine.startup.build import build
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.utils.child_process import ChildProcess, exit_with_parent
+from torchweave.verify.zoo import Answer
 
 _TIMEOUT = 300.0
 """Seconds to wait for a rank."""
@@ -36,17 +37,17 @@ _EXIT_TIMEOUT = 5.0  # seconds until a rank is killed
 
 
 class RankResult(NamedTuple):
-    """Result of a rank: tokens of each prompt, uses of each distinct piece, and the reason of a failed capture."""
+    """Result of a rank: its answer to each prompt, uses of each distinct piece, and the reason of a failed capture."""
 
-    tokens: tuple[list[int], ...]
+    answers: tuple[Answer, ...]
     shared_by: tuple[int, ...]
     fallback: str
 
 
-def rank_result(tokens: tuple[list[int], ...], report: Report) -> RankResult:
+def rank_result(answers: tuple[Answer, ...], report: Report) -> RankResult:
     """The result of an engine with this report."""
     shared_by = tuple(event["shared_by"] for event in report.select("piece"))
-    return RankResult(tokens, shared_by, " ".join(event["why"] for event in report.select("fallback")))
+    return RankResult(answers, shared_by, " ".join(event["why"] for event in report.select("fallback")))
 
 
 class RankProcesses:
@@ -137,15 +138,18 @@ def _generate(
     )
     engine = build(config, report, loaded, process_groups)
     scheduler, runner = engine.scheduler, engine.runner
-    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    logprobs = None if config.speculative_config.method else 0
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs)
     for number, prompt in enumerate(prompts):
         scheduler.add(InferenceRequest(number, np.asarray(prompt), greedy), seed=number)
-    answers: dict[int, list[int]] = {}
+    answers: dict[int, Answer] = {}
     runner.start()
     while len(answers) < len(prompts):
         scheduler.poll_grammars()
         step = scheduler.schedule()
         assert step is not None, "requests wait, and nothing is in flight"
         for response in scheduler.update(step, runner.collect(runner.launch(step))):
-            answers[response.id] = [int(token) for token in response.output.token_ids]
+            output = response.output
+            logprobs = [each.logprob for each in output.logprobs] if output.logprobs else None
+            answers[response.id] = Answer(output.token_ids.tolist(), logprobs)
     return rank_result(tuple(answers[number] for number in range(len(prompts))), report)

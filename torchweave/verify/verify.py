@@ -1,7 +1,7 @@
-"""Verify architectures: compare the engine's greedy tokens with transformers' eager float32 model.
+"""Verify architectures: compare the engine's greedy tokens and their log-probabilities with transformers' eager float32 model.
 
 Each model of the zoo is saved to a folder, loaded, compiled, and served with concurrent prompts of different lengths, long ones
-in chunks.
+in chunks; then with the same prompts again, which reuse the prefixes of the first ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from torchweave.config.options import EngineConfig, SpeculativeConfig, SpeculativeMethod, TorchCompileConfig
 from torchweave.engine.llm import LLM
+from torchweave.engine.outputs import CompletionOutput
 from torchweave.engine.request import SamplingParams
 from torchweave.images import EncodedPrompt
 from torchweave.models import load
@@ -28,6 +29,7 @@ from torchweave.verify.ranks import RankProcesses, RankResult, rank_result
 
 PROMPT_LENGTHS = (3, 70, 21, 40)
 NUM_TOKENS = 16
+_MAX_DIFFERENCE = 1e-3  # of a token's log-probability
 _BUDGET = 32  # tokens per step: longer prompts are split into chunks of mixed steps
 
 
@@ -38,7 +40,7 @@ class VerifyResult:
     Attributes:
         name: name in the zoo.
         architecture: transformers' class.
-        passed: all tokens equal transformers'.
+        passed: all tokens equal transformers', and their log-probabilities are within 1e-3.
         how: `captured` as one graph, or `broken` at boundary ops and run without the compiler.
         distinct_pieces, pieces: pieces of the graph.
         seconds: duration of loading, compiling and serving.
@@ -149,7 +151,7 @@ def verify_one(
             served = [_serve(entry, config, given)] if ranks is None else ranks.generate(config, prompts(), NUM_TOKENS)
         pieces, fallback = served[0].shared_by, " ".join(served[0].fallback.split())[:300]
         lengths = [len(each.token_ids) for each in given]
-        reason = next(filter(None, (_difference(answer.tokens, expected, lengths) for answer in served)), "")
+        reason = next(filter(None, (_difference(each.answers, expected, lengths) for each in served)), "")
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return VerifyResult(
@@ -166,15 +168,16 @@ def verify_one(
     )
 
 
-def _reference(entry: zoo.ZooModel) -> tuple[PreTrainedModel, list[EncodedPrompt], list[list[int]]]:
-    """transformers' model, the prompts, and its tokens; prompts with images come twice, so that the second ones reuse a prefix."""
-    if not isinstance(entry, image_zoo.ImageZooModel):
-        model, given = zoo.build(entry), prompts()
-        encoded = [EncodedPrompt(np.array(prompt)) for prompt in given]
-        return model, encoded, zoo.reference_tokens(model, given, NUM_TOKENS)
-    model = entry.build()
-    encoded = image_zoo.image_prompts(entry, model)
-    expected = image_zoo.image_reference_tokens(entry, model, encoded, NUM_TOKENS)
+def _reference(entry: zoo.ZooModel) -> tuple[PreTrainedModel, list[EncodedPrompt], list[zoo.Answer]]:
+    """transformers' model, the prompts, and its answers; prompts come twice, so that the second ones reuse a prefix."""
+    if isinstance(entry, image_zoo.ImageZooModel):
+        model = entry.build()
+        encoded = image_zoo.image_prompts(entry, model)
+        expected = image_zoo.image_reference_answers(entry, model, encoded, NUM_TOKENS)
+    else:
+        model = zoo.build(entry)
+        encoded = [EncodedPrompt(np.array(prompt)) for prompt in prompts()]
+        expected = zoo.reference_answers(model, prompts(), NUM_TOKENS)
     return model, encoded * 2, expected * 2
 
 
@@ -184,17 +187,24 @@ def _serve(entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPro
         config.model, torch.float32, config.device, report=report, max_model_len=entry.max_model_len, images=has_images
     )
     bias = {image_zoo.IMAGE_TOKEN: -100.0} if has_images else None
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=bias)
+    count = None if config.speculative_config.method else 0  # a request with log-probabilities has no drafts
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=bias, logprobs=count)
     with LLM.from_loaded(loaded, config, report) as llm:
         batch = len(PROMPT_LENGTHS)
         outputs = [each for at in range(0, len(given), batch) for each in llm.generate(given[at : at + batch], greedy)]
-        tokens = tuple(list(output.outputs[0].token_ids) for output in outputs)
         drafts = llm.engine.scheduler.speculation
     if config.speculative_config.method == "draft_model" and drafts.num_accepted_tokens < 0.9 * drafts.num_draft_tokens:
         raise ValueError(
             f"the model accepted {drafts.num_accepted_tokens} of {drafts.num_draft_tokens} drafts of its own: its cache is wrong"
         )
-    return rank_result(tokens, report)
+    return rank_result(tuple(_answer(output.outputs[0]) for output in outputs), report)
+
+
+def _answer(output: CompletionOutput) -> zoo.Answer:
+    tokens = list(output.token_ids)
+    if output.logprobs is None:
+        return zoo.Answer(tokens)
+    return zoo.Answer(tokens, [at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)])
 
 
 def _config(entry: zoo.ZooModel, folder: str, speculation: SpeculativeConfig | None, device: str) -> EngineConfig:
@@ -214,12 +224,16 @@ def _config(entry: zoo.ZooModel, folder: str, speculation: SpeculativeConfig | N
     )
 
 
-def _difference(answers: Sequence[list[int]], expected: list[list[int]], lengths: Sequence[int]) -> str:
-    """The first difference, as a sentence; empty if there is none."""
-    for length, answer, right in zip(lengths, answers, expected, strict=True):
-        for place, (token, wanted) in enumerate(zip(answer, right, strict=True)):
+def _difference(answers: Sequence[zoo.Answer], expected: Sequence[zoo.Answer], lengths: Sequence[int]) -> str:
+    """The first difference, as a sentence; empty if there is none. Ranks answer each prompt once, so `expected` may be longer."""
+    for length, answer, right in zip(lengths, answers, expected, strict=False):
+        for place, (token, wanted) in enumerate(zip(answer.tokens, right.tokens, strict=True)):
             if token != wanted:
                 return f"prompt of {length} tokens: token {place} is {token}, expected {wanted}"
+        logprobs = zip(answer.logprobs or (), right.logprobs or (), strict=answer.logprobs is not None)
+        for place, (logprob, wanted) in enumerate(logprobs):
+            if not abs(logprob - wanted) <= _MAX_DIFFERENCE:
+                return f"prompt of {length} tokens: token {place} has the log-probability {logprob:.4f}, expected {wanted:.4f}"
     return ""
 
 
@@ -248,8 +262,9 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"Generated by `torchweave models verify --all{_option(complete)} --write docs/models.md`: tiny models with random "
         f"weights, saved to and loaded from a folder, concurrent prompts of {', '.join(map(str, PROMPT_LENGTHS))} tokens, "
-        f"chunked to a budget of {_BUDGET} tokens per step, {NUM_TOKENS} tokens generated. Models named `-images` get prompts "
-        "without images, with one, with three of different sizes, and with the same text and another image, each twice; their "
+        f"chunked to a budget of {_BUDGET} tokens per step, {NUM_TOKENS} tokens generated, log-probabilities within "
+        f"{_MAX_DIFFERENCE:g}; on one rank then the same prompts again, which reuse prefixes. Models named `-images` get prompts "
+        "without images, with one, with three of different sizes, and with the same text and another image; their "
         "image token is not generated. *Pieces* are distinct / all."
         + (
             ""

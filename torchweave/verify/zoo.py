@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -22,9 +23,11 @@ __all__ = [
     "REFUSED_MODELS",
     "VOCAB",
     "ZOO_MODELS",
+    "Answer",
     "ZooModel",
     "build",
     "perturb_weights",
+    "reference_answers",
     "reference_tokens",
     "save",
     "transformers_version",
@@ -86,14 +89,27 @@ def perturb_weights(model: nn.Module) -> None:
             buffer.add_(torch.randn_like(buffer) * 0.1)
 
 
+class Answer(NamedTuple):
+    """Generated tokens, and the log-probability of each; None without."""
+
+    tokens: list[int]
+    logprobs: list[float] | None = None
+
+
 @torch.no_grad()
-def reference_tokens(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """Greedy tokens of transformers' eager model, one prompt at a time, without a cache or stop tokens."""
+def reference_answers(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Answer]:
+    """Greedy answers of transformers' eager model, one prompt at a time, without a cache or stop tokens."""
     answers = []
     for prompt in prompts:
-        ids = list(prompt)
+        ids, logprobs = list(prompt), []
         for _ in range(num_tokens):
-            logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits
-            ids.append(int(logits[0, -1].argmax()))
-        answers.append(ids[len(prompt) :])
+            logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]
+            ids.append(int(logits.argmax()))
+            logprobs.append(float(logits.float().log_softmax(-1)[ids[-1]]))
+        answers.append(Answer(ids[len(prompt) :], logprobs))
     return answers
+
+
+def reference_tokens(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """The tokens of `reference_answers`."""
+    return [answer.tokens for answer in reference_answers(model, prompts, num_tokens)]

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 ROUND: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2 ** 23: added and subtracted, it rounds a float32 to the nearest integer, a tie to the even one."""
@@ -63,9 +64,9 @@ def launch(config: Any, x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None
     dependent = x.is_cuda and supports_pdl(x.device)
     q, s = torch.empty(tokens, width, dtype=torch.int8, device=x.device), torch.empty(tokens, device=x.device)
     options = {"WIDTH": width, "DEPENDENT": dependent, **pdl_options(dependent)}
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     quantize_kernel[(tokens,)](x, q, s, x.stride(0), BLOCK=block, num_warps=min(16, max(1, block // 512)), **options)
-    product_kernel[(triton.cdiv(outputs, config.block_n), triton.cdiv(tokens, config.block_t))](
+    product_kernel[(cdiv(outputs, config.block_n), cdiv(tokens, config.block_t))](
         q, s, w, scale, scale if bias is None else bias, out, tokens, outputs, out.stride(0), HAS_BIAS=bias is not None,
         BLOCK_N=config.block_n, BLOCK_T=config.block_t, BLOCK_K=config.block_k, num_warps=config.num_warps,
         num_stages=config.stages, **options,
