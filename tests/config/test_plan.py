@@ -1,6 +1,9 @@
 """The plan: defaults by device, clamping that adds no size, and a one-line error for each conflict."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +24,13 @@ from torchweave.config import (
     format_value,
     resolve,
 )
-from torchweave.config.options import CudaGraphConfig, EngineConfig, ServerConfig, TorchCompileConfig
+from torchweave.config.options import (
+    CudaGraphConfig,
+    EngineConfig,
+    ServerConfig,
+    TorchCompileConfig,
+    use_passive_openmp,
+)
 from torchweave.config.validate import check_names, check_server, check_value_ranges, config_from
 
 TRITON = AttentionFacts("triton", 16, supports_mixed_cuda_graphs=True)
@@ -431,3 +440,49 @@ def test_heads_that_do_not_divide_are_refused_before_ranks_start(heads: int, sen
         resolve(config, CPU, replace(MODEL, num_heads=heads))
     for kept in (None, 6):  # unknown here; sharding the model raises the error
         assert resolve(config, CPU, replace(MODEL, num_heads=kept)).config.tensor_parallel_size == 3
+
+
+# -- OpenMP ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chosen", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}, {"KMP_BLOCKTIME": "1"}, {}])
+def test_waiting_openmp_threads_sleep_unless_the_user_chose(
+    chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    use_passive_openmp()
+    assert os.environ.get("OMP_WAIT_POLICY") == (chosen.get("OMP_WAIT_POLICY") if chosen else "passive")
+
+
+_WAITING = """
+import sys, time
+from torchweave import LLM
+try:
+    LLM("/no/such/model", device="cpu")
+except ValueError:
+    pass
+import torch
+torch.set_num_threads(2)
+x = torch.randn(1 << 20)
+spent = []
+for _ in range(9):
+    (x + x).sum()
+    begin = time.process_time()
+    time.sleep(0.05)
+    spent.append(time.process_time() - begin)
+print(sorted(spent)[4])
+"""
+
+
+def test_an_engine_in_a_new_process_has_threads_that_sleep() -> None:
+    """A worker that spins after a loop uses processor time while the program sleeps."""
+    chosen = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    environment = {name: value for name, value in os.environ.items() if name not in chosen}
+    command = [sys.executable, "-c", _WAITING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert float(done.stdout) < 0.0005, "1.5 ms of a loop's wait with GNU OpenMP's default"

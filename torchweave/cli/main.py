@@ -9,6 +9,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 import torchweave
+from torchweave.config.options import use_passive_openmp
 from torchweave.utils.suggest import did_you_mean
 
 # Each command is `run(argv) -> exit code` of a module in cli/commands, imported on use.
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 1 (a check or a rank failed), 2 (invalid usage), 130 (interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
+    use_passive_openmp()  # also for processes that the command starts
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:

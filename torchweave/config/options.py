@@ -402,6 +402,15 @@ def cache_dir(configured: str | None) -> Path:
         raise OSError("this user has no home folder for the compile cache; set compile_cache_dir") from None
 
 
+def use_passive_openmp() -> None:
+    """Let waiting OpenMP threads sleep instead of spin, unless the environment chooses. Holds for libraries that are loaded later.
+
+    A spinning thread takes the processor from the thread that it waits for, where another process keeps one busy.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
 def api_key_from_environment() -> str:
     """Value of OPENAI_API_KEY, or empty text."""
     return os.environ.get("OPENAI_API_KEY", "")

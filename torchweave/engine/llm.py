@@ -6,6 +6,7 @@ Importing this module does not import torch: several ranks are started first and
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from torchweave.compiler.explain.page import save_explanation
-from torchweave.config.options import EngineConfig
+from torchweave.config.options import EngineConfig, use_passive_openmp
 from torchweave.config.peer_options import engine_config
 from torchweave.engine.client import Client, RequestStream
 from torchweave.engine.detokenizer import encode_bad_words
@@ -97,6 +98,8 @@ class LLM:
         worker_pool: WorkerPool | None = None,
     ) -> None:
         self.report = report if report is not None else Report()
+        if "torch" not in sys.modules:  # else its OpenMP is loaded, and other code of the program may rely on it
+            use_passive_openmp()
         prestarted = prestart_workers(config) if worker_pool is None and loaded is None else nullcontext(worker_pool)
         with prestarted as worker_pool:
             with gc.gc_paused():

@@ -567,9 +567,8 @@ def _to_step_logprobs(tensors: tuple[np.ndarray, tuple[Tensor, ...]] | None) -> 
 def release_workers() -> bool:
     """End the calling thread's OpenMP workers, which its next parallel region starts again; False if the OpenMP cannot do this.
 
-    With more workers than processors, GNU OpenMP workers sleep between loops instead of spinning. A model is built on one thread
-    and runs on another, so each of the hundred short loops of a decode step would wake a thread: 8 ms instead of 3 on two
-    processors.
+    A model is built on one thread and runs on another. With more workers than processors, each of the hundred short loops of a
+    decode step would wake a thread that waits for a processor: 8 ms instead of 3 on two processors.
     """
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     return pause is not None and pause(_SOFT_PAUSE) == 0
