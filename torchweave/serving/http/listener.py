@@ -18,6 +18,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from torchweave.utils.malloc import return_large_allocations
+
 _CLOSE_SECONDS = 5  # for connections to receive their last data
 _KEEP_ALIVE_SECONDS = 75  # longer than the keep-alive time of proxies
 _HEAD_SECONDS = 15.0  # time limit for receiving a request's head
@@ -226,7 +228,8 @@ class UvicornServer(uvicorn.Server):
         self.listening.set()
 
     def runner(self) -> asyncio.Runner:
-        """Create a runner for uvicorn's event loop."""
+        """Create a runner for uvicorn's event loop, whose process reads large bodies."""
+        return_large_allocations()
         return asyncio.Runner(loop_factory=self.config.get_loop_factory())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import hmac
 import ipaddress
@@ -40,6 +41,8 @@ PROXIED = "torchweave.relayed"
 """Scope key of requests that another HTTP process answers and counts."""
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a disconnected client; used in logs and metrics only
 _CLIENT_ID = re.compile(rb"[!-~]{1,128}")
+_LARGE_BODY = 1 << 20  # bytes; after such bodies, cycles are collected
+_COLLECT_SECONDS = 2.0
 _BODY_SECONDS = 60.0  # time limit for receiving a body
 
 
@@ -133,6 +136,7 @@ class AuthLimitsMiddleware(HttpMiddleware):
         self._admission_pacer = admission_pacer
         self._settings = settings
         self._digests = [_digest(key.encode()) for key in keys]
+        self._collection: asyncio.TimerHandle | None = None
 
     async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
         try:
@@ -147,7 +151,15 @@ class AuthLimitsMiddleware(HttpMiddleware):
             await self._app(scope, receive, send)
             return
         await self._admission_pacer.wait()
+        if len(body) > _LARGE_BODY and self._collection is None:
+            self._collection = asyncio.get_running_loop().call_later(_COLLECT_SECONDS, self._collect)
         await self._app(scope, replay(body, receive), send)
+
+    def _collect(self) -> None:
+        """Free large bodies that cycles hold, such as the traceback of a refusal; the young objects of a heavy request are few, so
+        that no collection is due for long."""
+        self._collection = None
+        gc.collect()
 
     def _check_key(self, scope: Any) -> None:
         if scope["path"] in OPEN_PATHS:
