@@ -13,7 +13,7 @@ from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, attention, example, ste
 from torchweave.compiler import GraphPass, PassResult, compile_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.ir.graph import CapturedGraph
-from torchweave.compiler.passes.base import Pass
+from torchweave.compiler.passes.base import Pass, Stage, TokenRange
 from torchweave.compiler.passes.manager import PassManager, default_passes
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR, MergeLinears
 from torchweave.compiler.runtime.forward import call_op
@@ -132,7 +132,9 @@ def test_a_pass_runs_where_whole_steps_gained():
 
 def test_a_pass_without_a_common_token_count_is_off():
     class Few(GraphPass):
-        name, stage, token_range = "few", "aten", (1, 4)
+        name = "few"
+        stage: Stage = "aten"
+        token_range: TokenRange = (1, 4)
 
         def run(self, graph: CapturedGraph) -> PassResult:
             return PassResult()
