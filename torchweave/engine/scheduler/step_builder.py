@@ -122,7 +122,6 @@ class StepBuilder:
         num_computed[slots] = after
         emits = np.ones(len(slots), bool)
         emits[len(decode_rows) :] = [self._finish_chunk(running, kv, slot) for slot, _ in chunks]
-
         processors = running.logits_processors
         step = Step(
             index=self._next_index,
