@@ -14,6 +14,7 @@ import torch
 from tests import image_model
 from torchweave import LLM, SamplingParams
 from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.engine.kv_cache.image_rows import PromptImages
 from torchweave.engine.startup import build
 from torchweave.images import EncodedPrompt, ImageInput
 from torchweave.models import load
@@ -42,9 +43,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[EncodedPr
 
 
 def engine(folder: Path, **options: Any) -> LLM:
-    config = EngineConfig(
-        model=str(folder), dtype="float32", device="cpu", num_kv_blocks=64, torch_compile_config=QUICK, **options
-    )
+    options = {"num_kv_blocks": 64, **options}
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", torch_compile_config=QUICK, **options)
     report = Report(show=False)
     return LLM.from_loaded(load(folder, torch.float32, report=report, images=True), config, report)
 
@@ -109,6 +109,61 @@ def test_requests_that_can_never_run_are_refused(llm: LLM, qwen: Any) -> None:
 def test_tiles_of_different_numbers_in_the_whole_engine() -> None:
     result = verify(["llava_next-images"])
     assert (result["passed"], result["total"]) == (1, 1), result["results"]
+
+
+# -- images whose tokens see each other --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[EncodedPrompt], list[list[int]]]:
+    """Gemma 3: folder, prompts, tokens of transformers. The last prompt has two images without text between them."""
+    entry = image_zoo.zoo_entry("gemma3-images")
+    assert isinstance(entry, image_zoo.ImageZooModel)
+    model, folder = entry.build(), tmp_path_factory.mktemp("gemma3")
+    zoo.save(model, folder)
+    prompts = image_zoo.image_prompts(entry, model)
+    first, second = prompts[2].images[:2]
+    ids = prompts[2].token_ids
+    adjacent = replace(second, index=second.index - 1)
+    prompts.append(EncodedPrompt(np.delete(ids, first.index[-1] + 1)[:36], (first, adjacent)))
+    assert np.diff(np.concatenate([first.index, adjacent.index])).max() == 1
+    answers = image_zoo.image_reference_answers(entry, model, prompts, NUM_TOKENS)
+    return folder, prompts, [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("policy", ["first_come_first_served", "equal_progress"])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_chunks_cut_no_image_whose_tokens_see_each_other(gemma: Any, backend: Any, policy: Any) -> None:
+    """Steps of 36 tokens over prompts with images of 16, two of them in a row, each prompt twice, beside decode rows."""
+    folder, prompts, expected = gemma
+    options: Any = {"attention_backend": backend, "context_chunking_policy": policy, "block_size": 4}
+    options["num_kv_blocks"] = 400
+    with engine(folder, max_batch_size=4, max_num_tokens=36, **options) as llm:
+        for _ in range(2):  # the second time from cached prefixes, some of which end within an image
+            assert tokens(llm, prompts) == expected
+        assert llm.engine.scheduler.kv.reused_total
+        assert tokens(llm, prompts[::-1]) == expected[::-1]
+        with pytest.raises(ValueError, match="prompt_logprobs is not supported"):
+            llm.generate(prompts[1], replace(GREEDY, prompt_logprobs=1))
+        llm.engine.scheduler.check()
+
+
+def test_tokens_that_see_each_other_decide_on_the_answer(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, prompts, expected = gemma
+    causal = lambda self, start, size: np.zeros(size, np.int32)  # noqa: E731
+    monkeypatch.setattr(PromptImages, "lookahead", causal)
+    with engine(folder, max_batch_size=4, max_num_tokens=36) as llm:
+        assert tokens(llm, prompts[:1]) == expected[:1] and tokens(llm, prompts[1:]) != expected[1:]
+
+
+def test_an_image_that_fits_into_no_step_is_refused(gemma: Any) -> None:
+    folder, prompts, expected = gemma
+    with engine(folder, max_batch_size=4, max_num_tokens=35) as llm:
+        with pytest.raises(ValueError, match="32 consecutive image tokens see each other and need one step"):
+            llm.generate(prompts[-1], GREEDY)
+        assert tokens(llm, prompts[:4]) == expected[:4]
+    with pytest.raises(ValueError, match="max_utilization is not supported for"):
+        engine(folder, capacity_scheduler_policy="max_utilization")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from torchweave.images import EncodedPrompt, ImageInput
 from torchweave.models.multimodal.image_encoder import image_features
-from torchweave.models.multimodal.support import image_text_class
+from torchweave.models.multimodal.support import BOTH_WAYS, image_text_class
 from torchweave.verify.zoo import VOCAB, Answer, ZooModel, perturb_weights, zoo_model
 
 IMAGE_TOKEN = 250
@@ -159,6 +159,20 @@ _MODELS: tuple[ImageZooModel, ...] = (
         alignment_intermediate_size=64,
     ),
     _model(
+        "gemma3",
+        _text(
+            "gemma3_text",
+            head_dim=16,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"],
+            tie_word_embeddings=False,
+        ),
+        _SIGLIP,
+        _fixed,
+        mm_tokens_per_image=16,
+        tie_word_embeddings=False,  # tied, the scaled embedding of the last token decides alone
+    ),
+    _model(
         "qwen2_vl",
         _text("qwen2_vl_text", **_MROPE),
         {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": _PATCH, "mlp_ratio": 2},
@@ -292,6 +306,8 @@ def image_reference_answers(
     for prompt in prompts:
         ids, given, logprobs = prompt.token_ids.tolist(), _joined(entry, prompt.images), []
         for _ in range(num_tokens):
+            if entry.model_type in BOTH_WAYS:
+                given["token_type_ids"] = torch.tensor([[int(token == IMAGE_TOKEN) for token in ids]])
             if hasattr(model.model, "get_rope_index"):
                 given["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE_TOKEN) for token in ids]])
             logits = model(input_ids=torch.tensor([ids]), use_cache=False, **given).logits[0, -1]

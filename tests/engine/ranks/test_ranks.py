@@ -190,5 +190,5 @@ def test_every_step_field_is_sent_or_derived():
         "state_saves",
     }  # a step that has one of them is sent as it is
     not_needed = {"starts", "logprobs", "extra_rows"}  # by a rank that carries out a decode step
-    one_rank = {"rope_offsets"}  # models with images are served by one rank
+    one_rank = {"rope_offsets", "lookahead"}  # models with images are served by one rank
     assert {field.name for field in fields(Step)} == sent | whole | not_needed | one_rank

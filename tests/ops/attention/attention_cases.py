@@ -17,6 +17,7 @@ class Case:
     """A step: `rows` are `(new tokens, cached tokens)`; None is a padding row.
 
     rotary: how many numbers of each head the backend turns; 0: it is given heads that have been turned. norm: before that.
+    spans: (row, first, last) of new tokens that see each other in both directions.
     """
 
     rows: tuple[tuple[int, int] | None, ...]
@@ -28,6 +29,7 @@ class Case:
     rotary: int = 0
     norm: bool = False
     unused: float = float("nan")
+    spans: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def decode_only(self) -> bool:
@@ -72,8 +74,11 @@ class Built:
         assert steps.max() <= (0 if self.call.cos is None else 1), "the cache is wrong"
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """Attention, with the scores of `call`, of the last `len(q)` of `len(k)` positions of one sequence, in float64."""
+def reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, lookahead: Tensor | None = None) -> Tensor:
+    """Attention, with the scores of `call`, of the last `len(q)` of `len(k)` positions of one sequence, in float64.
+
+    lookahead: int `[len(q)]`, how many keys behind its own position a query sees.
+    """
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -84,7 +89,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.alibi_slopes is not None:
         scores = scores - call.alibi_slopes.double().cpu()[:, None, None] * (q_pos - k_pos)
-    seen = k_pos <= q_pos
+    seen = k_pos <= q_pos + (0 if lookahead is None else lookahead[:, None])
     if call.window:
         seen &= q_pos - k_pos < call.window
     if call.chunk:
@@ -105,7 +110,7 @@ def build(case: Case, device: str = "cpu") -> Built:
         return torch.randn(*shape, generator=generator).to(case.dtype)
 
     lengths = [sum(row) if row else 0 for row in case.rows]
-    new = [row[0] if row else 0 for row in case.rows]
+    counts = [row[0] if row else 0 for row in case.rows]
     per_row = max(-(-max(lengths, default=0) // size), 1) + 1
     num_slots = len(case.rows) + 2
     num_blocks = num_slots * per_row + 3
@@ -115,7 +120,7 @@ def build(case: Case, device: str = "cpu") -> Built:
     sinks = draw(spec.num_heads).to(device) if spec.sinks else None
     slopes = torch.rand(spec.num_heads, generator=generator).to(device) * 0.3 if spec.alibi else None
     decode_only = case.decode_only
-    tokens = len(case.rows) if decode_only else sum(new) + case.padded_tokens
+    tokens = len(case.rows) if decode_only else sum(counts) + case.padded_tokens
     nan = float("nan")
     kept, scales = spec.cache_dtype or case.dtype, (spec.k_scale, spec.v_scale)
     cache = LayerKVCache(
@@ -138,6 +143,7 @@ def build(case: Case, device: str = "cpu") -> Built:
     scores = (spec.head_dim**-0.5, spec.window, spec.softcap, sinks, spec.chunk)
     tensors = (given_q.to(device), given_k.to(device), v.to(device), out)
     call = AttentionCall(*tensors, 0, *scores, *(rotary or ()), alibi_slopes=slopes)
+    lookahead = torch.zeros(tokens, dtype=torch.int32)
     start, starts = 0, [0]
     for i, row in enumerate(case.rows):
         start = i if decode_only else start
@@ -153,11 +159,14 @@ def build(case: Case, device: str = "cpu") -> Built:
                 as_indexable(store.k).flatten(0, 1)[place[:content]] = as_indexable(keys)[:content]
                 as_indexable(store.v).flatten(0, 1)[place[:content]] = as_indexable(values)[:content]
             mapping[start : start + count] = place[cached:]
+            for _, first, last in (span for span in case.spans if span[0] == i):
+                lookahead[start + first : start + last] = torch.arange(last - first - 1, -1, -1)
             seen = (
                 dequantize_kv(keys, spec.k_scale, torch.float32),
                 dequantize_kv(values, spec.v_scale, torch.float32),
             )
-            expected[start : start + count] = reference(q[start : start + count], *seen, call)
+            new = slice(start, start + count)
+            expected[new] = reference(q[new], *seen, call, lookahead[new])
             start += count
         starts.append(start)
     meta = AttentionMetadata(
@@ -170,6 +179,7 @@ def build(case: Case, device: str = "cpu") -> Built:
         num_tokens=tokens,
         decode_only=decode_only,
         max_seq_len=max(lengths, default=1),
+        lookahead=lookahead.to(device) if case.spans else None,
     )
     cache = LayerKVCache(cache.k.to(device), cache.v.to(device), *scales)
     return Built(meta, call, cache, expected, after)
@@ -208,6 +218,13 @@ CASES: dict[str, Case] = {
     "mixed_value_dim": Case(((1, 44), (20, 9)), LayerSpec(2, 48, 32, 6)),
     "mixed_narrow_values": Case(((1, 44), (20, 9)), LayerSpec(2, 32, 16, 6)),
     "mixed_odd_head": Case(((1, 44), (20, 9)), LayerSpec(1, 80, 80, 5), block_size=32),
+    "context_spans": Case(((23, 0),), spans=((0, 2, 21),)),
+    "mixed_spans": Case(((1, 44), (40, 0), (18, 25)), padded_tokens=3, spans=((1, 3, 9), (1, 9, 30), (2, 0, 18))),
+    "mixed_spans_window": Case(
+        ((1, 44), (40, 0), (18, 25), (9, 0)),
+        LayerSpec(2, 32, 32, 4, window=12),
+        spans=((1, 0, 30), (2, 5, 18)),
+    ),
     "only_padding": Case((None, None), padded_tokens=4),
 }
 ROTARY_CASES: dict[str, Case] = {

@@ -57,6 +57,7 @@ BUILT = {
     "small_blocks": (LayerSpec(8, 128, 128, 32), torch.bfloat16, 16),
     "phi_96": (LayerSpec(2, 96, 96, 2), torch.float16, 64),
     "gemma_256": (LayerSpec(1, 256, 256, 4, window=4096, softcap=50.0), torch.bfloat16, 64),
+    "gemma_3_images": (LayerSpec(4, 256, 256, 8, window=1024, lookahead=True), torch.bfloat16, 64),
     "gpt_oss": (LayerSpec(8, 64, 64, 64, window=128, sinks=True), torch.bfloat16, 64),
     "mpt_alibi": (LayerSpec(32, 128, 128, 32, alibi=True), torch.bfloat16, 64),
     "deepseek": (LayerSpec(4, 192, 128, 4), torch.bfloat16, 64),
@@ -76,11 +77,11 @@ BUILT = {
 @pytest.mark.parametrize("name", BUILT)
 def test_kernels_build_for_hopper(name: str) -> None:
     spec, dtype, block_size = BUILT[name]
-    found = launches(Case(DECODE, spec, block_size, dtype=dtype)) + launches(Case(MIXED, spec, block_size, dtype=dtype))
+    spans = ((1, 1, 65),) if spec.lookahead else ()
+    mixed = Case(MIXED, spec, block_size, dtype=dtype, spans=spans)
+    found = launches(Case(DECODE, spec, block_size, dtype=dtype)) + launches(mixed)
     assert names(found) == ["paged_decode", "write_kv", "paged_prefill", "paged_decode"]
-    of_many_tokens = launches(Case(MIXED, spec, block_size, dtype=dtype), num_sms=1)[
-        1
-    ]  # many for so few multiprocessors
+    of_many_tokens = launches(mixed, num_sms=1)[1]  # many for so few multiprocessors
     for launch in (*found, of_many_tokens):
         kernel = compile_for_hopper(launch)
         assert kernel.metadata.shared <= HOPPER_SMEM, f"{launch.kernel.fn.__name__} takes too much shared memory"

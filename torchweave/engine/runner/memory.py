@@ -50,6 +50,11 @@ class KVCacheSpec:
     recurrent: Sequence[RecurrentSpec] = ()
 
     @property
+    def both_ways(self) -> bool:
+        """Whether tokens may see keys behind them."""
+        return any(layer.lookahead for layer in self.layers)
+
+    @property
     def block_bytes(self) -> int:
         layers = dict(zip(self.layout.layer_slots, self.layers, strict=True))
         return bytes_per_block(list(layers.values()), self.block_size, self.dtype)
@@ -128,8 +133,10 @@ def measure_memory(
         return None
     device = torch.device(plan.device)
     caches = cache_spec.allocate(_PROBE_BLOCKS)
-    quiet = Report(show=False)
-    runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, quiet, recurrent_states, draft_model)
+    quiet, both_ways = Report(show=False), cache_spec.both_ways
+    runner = ModelRunner(
+        plan, forward, cache_spec.backend, caches, state, quiet, recurrent_states, draft_model, both_ways
+    )
     runner.run_dummy_step(plan.max_num_tokens)  # kernels are compiled, and libraries allocate their workspaces
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

@@ -111,6 +111,7 @@ class ModelRunner:
         report: receives one event a recording.
         recurrent_states: `[rows, ...]` each, by the recurrent ops' `state` argument: rows of slots, then snapshots.
         draft_model: proposes drafts; its caches are the last of `caches`.
+        both_ways: tokens of some steps see keys behind them (`AttentionMetadata.lookahead`).
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class ModelRunner:
         report: Report,
         recurrent_states: Sequence[Tensor] = (),
         draft_model: DraftModel | None = None,
+        both_ways: bool = False,
     ) -> None:
         self.plan = plan
         self.state = state
@@ -134,15 +136,15 @@ class ModelRunner:
         self._backend = backend
         self._report = report
         self._device = torch.device(plan.device)
-        rope_axes = state.rope_axes
-        self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables, rope_axes)
+        layout = state.rope_axes, both_ways
+        self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables, *layout)
         self._draft_step = None
         if plan.query_len > 1:
             self._draft_step = DraftStep(plan, state, self._buffers, self._draft_forward_boundary, draft_model)
         self._decode_graphs: dict[int, Recording] = {}
         self._draft_graphs: dict[int, dict[int, Recording]] = {query_len: {} for query_len in plan.query_lens}
         self._mixed_graphs: dict[int, Recording] = {}
-        most = packed_size(plan.max_batch_size, plan.max_num_tokens, rope_axes)
+        most = packed_size(plan.max_batch_size, plan.max_num_tokens, *layout)
         sampled = plan.max_batch_size * (plan.query_len + 1 if plan.query_len > 1 else 1)
         self._host_buffers = HostBufferRing(most, sampled, plan.run_ahead + 1, self._device, timed=plan.query_len > 1)
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
@@ -232,10 +234,13 @@ class ModelRunner:
         inputs = buffers.inputs(rows, tokens)
         sampled, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.logits_index[:rows]
         block_size, sample_tokens = self.plan.block_size, self._sample_tokens
-        rope_offsets, draft_step = buffers.rope_offsets(tokens), self._draft_step
+        rope_offsets, lookahead = buffers.rope_offsets(tokens), buffers.lookahead(tokens)
+        draft_step = self._draft_step
 
         def run(boundary: BoundaryHandler) -> Tensor:
             index.copy_(packed.logits_index)
+            if lookahead is not None:
+                lookahead.copy_(packed.lookahead)
             for offsets in rope_offsets:
                 offsets.copy_(packed.rope_offsets.view(offsets.shape))
             prepare(state, packed.slots, packed.query_start, packed.ids, packed.positions, inputs, block_size)
@@ -248,18 +253,23 @@ class ModelRunner:
             advance(sampled, packed.slots, packed.emit, state, out)
             return logits
 
-        return run, self._boundary(packed.slots, packed.query_start, inputs, max_seq_len, False)
+        return run, self._boundary(packed.slots, packed.query_start, inputs, max_seq_len, False, lookahead)
 
     def _boundary(
-        self, slots: Tensor, query_start: Tensor, inputs: StepInputs, max_seq_len: int, decode_only: bool
+        self,
+        slots: Tensor,
+        query_start: Tensor,
+        inputs: StepInputs,
+        max_seq_len: int,
+        decode_only: bool,
+        lookahead: Tensor | None = None,
     ) -> StepBoundary:
         """The boundary of a step, with the metadata of each layer group."""
         num_rows, num_tokens = slots.numel(), inputs.ids.numel()
         group_mapping = inputs.slot_mapping if self.state.num_tables > 1 else [inputs.slot_mapping]
+        sizes = (num_rows, num_tokens, decode_only, max_seq_len)
         metas = [
-            AttentionMetadata(
-                slots, query_start, inputs.seq_lens, table, mapping, num_rows, num_tokens, decode_only, max_seq_len
-            )
+            AttentionMetadata(slots, query_start, inputs.seq_lens, table, mapping, *sizes, lookahead)
             for table, mapping in zip(self.state.tables, group_mapping, strict=True)
         ]
         return StepBoundary(self._backend, self.caches, self.recurrent_states, metas)
@@ -408,9 +418,9 @@ class ModelRunner:
         self._host_buffers.record_end(ring_index)
 
     def _upload_inputs(self, step: Step, rows: int, tokens: int, ring_index: int) -> None:
-        rope_axes = self._buffers.rope_axes
-        packed_inputs = self._host_buffers.packed_inputs[ring_index][: packed_size(rows, tokens, rope_axes)]
-        pack(step, rows, tokens, packed_inputs.numpy(), rope_axes)
+        layout = self._buffers.rope_axes, self._buffers.both_ways
+        packed_inputs = self._host_buffers.packed_inputs[ring_index][: packed_size(rows, tokens, *layout)]
+        pack(step, rows, tokens, packed_inputs.numpy(), *layout)
         carry(packed_inputs, self._buffers.packed[: len(packed_inputs)])
 
     # -- running -------------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 Graphs replay on fixed addresses, so every bucket reads views of the same tensors. The host's inputs of a step with prefill rows are
 packed into one int32 array and copied at once:
 
-    slots[R] | query_start[R + 1] | emit[R] | last_token_row[R] | token ids[T] | positions[T] [| rope_offsets[A, T]]
+    slots[R] | query_start[R + 1] | emit[R] | last_token_row[R] | token ids[T] | positions[T] | rope_offsets[A, T] | lookahead[T]
 
-with offsets of A axes for a model with several positions a token (mRoPE).
+with offsets of A axes for a model with several positions a token (mRoPE), else none, and `Step.lookahead` for a model whose image
+tokens see each other.
 A decode step needs no host input.
 """
 
@@ -33,16 +34,20 @@ class PackedInputs:
     ids: Tensor
     positions: Tensor
     rope_offsets: Tensor
+    lookahead: Tensor
 
 
-def packed_size(rows: int, tokens: int, rope_axes: int = 0) -> int:
-    return 4 * rows + 1 + (2 + rope_axes) * tokens
+def packed_size(rows: int, tokens: int, rope_axes: int = 0, both_ways: bool = False) -> int:
+    return sum(_sizes(rows, tokens, rope_axes, both_ways))
 
 
-def pack(step: Step, rows: int, tokens: int, out: np.ndarray, rope_axes: int = 0) -> None:
-    """Write a step into `out`, int32 [packed_size(rows, tokens, rope_axes)]; rows and tokens beyond the step's are padding."""
+def pack(step: Step, rows: int, tokens: int, out: np.ndarray, rope_axes: int = 0, both_ways: bool = False) -> None:
+    """Write a step into `out`, int32 [packed_size(rows, tokens, rope_axes, both_ways)]; rows and tokens beyond the step's are
+    padding."""
     out[: 4 * rows + 1] = 0
-    slots, starts, emit, index, ids, positions, rope_offsets = _split(out, rows, tokens, rope_axes)
+    slots, starts, emit, index, ids, positions, rope_offsets, lookahead = _split(
+        out, _sizes(rows, tokens, rope_axes, both_ways)
+    )
     num_rows, num_decode_rows = step.num_rows, step.num_decode_rows
     slots[:num_rows] = step.slots
     slots[num_rows:] = -1
@@ -65,14 +70,17 @@ def pack(step: Step, rows: int, tokens: int, out: np.ndarray, rope_axes: int = 0
         rope_offsets[:] = 0
         if step.rope_offsets is not None:
             rope_offsets.reshape(rope_axes, tokens)[:, :at] = step.rope_offsets
+    if both_ways:
+        lookahead[:] = 0
+        if step.lookahead is not None:
+            lookahead[:at] = step.lookahead
 
 
-def _sizes(rows: int, tokens: int, rope_axes: int) -> tuple[int, ...]:
-    return rows, rows + 1, rows, rows, tokens, tokens, rope_axes * tokens
+def _sizes(rows: int, tokens: int, rope_axes: int, both_ways: bool) -> tuple[int, ...]:
+    return rows, rows + 1, rows, rows, tokens, tokens, rope_axes * tokens, both_ways * tokens
 
 
-def _split(flat: np.ndarray, rows: int, tokens: int, rope_axes: int) -> list[np.ndarray]:
-    sizes = _sizes(rows, tokens, rope_axes)
+def _split(flat: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:
     return [flat[end - size : end] for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
 
 
@@ -80,14 +88,22 @@ class StepBuffers:
     """Device tensors that steps read and write, sized for the largest step.
 
     ids, positions int64 [T]; slot_mapping int64 [T], or [G, T] for G groups of layers; seq_lens int32 [R];
-    tokens, out int32 [R]; arange int64 [R]; rope_offsets int64 [A * T].
+    tokens, out int32 [R]; arange int64 [R]; rope_offsets int64 [A * T]; lookahead int32 [T] with `both_ways`.
     """
 
     def __init__(
-        self, max_rows: int, max_tokens: int, device: torch.device, num_tables: int = 1, rope_axes: int = 0
+        self,
+        max_rows: int,
+        max_tokens: int,
+        device: torch.device,
+        num_tables: int = 1,
+        rope_axes: int = 0,
+        both_ways: bool = False,
     ) -> None:
         self.device = device
         self.rope_axes = rope_axes
+        self.both_ways = both_ways
+        self._lookahead = torch.zeros(both_ways * max_tokens, dtype=torch.int32, device=device)
         self._rope_offsets = torch.zeros(rope_axes * max_tokens, dtype=torch.int64, device=device)
         self.ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
@@ -100,7 +116,9 @@ class StepBuffers:
         self.rows = torch.arange(max_rows + 1, dtype=torch.int32, device=device)  # query_start of a decode step
         self.row_index = torch.arange(max_rows, dtype=torch.int64, device=device)
         self.emit_all = torch.ones(max_rows, dtype=torch.int32, device=device)  # `emit` of a decode step
-        self.packed = torch.zeros(packed_size(max_rows, max_tokens, rope_axes), dtype=torch.int32, device=device)
+        self.packed = torch.zeros(
+            packed_size(max_rows, max_tokens, rope_axes, both_ways), dtype=torch.int32, device=device
+        )
 
     def inputs(self, rows: int, tokens: int) -> StepInputs:
         """The inputs of a step of `tokens` tokens in `rows` rows."""
@@ -111,8 +129,12 @@ class StepBuffers:
         """The further inputs of the model in a step of `tokens` tokens: `[A, tokens]`, contiguous, or none."""
         return (self._rope_offsets[: self.rope_axes * tokens].view(self.rope_axes, tokens),) if self.rope_axes else ()
 
+    def lookahead(self, tokens: int) -> Tensor | None:
+        """`AttentionMetadata.lookahead` of a step of `tokens` tokens; None for a causal model."""
+        return self._lookahead[:tokens] if self.both_ways else None
+
     def views(self, rows: int, tokens: int) -> PackedInputs:
-        sizes = _sizes(rows, tokens, self.rope_axes)
+        sizes = _sizes(rows, tokens, self.rope_axes, self.both_ways)
         return PackedInputs(*self.packed[: sum(sizes)].split(sizes))
 
 

@@ -168,8 +168,10 @@ def _build(
         draft_model = DraftModel(draft_forward, first, module.vocab_size)
 
     def steps(forward: PlaceholderForward) -> None:
-        quiet = Report(show=False)
-        runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, quiet, recurrent_states, draft_model)
+        quiet, both_ways = Report(show=False), cache_spec.both_ways
+        runner = ModelRunner(
+            plan, forward, cache_spec.backend, caches, state, quiet, recurrent_states, draft_model, both_ways
+        )
         runner.start()
         state.write(np.zeros(1, np.int32), np.zeros(1, np.int32))  # as a new request does
         for tokens in _TOKENS:

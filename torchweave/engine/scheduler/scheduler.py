@@ -156,6 +156,8 @@ class Scheduler:
             return why
         if self.image_rows is None:
             return f"The prompt has images, but this model is served without: {self.limits.no_images}."
+        if self.image_rows.model.both_ways and request.sampling.prompt_logprobs is not None:
+            return "prompt_logprobs is not supported for this model's prompts with images; leave prompt_logprobs out."
         return self.image_rows.rejection_reason(np.asarray(request.input_ids), request.images)
 
     def add(self, request: InferenceRequest, seed: int) -> None:
@@ -175,7 +177,7 @@ class Scheduler:
         if request.images:
             assert self.image_rows is not None, "a request with images was refused"
             offsets, state.rope_delta = self.image_rows.model.rope_offsets(state.prompt, request.images)
-            state.images = PromptImages(request.images, offsets)
+            state.images = PromptImages(request.images, offsets, self.image_rows.model.both_ways)
         if params.beam_width > 1:
             max_tokens = self.limits.last_position(request) + 1 - len(state.prompt)
             state.search = BeamSearch(params, frozenset(stops), max_tokens)
@@ -260,7 +262,8 @@ class Scheduler:
                 if self.kv.snapshots is not None and self.limits.chunked_context:
                     chunks = self._cut_at_snapshots(chunks, self.kv.snapshots)
                 if self.image_rows is not None:
-                    chunks = self._with_images(chunks, self.image_rows)
+                    room = self.limits.max_num_tokens - decoding.size - sum(group.num_rows for group in searches)
+                    chunks = self._with_images(chunks, room, self.image_rows)
             decoding = self._with_mask(decoding)
             searches = [group for group in searches if group.num_rows]
             if chunks or searches or decoding.size:
@@ -278,23 +281,26 @@ class Scheduler:
             for slot, size in chunks
         ]
 
-    def _with_images(self, chunks: list[tuple[int, int]], image_rows: ImageRows) -> list[tuple[int, int]]:
-        """The chunks, cut where the pool has no room for an image. A request whose image cannot be encoded ends."""
+    def _with_images(self, chunks: list[tuple[int, int]], room: int, image_rows: ImageRows) -> list[tuple[int, int]]:
+        """The chunks, cut where the pool has no room for an image, and around images whose tokens see each other.
+
+        `room` is that of the step in tokens: where the first chunk grows, later ones shrink. A request whose image cannot be
+        encoded ends.
+        """
         image_rows.begin_step()
         fitting, table = [], self._running.slots
         for slot, size in chunks:
-            state = table.state_of(slot)
-            if state.images is None:
-                fitting.append((slot, size))
-                continue
+            state, size = table.state_of(slot), min(size, room)
             try:
-                size = state.images.fit(int(table.num_computed[slot]), size, image_rows)
+                if state.images is not None:
+                    size = state.images.fit(int(table.num_computed[slot]), size, room, image_rows)
             except ValueError as error:
                 state.error = str(error)
                 self._finish(slot, "error")
                 continue
             if size:
                 fitting.append((slot, size))
+                room -= size
         return fitting
 
     def _with_mask(self, slots: np.ndarray) -> np.ndarray:

@@ -83,6 +83,7 @@ class Step:
             position a token.
         state_restores, state_saves: rows of the recurrent states to copy before and after the model, as (sources, targets); None
             for none.
+        lookahead: int32 [tokens], how many tokens behind it each token of a step with chunks sees; None for a causal model.
     """
 
     index: int
@@ -102,6 +103,7 @@ class Step:
     rope_offsets: np.ndarray | None = None
     state_restores: tuple[np.ndarray, np.ndarray] | None = None
     state_saves: tuple[np.ndarray, np.ndarray] | None = None
+    lookahead: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:

@@ -138,8 +138,8 @@ class StepBuilder:
             extra_rows=len(decode_rows) - len(decoding) - len(searches),
             query_len=query_len,
             catch_up=self._catch_up(table, decode_rows, query_len) if self._limits.drafts_by_model else 0,
-            rope_offsets=self._rope_offsets(table, decode_rows, chunks) if chunks and self._has_rope else None,
             **({} if kv.snapshots is None else kv.snapshots.take_copies()),
+            **self._image_inputs(table, decode_rows, chunks),
         )
         table.last_step_index[slots] = step.index
         if running.beams.groups:
@@ -213,6 +213,17 @@ class StepBuilder:
             tokens = images.substitute(start, tokens, self._image_rows.model.first_image_id)
         return Chunk(start, tokens)
 
+    def _image_inputs(
+        self, table: SlotTable, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]]
+    ) -> dict[str, np.ndarray]:
+        """What a step with chunks carries for a model that takes images, by the field of `Step`."""
+        if not chunks or self._image_rows is None:
+            return {}
+        inputs = {"rope_offsets": self._rope_offsets(table, decode_rows, chunks)} if self._has_rope else {}
+        if self._image_rows.model.both_ways:
+            inputs["lookahead"] = self._lookahead(table, decode_rows, chunks)
+        return inputs
+
     def _rope_offsets(self, table: SlotTable, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]]) -> np.ndarray:
         """What each axis adds to the positions of a step with chunks, int32 `[axes, tokens]`, after `num_computed` has advanced."""
         assert self._image_rows is not None
@@ -225,6 +236,14 @@ class StepBuilder:
             else:
                 parts.append(state.images.rope_offsets(end - size, size, state.rope_delta))
         return np.concatenate(parts, axis=1)
+
+    def _lookahead(self, table: SlotTable, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]]) -> np.ndarray:
+        """`Step.lookahead` of a step with chunks, after `num_computed` has advanced."""
+        parts = [np.zeros(len(decode_rows), np.int32)]
+        for slot, size in chunks:
+            images, end = table.state_of(slot).images, int(table.num_computed[slot])
+            parts.append(np.zeros(size, np.int32) if images is None else images.lookahead(end - size, size))
+        return np.concatenate(parts)
 
     def clear(self) -> None:
         """Discard the pending updates."""

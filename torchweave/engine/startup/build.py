@@ -144,7 +144,10 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
 
     with report.stage("allocating the KV cache"):
         caches = cache_spec.allocate(num_blocks)
-        runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, report, recurrent_states, draft_model)
+        both_ways = cache_spec.both_ways
+        runner = ModelRunner(
+            plan, forward, cache_spec.backend, caches, state, report, recurrent_states, draft_model, both_ways
+        )
     report.event("kv_cache", **_cache_facts(plan, cache_spec, num_blocks))
 
     if plan.device.startswith("cuda"):
@@ -231,6 +234,11 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan, draft: LoadedModel | None = 
         raise ValueError(
             f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name} with images; "
             "remove it, or set limit_mm_per_prompt.image to 0"
+        )
+    if any(layer.lookahead for layer in layers) and plan.config.capacity_scheduler_policy == "max_utilization":
+        raise ValueError(
+            f"capacity_scheduler_policy=max_utilization is not supported for {loaded.name} with images, each of which "
+            "needs one step; take guaranteed_no_evict, or set limit_mm_per_prompt.image to 0"
         )
     device = torch.device(plan.device)
     return KVCacheSpec(layers, layout, backend, dtype, plan.block_size, device, loaded.module.recurrent_layers), plan
@@ -416,7 +424,8 @@ def _build_scheduler(
     image_rows = None
     if isinstance(loaded.module, ImageDecoderStep):
         encoder = ImageEncoder(loaded.module)
-        image_rows = ImageRows(encoder, plan.max_batch_size, config.limit_mm_per_prompt.image)
+        max_span = plan.max_num_tokens - plan.max_batch_size  # beside a decode row of each request
+        image_rows = ImageRows(encoder, plan.max_batch_size, config.limit_mm_per_prompt.image, max_span)
         report.event("images", served=True, rows=encoder.num_rows, bytes=loaded.module.image_rows.nbytes)
     drafts = _adaptive_drafts(plan, step_costs, report)
     return Scheduler(limits, kv, policy, state.updates(), eos, reuse, grammars, image_rows, drafts)

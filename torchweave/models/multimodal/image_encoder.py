@@ -28,6 +28,7 @@ class ImageEncoder:
         first_image_id: see `ImageDecoderStep`.
         token_id: the token that stands for a row of an image in a prompt.
         rope_axes: rows of the positions; 0: one position a token.
+        both_ways: see `ImageDecoderStep`.
     """
 
     def __init__(self, step: ImageDecoderStep) -> None:
@@ -37,6 +38,7 @@ class ImageEncoder:
         self.first_image_id = step.first_image_id
         self.token_id = image_token_id(model.config)
         self.rope_axes = step.rope_axes
+        self.both_ways = step.both_ways
 
     @torch.inference_mode()
     def encode(self, image: ImageInput, rows: np.ndarray) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from torchweave.models.decoder import DecoderStep
-from torchweave.models.multimodal.support import decoder_of
+from torchweave.models.multimodal.support import BOTH_WAYS, decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +32,7 @@ class ImageDecoderStep(DecoderStep):
 
     Attributes:
         rope_axes: rows of the positions; 0: one position a token.
+        both_ways: consecutive image tokens see each other in both directions.
         deepstack_layers: layers that add features of an image of their own (DeepStack, arXiv 2406.04334).
         image_rows: the pool `[R, hidden * (1 + deepstack_layers)]`, written by the encoder between steps.
         first_image_id: the smallest token id that is no token of the vocabulary.
@@ -46,7 +48,10 @@ class ImageDecoderStep(DecoderStep):
         max_model_len: int,
         recurrent_layers: Sequence[RecurrentSpec] = (),
     ) -> None:
-        super().__init__(model, attention_layers, vocab_size, max_model_len, recurrent_layers)
+        both_ways = model.config.model_type in BOTH_WAYS
+        layers = [replace(layer, lookahead=both_ways) for layer in attention_layers]
+        super().__init__(model, layers, vocab_size, max_model_len, recurrent_layers)
+        self.both_ways = both_ways
         inner: Any = model.model
         embedding: Any = model.get_input_embeddings()
         self.rope_axes = ROPE_AXES if hasattr(inner, "get_rope_index") else 0

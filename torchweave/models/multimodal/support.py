@@ -9,20 +9,20 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 VERIFIED = frozenset(
     {
-        "aya_vision", "cohere2_vision", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "idefics3",
+        "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "idefics3",
         "internvl", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5",
         "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
     }
 )  # fmt: skip
 """Model types whose tokens were compared with transformers', with images; see docs/models.md."""
 
-_BOTH_WAYS = "the tokens of an image attend to each other in both directions, and the engine's attention is causal"
+BOTH_WAYS = frozenset({"gemma3"})
+"""Those whose consecutive image tokens see each other in both directions."""
 _REASONS = {
-    "gemma3": _BOTH_WAYS,
     "gemma3n": "it has embeddings of its own for every layer, which images need too",
     "gemma4": "it has embeddings of its own for every layer, which images need too",
     "mllama": "its images enter by cross-attention",
-    "paligemma": _BOTH_WAYS,
+    "paligemma": "all tokens of its prompts see each other, those of text too",
 }
 """Why model types are served without images, as clauses."""
 

@@ -259,6 +259,7 @@ class LayerSpec:
         softcap: soft cap of the scores; 0 for none.
         sinks: whether the softmax has attention sinks.
         alibi: whether the scores have a bias by distance (ALiBi).
+        lookahead: whether tokens may see keys behind them (`AttentionMetadata.lookahead`).
         sparse: whether ops in plain torch attend (`torchweave.ops.attention.sparse`): an indexer selects the keys, or the scores
             have a bias by distance.
         index_keys: the cache holds an indexer's keys, half of their channels as keys and half as values.
@@ -275,6 +276,7 @@ class LayerSpec:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    lookahead: bool = False
     sparse: bool = False
     index_keys: bool = False
     cache_dtype: torch.dtype | None = None
@@ -305,6 +307,8 @@ class AttentionMetadata:
         num_tokens: T.
         decode_only: every row has exactly one token, and row i's token is token i.
         max_seq_len: host bound, no less than any of `seq_lens`: kernels are chosen by it, and sparse attention reads so many keys.
+        lookahead: int32 `[T]`, how many keys behind its own position a token sees, none behind its row's last token; the last key
+            that a token of a row sees does not decrease from token to token. None: none sees any. Not read when `decode_only`.
     """
 
     slots: Tensor
@@ -316,6 +320,7 @@ class AttentionMetadata:
     num_tokens: int
     decode_only: bool
     max_seq_len: int
+    lookahead: Tensor | None = None
 
 
 class AttentionBackend(Protocol):

@@ -2,7 +2,8 @@
 
 Torch has no operator over a paged cache, so the torch backend gathers every key and value of the batch. Here each token walks
 the blocks of its own sequence. Inductor's C++ code cache builds the function (`kernels/attention_cpu.cpp`) for a head size and
-caches it on disk. Layers that are not float32, and rows with many new tokens, run on the torch backend.
+caches it on disk. Layers that are not float32, and rows with many new tokens or with tokens that see keys behind them, run on the
+torch backend.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ class CppStep:
     def __init__(self, meta: AttentionMetadata) -> None:
         self._meta = meta
         self._threads = torch.get_num_threads()
-        self._slots, self._lengths, has_long = (
-            (meta.slots, meta.seq_lens, False) if meta.decode_only else _per_token_lengths(meta)
-        )
-        self._long_rows_step = TorchStep(meta, min_new_tokens=LONG_PREFILL_TOKENS) if has_long else None
+        on_torch = None if meta.decode_only else _rows_on_torch(meta)
+        self._slots, self._lengths = meta.slots, meta.seq_lens
+        if on_torch is not None:
+            self._slots, self._lengths = _per_token_lengths(meta, on_torch)
+        self._torch_rows_step = TorchStep(meta, ~on_torch) if on_torch is not None and on_torch.any() else None
         self._fallback_step: TorchStep | None = None
 
     def forward(self, call: AttentionCall, cache: LayerKVCache) -> None:
         """See `AttentionStep.forward`."""
-        torch_step = self._long_rows_step
+        torch_step = self._torch_rows_step
         if call.q.dtype != torch.float32:
             torch_step = self._fallback_step = self._fallback_step or TorchStep(self._meta)
         if torch_step is not None:
@@ -66,10 +68,20 @@ class CppStep:
         )  # fmt: skip
 
 
-def _per_token_lengths(meta: AttentionMetadata) -> tuple[Tensor, Tensor, bool]:
-    """Row of the block table and number of visible keys of each token, int32 `[T]`; and whether any row is long.
+def _rows_on_torch(meta: AttentionMetadata) -> np.ndarray:
+    """Rows that run on the torch backend, bool `[R]`: those with many new tokens, or with tokens that see keys behind them."""
+    starts = meta.query_start.numpy()
+    on_torch = np.diff(starts) >= LONG_PREFILL_TOKENS
+    if meta.lookahead is not None:
+        tokens = np.flatnonzero(meta.lookahead[: int(starts[-1])].numpy())
+        on_torch[np.searchsorted(starts, tokens, side="right") - 1] = True
+    return on_torch
 
-    Tokens of long rows and padded tokens have 0 visible keys, so that the function skips them.
+
+def _per_token_lengths(meta: AttentionMetadata, skipped_rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Row of the block table and number of visible keys of each token, int32 `[T]`.
+
+    Tokens of skipped rows and padded tokens have 0 visible keys, so that the function skips them.
     """
     starts, lengths = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.diff(starts)
@@ -77,9 +89,8 @@ def _per_token_lengths(meta: AttentionMetadata) -> tuple[Tensor, Tensor, bool]:
     slots, visible_keys = np.zeros(meta.num_tokens, np.int32), np.zeros(meta.num_tokens, np.int32)
     slots[:real] = np.repeat(meta.slots.numpy(), counts)
     visible_keys[:real] = np.arange(real) + np.repeat(lengths - starts[1:] + 1, counts)
-    is_long = counts >= LONG_PREFILL_TOKENS
-    visible_keys[:real][np.repeat(is_long, counts)] = 0
-    return torch.from_numpy(slots), torch.from_numpy(visible_keys), bool(is_long.any())
+    visible_keys[:real][np.repeat(skipped_rows, counts)] = 0
+    return torch.from_numpy(slots), torch.from_numpy(visible_keys)
 
 
 class CppBackend(TorchBackend):

@@ -28,8 +28,10 @@ def unsupported_reason(spec: LayerSpec, dtype: torch.dtype) -> str | None:
         return f"FlashAttention 3 takes heads of 64 or 128, not {spec.head_dim} with values of {spec.value_dim}"
     if spec.cache_dtype is not None:
         return "FlashAttention 3 reads a cache in FP8 only with queries in FP8"
-    if spec.window or spec.chunk or spec.softcap or spec.sinks or spec.alibi:
-        return "FlashAttention 3 is built without windows, chunks, soft caps, sinks and ALiBi"
+    if spec.window or spec.chunk or spec.softcap or spec.sinks or spec.alibi or spec.lookahead:
+        return (
+            "FlashAttention 3 is built without windows, chunks, soft caps, sinks, ALiBi and images that see both ways"
+        )
     return None
 
 

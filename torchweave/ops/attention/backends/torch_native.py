@@ -35,6 +35,7 @@ class _RowGroup:
         block_rows: int `[rows, max_blocks]`, the block table of the rows.
         tokens: `[rows, N]`, tokens of the step; places behind a row's end repeat its last token.
         positions: `[rows, N]`, their positions in the sequence.
+        last_visible: `[rows, N]`, the last key that each of them sees.
         span: `(start, stop)` of the tokens, where they are consecutive.
         token_index: index of the tokens, int64 `[rows * N]`; None if they are exactly `span`.
     """
@@ -42,6 +43,7 @@ class _RowGroup:
     block_rows: np.ndarray
     tokens: np.ndarray
     positions: np.ndarray
+    last_visible: np.ndarray
     span: tuple[int, int]
     token_index: Tensor | None
     views: dict[tuple[int, int, torch.dtype], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
@@ -50,14 +52,13 @@ class _RowGroup:
 class TorchStep:
     """One step of the torch backend; holds the indices that its layers share.
 
-    Rows of fewer than `min_new_tokens` tokens are skipped: their keys and values are cached, their part of `out` is not
-    written.
+    Rows of `skipped_rows`, bool `[R]`, are skipped: their keys and values are cached, their part of `out` is not written.
     """
 
     fuses_rope: ClassVar[bool] = False
     fuses_quant: ClassVar[bool] = False
 
-    def __init__(self, meta: AttentionMetadata, min_new_tokens: int = 1) -> None:
+    def __init__(self, meta: AttentionMetadata, skipped_rows: np.ndarray | None = None) -> None:
         self.device = meta.slot_mapping.device
         host = _HostMetadata(meta)
         padded = np.flatnonzero(host.slot_mapping < 0)
@@ -65,7 +66,8 @@ class TorchStep:
         self.padding = self._index(padded) if padded.size else None
         self.real_tokens = self._index(real) if padded.size else None
         self.slots = self._index(host.slot_mapping[real]) if padded.size else meta.slot_mapping
-        host.counts[host.counts < min_new_tokens] = 0
+        if skipped_rows is not None:
+            host.counts[skipped_rows] = 0
         self.groups = [self._build_group(host, rows) for rows in _group_rows(host)]
 
     def forward(self, call: AttentionCall, cache: LayerKVCache) -> None:
@@ -112,11 +114,17 @@ class TorchStep:
         offsets = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         tokens = host.starts[rows][:, None] + offsets
         positions = (host.seq_lens[rows] - counts)[:, None] + offsets
+        last_visible = positions if host.lookahead is None else positions + host.lookahead[tokens]
         flat = tokens.ravel()
         span = (int(flat[0]), int(flat[0]) + flat.size)
         exact = np.array_equal(flat, np.arange(*span))
         return _RowGroup(
-            host.block_table[host.slots[rows]], tokens, positions, span, None if exact else self._index(flat)
+            host.block_table[host.slots[rows]],
+            tokens,
+            positions,
+            last_visible,
+            span,
+            None if exact else self._index(flat),
         )
 
     def _keys_and_mask(
@@ -145,6 +153,7 @@ class TorchStep:
         positions = group.positions
         first_visible = _first_visible(positions, window, chunk)
         whole = len(positions) == 1 and positions[0, 0] == 0 and group.token_index is None
+        whole = whole and (group.last_visible is positions or np.array_equal(group.last_visible, positions))
         if whole and not first_visible.any():
             return None, None  # one sequence from its beginning: all of its keys are in the step
         first, last = first_visible[:, :1], positions[:, -1:]
@@ -152,7 +161,7 @@ class TorchStep:
         padded_positions = np.where(key_positions <= last, key_positions, first)
         blocks = np.take_along_axis(group.block_rows, padded_positions // block_size, axis=1).astype(np.int64)
         index = self._index((blocks * block_size + padded_positions % block_size).ravel())
-        visible = (key_positions[:, None] <= positions[:, :, None]) & (
+        visible = (key_positions[:, None] <= group.last_visible[:, :, None]) & (
             key_positions[:, None] >= first_visible[:, :, None]
         )
         bias = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
@@ -185,6 +194,9 @@ class _HostMetadata:
             query_start = meta.query_start[: rows + 1].cpu().numpy().astype(np.int64)
             self.starts = query_start[:-1]
             self.counts = np.where(self.slots >= 0, np.diff(query_start), 0)
+        self.lookahead = None
+        if meta.lookahead is not None and not meta.decode_only:
+            self.lookahead = meta.lookahead[: meta.num_tokens].cpu().numpy().astype(np.int64)
 
 
 def _group_rows(host: _HostMetadata) -> list[np.ndarray]:

@@ -296,14 +296,14 @@ class TritonStep:
         paged_prefill[(kv_heads, tiles)](
             q, out, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, q if sinks is None else sinks,
-            q if slopes is None else slopes,
+            q if slopes is None else slopes, meta.slots if meta.lookahead is None else meta.lookahead,
             meta.num_rows, meta.num_tokens, call.scale * cache.k_scale, cache.v_scale, softcap, window, chunk,
             meta.block_table.stride(0), q.stride(0), q.stride(1),
             KV_HEADS=kv_heads, GROUP=group,
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             SOFTCAP=softcap > 0.0, SINKS=sinks is not None, ALIBI=slopes is not None, LOCAL=window > 0 or chunk > 0,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            LOOKAHEAD=meta.lookahead is not None, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
 

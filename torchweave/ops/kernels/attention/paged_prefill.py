@@ -58,14 +58,14 @@ def _find_row(query_start, tile, num_rows, BQ: tl.constexpr, CHUNK: tl.constexpr
 
 @triton.jit
 def _attend_tiles(
-    acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, begin, end,
+    acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, head, begin, end,
     scale, softcap, slope, window, chunk, first_visible,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LOCAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend keys `[begin, end)`, where `begin` is a multiple of BLOCK_N. Not MASKED: so is `end`, and all keys are visible.
-    slope: ALiBi's slopes `[BLOCK_M]`, in units of log2(e).
+    last_visible: the last key that each query sees, `[BLOCK_M]`. slope: ALiBi's slopes `[BLOCK_M]`, in units of log2(e).
     Blocks of keys below `first_visible` may belong to another sequence."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
@@ -90,7 +90,7 @@ def _attend_tiles(
         if ALIBI:
             scores += slope[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
         if MASKED:
-            visible = keys[None, :] <= positions[:, None]
+            visible = keys[None, :] <= last_visible[:, None]
             if LOCAL:
                 visible &= keys[None, :] >= first_visible_key(positions, window, chunk)[:, None]
             scores = tl.where(visible & in_range[None, :], scores, float("-inf"))
@@ -114,15 +114,16 @@ def _attend_tiles(
     do_not_specialize=["num_rows", "num_tokens", "window", "chunk"], do_not_specialize_on_alignment=["query_start"]
 )
 def paged_prefill(
-    q, out, k_cache, v_cache, slots, query_start, seq_lens, block_table, sinks, slopes,
+    q, out, k_cache, v_cache, slots, query_start, seq_lens, block_table, sinks, slopes, lookahead,
     num_rows, num_tokens, scale, v_scale, softcap, window, chunk, table_stride, q_stride, q_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, LOCAL: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, LOCAL: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of `BLOCK_M // GROUP` tokens of one row, for one key head; the decode kernel runs rows with one token.
-    scale, v_scale: of the scores over cached keys, and of the cached values."""
+    scale, v_scale: of the scores over cached keys, and of the cached values.
+    lookahead: see `AttentionMetadata`; read if LOOKAHEAD."""
     BQ: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first: a row's last tiles have the most keys
@@ -157,6 +158,11 @@ def paged_prefill(
     positions = cached + offset
     first_position = cached + first
     last_position = cached + tl.minimum(first + BQ, count) - 1
+    last_visible = positions
+    end = last_position + 1
+    if LOOKAHEAD:
+        last_visible += tl.load(lookahead + token, mask=valid_rows, other=0)
+        end = tl.minimum(tl.max(tl.where(valid_rows, last_visible, 0), 0) + 1, cached + count)
     table_row = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     maximum = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -168,7 +174,8 @@ def paged_prefill(
     if ALIBI:
         slope = tl.load(slopes + query_head, mask=valid_rows, other=0.0) * LOG2_E
 
-    # Keys [base, edge) are outside the window of some queries, [edge, diagonal) are visible to all, the rest is causal.
+    # Keys [base, edge) are outside the window of some queries, [edge, diagonal) are visible to all, the rest is causal,
+    # or visible to the tokens that look ahead.
     diagonal = (first_position + 1) // BLOCK_N * BLOCK_N
     first_visible = first_visible_key(first_position, window, chunk)
     edge = 0
@@ -177,17 +184,17 @@ def paged_prefill(
         reached = tl.cdiv(first_visible_key(last_position, window, chunk), BLOCK_N) * BLOCK_N
         edge = tl.maximum(tl.minimum(reached, diagonal), base)
         acc, maximum, total = _attend_tiles(
-            acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, base, edge,
+            acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, head, base, edge,
             scale, softcap, slope, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
             BLOCK_N, SOFTCAP, ALIBI, LOCAL, True,
         )  # fmt: skip
     acc, maximum, total = _attend_tiles(
-        acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, edge, diagonal,
+        acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, head, edge, diagonal,
         scale, softcap, slope, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
         BLOCK_N, SOFTCAP, ALIBI, LOCAL, False,
     )  # fmt: skip
     acc, maximum, total = _attend_tiles(
-        acc, maximum, total, query, positions, table_row, k_cache, v_cache, head, diagonal, last_position + 1,
+        acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, head, diagonal, end,
         scale, softcap, slope, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
         BLOCK_N, SOFTCAP, ALIBI, LOCAL, True,
     )  # fmt: skip
