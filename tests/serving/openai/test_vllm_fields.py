@@ -92,6 +92,8 @@ def test_ebnf_is_a_grammar(server: ServerProcess) -> None:
     assert text[0] in "+-" and set(text[1:].rstrip("!")) <= set("567") and len(text) > 1
     same = server.post("/v1/completions", asked | {"structured_outputs": {"grammar": grammar}}).json()
     assert same["choices"][0]["text"] == text
+    twice = {"structured_outputs": {"grammar": grammar}, "guided_grammar": grammar}
+    assert server.post("/v1/completions", asked | twice).json()["choices"][0]["text"] == text  # as guidance sends it
     refused = server.post("/v1/completions", asked | {"ebnf": 'root ::= "a" {'})
     assert refused.status_code == 400 and "cannot be used: as EBNF" in refused.json()["error"]["message"]
     both = server.post("/v1/completions", asked | {"ebnf": grammar, "regex": "a"})

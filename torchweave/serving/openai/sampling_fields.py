@@ -156,6 +156,7 @@ def _structured_outputs(body: Generation, with_response_format: bool) -> Structu
         if response_format.json_schema is None:
             raise ValueError('response_format of type json_schema needs json_schema: {"name": ..., "schema": {...}}.')
         constraints["response_format"] = StructuredOutputs(json=response_format.json_schema.schema_)
-    if len(constraints) > 1:
+    first = next(iter(constraints.values()), None)
+    if any(each != first for each in constraints.values()):  # some clients send one constraint by two names
         raise ValueError(f"{' and '.join(constraints)} conflict: each constrains the answer; send only one of them.")
-    return next(iter(constraints.values()), None)
+    return first
