@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweave.compiler.tuning.measure import Call, GraphClock
-from torchweave.ops.kernels.quant.int_linear import launch_dequantize
+from torchweave.ops.kernels.quant.dequantize import launch_dequantize
 from torchweave.ops.quant.int_linear import IntConfig, choose, dequantize_int, num_groups
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 256]

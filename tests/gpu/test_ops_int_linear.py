@@ -12,7 +12,7 @@ from tests.ops.int_cases import IntCase, Operands, fp4_operands, operands, weigh
 from tests.ops.quant.test_int8_linear import expected as int8_expected
 from tests.ops.quant.test_int8_linear import operands as int8_operands
 from torchweave import LLM, SamplingParams, TorchCompileConfig
-from torchweave.ops.kernels.quant.int_linear import launch_dequantize
+from torchweave.ops.kernels.quant.dequantize import launch_dequantize
 from torchweave.ops.quant.int8_linear import int8_linear
 from torchweave.ops.quant.int_linear import IntConfig, int_linear, launch_samples
 from torchweave.report import Report
@@ -145,18 +145,19 @@ def test_chain_in_a_graph() -> None:
 
 def test_samples_launch_what_merged_linears_need() -> None:
     """After them no shape of this width builds a kernel."""
-    from torchweave.ops.kernels.quant import int_linear as kernels
+    from torchweave.ops.kernels.quant.dequantize import dequantize_words_kernel
+    from torchweave.ops.kernels.quant.int_linear import add_kernel, row_kernel, split_kernel
 
     made = operands(IntCase(4, 128), 8, 512, 2048, torch.bfloat16, "cuda")
-    for tokens in (1, 8, 64, 256):
+    for tokens in (1, 8, 64, 256, 600):
         launch_samples(made.x[:1].expand(tokens, -1).contiguous(), *made.weight, None, 128)
-    names = ("row_kernel", "split_kernel", "dequantize_kernel")
-    built = [sum(len(caches[0]) for caches in getattr(kernels, name).device_caches.values()) for name in names]
+    kernels = (row_kernel, split_kernel, add_kernel, dequantize_words_kernel)
+    built = [sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in kernels]
     for rows in (1024, 12288):
         wide = operands(IntCase(4, 128), 1, rows, 2048, torch.bfloat16, "cuda")
-        for tokens in (1, 7, 60, 200):
+        for tokens in (1, 7, 60, 200, 700):
             int_linear(wide.x.expand(tokens, -1).contiguous(), *wide.weight, None, 128)
-    assert built == [sum(len(caches[0]) for caches in getattr(kernels, name).device_caches.values()) for name in names]
+    assert built == [sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in kernels]
 
 
 @pytest.mark.parametrize("enable_inductor", [True, False])

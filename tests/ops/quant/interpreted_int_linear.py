@@ -7,7 +7,7 @@ import sys
 import torch
 
 from tests.ops.int_cases import IntCase, Operands, fp4_operands, operands, weight_values
-from torchweave.ops.kernels.quant.int_linear import launch_dequantize
+from torchweave.ops.kernels.quant.dequantize import launch_dequantize
 from torchweave.ops.quant.int_linear import IntConfig
 
 GROUPS = (128, 64, 32, 256, 0)

@@ -216,15 +216,17 @@ def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
 def test_kernels_with_e2m1_numbers_build_for_hopper(kind: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels.quant import dequantize
     from torchweave.ops.kernels.quant import int_linear as kernels
 
     made, config = fp4_operands(kind, 8, 256, 4096, dtype), choose(8, 256, 4096, 4, e2m1=True)
     assert config is not None and config.kernel == "split"
-    with recorded(kernels, "split_kernel", "add_kernel", "dequantize_words_kernel") as launches:
+    with recorded(kernels, "split_kernel", "add_kernel") as launches:
         config.run(made.x, made.w, made.scale, None, None, made.group, torch.empty(8, 256, dtype=dtype), made.row_scale)
+    with recorded(dequantize, "dequantize_words_kernel") as others:
         out = torch.empty(256, 4096, dtype=dtype)
-        kernels.launch_dequantize(made.w, made.scale, None, made.group, out, made.row_scale)
-    product, *_ = (compile_for_hopper(launch) for launch in launches)
+        dequantize.launch_dequantize(made.w, made.scale, None, made.group, out, made.row_scale)
+    product, *_ = (compile_for_hopper(launch) for launch in (*launches, *others))
     assert "mma.sync" in product.asm["ptx"] and ("mul.rn.bf16x2" in product.asm["ptx"]) == (dtype == torch.bfloat16)
 
 
@@ -254,10 +256,10 @@ def test_programs_that_divide_the_inputs_build_for_hopper(config: IntConfig) -> 
 def test_dequantization_builds_for_hopper(case: IntCase) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels.quant import int_linear as kernels
+    from torchweave.ops.kernels.quant import dequantize
 
     made = operands(case, 1, 64, 1024, torch.bfloat16)
-    with recorded(kernels, "dequantize_words_kernel", "dequantize_bytes_kernel") as launches:
-        kernels.launch_dequantize(*made.weight[:3], made.group, torch.empty(64, 1024, dtype=torch.bfloat16))
+    with recorded(dequantize, "dequantize_words_kernel", "dequantize_bytes_kernel") as launches:
+        dequantize.launch_dequantize(*made.weight[:3], made.group, torch.empty(64, 1024, dtype=torch.bfloat16))
     ptx = compile_for_hopper(launches[0]).asm["ptx"]
     assert "st.global.v2" in ptx or "st.global.v4" in ptx, "vectors of 16-bit numbers"

@@ -241,7 +241,7 @@ def _dequantize_on_gpu(
 ) -> Tensor:
     if not kernels_support(width, group, dtype, scale.dtype):
         return dequantize_int(w, scale, zero, width, group, dtype, row_scale)
-    from torchweave.ops.kernels.quant.int_linear import launch_dequantize
+    from torchweave.ops.kernels.quant.dequantize import launch_dequantize
 
     out = torch.empty(w.shape[0], width, dtype=dtype, device=w.device)
     launch_dequantize(w, scale, zero, group, out, row_scale)

@@ -4,7 +4,7 @@
 of the mantissa; the input is scaled by `2 ** (23 - p)` instead, and what the ones add is subtracted. `split_kernel` (4 bits) makes
 16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a program share its rows and divide K, or (SPLIT 1)
 share its inputs and divide its rows. `byte_kernel` is the same for 8 bits. Several programs may divide K too; then
-`add_kernel` adds their sums. `dequantize_kernel` writes a whole weight for the BLAS.
+`add_kernel` adds their sums.
 
 Each starts under programmatic dependent launch while the previous kernel drains; the row kernel loads its first weights before it
 waits. Without sm_90's instructions (and in Triton's interpreter) shifts and conversions replace the assembly (ASSEMBLY).
@@ -254,7 +254,7 @@ def _nibble_pair(word, J: tl.constexpr, shape: tl.constexpr, FORMAT: tl.constexp
 
 
 @triton.jit
-def _nibbles(
+def nibbles(
     tile, FORMAT: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
@@ -282,7 +282,7 @@ def _nibbles(
 
 
 @triton.jit
-def _parameter(pointer, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
+def parameter(pointer, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
     """Scales or zero points of a part of each warp's block, of the shape of `rows + block`."""
     group = _parameter_group(block, part, GROUP, GROUPS, PARTS)
     return tl.load(pointer + rows * GROUPS + group, mask=group < GROUPS, other=0.0)
@@ -295,7 +295,7 @@ def _dots(
 ):  # fmt: skip
     """sums plus products of 32 inputs of each warp's block, which lie in one group, without its scale."""
     if ZERO:
-        point = (_parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a0.dtype)
+        point = (parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a0.dtype)
         a0, a1 = a0 - point, a1 - point
     return tl.dot(a1, b1, tl.dot(a0, b0, sums, input_precision="ieee"), input_precision="ieee")
 
@@ -315,7 +315,7 @@ def first_scales(
 ):  # fmt: skip
     """Scales of the first part of blocks of integers, which `add_block` takes; e2m1 numbers need none."""
     if FORMAT == "int":
-        return _parameter(scale, rows, block, 0, GROUP, GROUPS, PARTS)
+        return parameter(scale, rows, block, 0, GROUP, GROUPS, PARTS)
     else:  # noqa: RET505
         return 0.0
 
@@ -328,10 +328,10 @@ def _weights(
     """Numbers of input J of every word times their scale, in 16 bits: exact for e2m1, rounded once for integers."""
     part: tl.constexpr = J * PARTS // 8
     if ZERO:
-        a -= (_parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a.dtype)
+        a -= (parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a.dtype)
     s = by
     if FORMAT != "int" or PARTS > 1:
-        s = _parameter(scale, rows, block, part, GROUP, GROUPS, PARTS)
+        s = parameter(scale, rows, block, part, GROUP, GROUPS, PARTS)
     if FORMAT == "int" and s.dtype != a.dtype:
         return (a.to(tl.float32) * s.to(tl.float32)).to(a.dtype)
     else:  # noqa: RET505
@@ -356,7 +356,7 @@ def add_block(
     b5 = tl.load(here + 80, mask=real & (k + 80 < left), other=0.0)
     b6 = tl.load(here + 96, mask=real & (k + 96 < left), other=0.0)
     b7 = tl.load(here + 112, mask=real & (k + 112 < left), other=0.0)
-    a0, a1, a2, a3, a4, a5, a6, a7 = _nibbles(tile, FORMAT, SPLIT, BLOCK_N, WORDS, DTYPE, ASSEMBLY)
+    a0, a1, a2, a3, a4, a5, a6, a7 = nibbles(tile, FORMAT, SPLIT, BLOCK_N, WORDS, DTYPE, ASSEMBLY)
     if FORMAT == "e2m1" or ROUND:
         a0 = _weights(a0, by, scale, zero, rows, block, 0, FORMAT, GROUP, GROUPS, PARTS, ZERO)
         a1 = _weights(a1, by, scale, zero, rows, block, 1, FORMAT, GROUP, GROUPS, PARTS, ZERO)
@@ -381,17 +381,17 @@ def add_block(
         sums = _dots(none, a0, a1, b0, b1, zero, rows, block, 0, GROUP, GROUPS, PARTS, ZERO)
         if PARTS == 4:
             total += sums * by.to(tl.float32)
-            by = _parameter(scale, rows, block, quarter, GROUP, GROUPS, PARTS)
+            by = parameter(scale, rows, block, quarter, GROUP, GROUPS, PARTS)
             sums = none
         sums = _dots(sums, a2, a3, b2, b3, zero, rows, block, quarter, GROUP, GROUPS, PARTS, ZERO)
         if PARTS > 1:
             total += sums * by.to(tl.float32)
-            by = _parameter(scale, rows, block, half, GROUP, GROUPS, PARTS)
+            by = parameter(scale, rows, block, half, GROUP, GROUPS, PARTS)
             sums = none
         sums = _dots(sums, a4, a5, b4, b5, zero, rows, block, half, GROUP, GROUPS, PARTS, ZERO)
         if PARTS == 4:
             total += sums * by.to(tl.float32)
-            by = _parameter(scale, rows, block, PARTS - 1, GROUP, GROUPS, PARTS)
+            by = parameter(scale, rows, block, PARTS - 1, GROUP, GROUPS, PARTS)
             sums = none
         sums = _dots(sums, a6, a7, b6, b7, zero, rows, block, PARTS - 1, GROUP, GROUPS, PARTS, ZERO)
         return total + sums * by.to(tl.float32)
@@ -501,70 +501,6 @@ def add_kernel(
     tl.store(out + tl.program_id(0).to(tl.int64) * out_stride + n, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _store_values(
-    a, scale, zero, by_row, out, row, rows, c, num_outputs, J: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """Store the values of input J of the words c of rows."""
-    block, k = (c // WORDS)[None, :], c // WORDS * BLOCK + c % WORDS + 16 * J
-    part: tl.constexpr = J * PARTS // 8
-    value = a.to(tl.float32)
-    if ZERO:
-        value -= _parameter(zero, rows[:, None], block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0
-    value *= scale_value(_parameter(scale, rows[:, None], block, part, GROUP, GROUPS, PARTS)) * by_row[:, None]
-    at = out + rows[:, None] * WIDTH + k[None, :]
-    tl.store(at, value.to(out.dtype.element_ty), mask=(row < num_outputs)[:, None] & (k < WIDTH)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_outputs"])
-def dequantize_words_kernel(
-    w, scale, zero, out, row_scale, num_outputs, FORMAT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """Grid (N tiles, K tiles): the values [N, K] of a weight of 4 bits, rounded once. A word is loaded once for its 8 numbers."""
-    COUNT: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK * WORDS
-    row, c = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    rows = tl.minimum(row, num_outputs - 1).to(tl.int64)
-    tile = tl.load(w + rows[:, None] * COUNT + c[None, :], mask=(c < COUNT)[None, :], other=0)
-    by_row = tl.full([BLOCK_N], 1.0, tl.float32)
-    if BY_ROW:
-        by_row = tl.load(row_scale + rows)
-    kind: tl.constexpr = out.dtype.element_ty
-    a0, a1, a2, a3, a4, a5, a6, a7 = _nibbles(tile, FORMAT, 1, BLOCK_N, BLOCK_W, kind, ASSEMBLY)
-    _store_values(a0, scale, zero, by_row, out, row, rows, c, num_outputs, 0, WIDTH, GROUP, GROUPS, PARTS, ZERO)
-    _store_values(a1, scale, zero, by_row, out, row, rows, c, num_outputs, 1, WIDTH, GROUP, GROUPS, PARTS, ZERO)
-    _store_values(a2, scale, zero, by_row, out, row, rows, c, num_outputs, 2, WIDTH, GROUP, GROUPS, PARTS, ZERO)
-    _store_values(a3, scale, zero, by_row, out, row, rows, c, num_outputs, 3, WIDTH, GROUP, GROUPS, PARTS, ZERO)
-    _store_values(a4, scale, zero, by_row, out, row, rows, c, num_outputs, 4, WIDTH, GROUP, GROUPS, PARTS, ZERO)
-    _store_values(a5, scale, zero, by_row, out, row, rows, c, num_outputs, 5, WIDTH, GROUP, GROUPS, PARTS, ZERO)
-    _store_values(a6, scale, zero, by_row, out, row, rows, c, num_outputs, 6, WIDTH, GROUP, GROUPS, PARTS, ZERO)
-    _store_values(a7, scale, zero, by_row, out, row, rows, c, num_outputs, 7, WIDTH, GROUP, GROUPS, PARTS, ZERO)
-
-
-@triton.jit(do_not_specialize=["num_outputs"])
-def dequantize_bytes_kernel(
-    w, scale, zero, out, num_outputs, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The same for 8 bits; runs of 32 inputs share a scale."""
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    run = tl.program_id(1) * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
-    mask, rows = (row < num_outputs)[:, None] & (k < WIDTH)[None, :], row.to(tl.int64)[:, None]
-    at = rows * GROUPS + (run * 32 // GROUP)[None, :]
-    inside = (row < num_outputs)[:, None] & (run * 32 < WIDTH)[None, :]
-    value = tl.reshape(tl.load(w + rows * WIDTH + k[None, :], mask=mask, other=0), [BLOCK_N, BLOCK_K // 32, 32]).to(
-        tl.float32
-    )
-    if ZERO:
-        value -= (tl.load(zero + at, mask=inside, other=0).to(tl.float32) - 128.0)[:, :, None]
-    value *= tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-    result = tl.reshape(value, [BLOCK_N, BLOCK_K]).to(out.dtype.element_ty)
-    tl.store(out + rows * WIDTH + k[None, :], result, mask=mask)
-
-
 def format_of(scale: Tensor) -> str:
     """FORMAT of the kernels: e2m1 numbers have scales that are exponents or in 8 bits."""
     return "e2m1" if scale.dtype in (torch.uint8, FP8) else "int"
@@ -615,27 +551,3 @@ def launch(
             to, operands[4], out, config.programs, outputs, out.stride(0), HAS_BIAS=bias is not None, BLOCK_N=512, num_warps=4,
             **dependent,
         )  # fmt: skip
-
-
-def launch_dequantize(
-    w: Tensor, scale: Tensor, zero: Tensor | None, group: int, out: Tensor, row_scale: Tensor | None = None
-) -> None:
-    """out [N, K], contiguous, of a weight as `torchweave::int_linear`, columns in the order of w."""
-    outputs, width = out.shape
-    point, groups = scale if zero is None else zero, scale.shape[1]
-    constants: dict[str, Any] = {
-        "WIDTH": width,
-        "GROUP": group,
-        "GROUPS": groups,
-        "ZERO": zero is not None,
-        "BLOCK_N": 16,
-    }
-    if w.dtype == torch.int8:
-        grid = (cdiv(outputs, 16), cdiv(width, 512))
-        dequantize_bytes_kernel[grid](w, scale, point, out, outputs, BLOCK_K=512, num_warps=8, **constants)
-        return
-    hopper = out.is_cuda and supports_pdl(out.device) and out.dtype in (torch.bfloat16, torch.float16)
-    dequantize_words_kernel[(cdiv(outputs, 16), cdiv(w.shape[1], 64))](
-        w, scale, point, out, scale if row_scale is None else row_scale, outputs, FORMAT=format_of(scale),
-        PARTS=parts_of(scale, group), BY_ROW=row_scale is not None, BLOCK_W=64, ASSEMBLY=hopper, num_warps=8, **constants,
-    )  # fmt: skip
