@@ -1,7 +1,7 @@
 """Triton kernels that write a whole weight in 4 or 8 bits for the BLAS; layouts: `torchweave.ops.quant.int_linear`."""
 
 # Triton's decorators and constexpr arguments are untyped.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
