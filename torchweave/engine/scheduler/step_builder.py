@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -215,7 +216,7 @@ class StepBuilder:
 
     def _image_inputs(
         self, table: SlotTable, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]]
-    ) -> dict[str, np.ndarray]:
+    ) -> dict[str, Any]:
         """What a step with chunks carries for a model that takes images, by the field of `Step`."""
         if not chunks or self._image_rows is None:
             return {}
