@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
-from torchweave.compiler.capture.outputs import VAR_KEYWORDS, output_tree, record_side_effects
+from torchweave.compiler.capture.outputs import EXTRA_KEYWORDS, output_tree, record_side_effects
 from torchweave.compiler.capture.trace_once.clone_layers import (
     CloneError,
     PlaceholderMap,
@@ -205,10 +205,10 @@ def _roots(request: _Request, captured: Any) -> dict[str, Any]:
     globals_ = dict(output.f_globals)
     for alias, name in output.import_sources.items():
         globals_.setdefault(alias, sys.modules.get(name))
-    return {"L": frame, "G": globals_, VAR_KEYWORDS: _var_keywords(forward.__code__)}
+    return {"L": frame, "G": globals_, EXTRA_KEYWORDS: _extra_keywords(forward.__code__)}
 
 
-def _var_keywords(code: CodeType) -> str | None:
+def _extra_keywords(code: CodeType) -> str | None:
     """Name of the parameter `**kwargs` of a function."""
     if not code.co_flags & inspect.CO_VARKEYWORDS:
         return None

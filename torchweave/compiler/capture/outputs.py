@@ -100,7 +100,7 @@ _WARNING_PREFIX = "While compiling, we found certain side effects"
 _REGISTERED = re.compile(r"\.(?:__dict__\[')?_(?:modules|buffers|parameters)(?:'\])?(?:\['(\w+)'\])?")
 _ROOT = re.compile(r"^[LG]\['(\w+)'\]")
 _REGISTRIES = tuple(f"_{kind}{end}" for kind in ("modules", "buffers", "parameters") for end in ("", "']"))
-VAR_KEYWORDS = "**"
+EXTRA_KEYWORDS = "**"
 """Key of the roots under which the name of forward's `**kwargs` stands."""
 _PLAIN = (bool, int, float, complex, str, bytes)
 _Contents = dict[Any, Any]
@@ -145,7 +145,7 @@ def reject_side_effects(sources: Sequence[str], roots: Mapping[str, Any]) -> Ite
 def _is_of_call(source: str, roots: Mapping[str, Any]) -> bool:
     """Whether the object is the dict of a call's further keyword arguments, which ends with the call."""
     root = _ROOT.match(source)
-    return root is not None and source.startswith("L[") and root[1] == roots.get(VAR_KEYWORDS)
+    return root is not None and source.startswith("L[") and root[1] == roots.get(EXTRA_KEYWORDS)
 
 
 def _snapshot(source: str, roots: Mapping[str, Any]) -> tuple[Any, list[_Contents]]:

@@ -144,8 +144,8 @@ def delta_prefill(
     place = state + ((slot * VALUE_HEADS + head) * KEY_DIM + key_dim[:, None]) * VALUE_DIM + value_dim[None, :]
     valid_state = valid_key[:, None] & valid_value[None, :]
     matrix = tl.load(place, mask=valid_state & (tl.load(seq_lens + row) > end - first), other=0.0)
-    solved = inverse + ((first // CHUNK + row).to(tl.int64) * VALUE_HEADS + head) * CHUNK * CHUNK
-    solved += at[:, None] * CHUNK + at[None, :]
+    inverses = inverse + ((first // CHUNK + row).to(tl.int64) * VALUE_HEADS + head) * CHUNK * CHUNK
+    inverses += at[:, None] * CHUNK + at[None, :]
     k_head, q_head = k + head // GROUP * k_head_stride, q + head // GROUP * q_head_stride
     v_head, g_head, beta_head = v + head * v_head_stride, g + head * g_head_stride, beta + head * beta_head_stride
     token = (first + at).to(tl.int64)
@@ -156,7 +156,7 @@ def delta_prefill(
     next_values = tl.load(v_head + token[:, None] * v_stride + value_dim[None, :], mask=by_value, other=0.0)
     next_rate = tl.load(beta_head + token * beta_stride, mask=valid, other=0.0)
     next_decay = tl.load(g_head + token * g_stride, mask=valid, other=0.0)
-    next_solution = tl.load(solved)
+    next_solution = tl.load(inverses)
     for _ in range(first, end, CHUNK):
         keys, query, solution = (
             _unit_rows(next_keys, NORMALIZE),
@@ -175,8 +175,8 @@ def delta_prefill(
         next_values = tl.load(v_head + token[:, None] * v_stride + value_dim[None, :], mask=by_value, other=0.0)
         next_rate = tl.load(beta_head + token * beta_stride, mask=valid, other=0.0)
         next_decay = tl.load(g_head + token * g_stride, mask=valid, other=0.0)
-        solved += VALUE_HEADS * CHUNK * CHUNK
-        next_solution = tl.load(solved, mask=valid[:, None], other=0.0)
+        inverses += VALUE_HEADS * CHUNK * CHUNK
+        next_solution = tl.load(inverses, mask=valid[:, None], other=0.0)
         total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
         before = tl.dot(keys, matrix, input_precision=PRECISION) * tl.exp(total)[:, None]
         delta = tl.dot(solution, (values - before) * rate[:, None], input_precision=PRECISION)
@@ -185,6 +185,6 @@ def delta_prefill(
         result = tl.dot(query, matrix, input_precision=PRECISION) * tl.exp(total)[:, None]
         result = tl.dot(scores, delta, result, input_precision=PRECISION)
         tl.store(target, result.to(out.dtype.element_ty), mask=here)
-        faded = keys * tl.exp(whole - total)[:, None]
-        matrix = tl.dot(tl.trans(faded), delta, matrix * tl.exp(whole), input_precision=PRECISION)
+        keys_at_end = keys * tl.exp(whole - total)[:, None]
+        matrix = tl.dot(tl.trans(keys_at_end), delta, matrix * tl.exp(whole), input_precision=PRECISION)
     tl.store(place, matrix, mask=valid_state)
