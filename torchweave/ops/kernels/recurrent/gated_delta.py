@@ -87,6 +87,20 @@ def _unit_rows(rows, NORMALIZE: tl.constexpr):
     return rows
 
 
+@triton.jit
+def _rounded(x):
+    """float32 with the 10 bits of tf32, to the nearest."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(a, b, PRECISION: tl.constexpr):
+    """a @ b. The tensor cores cut numbers to tf32, an error of one sign that adds up over a chunk, so they are rounded first."""
+    if PRECISION == "tf32":
+        a, b = _rounded(a), _rounded(b)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def delta_solve(
     k, g, beta, inverse, query_start, num_rows, num_tokens,
@@ -112,7 +126,7 @@ def delta_solve(
     total = tl.cumsum(tl.load(g + token * g_stride + head * g_head_stride, mask=valid, other=0.0).to(tl.float32), 0)
     # Transposed: entry [j, i] is A[i, j], so that a row of A comes out along the rows of `result`.
     between = tl.exp(tl.where(at[:, None] < at[None, :], total[None, :] - total[:, None], float("-inf")))
-    entries = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * between * rate[None, :]
+    entries = _product(keys, tl.trans(keys), PRECISION) * between * rate[None, :]
     result = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
     for i in range(1, CHUNK):
         factors = tl.sum(tl.where(at[None, :] == i, entries, 0.0), 1)
@@ -144,47 +158,29 @@ def delta_prefill(
     place = state + ((slot * VALUE_HEADS + head) * KEY_DIM + key_dim[:, None]) * VALUE_DIM + value_dim[None, :]
     valid_state = valid_key[:, None] & valid_value[None, :]
     matrix = tl.load(place, mask=valid_state & (tl.load(seq_lens + row) > end - first), other=0.0)
-    inverses = inverse + ((first // CHUNK + row).to(tl.int64) * VALUE_HEADS + head) * CHUNK * CHUNK
-    inverses += at[:, None] * CHUNK + at[None, :]
+    inverse += ((first // CHUNK + row).to(tl.int64) * VALUE_HEADS + head) * CHUNK * CHUNK
+    inverse_place = inverse + at[:, None] * CHUNK + at[None, :]
     k_head, q_head = k + head // GROUP * k_head_stride, q + head // GROUP * q_head_stride
     v_head, g_head, beta_head = v + head * v_head_stride, g + head * g_head_stride, beta + head * beta_head_stride
-    token = (first + at).to(tl.int64)
-    valid = token < end
-    by_key, by_value = valid[:, None] & valid_key[None, :], valid[:, None] & valid_value[None, :]
-    next_keys = tl.load(k_head + token[:, None] * k_stride + key_dim[None, :], mask=by_key, other=0.0)
-    next_query = tl.load(q_head + token[:, None] * q_stride + key_dim[None, :], mask=by_key, other=0.0)
-    next_values = tl.load(v_head + token[:, None] * v_stride + value_dim[None, :], mask=by_value, other=0.0)
-    next_rate = tl.load(beta_head + token * beta_stride, mask=valid, other=0.0)
-    next_decay = tl.load(g_head + token * g_stride, mask=valid, other=0.0)
-    next_solution = tl.load(inverses)
-    for _ in range(first, end, CHUNK):
-        keys, query, solution = (
-            _unit_rows(next_keys, NORMALIZE),
-            _unit_rows(next_query, NORMALIZE) * scale,
-            next_solution,
-        )
-        values, rate, decay = next_values.to(tl.float32), next_rate.to(tl.float32), next_decay.to(tl.float32)
-        target = out + token[:, None] * out_stride + head * out_head_stride + value_dim[None, :]
-        here = by_value
-        # The next chunk is read while this one's products run: a program has its multiprocessor to itself.
-        token += CHUNK
+    for begin in tl.range(first, end, CHUNK):
+        token = (begin + at).to(tl.int64)
         valid = token < end
         by_key, by_value = valid[:, None] & valid_key[None, :], valid[:, None] & valid_value[None, :]
-        next_keys = tl.load(k_head + token[:, None] * k_stride + key_dim[None, :], mask=by_key, other=0.0)
-        next_query = tl.load(q_head + token[:, None] * q_stride + key_dim[None, :], mask=by_key, other=0.0)
-        next_values = tl.load(v_head + token[:, None] * v_stride + value_dim[None, :], mask=by_value, other=0.0)
-        next_rate = tl.load(beta_head + token * beta_stride, mask=valid, other=0.0)
-        next_decay = tl.load(g_head + token * g_stride, mask=valid, other=0.0)
-        inverses += VALUE_HEADS * CHUNK * CHUNK
-        next_solution = tl.load(inverses, mask=valid[:, None], other=0.0)
+        keys = tl.load(k_head + token[:, None] * k_stride + key_dim[None, :], mask=by_key, other=0.0)
+        query = tl.load(q_head + token[:, None] * q_stride + key_dim[None, :], mask=by_key, other=0.0)
+        keys, query = _unit_rows(keys, NORMALIZE), _unit_rows(query, NORMALIZE) * scale
+        values = tl.load(v_head + token[:, None] * v_stride + value_dim[None, :], mask=by_value, other=0.0)
+        rate = tl.load(beta_head + token * beta_stride, mask=valid, other=0.0).to(tl.float32)
+        decay = tl.load(g_head + token * g_stride, mask=valid, other=0.0).to(tl.float32)
         total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
-        before = tl.dot(keys, matrix, input_precision=PRECISION) * tl.exp(total)[:, None]
-        delta = tl.dot(solution, (values - before) * rate[:, None], input_precision=PRECISION)
+        before = _product(keys, matrix, PRECISION) * tl.exp(total)[:, None]
+        delta = _product(tl.load(inverse_place), (values.to(tl.float32) - before) * rate[:, None], PRECISION)
         between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
-        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * between
-        result = tl.dot(query, matrix, input_precision=PRECISION) * tl.exp(total)[:, None]
-        result = tl.dot(scores, delta, result, input_precision=PRECISION)
-        tl.store(target, result.to(out.dtype.element_ty), mask=here)
+        scores = _product(query, tl.trans(keys), PRECISION) * between
+        result = _product(query, matrix, PRECISION) * tl.exp(total)[:, None] + _product(scores, delta, PRECISION)
+        target = out + token[:, None] * out_stride + head * out_head_stride + value_dim[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=by_value)
         keys_at_end = keys * tl.exp(whole - total)[:, None]
-        matrix = tl.dot(tl.trans(keys_at_end), delta, matrix * tl.exp(whole), input_precision=PRECISION)
+        matrix = matrix * tl.exp(whole) + _product(tl.trans(keys_at_end), delta, PRECISION)
+        inverse_place += VALUE_HEADS * CHUNK * CHUNK
     tl.store(place, matrix, mask=valid_state)
