@@ -52,6 +52,9 @@ def _falcon_forward(
         groups = module.num_kv_heads
         fused = fused.view(1, tokens, groups, module.num_heads // groups + 2, head_dim)
         query, key, value = fused[:, :, :, :-2].flatten(2, 3), fused[:, :, :, -2], fused[:, :, :, -1]
+    elif module.multi_query:  # not `_split_heads`, whose index lists are copied from the host in each step
+        fused = fused.view(1, tokens, module.num_heads + 2, head_dim)
+        query, key, value = fused[:, :, :-2], fused[:, :, -2:-1], fused[:, :, -1:]
     else:
         query, key, value = module._split_heads(fused)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))

@@ -149,6 +149,26 @@ def test_side_effects_are_rejected_and_undone(call: Any, changed: str) -> None:
     assert (module.scale, module.seen, vars(module.child).get("last")) == (1.0, [], None) and module.state is state
 
 
+class _Literals(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        kept, written = torch.tensor([0.5, 2.0]), torch.tensor([1.0, 3.0])
+        written += x[0]
+        return x * kept.to(x.device) + written
+
+
+def test_tensors_of_numbers_are_constants_unless_they_are_written() -> None:
+    """A step would copy them from the host each time, which a CUDA graph cannot record."""
+    graph = capture(_Literals(), {"x": torch.zeros(3, 2)}, {"x": {0: "T"}}, "backed_size_oblivious")
+    assert [node.target for node in graph.graph.nodes].count(torch.tensor) == 1
+    assert [constant.tensor.tolist() for _, constant in graph.constants()] == [[0.5, 2.0]]
+    compiled_graph, x = (
+        compile_graph(_Literals(), {"x": torch.zeros(3, 2)}, {"x": {0: "T"}}, config=FX),
+        torch.randn(5, 2),
+    )
+    for _ in range(2):
+        assert torch.equal(compiled_graph(call_op, x), _Literals()(x))
+
+
 def test_reverted_side_effect_is_captured() -> None:
     module = _Changing(_sets_back)
     graph = capture(module, {"x": torch.zeros(3, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")

@@ -167,6 +167,7 @@ def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
         clone_layers(graph, placeholders)
     graph.symbols = _name_symbols(graph, request.dynamic)
     _lift_attributes(graph)
+    _lift_literals(graph)
     _reject_mutated_constants(graph)
     clean_up_graph(graph)
     return graph
@@ -367,6 +368,28 @@ def _lift_attributes(graph: CapturedGraph) -> None:
             attribute = getattr(attribute, part)
         if isinstance(attribute, Tensor):
             node.replace_all_uses_with(graph.add_constant(node.name, attribute))
+            graph.graph.erase_node(node)
+
+
+def _lift_literals(graph: CapturedGraph) -> None:
+    """Turn `torch.tensor(<numbers>)`, and its copy on a device, into constants, unless forward writes to it.
+
+    A forward would copy them from the host each time, which a CUDA graph cannot record.
+    """
+    written = {storage_id(argument) for node in graph.graph.nodes for argument in mutated_args(node)}
+    literals: dict[fx.Node, Tensor] = {}
+    for node in list(graph.graph.nodes):
+        sources = node.all_input_nodes
+        if node.op == "call_function" and node.target is torch.tensor and not sources:
+            made = torch.tensor(*node.args, **node.kwargs)
+        elif node.op == "call_method" and node.target == "to" and len(sources) == 1 and sources[0] in literals:
+            made = literals[sources[0]].to(*node.args[1:], **node.kwargs)
+        else:
+            continue
+        if storage_id(node) not in written:
+            constant = graph.add_constant(node.name, made)
+            literals[constant] = made
+            node.replace_all_uses_with(constant)
             graph.graph.erase_node(node)
 
 
