@@ -1,4 +1,4 @@
-"""Write the newest results of bench/results/*.json per model and device into the table of README.md.
+"""Write the newest results of bench/results/*.json per model, weights and device into the table of README.md.
 
 python scripts/results_table.py
 """
@@ -30,7 +30,8 @@ def table(results: list[tuple[str, dict[str, Any]]]) -> str:
         )
         mixed = result.get("mixed", {}).get("output_throughput")
         attention = result.get("plan", {}).get("attention_backend")
-        what = f"{result['model']} {result['dtype']}, {result['environment']['device']}"
+        weights = result.get("plan", {}).get("quantization") or result["dtype"]
+        what = f"{result['model']} {weights}, {result['environment']['device']}"
         what += f", {attention} attention" if attention else ""
         lines.append(
             f"| {what} | {decode} | {first} | {prefill or '-'} | {f'{mixed:,.0f}' if mixed else '-'} | [run]({path}) |"
@@ -43,14 +44,14 @@ def _cells(rows: Any, key: str, value: str, form: str) -> str:
 
 
 def read(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The newest result of `torchweave bench latency|throughput|suite` per model and device in a folder."""
+    """The newest result of `torchweave bench latency|throughput|suite` per model, weights and device in a folder."""
     newest: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(result, dict) or result.get("scenario") not in ("latency", "throughput", "suite"):
             continue
         environment = result["environment"]
-        key = result["model"], result["dtype"], environment["device"]
+        key = result["model"], result["dtype"], result.get("plan", {}).get("quantization") or "", environment["device"]
         if key not in newest or environment["date"] > newest[key][1]["environment"]["date"]:
             newest[key] = path.with_suffix(".md").relative_to(ROOT).as_posix(), result
     return [newest[key] for key in sorted(newest)]
