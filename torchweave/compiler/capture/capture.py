@@ -167,7 +167,7 @@ def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
         clone_layers(graph, placeholders)
     graph.symbols = _name_symbols(graph, request.dynamic)
     _lift_attributes(graph)
-    _lift_literals(graph)
+    _lift_number_tensors(graph)
     _reject_mutated_constants(graph)
     clean_up_graph(graph)
     return graph
@@ -371,24 +371,24 @@ def _lift_attributes(graph: CapturedGraph) -> None:
             graph.graph.erase_node(node)
 
 
-def _lift_literals(graph: CapturedGraph) -> None:
+def _lift_number_tensors(graph: CapturedGraph) -> None:
     """Turn `torch.tensor(<numbers>)`, and its copy on a device, into constants, unless forward writes to it.
 
     A forward would copy them from the host each time, which a CUDA graph cannot record.
     """
     written = {storage_id(argument) for node in graph.graph.nodes for argument in mutated_args(node)}
-    literals: dict[fx.Node, Tensor] = {}
+    made_tensors: dict[fx.Node, Tensor] = {}
     for node in list(graph.graph.nodes):
         sources = node.all_input_nodes
         if node.op == "call_function" and node.target is torch.tensor and not sources:
             made = torch.tensor(*node.args, **node.kwargs)
-        elif node.op == "call_method" and node.target == "to" and len(sources) == 1 and sources[0] in literals:
-            made = literals[sources[0]].to(*node.args[1:], **node.kwargs)
+        elif node.op == "call_method" and node.target == "to" and len(sources) == 1 and sources[0] in made_tensors:
+            made = made_tensors[sources[0]].to(*node.args[1:], **node.kwargs)
         else:
             continue
         if storage_id(node) not in written:
             constant = graph.add_constant(node.name, made)
-            literals[constant] = made
+            made_tensors[constant] = made
             node.replace_all_uses_with(constant)
             graph.graph.erase_node(node)
 
