@@ -33,7 +33,7 @@ from torchweave.ops.registry import define
 BLOCK = 128
 """Inputs of a block of 16 words of w."""
 WORDS = 16
-MAX_TOKENS = {4: 512, 8: 64}
+MAX_TOKENS = {4: 256, 8: 64}
 """Above this many tokens the BLAS runs, by bits."""
 ROW_KERNEL_MAX_TOKENS = 2
 E2M1_SCALES = (torch.uint8, FP8)
