@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +191,25 @@ def test_assembly_unpacks_two_words() -> None:
                 assert two == [float(CODES[int(q[0, 16 * j + 2 * pair + odd])]) for odd in range(2)]
 
 
+def assembly_pairs_columns(compiled: Any) -> bool:
+    """Whether words reach assembly, which takes two registers at a time; then they must be neighbouring columns of a row."""
+    text = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.MULTILINE))
+    found = re.findall(r"tt.elementwise_inline_asm .*\} %\S+ : tensor<[\dx]+xi32, (.*?)>+ ->", text)
+    for name in found:
+        layout = layouts.get(name, name)
+        if "dot_op" in layout:
+            assert int(re.search(r"kWidth = (\d+)", layout)[1]) >= 2  # type: ignore[index]
+            continue
+        assert layout.startswith("#ttg.blocked")
+        sizes, order = (
+            [int(each) for each in re.search(rf"{key} = \[([\d, ]+)\]", layout)[1].split(",")]  # type: ignore[index]
+            for key in ("sizePerThread", "order")
+        )
+        assert order[0] == len(sizes) - 1 and sizes[-1] % 2 == 0, layout
+    return bool(found)
+
+
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), CASES[5]], ids=str)
 @pytest.mark.parametrize("tokens", [1, 8, 32, 64, 128])
 def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
@@ -207,7 +228,9 @@ def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
     ptx = compiled.asm["ptx"]
     assert "griddepcontrol.wait" in ptx and compiled.metadata.shared <= 227 << 10
     if case.bits == 4:
-        assert "lop3.b32" in ptx and (config.kernel == "row" or "sub.rn.bf16x2" in ptx)
+        assembly = config.kernel == "row" or not case.zero
+        assert assembly_pairs_columns(compiled) == assembly
+        assert not assembly or ("lop3.b32" in ptx and (config.kernel == "row" or "sub.rn.bf16x2" in ptx))
     assert config.kernel == "row" or ("wgmma" if config.kernel == "tile" else "mma.sync") in ptx
 
 
@@ -226,8 +249,13 @@ def test_kernels_with_e2m1_numbers_build_for_hopper(kind: str, dtype: torch.dtyp
     with recorded(dequantize, "dequantize_words_kernel") as others:
         out = torch.empty(256, 4096, dtype=dtype)
         dequantize.launch_dequantize(made.w, made.scale, None, made.group, out, made.row_scale)
-    product, *_ = (compile_for_hopper(launch) for launch in (*launches, *others))
-    assert "mma.sync" in product.asm["ptx"] and ("mul.rn.bf16x2" in product.asm["ptx"]) == (dtype == torch.bfloat16)
+    product, *_ = (compile_for_hopper(launch) for launch in launches)
+    assert "mma.sync" in product.asm["ptx"] and not assembly_pairs_columns(product)
+    assert "mul.ftz" not in product.asm["ptx"], "codes of 0.5 are subnormal before their product"
+    launch = others[0]
+    weight = compile_for_hopper(replace(launch, kwargs=launch.kwargs | {"ASSEMBLY": True}))
+    assert assembly_pairs_columns(weight)
+    assert ("mul.rn.bf16x2" in weight.asm["ptx"]) == (dtype == torch.bfloat16)
 
 
 CONFIGS = [
@@ -249,6 +277,7 @@ def test_programs_that_divide_the_inputs_build_for_hopper(config: IntConfig) -> 
     assert [launch.grid for launch in launches] == [(256 // config.block_n, 1, config.programs), (32, 1)]
     products, added = (compile_for_hopper(launch) for launch in launches)
     assert ("wgmma" if config.kernel == "tile" else "mma.sync") in products.asm["ptx"]
+    assert assembly_pairs_columns(products) == config.hopper
     assert products.metadata.shared <= 227 << 10 and ("griddepcontrol.wait" in added.asm["ptx"]) == config.hopper
 
 
@@ -261,5 +290,10 @@ def test_dequantization_builds_for_hopper(case: IntCase) -> None:
     made = operands(case, 1, 64, 1024, torch.bfloat16)
     with recorded(dequantize, "dequantize_words_kernel", "dequantize_bytes_kernel") as launches:
         dequantize.launch_dequantize(*made.weight[:3], made.group, torch.empty(64, 1024, dtype=torch.bfloat16))
-    ptx = compile_for_hopper(launches[0]).asm["ptx"]
+    launch = launches[0]
+    if case.bits == 4:
+        launch = replace(launch, kwargs=launch.kwargs | {"ASSEMBLY": True})
+    compiled = compile_for_hopper(launch)
+    ptx = compiled.asm["ptx"]
+    assert assembly_pairs_columns(compiled) == (case.bits == 4)
     assert "st.global.v2" in ptx or "st.global.v4" in ptx, "vectors of 16-bit numbers"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.moe.experts_gemv import activation, gated_activation
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing
-from torchweave.ops.kernels.quant.int_linear import add_block, e2m1, first_scales, format_of
+from torchweave.ops.kernels.quant.int_linear import add_block, e2m1, first_scales, format_of, pairs_columns
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
@@ -358,7 +358,8 @@ def _format(weight: Tensor, scales: Tensor | None, packing: Packing, width: int,
         return {
             "scale_rows": 0, "FORMAT": format_of(scales) if words else "byte", "SCALE_BLOCK": 1, "GROUP": group,
             "GROUPS": groups, "ZERO": packing.zero is not None, "BY_ROW": packing.row_scale is not None,
-            "ASSEMBLY": weight.is_cuda and supports_pdl(weight.device), "BLOCK_K": block_k if groups == 1 else min(block_k, group),
+            "ASSEMBLY": weight.is_cuda and supports_pdl(weight.device) and pairs_columns(scales, packing.zero),
+            "BLOCK_K": block_k if groups == 1 else min(block_k, group),
         }  # fmt: skip
     return plain | {
         "scale_rows": scales.shape[1], "FORMAT": "mxfp4" if weight.dtype == torch.uint8 else "fp8",

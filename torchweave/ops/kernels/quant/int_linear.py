@@ -506,6 +506,15 @@ def format_of(scale: Tensor) -> str:
     return "e2m1" if scale.dtype in (torch.uint8, FP8) else "int"
 
 
+def pairs_columns(scale: Tensor, zero: Tensor | None) -> bool:
+    """Whether `nibbles` may use assembly: pack=2 takes two neighbouring registers of a thread, which must be neighbouring columns.
+
+    Triton chooses the layout. Numbers that meet a loaded parameter in 16 bits (zero points; scales of e2m1) can take that of the
+    parameter, one column wide, in which neighbouring registers are two rows. Integers alone take that of the dot's operand.
+    """
+    return zero is None and format_of(scale) == "int"
+
+
 def parts_of(scale: Tensor, group: int) -> int:
     """Groups in a block of 128 inputs."""
     return 128 // group if group < 128 and (scale.shape[1] > 1 or format_of(scale) == "e2m1") else 1
@@ -542,7 +551,7 @@ def launch(
         by_row = scale if row_scale is None else row_scale
         split_kernel[grid](
             *operands, by_row, *sizes, FORMAT=format_of(scale), BY_ROW=row_scale is not None, PARTS=parts,
-            ROUND=config.rounded, ASSEMBLY=hopper, **constants,
+            ROUND=config.rounded, ASSEMBLY=hopper and pairs_columns(scale, zero), **constants,
         )  # fmt: skip
     else:
         byte_kernel[grid](*operands, *sizes, BLOCK_K=min(group, 128) if groups > 1 else 128, **constants)
