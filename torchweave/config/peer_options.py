@@ -166,6 +166,8 @@ def _with_option(section: Any, path: str, name: str, value: Any) -> Any:
     value = tuple(value) if isinstance(value, list) else value
     if is_dataclass(section) and not isinstance(section, type):
         return replace(section, **{name: value})
+    if section is not None and not isinstance(section, Mapping):
+        return section  # which `config_from` refuses
     if section is not None and name in section:
         raise ValueError(f"{path}.{name} is given twice: by itself and by compilation_config or enforce_eager")
     return {**(section or {}), name: value}

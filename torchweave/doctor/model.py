@@ -25,12 +25,15 @@ def examine_model(config: EngineConfig, report: Report) -> list[Finding]:
         raise ValueError(
             "The doctor examines a model on one rank; its trace is the same on all. Leave out --tp and --pp."
         )
-    hub: dict[str, str | None] = {"revision": config.revision, "download_dir": config.download_dir}
-    facts = model_facts(config.model, config.trust_remote_code, **hub)
+    revision, download_dir = config.revision, config.download_dir
+    facts = model_facts(config.model, config.trust_remote_code, revision=revision, download_dir=download_dir)
     plan = resolve(config, device_facts(config.device), facts)
     dtype = getattr(torch, plan.dtype)
     trust = config.trust_remote_code
-    loaded = load(config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len, **hub)
+    loaded = load(
+        config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len,
+        revision=revision, download_dir=download_dir,
+    )  # fmt: skip
     inputs = {
         "input_ids": InputSpec("int64", ("T",), loaded.module.vocab_size),
         "positions": InputSpec("arange", ("T",)),

@@ -72,8 +72,11 @@ def _guards(graph: CapturedGraph) -> list[tuple[Any, Any]]:
     """The guards on sizes with their source locations, without those that choose the algorithm of a convolution: its result is
     the same."""
     shape_env = graph.fake_mode.shape_env
-    guards = [] if shape_env is None else shape_env.guards
-    return [(shape_env.replace(guard.expr), guard.sloc) for guard in guards if not _is_of_convolution(guard.sloc)]
+    if shape_env is None:
+        return []
+    return [
+        (shape_env.replace(guard.expr), guard.sloc) for guard in shape_env.guards if not _is_of_convolution(guard.sloc)
+    ]
 
 
 def _is_of_convolution(sloc: Any) -> bool:

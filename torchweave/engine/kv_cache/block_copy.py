@@ -137,4 +137,5 @@ def copy_states(states: Sequence[Tensor], sources: np.ndarray, targets: np.ndarr
     for dtype in {state.dtype for state in states}:  # one launch for the tensors of a dtype
         group = [state for state in states if state.dtype == dtype]
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            torch._foreach_copy_([state[target] for state in group], [state[source] for state in group])
+            pairs = [state[target] for state in group], [state[source] for state in group]
+            torch._foreach_copy_(*pairs)  # pyright: ignore[reportPrivateImportUsage]
