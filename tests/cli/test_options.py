@@ -246,7 +246,7 @@ def test_every_spelling_of_an_option_is_accepted(argv: list[str]):
     ],
 )
 def test_a_section_is_an_object_in_json_or_its_options(argv: list[str]):
-    assert parse_argv(*argv).speculative_config == SpeculativeConfig("ngram", 4)
+    assert parse_argv(*argv).speculative_config == SpeculativeConfig("ngram", num_speculative_tokens=4)
 
 
 def test_a_section_that_is_no_json_is_refused():
