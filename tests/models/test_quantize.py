@@ -348,7 +348,7 @@ TRANSFORMS = {
     ("config", "said"),
     [
         ({"quant_method": "awq"}, "by awq"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "by modelopt"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "by modelopt"),
         (compressed_tensors({"strategy": "group", "num_bits": 4, "type": "int"}, None), "int4"),
         (compressed_tensors({"strategy": "tensor"}, None), "unquantized activations"),
         (compressed_tensors({"strategy": "channel", "type": "int"}, {"strategy": "token", "type": "int"}), "int8 by channel"),
@@ -430,25 +430,24 @@ def test_fp8_values_without_scales_are_never_used_as_weights(name: str, weight: 
             load(tmp_path)
 
 
-def test_linears_in_fp8_beside_experts_that_are_not(tmp_path: Path) -> None:
-    """As the sentence advises that refuses experts in FP8; experts come one by one."""
+def test_linears_and_experts_in_fp8(tmp_path: Path) -> None:
+    """They take the products that `quantization` selects at load; one expert in FP8 beside others that are not is rejected."""
     zoo.save(zoo.build(zoo.zoo_model("mixtral")), tmp_path)
     online = load(tmp_path, quantization="fp8_per_channel")
     file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    for name in [name for name in tensors if "self_attn" in name]:
-        tensors[name], scale = quantize_weight(tensors[name], QuantScheme("channel"))
-        tensors[name + "_scale"] = scale[:, None]
-    save_file(tensors, file)
+    weights, linears, experts = load_file(file), {}, {}
+    for name in [name for name in weights if "self_attn" in name or ".experts." in name]:
+        value, scale = quantize_weight(weights[name], QuantScheme("channel"))
+        (linears if "self_attn" in name else experts).update({name: value, name + "_scale": scale[:, None]})
+    save_file(weights | linears | experts, file)
     change_config(tmp_path, FORMS["ct-channel"][0])
     assert torch.equal(logits_of(load(tmp_path)), logits_of(online))
 
     expert = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
-    tensors[expert], scale = quantize_weight(tensors[expert], QuantScheme("channel"))
-    save_file(tensors, file)
+    save_file(weights | linears | {expert: experts[expert]}, file)
     with pytest.raises(ValueError, match="F8_E4M3 without a scale"):
         load(tmp_path)
-    save_file(tensors | {expert + "_scale": scale[:, None]}, file)
+    save_file(weights | linears | {name: experts[name] for name in (expert, expert + "_scale")}, file)
     with pytest.raises(ValueError, match=r"has no scale of .*experts.*unlike of other experts"):
         load(tmp_path)
 
