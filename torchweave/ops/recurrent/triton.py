@@ -32,7 +32,7 @@ SCAN_TILE, LRU_TILE = 16, 32
 DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as long
 DELTA_CHUNK, DELTA_BLOCK, DELTA_WARPS = 32, 64, 8
 SOLVE_WARPS = 1  # reductions inside a warp need no barrier
-ALL = 1 << 30
+ALL = 1 << 30  # for FEW: every row is walked token by token
 FEW_PROGRAMS = 512
 """Below this number of programs blocks are smaller: some waves over the multiprocessors hide the latency of one read."""
 
