@@ -89,15 +89,19 @@ def test_chats_stream_and_both_replicas_work(client: openai.OpenAI) -> None:
 
 
 def test_dead_engine_is_reported_and_replaced(client: openai.OpenAI) -> None:
-    running, before = streams(client, 4), engines()
-    ends = read_while_killed(running, before[0])
-    told = [(why, seconds) for why, seconds in ends if seconds]
-    assert told and len(told) < 4, ends
-    assert all(why == "The engine process ended unexpectedly." and seconds < 2 for why, seconds in told)
-    assert all(int(why) > 100 for why, seconds in ends if not seconds), "the streams of the other are whole"
-    assert chat(client.with_options(max_retries=5), "12+30=") == "42"
-    assert wait_until(lambda: len(engines()) == 2 and before[0] not in engines(), 60)
-    assert chat(client.with_options(max_retries=5), "20+22=") == "42"
+    """Ray's router sends all four streams to one replica now and then: then once more."""
+    for _ in range(4):
+        running, before = streams(client, 4), engines()
+        ends = read_while_killed(running, before[0])
+        told = [(why, seconds) for why, seconds in ends if seconds]
+        assert all(why == "The engine process ended unexpectedly." and seconds < 2 for why, seconds in told)
+        assert all(int(why) > 100 for why, seconds in ends if not seconds), "the streams of the other are whole"
+        assert chat(client.with_options(max_retries=5), "12+30=") == "42"
+        assert wait_until(lambda: len(engines()) == 2 and before[0] not in engines(), 60)  # noqa: B023
+        assert chat(client.with_options(max_retries=5), "20+22=") == "42"
+        if 0 < len(told) < 4:
+            return
+    pytest.fail(f"no round had streams of both replicas: {ends}")
 
 
 def test_removed_replica_finishes_its_requests(client: openai.OpenAI) -> None:

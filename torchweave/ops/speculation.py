@@ -255,8 +255,8 @@ def catch_up(
     fill_slot_mapping(state, row_slots[row], at, block_size, mapping[..., :total])
     out_ids[total:], out_positions[total:], mapping[..., total:] = 0, 0, -1
     seq_lens.numpy()[...] = np.where(lengths > 0, first + lengths, 0)
-    last_tokens = starts[:-1] + np.maximum(lengths - 1, 0)  # of an empty row at the end: any token
-    rows.logits_index.numpy()[: len(row_slots)] = np.minimum(last_tokens, max(total - 1, 0))
+    # An empty row names the token before it: the one behind it may be outside the forward.
+    rows.logits_index.numpy()[: len(row_slots)] = np.maximum(starts[1:] - 1, 0)
     place = np.arange(rows.query_len - 1)[:, None]
     entries = np.arange(len(row_slots)) * rows.query_len + place
     rows.model_entries.numpy()[...] = np.where(place < num_drafts, entries, -1)

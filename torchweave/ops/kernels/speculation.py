@@ -276,7 +276,7 @@ def catch_up_kernel(
         count = tl.where(ready, tl.minimum(room, K), 0)
         tl.store(num_drafts + row, count)
         tl.store(seq_lens + row, tl.where(length > 0, end, 0))
-        tl.store(logits_index + row, (start + tl.maximum(length - 1, 0)).to(tl.int64))
+        tl.store(logits_index + row, tl.maximum(start + length - 1, 0).to(tl.int64))
         place = tl.arange(0, BLOCK_Q)
         entry = tl.where(place < count, row * Q + place, -1)
         tl.store(entries + row * Q + place, entry, mask=place < Q)
