@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torchweave.models.attention import UnsupportedModel, attention_forward, layer_number
+from torchweave.models.recurrent import with_globals
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
@@ -147,11 +148,10 @@ def _doge_forward(
 
 
 def _relative(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, relative: Tensor, sinks: Tensor | None = None
+    module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention with a bias by distance: query, key, value `[1, T, H, D]`, relative `[1, T, H, d_rel]` -> `[1, T, H * D]`."""
+    """Attention with a bias by distance: query, key, value `[1, T, H, D]`, bias `[T, H, distances]` -> `[1, T, H * D]`."""
     out = torch.empty_like(query[0])
-    bias = relative[0] @ module.rel_logits_proj.proj
     window = module.sliding_window or 0
     torch.ops.torchweave.relative_attention(
         query[0], key[0], value[0], bias, out, layer_number(module), module.scaling, window, sinks
@@ -168,8 +168,8 @@ def _inkling_forward(
     query, key, value = (
         each.unflatten(-1, (-1, module.head_dim)) for each in (module.q_proj(hidden_states), key, value)
     )
-    relative = module.r_proj(hidden_states).unflatten(-1, (module.num_heads, -1))
-    return module.o_proj(_relative(module, module.q_norm(query), module.k_norm(key), value, relative)), None
+    bias = module.r_proj(hidden_states)[0].unflatten(-1, (module.num_heads, -1)) @ module.rel_logits_proj.proj
+    return module.o_proj(_relative(module, module.q_norm(query), module.k_norm(key), value, bias)), None
 
 
 def _hook_inkling(module: Any) -> None:
@@ -190,6 +190,25 @@ def _inkling2_forward(
 ) -> tuple[Tensor, None]:
     """Inkling 2's attention; layers without a window have inputs of their own for keys and values."""
     module: Any = self
+    distances, sinks = module.relative_position_bias, module.sink_proj(hidden_states)[0]
+    key = module.k_proj(hidden_states if key_hidden_states is None else key_hidden_states)
+    value = module.v_proj(hidden_states if value_hidden_states is None else value_hidden_states)
+    query, key, value = (each.transpose(1, 2) for each in (module.q_proj(hidden_states, position_ids), key, value))
+    relative = distances.linear(hidden_states).unflatten(-1, (distances.num_heads, -1))
+    bias = distances.norm(relative, position_ids)[0] @ distances.proj
+    return module.o_proj(_relative(module, query, key, value, bias, sinks), hidden_states), None
+
+
+def _inkling2_forward_of_5_23(
+    self: nn.Module,
+    hidden_states: Tensor,
+    key_hidden_states: Tensor | None = None,
+    value_hidden_states: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The same with the modules of transformers before 5.24."""
+    module: Any = self
     gate, sinks = module.gate_proj(hidden_states), module.sink_proj(hidden_states)[0]
     query = module.q_l2_clip(module.q_proj(hidden_states).unflatten(-1, (-1, module.head_dim)))
     relative = module.rel_l2_clip(module.r_proj(hidden_states).unflatten(-1, (module.num_heads, -1)))
@@ -204,8 +223,30 @@ def _inkling2_forward(
         query, relative = ((each.float() * temperature).to(each.dtype) for each in (query, relative))
     key, value = (each.unflatten(-1, (-1, module.head_dim)) for each in (key, value))
     value = module.v_norm(value.float()).to(value.dtype)
-    out = _relative(module, query, module.k_l2_clip(key), value, relative, sinks)
+    out = _relative(module, query, module.k_l2_clip(key), value, relative[0] @ module.rel_logits_proj.proj, sinks)
     return module.o_proj((out.float() * torch.sigmoid(gate.float())).to(out.dtype)), None
+
+
+def _hook_inkling2(module: Any) -> None:
+    has_projections = hasattr(module, "relative_position_bias")
+    module.forward = types.MethodType(_inkling2_forward if has_projections else _inkling2_forward_of_5_23, module)
+
+
+def _block_residual_forward(self: nn.Module, block_states: Tensor, partial_block_states: Tensor) -> tuple[Tensor, ...]:
+    """Inkling 2's attention of each token to its own states after earlier blocks, `[1, T, blocks, hidden]` and `[1, T, hidden]`.
+
+    transformers calls it through the interface of attention between tokens, which this is not.
+    """
+    module: Any = self
+    states = module.norm(torch.cat([block_states, partial_block_states.unsqueeze(-2)], dim=-2).float())
+    queries = module.query.float().view(-1, states.shape[-1]).expand(*states.shape[:-2], -1, -1)
+    return nn.functional.scaled_dot_product_attention(queries, states, states).unbind(-2)
+
+
+def _hook_inkling2_model(module: Any) -> None:
+    """Without the distances of all tokens from all tokens, which the hooked attention does not read."""
+    forward = with_globals(type(module).forward, {"get_relative_distance": lambda *_, **__: None})
+    module.forward = types.MethodType(forward, module)
 
 
 # -- ALiBi --------------------------------------------------------------------------------------------------------------
@@ -306,8 +347,10 @@ ATTENTION_HOOKS: dict[str, Callable[[Any], None]] = {
     "MptAttention": _hook_forward(_mpt_attention_forward),
     "OpenAIGPTModel": _hook_openai,
     "InklingAttention": _hook_inkling,
-    "Inkling2SlidingAttention": _hook_forward(_inkling2_forward),
-    "Inkling2FullAttention": _hook_forward(_inkling2_forward),
+    "Inkling2SlidingAttention": _hook_inkling2,
+    "Inkling2FullAttention": _hook_inkling2,
+    "Inkling2TextModel": _hook_inkling2_model,
+    "Inkling2BlockAttentionResidual": _hook_forward(_block_residual_forward),
     "DiffLlamaAttention": _hook_forward(_diffllama_forward),
     "DogeAttention": _hook_forward(_doge_forward),
     "ZambaModel": _hook_zamba,

@@ -337,7 +337,7 @@ def hook_recurrent_layers(model: nn.Module) -> list[str]:
             replacements = {name: _REPLACEMENTS[name](state + index) for index, name in enumerate(names)}
             state += len(names)
             for method in methods:
-                copy = _with_globals(getattr(type(module), method), replacements)
+                copy = with_globals(getattr(type(module), method), replacements)
                 setattr(module, method, types.MethodType(copy, module))
         else:
             continue
@@ -357,7 +357,7 @@ def _methods_to_replace(cls: type[nn.Module]) -> Iterator[tuple[str, list[str]]]
             yield name, called
 
 
-def _with_globals(function: Any, replacements: dict[str, Any]) -> types.FunctionType:
+def with_globals(function: Any, replacements: dict[str, Any]) -> types.FunctionType:
     """A copy of a function whose global names include `replacements`."""
     original = inspect.unwrap(function)
     # Without __name__, Dynamo would guard on the globals of the original module, where these names are other functions.

@@ -75,5 +75,9 @@ def layout_of(module: Any, leaf: str) -> Layout | None:
     return _LAYOUTS.get((type(module).__name__, leaf))
 
 
-WIDTHS = {"GPT2Attention": ("split_size",), "GPTBigCodeAttention": ("embed_dim", "split_size")}
+WIDTHS = {
+    "GPT2Attention": ("split_size",),
+    "GPTBigCodeAttention": ("embed_dim", "split_size"),
+    "CodeGenAttention": ("embed_dim",),
+}
 """Attributes with the total width of the query heads, read by forwards, by class."""
