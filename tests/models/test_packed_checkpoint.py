@@ -13,15 +13,29 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from tests.models.packings import FORMS, Form, change_config, tensors_and_values, write
+from tests.models.packings import CODES, FORMS, Form, change_config, tensors_and_values, write
 from tests.models.paged import paged_tokens
 from tests.models.test_parallel import part_of, prompts
+from tests.ops.collectives.collective_cases import mirrored
+from torchweave.compiler.runtime.forward import call_op
+from torchweave.config.options import TorchCompileConfig
+from torchweave.engine.startup.compile_model import compile_model
 from torchweave.models import load
 from torchweave.models.load import model_facts
-from torchweave.models.weights.int_linear import MXFP4, NVFP4, Int8Linear, IntLinear, IntScheme, quantize_int_weight
+from torchweave.models.weights.int_linear import (
+    MXFP4,
+    NVFP4,
+    Fp4Linear,
+    Int8Linear,
+    IntLinear,
+    IntScheme,
+    quantize_int_weight,
+)
 from torchweave.ops.quant.int_linear import dequantize_int
 from torchweave.report import Report
 from torchweave.verify import zoo
+
+FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 
 
 def values_of(module: Any) -> Tensor:
@@ -82,6 +96,74 @@ def test_w8a8_rounds_tokens(tmp_path: Path) -> None:
         if isinstance(module, Int8Linear):
             x = torch.randn(5, module.in_features)
             torch.testing.assert_close(module(x), model.get_submodule(name)(x), rtol=1e-4, atol=1e-4)
+
+
+class Fp4Activations(nn.Module):
+    """A linear of transformers' model whose input is rounded to NVFP4 by the definition, with a scale of the whole tensor."""
+
+    def __init__(self, linear: Any, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = linear, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = x.unflatten(-1, (-1, 16))
+        step = (blocks.abs().amax(-1) / 6 / self.scale).clamp(max=448).to(torch.float8_e4m3fn).float() * self.scale
+        scaled = torch.where(step[..., None] > 0, blocks / step[..., None], 0.0)
+        # Of two codes that are equally near, the even one comes first.
+        order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+        nearest = CODES[order][(scaled.abs()[..., None] - CODES[order]).abs().argmin(-1)]
+        return self.linear((nearest * scaled.sign() * step[..., None]).flatten(-2))
+
+
+@pytest.mark.parametrize(("name", "scale"), [("ct-nvfp4", 1 / 3), ("modelopt-nvfp4", 0.1)])
+def test_w4a4_rounds_activations_where_it_is_requested(name: str, scale: float, tmp_path: Path) -> None:
+    model = zoo.build(zoo.zoo_model("llama"))
+    write(model, FORMS[name], tmp_path, zoo.save)
+    loaded = load(tmp_path, torch.float32, quantization="nvfp4_w4a4")
+    assert loaded.quantization == "nvfp4_w4a4"
+    assert sum(type(module) is Fp4Linear for module in loaded.module.modules()) == 21
+    in_16_bits = zoo.reference_tokens(model, prompts(), 6)
+    for each, module in list(model.named_modules()):
+        if each.endswith("proj"):
+            model.set_submodule(each, Fp4Activations(module, scale))
+    expected = zoo.reference_tokens(model, prompts(), 6)
+    assert expected != in_16_bits, "rounding activations can be seen"
+    assert paged_tokens(loaded.module, prompts(), 6) == expected
+
+
+def test_w4a4_fuses_quantization_with_the_norm_behind_an_all_reduce(tmp_path: Path) -> None:
+    model = zoo.build(zoo.zoo_model("llama"))
+    write(model, FORMS["ct-nvfp4"], tmp_path, zoo.save)
+    module = part_of(tmp_path, 0, quantization="nvfp4_w4a4").module
+    report = Report(show=False)
+    with mirrored("tp"):
+        compiled = compile_model(module, FX, torch.device("cpu"), None, report)
+        ids = torch.tensor([5, 6, 7])
+        given = (ids, torch.arange(3), torch.tensor([2]))
+        assert compiled(call_op, *given).equal(module(*given))
+    fused = sum(
+        each["matches"] * each["shared_by"] for each in report.select("pass") if each["name"] == "all_reduce_norm_fp4"
+    )
+    assert fused == 6, "both norms of each layer: ranks sum embeddings before the first"
+
+
+def test_w4a4_needs_scales_of_activations(tmp_path: Path) -> None:
+    model = zoo.build(zoo.zoo_model("llama"))
+    for form in (FORMS["ct-mxfp4"], FORMS["awq"], None):
+        zoo.save(model, tmp_path) if form is None else write(model, form, tmp_path, zoo.save)
+        with pytest.raises(ValueError, match="no NVFP4 checkpoint with scales of FP4 activations"):
+            load(tmp_path, torch.float32, quantization="nvfp4_w4a4")
+    write(model, FORMS["ct-nvfp4"], tmp_path, zoo.save)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(each for each in tensors if each.endswith("input_global_scale"))
+    save_file(tensors | {name: torch.tensor([0.0])}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has inf as input scale of .*expected a finite number above 0"):
+        load(tmp_path, torch.float32, quantization="nvfp4_w4a4")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks .*input_global_scale"):
+        load(tmp_path, torch.float32, quantization="nvfp4_w4a4")
+    load(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama-tied", "phi3", "gemma2"])

@@ -13,7 +13,9 @@ from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
-Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int4", "mxfp4", "nvfp4"]
+Quantization = Literal[
+    "fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int4", "mxfp4", "nvfp4", "nvfp4_w4a4"
+]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"]
 CapacityPolicy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
@@ -182,7 +184,8 @@ class EngineConfig:
         load_format: `auto` reads the checkpoint; `dummy` fills random weights, for benchmarks.
         quantization: quantize linears at load time: `fp8` or `fp8_per_tensor` (one scale per weight), `fp8_per_channel`,
             `fp8_per_block` (128 x 128), `int4` (weights only, a scale per 128 inputs), `nvfp4` (weights only) or `mxfp4` (weights
-            of experts only, of linears in a model without experts). None: keep the checkpoint's format.
+            of experts only, of linears in a model without experts). `nvfp4_w4a4` rounds activations of an NVFP4 checkpoint to
+            FP4 as it declares, to measure accuracy. None: keep the checkpoint's format.
         trust_remote_code: run Python code that is part of the checkpoint.
         tokenizer: folder or hub id of another tokenizer. None: the model's.
         revision: branch, tag or commit of a model on the hub. None: its main branch.

@@ -228,8 +228,8 @@ def _inkling2_forward_of_5_23(
 
 
 def _hook_inkling2(module: Any) -> None:
-    has_projections = hasattr(module, "relative_position_bias")
-    module.forward = types.MethodType(_inkling2_forward if has_projections else _inkling2_forward_of_5_23, module)
+    is_new = hasattr(module, "relative_position_bias")
+    module.forward = types.MethodType(_inkling2_forward if is_new else _inkling2_forward_of_5_23, module)
 
 
 def _block_residual_forward(self: nn.Module, block_states: Tensor, partial_block_states: Tensor) -> tuple[Tensor, ...]:

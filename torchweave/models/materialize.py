@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torchweave.models.parallel.apply import apply, register_rank_offsets
 from torchweave.models.parallel.pipeline_stages import PipelineStage, remove_other_stages
 from torchweave.models.resolve import Source
 from torchweave.models.weights import read as weights
-from torchweave.models.weights.int_linear import MXFP4, IntQuantizer, IntScheme
+from torchweave.models.weights.int_linear import MXFP4, NVFP4_W4A4, IntQuantizer, IntScheme
 from torchweave.models.weights.merge_experts import (
     ExpertMergePlan,
     ExpertMerger,
@@ -118,6 +118,13 @@ def load_weights(
     stored_format = checkpoint_format(load_spec.source)
     packed: AnyPacked | None = None
     if isinstance(stored_format, PackedFormat):
+        if load_spec.quantization == NVFP4_W4A4:
+            stored_format = replace(stored_format, scheme=NVFP4_W4A4)
+            if experts_modules(model):
+                raise UnsupportedModel(
+                    f"quantization={NVFP4_W4A4.name} is not supported for a model with experts; leave it out to keep 16 bits in "
+                    "activations."
+                )
         packed = PackedCheckpoint.collect(stored_format, folder, stored)
     elif isinstance(stored_format, Mxfp4Scheme):
         packed = Mxfp4Checkpoint.collect(folder, stored)

@@ -42,7 +42,7 @@ _NO_FUSION = (None, 0.0, 0.0, False, None, None)
 _TOKENS = tuple(1 << power for power in range(13))
 """Up to 4096: kernels change with the size of their operand, at sizes further apart than these."""
 _MAX_OPERAND_BYTES = 64 << 20
-_LINEAR_OPS = frozenset(f"torchweave::{name}" for name in ("linear", "fused_linear", "fp4_linear", "fp8_linear"))
+_LINEAR_OPS = frozenset(f"torchweave::{name}" for name in ("linear", "fused_linear", "fp8_linear"))
 """They choose their kernels when they run, and not only among the project's."""
 _log = logging.getLogger("torchweave")
 

@@ -1,7 +1,7 @@
 """Linears with packed weights (4- or 8-bit integers, MXFP4, NVFP4): the scheme, the module, and quantization at load time.
 
-Activations keep 16 bits, or have 8 in W8A8. Numerics and layout: `torchweave.ops.quant.int_linear`. Checkpoints:
-`torchweave.models.weights.packed_checkpoint`.
+Activations keep 16 bits, or have 8 in W8A8 and 4 in NVFP4's W4A4. Numerics and layout: `torchweave.ops.quant.int_linear`.
+Checkpoints: `torchweave.models.weights.packed_checkpoint`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchweave.models.weights.read import set_tensor
 from torchweave.ops.quant.int8_linear import MANY_ROWS
 from torchweave.ops.quant.int_linear import launch_samples, num_groups, pack_int4
 from torchweave.ops.quant.mxfp4 import MX_BLOCK, quantize_mxfp4
-from torchweave.ops.quant.nvfp4 import BLOCK, fp4_scale_from_amax, quantize_fp4
+from torchweave.ops.quant.nvfp4 import BLOCK, dequantize_fp4, fp4_scale_from_amax, quantize_fp4
 
 PER_CHANNEL = 0
 
@@ -33,20 +33,22 @@ class IntScheme:
         bits: 4 or 8.
         group: inputs that share a scale; 0: one scale per row (output channel).
         code: "int", or the format of e2m1 numbers.
-        tokens: activations are rounded to 8 bits too, token by token (W8A8).
+        activations: "int8", rounded token by token (W8A8); "fp4", rounded with a scale for each 16 inputs (W4A4); None: 16 bits.
     """
 
     bits: int = 4
     group: int = 128
     code: Literal["int", "mxfp4", "nvfp4"] = "int"
-    tokens: bool = False
-    static = False  # of activations, which stay in 16 bits
+    activations: Literal["int8", "fp4"] | None = None
+    static = False  # no scale of activations is calibrated, but for W4A4, whose scales arrive with the weights
 
     @property
     def name(self) -> str:
         """Value of the option `quantization`, or of a checkpoint."""
-        if self.code != "int" or self.tokens:
-            return "w8a8_int8" if self.tokens else self.code
+        if self.activations is not None:
+            return "w8a8_int8" if self.activations == "int8" else "nvfp4_w4a4"
+        if self.code != "int":
+            return self.code
         return f"int{self.bits}_per_channel" if self.group == PER_CHANNEL else f"int{self.bits}_g{self.group}"
 
     def group_of(self, width: int) -> int:
@@ -55,10 +57,14 @@ class IntScheme:
 
 
 MXFP4, NVFP4 = IntScheme(4, MX_BLOCK, "mxfp4"), IntScheme(4, BLOCK, "nvfp4")
+NVFP4_W4A4 = IntScheme(4, BLOCK, "nvfp4", activations="fp4")
 
 
 class IntWeight(NamedTuple):
-    """A weight in the layout of `torchweave::int_linear`, with the inputs that share a scale."""
+    """A weight in the layout of `torchweave::int_linear`, with the inputs that share a scale.
+
+    input_scale, float32 `[1]`: `scale` of `torchweave::fp4_quant` for the activations of W4A4.
+    """
 
     w: Tensor
     scale: Tensor
@@ -66,6 +72,7 @@ class IntWeight(NamedTuple):
     order: Tensor | None
     group: int
     row_scale: Tensor | None = None
+    input_scale: Tensor | None = None
 
 
 class IntLinear(nn.Module):
@@ -111,7 +118,8 @@ class IntLinear(nn.Module):
         tensors = (self.weight, self.weight_scale, self.weight_zero, self.input_order)
         own = (None if each is None else each.detach() for each in tensors)
         rows = None if self.row_scale is None else self.row_scale.detach()
-        return type(self)(IntWeight(*own, self.group, rows), self.in_features, self.bias)  # type: ignore[arg-type]
+        inputs = self.input_scale.detach() if isinstance(self, Fp4Linear) else None
+        return type(self)(IntWeight(*own, self.group, rows, inputs), self.in_features, self.bias)  # type: ignore[arg-type]
 
     def launch_samples(self, x: Tensor) -> None:
         """Launch the kernels of this linear, and of one that it is merged into, for x `[T, K]`."""
@@ -134,6 +142,30 @@ class Int8Linear(IntLinear):
         self.forward(x)
         wide = self.weight.new_empty(MANY_ROWS, self.in_features)
         torch.ops.torchweave.int8_linear(x, wide, self.weight_scale.new_empty(MANY_ROWS, 1), None)
+
+
+class Fp4Linear(IntLinear):
+    """A linear of NVFP4 weights whose activations are rounded to NVFP4 (W4A4) and dequantized: `torchweave::fp4_quant`."""
+
+    input_scale: Tensor
+
+    def __init__(self, packed: IntWeight, in_features: int, bias: nn.Parameter | None) -> None:
+        super().__init__(packed, in_features, bias)
+        self.register_buffer("input_scale", packed.input_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., K]` -> `[..., N]` of x's dtype."""
+        q, s = torch.ops.torchweave.fp4_quant(x, self.input_scale)
+        return super().forward((dequantize_fp4(q, s, torch.float32) * self.input_scale).to(x.dtype))
+
+    def launch_samples(self, x: Tensor) -> None:
+        """Launch the kernels of this linear for x `[T, K]`."""
+        torch.ops.torchweave.fp4_quant(x, self.input_scale)
+        super().launch_samples(x)
+
+
+_LINEARS = {None: IntLinear, "int8": Int8Linear, "fp4": Fp4Linear}
+"""The module by the format of activations."""
 
 
 def distinct_int_linears(model: nn.Module) -> list[IntLinear]:
@@ -253,4 +285,4 @@ class IntQuantizer(Quantizer):
     def make_linear(self, name: str, linear: Any, weight: Tensor) -> nn.Module:
         packed = quantize_int_weight(weight, self.scheme) if self._packed is None else self._packed.pop(name)
         assert packed.scale.shape[1] == num_groups(linear.in_features, packed.group)
-        return (Int8Linear if self.scheme.tokens else IntLinear)(packed, linear.in_features, linear.bias)
+        return _LINEARS[self.scheme.activations](packed, linear.in_features, linear.bias)

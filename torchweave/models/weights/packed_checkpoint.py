@@ -17,8 +17,9 @@ These packings of integers are read, each of 4 or 8 bits, with or without zero p
   `X.weight_global_scale` float32 `[1]`, by which a scale is divided. `mxfp4-pack-quantized`: scales uint8 `[N, K / 32]`, exponents.
 - TensorRT Model Optimizer `NVFP4`: `X.weight` `[N, K / 2]`, `X.weight_scale`, and `X.weight_scale_2`, which is multiplied.
 
-Activations keep 16 bits, whatever the checkpoint declares. A weight is read part by part, restricted to this rank's outputs or
-inputs, and packed for the kernels on the device when its last part arrives.
+Activations keep 16 bits, whatever the checkpoint declares, unless W4A4 is requested: then the scale of FP4 activations is a part of
+the weight (`X.input_global_scale`, a divisor, or Model Optimizer's `X.input_scale`). A weight is read part by part, restricted to
+this rank's outputs or inputs, and packed for the kernels on the device when its last part arrives.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class PackedFormat:
         nibble_order: output that each 4 bits of an int32 hold; None: in order.
         whole_scale: leaf of one more scale of the whole weight; empty if there is none.
         divided: scales are divided by it, not multiplied.
+        input_scale: leaf of the scale of FP4 activations; empty if the checkpoint declares none.
     """
 
     scheme: IntScheme
@@ -92,17 +94,19 @@ class PackedFormat:
     nibble_order: tuple[int, ...] | None = None
     whole_scale: str = ""
     divided: bool = False
+    input_scale: str = ""
 
     @property
     def parts(self) -> dict[str, PartLayout]:
         """Parts by leaf, those that must exist first."""
         required = (self.q, self.scale) if self.zero is None else (self.q, self.scale, self.zero)
-        whole = (PartLayout(self.whole_scale, ()),) if self.whole_scale else ()
+        names = [self.whole_scale, self.input_scale if self.scheme.activations == "fp4" else ""]
+        whole = [PartLayout(leaf, ()) for leaf in names if leaf]
         return {part.leaf: part for part in (*required, *whole, self.order)}
 
     def dtypes(self, leaf: str) -> tuple[str, ...]:
         """Dtypes that a part may have."""
-        if leaf in (self.scale.leaf, self.whole_scale):
+        if leaf in (self.scale.leaf, self.whole_scale, self.input_scale):
             return _SCALE_DTYPES[self.scheme.code] if leaf == self.scale.leaf else _FLOATS
         integers = "I32" if self.scheme.code == "int" else "U8"
         return ("I8",) if leaf == "weight" and self.scheme.code == "int" else (integers,)
@@ -120,18 +124,19 @@ def compressed_tensors_format(bits: int, group: int, symmetric: bool) -> PackedF
 
 def int8_format(group: int, tokens: bool) -> PackedFormat:
     """tokens: activations are rounded to 8 bits as well, token by token."""
+    scheme = IntScheme(8, group, activations="int8" if tokens else None)
     return PackedFormat(
-        IntScheme(8, group, tokens=tokens), "compressed-tensors", PartLayout("weight", (("n", 1), ("k", 1))),
+        scheme, "compressed-tensors", PartLayout("weight", (("n", 1), ("k", 1))),
         PartLayout("weight_scale", (("n", 1), ("g", 1))), None, PartLayout("weight_g_idx", (("k", 1),)), symmetric=True,
     )  # fmt: skip
 
 
-def fp4_format(scheme: IntScheme) -> PackedFormat:
+def fp4_format(scheme: IntScheme, input_scale: str) -> PackedFormat:
     """compressed-tensors' MXFP4 or NVFP4."""
     return PackedFormat(
         scheme, "compressed-tensors", PartLayout("weight_packed", (("n", 1), ("k", 2))),
         PartLayout("weight_scale", (("n", 1), ("g", 1))), None, PartLayout("weight_g_idx", (("k", 1),)), symmetric=True,
-        whole_scale="weight_global_scale" if scheme.code == "nvfp4" else "", divided=True,
+        whole_scale="weight_global_scale" if scheme.code == "nvfp4" else "", divided=True, input_scale=input_scale,
     )  # fmt: skip
 
 
@@ -139,6 +144,7 @@ def modelopt_fp4_format(scheme: IntScheme) -> PackedFormat:
     return PackedFormat(
         scheme, "modelopt", PartLayout("weight", (("n", 1), ("k", 2))), PartLayout("weight_scale", (("n", 1), ("g", 1))),
         None, PartLayout("weight_g_idx", (("k", 1),)), symmetric=True, whole_scale="weight_scale_2",
+        input_scale="input_scale",
     )  # fmt: skip
 
 
@@ -206,7 +212,7 @@ class PackedCheckpoint:
         leaves = {*packed_format.parts, *([packed_format.shape, "weight_zero_point"] if packed_format.shape else [])}
         for name in list(stored):
             owner, _, leaf = name.rpartition(".")
-            if leaf in _ACTIVATION_PARTS:
+            if leaf in _ACTIVATION_PARTS and leaf not in leaves:
                 del stored[name]
             elif leaf in leaves and (leaf != "weight" or stored[name].dtype in ("I8", "U8")):
                 result.weights.setdefault(f"{owner}.weight", PackedWeight({})).parts[leaf] = stored.pop(name)
@@ -386,14 +392,30 @@ class PackedReader:
         if order is not None:
             q = q[:, order]
         in_order = None if order is None else order.to(torch.int32)
-        return to_layout(q, scale, zero, in_order, packed_format.scheme, row_scale)
+        packed = to_layout(q, scale, zero, in_order, packed_format.scheme, row_scale)
+        return packed._replace(input_scale=self._input_scale(target, arrived))
 
     def _row_scale(self, arrived: Mapping[str, Tensor], rows: int) -> Tensor | None:
         """float32 `[rows]` of the whole weight's scale; None if the format has none."""
-        if not self.format.whole_scale:
+        whole = self._whole_scale(arrived, self.format.whole_scale)
+        return None if whole is None else whole.expand(rows)
+
+    def _input_scale(self, target: str, arrived: Mapping[str, Tensor]) -> Tensor | None:
+        """float32 `[1]`, the scale of FP4 activations; None if they keep 16 bits."""
+        scale = self._whole_scale(arrived, self.format.input_scale)
+        if scale is not None and not (bool(torch.isfinite(scale)) and float(scale) > 0):
+            raise ValueError(
+                f"This checkpoint has {float(scale)} as input scale of {target}: expected a finite number above 0; copy or "
+                "download it again."
+            )
+        return scale
+
+    def _whole_scale(self, arrived: Mapping[str, Tensor], leaf: str) -> Tensor | None:
+        """float32 `[1]`, a factor of all numbers; None if there is no such part."""
+        if leaf not in arrived:
             return None
-        whole = arrived[self.format.whole_scale].float().reshape(1)
-        return (1 / whole if self.format.divided else whole).expand(rows)
+        whole = arrived[leaf].float().reshape(1)
+        return 1 / whole if self.format.divided else whole
 
     def _by_rows(self, layout: PartLayout, arrived: Mapping[str, Tensor]) -> Tensor:
         """A part with its integers unpacked, outputs first."""

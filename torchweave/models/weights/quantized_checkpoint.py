@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.resolve import Source, read_json
-from torchweave.models.weights.int_linear import MXFP4, NVFP4, PER_CHANNEL, IntScheme
+from torchweave.models.weights.int_linear import MXFP4, NVFP4, NVFP4_W4A4, PER_CHANNEL, IntScheme
 from torchweave.models.weights.mxfp4_experts import Mxfp4Scheme
 from torchweave.models.weights.packed_checkpoint import (
     PackedFormat,
@@ -127,7 +127,15 @@ def resolve_scheme(source: Source, requested: str | None) -> Scheme | None:
     Raises:
         ValueError: the request contradicts the checkpoint.
     """
-    stored = checkpoint_scheme(source)
+    stored_format = checkpoint_format(source)
+    stored = stored_format.scheme if isinstance(stored_format, PackedFormat) else stored_format
+    if requested == NVFP4_W4A4.name:
+        if not isinstance(stored_format, PackedFormat) or not stored_format.input_scale:
+            raise ValueError(
+                f"quantization={requested}: {source.name!r} is no NVFP4 checkpoint with scales of FP4 activations; give one, or "
+                "use quantization=nvfp4, which keeps activations in 16 bits."
+            )
+        return NVFP4_W4A4
     if stored is None or requested is None:
         return stored if requested is None else _parse_scheme(requested)
     if requested != stored.name and _parse_scheme(requested) != stored:
@@ -259,7 +267,7 @@ def _parse_config_group(name: str, group: Any, stored_format: Any) -> QuantSchem
     description = f"by compressed-tensors to {weights.get('type')}{weights.get('num_bits')} by {strategy}"
     stored_format = group.get("format") or stored_format
     if (weights.get("type"), weights.get("num_bits")) == ("float", 4):
-        return _parse_fp4_group(weights, stored_format, description)
+        return _parse_fp4_group(weights, group.get("input_activations"), stored_format, description)
     if inputs is None or stored_format == "int-quantized":
         activations = _json_object(inputs, "input_activations")
         return _parse_integer_group(weights, activations, stored_format, description)
@@ -281,13 +289,19 @@ def _parse_config_group(name: str, group: Any, stored_format: Any) -> QuantSchem
     raise _unsupported(activations)
 
 
-def _parse_fp4_group(weights: Mapping[str, Any], stored_format: Any, description: str) -> PackedFormat:
-    """Packing of a config group with e2m1 weights; activations keep 16 bits, whatever it declares of them."""
+def _parse_fp4_group(weights: Mapping[str, Any], inputs: Any, stored_format: Any, description: str) -> PackedFormat:
+    """Packing of a config group with e2m1 weights; activations keep 16 bits unless W4A4 is asked for."""
+    inputs = _json_object(inputs, "input_activations")
     for fp4_scheme, strategy in ((NVFP4, "tensor_group"), (MXFP4, "group")):
-        settings = (f"{fp4_scheme.code}-pack-quantized", strategy, fp4_scheme.group)
-        if (stored_format, weights.get("strategy"), weights.get("group_size")) == settings:
-            return fp4_format(fp4_scheme)
+        settings = (strategy, fp4_scheme.group)
+        if stored_format == f"{fp4_scheme.code}-pack-quantized" and _groups_of(weights) == settings:
+            in_fp4 = fp4_scheme is NVFP4 and (inputs.get("type"), inputs.get("num_bits")) == ("float", 4)
+            return fp4_format(fp4_scheme, "input_global_scale" if in_fp4 and _groups_of(inputs) == settings else "")
     raise _unsupported(f"{description} in groups of {weights.get('group_size')} in the format {stored_format}")
+
+
+def _groups_of(numbers: Mapping[str, Any]) -> tuple[Any, Any]:
+    return numbers.get("strategy"), numbers.get("group_size")
 
 
 def _parse_integer_group(
