@@ -1,5 +1,6 @@
 """Conversion of YAML and command-line options to dataclasses, and its one-line errors."""
 
+import json
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -390,6 +391,24 @@ def test_vllms_compilation_config_on_the_command_line(argv: list[str]):
     assert config.cuda_graph_config.batch_sizes == (1, 2, 4) and config.model == "demo"
 
 
+@pytest.mark.parametrize(
+    ("value", "ops"),
+    [
+        ('["vllm::unified_attention_with_output", "mylib::mixer"]', ("mylib::mixer",)),
+        ('["vllm.unified_attention", "mylib.mixer"]', ("mylib::mixer",)),
+        ("mylib::mixer,aten::silu", ("mylib::mixer", "aten::silu")),
+        ("null", ()),
+    ],
+)
+def test_vllms_splitting_ops_on_the_command_line(value: str, ops: tuple[str, ...]):
+    for argv in (
+        ["--compilation-config", f'{{"splitting_ops": {value if value[0] in "[n" else json.dumps(value)}}}'],
+        [f"-cc.splitting_ops={value}"],
+    ):
+        config = engine_config(engine_parser("explain", "").parse_argv(["demo", *argv]))
+        assert config.torch_compile_config.splitting_ops == ops
+
+
 @pytest.mark.parametrize("argv", [["-O.level=0"], ["-O0"], ["--enforce-eager"], ["-cc", "0"], ["--enforce_eager=true"]])
 def test_eager_execution_on_the_command_line(argv: list[str]):
     config = engine_config(engine_parser("explain", "").parse_argv(["demo", *argv]))
@@ -404,6 +423,8 @@ def test_eager_execution_on_the_command_line(argv: list[str]):
         (["--compilation-config", "{"], "is not valid JSON"),
         (["-cc.cudagraph_mode=SOME"], "it is one of NONE"),
         (["--compilation-config", '{"levle": 3}'], "did you mean compilation_config.level?"),
+        (["-cc.splitting_ops=[]"], "graphs are always split at attention"),
+        (["--compilation-config", '{"splitting_ops": ["vllm::moe_forward"]}'], "an op of vLLM's own models"),
         (["-cc.levle=3"], "unknown option --torch_compile_config.levle"),
     ],
 )

@@ -362,3 +362,15 @@ def test_model_without_a_tokenizer_returns_tokens() -> None:
         for ask in (lambda: llm.generate("text"), lambda: llm.chat([{"role": "user", "content": "text"}])):
             with pytest.raises(ValueError, match="has no tokenizer; give the prompt as token ids"):
                 ask()
+
+
+def test_splitting_ops_change_the_pieces_and_not_the_tokens(loaded: LoadedModel, right: dict[str, str]) -> None:
+    report = Report(show=False)
+    config = TorchCompileConfig(enable_inductor=False, compile_cache=False, splitting_ops=("aten::silu",))
+    options = EngineConfig("draft", device="cpu", max_batch_size=4, max_num_tokens=64, torch_compile_config=config)
+    with LLM.from_loaded(loaded, options, report) as engine:
+        texts = [output.outputs[0].text for output in engine.generate(PROMPTS[::4], GREEDY)]
+    assert texts == [right[prompt] for prompt in PROMPTS[::4]]
+    (parts,) = report.select("parts")
+    num_layers = sum("boundary" in part for part in parts["order"])
+    assert sum("piece" in part for part in parts["order"]) == num_layers + 1 + 2 * num_layers

@@ -14,6 +14,7 @@ import math
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -248,13 +249,16 @@ def _number(hint: type, value: Any) -> int | float:
 
 
 def _items(value: Any) -> Sequence[Any]:
-    """Items of a YAML list, `[1, 2]`, `1,2` or a single item."""
+    """Items of a YAML list, `[1, 2]`, `["a", "b"]` in JSON, `1,2` or a single item."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, str):
         text = value.strip()
         if text.startswith("[") and text.endswith("]"):
             text = text[1:-1]
+            if text.lstrip().startswith('"'):
+                with suppress(ValueError):
+                    return json.loads(value)
         return [item.strip() for item in text.split(",") if item.strip()]
     return [value]
 

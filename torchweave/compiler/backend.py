@@ -17,7 +17,7 @@ from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.size_ranges import size_range
 from torchweave.compiler.ir.symbols import DynamicDims
 from torchweave.compiler.partition.pipeline_stages import extract_pipeline_stage
-from torchweave.compiler.partition.split import Piece, report_parts, split
+from torchweave.compiler.partition.split import Piece, report_parts, select_splitting_ops, split
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager
 from torchweave.compiler.piece_builder import BuildOptions, build_pieces
@@ -71,7 +71,8 @@ def compile_graph(
         manager = PassManager(passes, config, table, num_ranks(graph))
         manager.run(graph, report)
         report_table(table, graph, report)
-        # 4. Split at the boundary ops.
+        # 4. Split at the boundary ops and splitting ops.
+        graph.splitting_ops = select_splitting_ops(graph, config.splitting_ops)
         parts = split(graph)
     pieces = [part for part in parts if isinstance(part, Piece)]
     report_parts(parts, graph.symbols, report)

@@ -74,6 +74,8 @@ class TorchCompileConfig:
         capture_num_tokens: token counts (buckets) to record. None: powers of two to 128, 256, 384, steps of 256 from 512 to
             3072, and mixed_step_tokens, up to max_num_tokens; for small models steps of 256 to 4096, of 512 to 8192 and of 1024
             beyond too. vLLM: `cudagraph_capture_sizes`.
+        splitting_ops: ops besides the boundary ops at which the graph is split, such as `mylib::mixer` or `aten::silu`. One that
+            only writes into its arguments runs outside CUDA graphs, like attention; any other is a piece of its own.
         compile_sizes: token counts for which pieces are also compiled with a static shape and Inductor's autotuning.
         max_padding_ratio: largest ratio of padded to real tokens; a step above it runs unpadded.
         dynamic_shapes: how capture keeps the token count symbolic.
@@ -99,6 +101,7 @@ class TorchCompileConfig:
     enable_inductor: bool = True
     enable_piecewise_cuda_graph: bool = True
     capture_num_tokens: tuple[int, ...] | None = None
+    splitting_ops: tuple[str, ...] = ()
     compile_sizes: tuple[int, ...] = ()
     max_padding_ratio: float = 2.0
     dynamic_shapes: DynamicShapes = "backed_size_oblivious"

@@ -51,9 +51,18 @@ _SAME_MEANING = {
     **{field.name: _COMPILE + field.name for field in fields(TorchCompileConfig)},
 }
 """Name in `compilation_config` -> option; those of `torch_compile_config` are taken, too."""
+_VLLM_SPLITTING_OPS = {
+    f"vllm::{name}"
+    for name in (
+        "unified_attention", "unified_attention_with_output", "unified_mla_attention", "unified_mla_attention_with_output",
+        "mamba_mixer", "mamba_mixer2", "short_conv", "linear_attention", "plamo2_mamba_mixer", "gdn_attention_core",
+        "kda_attention", "sparse_attn_indexer",
+    )
+}  # fmt: skip
+"""vLLM's ops that read memory of requests; graphs are split at their counterparts, the boundary ops, in any case."""
 _KNOWN = ("level", "mode", "backend", "cudagraph_mode", "cudagraph_capture_sizes", *_SAME_MEANING)
-VLLM_FIELDS = {*_KNOWN}.difference(field.name for field in fields(TorchCompileConfig))
-"""Fields of `compilation_config` that are no options of `torch_compile_config`."""
+VLLM_FIELDS = {*_KNOWN}.difference(field.name for field in fields(TorchCompileConfig) if field.name != "splitting_ops")
+"""Fields of `compilation_config` that are no options of `torch_compile_config`, or have values of vLLM's."""
 TENSORRT_LLM_NAMES = {
     "kv_cache_config.enable_block_reuse": "enable_prefix_caching",
     "kv_cache_config.tokens_per_block": "block_size",
@@ -106,10 +115,34 @@ def compilation_option(name: str, value: Any) -> dict[str, Any]:
         return _choose(name, value.upper() if isinstance(value, str) else value, _CUDA_GRAPH_MODES, known)
     if name == "cudagraph_capture_sizes":  # of whole decode steps and of pieces, which vLLM records for the same sizes
         return {_COMPILE + "capture_num_tokens": value, _GRAPHS + "batch_sizes": value}
+    if name == "splitting_ops":
+        return {_COMPILE + name: _splitting_ops(value)}
     if name in _SAME_MEANING:
         return {_SAME_MEANING[name]: value}
     hint = did_you_mean(name, _KNOWN, f"it is one of {', '.join(_KNOWN)}", "compilation_config.")
     raise ValueError(f"unknown option compilation_config.{name}; {hint}")
+
+
+def _splitting_ops(value: Any) -> Any:
+    """The ops to split at besides the boundary ops, from vLLM's list of all: `ns::op`, or `ns.op` in earlier versions."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.lstrip()[:1] in ("[", "n") else [part for part in value.split(",") if part]
+    if value is None:
+        return []  # vLLM's default: its attention ops
+    if not (isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)):
+        return value  # which the option's type allows or refuses
+    if not value:
+        raise ValueError(
+            "compilation_config.splitting_ops=[] has no equivalent: graphs are always split at attention; "
+            "cudagraph_mode=FULL records steps as one CUDA graph in spite of that"
+        )
+    names = [each.strip() if "::" in each else each.strip().replace(".", "::", 1) for each in value]
+    names = [each for each in names if each not in _VLLM_SPLITTING_OPS]
+    if unknown := next((each for each in names if each.startswith("vllm::")), None):
+        raise ValueError(
+            f"compilation_config.splitting_ops names {unknown}, an op of vLLM's own models; name ops of the served model's graph"
+        )
+    return names
 
 
 def options_of_file(values: Mapping[str, Any]) -> dict[str, Any]:

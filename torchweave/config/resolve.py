@@ -324,6 +324,8 @@ def _compile_fields(
     elif inductor and device.inductor_refusal:
         inductor, why = False, device.inductor_refusal
     entries.note(prefix + "enable_inductor", inductor, why)
+    if compile_config.splitting_ops and not fullgraph:
+        entries.note(prefix + "splitting_ops", (), "needs enable_fullgraph")
     streams, why = compile_config.max_num_streams, ""
     if streams > 1 and not (fullgraph and device.is_gpu):
         streams, why = 1, "streams need a GPU" if fullgraph else "needs enable_fullgraph"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.compiler.toy import BOUNDARY, DYNAMIC, Toy, attention, example, step, toy
+from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, Toy, attention, example, step, toy
 from torchweave.compiler import compile_graph
 from torchweave.compiler.errors import InvariantError, TraceError
-from torchweave.compiler.partition.split import normalize_call
+from torchweave.compiler.partition.split import BoundaryCall, normalize_call
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
@@ -223,3 +224,50 @@ def test_boundary_calls_are_normalized() -> None:
     op = torch.ops.toy.attention.default
     args, kwargs = normalize_call(op, (1, 2, 3), {"layer": 5, "out": 4, "scale": 0.5})
     assert args == (1, 2, 3, 4, 5, 0.5, 0) and kwargs == {}
+
+
+@torch.library.custom_op("toy::double", mutates_args=("out",))
+def double(x: Tensor, out: Tensor) -> None:
+    out.copy_(x * 2)
+
+
+@double.register_fake
+def _(x: Tensor, out: Tensor) -> None: ...
+
+
+class Doubled(Toy):
+    """A decoder with an op that writes its result, and a function with two outputs."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logits_index: Tensor) -> Tensor:
+        logits = super().forward(input_ids, positions, logits_index)
+        out = torch.empty_like(logits)
+        torch.ops.toy.double(logits, out)
+        best, index = torch.topk(out, 3)
+        return best + index
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+def test_splitting_ops_change_the_pieces_and_not_the_result(inductor: bool) -> None:
+    torch.manual_seed(0)
+    module = Doubled(layers=2).eval().requires_grad_(False)
+    config = TorchCompileConfig(enable_inductor=inductor, splitting_ops=("aten::silu", "toy::double", "aten::topk"))
+    plain, split = (
+        compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=each) for each in (FX, config)
+    )
+    names = [part.op._schema.name if isinstance(part, BoundaryCall) else part.num_calls() for part in split.parts]
+    assert names.count("toy::double") == 1 and names.count("toy::attention") == 2
+    # A call of silu ends a piece and starts another; what `double` writes is allocated before it; topk with its two outputs
+    # is the last piece but one.
+    assert len(plain.pieces) == 3 and len(split.pieces) == 3 + 2 * 2 + 1 + 1
+    silu, topk = split.pieces[2], split.pieces[-2]
+    assert silu.num_calls() == 1 and "silu" in silu.module.code and "topk" in topk.module.code
+    assert topk.num_calls() == 3 and len(topk.outputs) == 2
+    for sizes in SIZES:
+        batch = step(*sizes)
+        torch.testing.assert_close(split(call_op, *batch), module(*batch))
+
+
+def test_a_splitting_op_that_the_graph_does_not_call_is_refused() -> None:
+    config = replace(FX, splitting_ops=("aten::sillu",))
+    with pytest.raises(ValueError, match=r"splitting_ops names aten::sillu, .*; did you mean aten::silu\?"):
+        compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config)

@@ -127,6 +127,7 @@ class CapturedGraph(FakeGraph):
         sources: importable names of the modules whose code was traced.
         unused_inputs: inputs without a placeholder.
         boundary_ops: names of the ops at which the graph will be split.
+        splitting_ops: names of further ones, which the config lists.
     """
 
     module: fx.GraphModule
@@ -137,6 +138,7 @@ class CapturedGraph(FakeGraph):
     sources: tuple[str, ...] = ()
     unused_inputs: tuple[UnusedInput, ...] = ()
     boundary_ops: frozenset[str] = frozenset()
+    splitting_ops: frozenset[str] = frozenset()
 
     @cached_property
     def fake_ops(self) -> FakeOpCache:

@@ -7,6 +7,7 @@ equal pieces.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torchweave.compiler.ir.graph import CapturedGraph, FakeGraph
 from torchweave.compiler.ir.mutation import mutated_aliased_inputs, mutated_args, op_overload, storage_id
 from torchweave.compiler.ir.symbols import free_symbols, is_size, value
 from torchweave.report import Report
+from torchweave.utils.suggest import did_you_mean
 
 _CONSTANT = "constant_"  # name prefix of placeholders for tensors of the module
 
@@ -85,15 +87,7 @@ def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
     Raises:
         TraceError, InvariantError: see `check`.
     """
-    segments: list[list[fx.Node] | BoundaryCall] = [[]]
-    for node in graph.graph.nodes:
-        op = boundary_op(node.target, graph.boundary_ops) if node.op == "call_function" else None
-        if op is not None:
-            segments += [BoundaryCall(op, node, *normalize_call(op, node.args, node.kwargs)), []]
-        elif node.op not in ("placeholder", "output") and not is_size(node):
-            last = segments[-1]
-            assert isinstance(last, list)
-            last.append(node)
+    segments = _segments(graph)
     constants = frozenset(node for node, _ in graph.constants())
     parts: list[Piece | BoundaryCall] = []
     num_pieces = 0
@@ -107,6 +101,53 @@ def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
             num_pieces += 1
     check(graph, parts)
     return parts
+
+
+def _segments(graph: CapturedGraph) -> list[list[fx.Node] | BoundaryCall]:
+    """The graph's calls in order, cut before and after each boundary op and each splitting op."""
+    last: list[fx.Node] = []
+    segments: list[list[fx.Node] | BoundaryCall] = [last]
+    own: dict[fx.Node, list[fx.Node]] = {}  # by splitting op with outputs: its segment
+    for node in graph.graph.nodes:
+        op = boundary_op(node.target, graph.boundary_ops) if node.op == "call_function" else None
+        splits = op is None and call_name(node) in graph.splitting_ops
+        if splits and (written := op_overload(node.target)) is not None and not written._schema.returns:
+            op = written
+        if op is not None:
+            last = []
+            segments += [BoundaryCall(op, node, *normalize_call(op, node.args, node.kwargs)), last]
+        elif node.op in ("placeholder", "output") or is_size(node):
+            continue
+        elif splits:
+            own[node], last = [node], []
+            segments += [own[node], last]
+        elif node.target is operator.getitem and node.args[0] in own:
+            own[node.args[0]].append(node)
+        else:
+            last.append(node)
+    return segments
+
+
+def call_name(node: fx.Node) -> str:
+    """`namespace::name` of a call, as `splitting_ops` spells it; torch's functions, methods and operators are in `aten`."""
+    if not node.op.startswith("call_") or node.op == "call_module":
+        return ""
+    op = op_overload(node.target)
+    return op._schema.name if op is not None else f"aten::{getattr(node.target, '__name__', node.target)}"
+
+
+def select_splitting_ops(graph: CapturedGraph, names: Sequence[str]) -> frozenset[str]:
+    """`names`, which calls of the graph have after the passes.
+
+    Raises:
+        ValueError: no call of the graph has such a name.
+    """
+    present = {call_name(node) for node in graph.graph.nodes} - {""}
+    for name in names:
+        if name not in present:
+            hint = did_you_mean(name, present, f"its ops are {', '.join(sorted(present))}")
+            raise ValueError(f"splitting_ops names {name}, which the graph does not call after the passes; {hint}")
+    return frozenset(names)
 
 
 def _mutates_external(segment: list[fx.Node]) -> bool:

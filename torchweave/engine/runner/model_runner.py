@@ -35,6 +35,7 @@ from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
 from torchweave.ops.attention.op import (
+    ATTENTION_OPS,
     AttentionBackend,
     AttentionMetadata,
     AttentionStep,
@@ -80,8 +81,10 @@ class StepBoundary:
             run_recurrent_op(self._metas[0], self._recurrent_states, op, args, kwargs)
         elif op in SPARSE_OPS:
             run_sparse_op(self._metas, self._caches, op, args, kwargs)
-        else:
+        elif op in ATTENTION_OPS:
             run_attention_op(self._steps, self._caches, op, args, kwargs)
+        else:  # of `splitting_ops`, or a boundary op of the user's
+            op(*args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,10 @@ def attention_fp8(
     causal_attention(AttentionCall(q, k, v, out, *how, out_scale=out_scale))
 
 
+ATTENTION_OPS = frozenset({torch.ops.torchweave.attention.default, torch.ops.torchweave.attention_fp8.default})
+"""The overloads of the ops above."""
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """Attention of one layer, as the cache and the backends read it.
