@@ -11,17 +11,19 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from torch import Tensor
 
 import torchweave
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, toy
 from tests.doctor.doctor_zoo.performance import LinearsThatDoNotMerge
-from torchweave.compiler import compile_graph
+from torchweave.compiler import Fusion, compile_graph
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.explain.facts import Facts, as_json, explain, schema
 from torchweave.compiler.explain.page import _repeat, page, seconds_text, size_text
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
+aten = torch.ops.aten
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 
 
@@ -90,6 +92,39 @@ def test_a_near_miss_is_named_where_a_module_does_not_fuse() -> None:
     (row,) = [row for row in valid(explain(None, report))["passes"] if row["name"] == "merge_linears"]
     assert row["matches"] == 0 and any("bias" in miss for miss in row["near_misses"])
     assert row["near_misses"][0] in page(explain(None, report)).replace("&#39;", "'")
+
+
+def _silu(x: Tensor):
+    return aten.silu.default(x)
+
+
+def _spelled_out(x: Tensor):
+    return aten.mul.Tensor(x, aten.sigmoid.default(x))
+
+
+def _add(x: Tensor, y: Tensor):
+    return aten.add.Tensor(x, y)
+
+
+def test_matches_are_those_of_the_model_whatever_the_number_of_variants() -> None:
+    report = Report(show=False)
+    everywhere = Fusion("everywhere", _silu, _spelled_out)
+    small = Fusion("small", _add, lambda x, y: aten.add.Tensor(y, x), token_range=(None, 8))
+    config = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+    compile_graph(
+        toy(layers=3),
+        example(),
+        DYNAMIC,
+        boundary_ops=BOUNDARY,
+        config=config,
+        report=report,
+        passes=[everywhere, small],
+    )
+    events = [event for event in report.select("pass") if event["name"] == "everywhere" and event["matches"]]
+    assert len(events) == 4, "two distinct pieces with two variants each"
+    row, _ = explain(None, report)["passes"]
+    assert row["matches"] == 3 and row["diff"] == {"aten.silu.default": -3, "aten.sigmoid.default": 3, "aten.mul.Tensor": 3}
+    assert len([run for run in row["runs"] if run["matches"]]) == 4
 
 
 class _Text(HTMLParser):

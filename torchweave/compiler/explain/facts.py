@@ -88,23 +88,31 @@ def _without_time(event: Mapping[str, Any]) -> Facts:
 
 
 def _passes(report: Report, choices: Sequence[Facts]) -> list[Facts]:
-    """One row per pass, in execution order; passes over pieces count a piece once per use."""
+    """One row per pass, in execution order, with counts of the model.
+
+    A piece counts once per use, whatever the number of its variants: by the one in which the pass matches most.
+    """
     rows: dict[str, Facts] = {}
+    counted: dict[tuple[str, Any], Mapping[str, Any]] = {}  # by pass and piece
     for event in _events(report, "pass"):
         row = rows.setdefault(event["name"], _pass_row(event, choices))
         if not event["enabled"]:
             continue
         row["enabled"], row["why"] = True, ""
-        times = event.get("shared_by", 1)
-        for name in ("matches", "rewritten", "ops_before", "ops_after"):
-            row[name] += times * event[name]
+        variant = counted.setdefault((event["name"], event.get("piece", len(counted))), event)
+        if event["matches"] > variant["matches"]:
+            counted[event["name"], event["piece"]] = event
         row["seconds"] += 0.0 if event.get("cached") else event["seconds"]
         row["near_misses"] += [miss for miss in event["near_misses"] if miss not in row["near_misses"]]
-        for op, change in event.get("diff", {}).items():
-            row["diff"][op] = row["diff"].get(op, 0) + times * change
         if "piece" in event:
             run = {name: event.get(name) for name in ("piece", "tokens", "matches", "rewritten", "shared_by")}
             row["runs"].append({**run, "collectives": _collective_changes(event.get("diff", {}))})
+    for (name, _), event in counted.items():
+        row, times = rows[name], event.get("shared_by", 1)
+        for count in ("matches", "rewritten", "ops_before", "ops_after"):
+            row[count] += times * event[count]
+        for op, change in event.get("diff", {}).items():
+            row["diff"][op] = row["diff"].get(op, 0) + times * change
     return list(rows.values())
 
 
