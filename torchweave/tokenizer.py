@@ -230,7 +230,7 @@ class Tokenizer:
         Raises:
             ValueError: the model has no chat template, or the template rejects the messages.
         """
-        if not variables.get("chat_template") and getattr(self.hf_tokenizer, "chat_template", None) is None:
+        if not variables.get("chat_template") and not self.has_chat_template():
             raise ValueError(f"The tokenizer in {self.folder} has no chat template; use generate with plain text.")
         if not isinstance(messages, Iterable) or not all(
             isinstance(message, Mapping) and "role" in message for message in messages
@@ -249,6 +249,10 @@ class Tokenizer:
         except Exception as error:
             raise ValueError(f"The model's chat template rejects these messages: {error}") from error
         return self.encode(text, add_special_tokens=False, max_tokens=max_prompt_tokens)
+
+    def has_chat_template(self) -> bool:
+        """Whether the folder gives a chat template."""
+        return getattr(self.hf_tokenizer, "chat_template", None) is not None
 
     def tokenizer_json(self) -> str | None:
         """The tokenizer as JSON of Hugging Face's tokenizers; None for other tokenizers."""

@@ -278,6 +278,31 @@ def test_folder_without_weights_is_rejected(tiny_model: Path, tmp_path: Path, ca
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "missing", "sentence"),
+    [
+        (["generate", "ab"], "tokenizer*", "has no tokenizer, and this command takes text; pass --tokenizer"),
+        (["chat"], "tokenizer*", "has no tokenizer, and this command takes text; pass --tokenizer"),
+        (["chat"], "chat_template*", "has no chat template; complete plain text by `torchweave generate"),
+    ],
+)
+def test_missing_tokenizer_or_template_is_named_before_the_engine_starts(
+    command: list[str],
+    missing: str,
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Lines,
+):
+    folder = shutil.copytree(resolve("demo").folder, tmp_path / "demo")
+    for file in folder.glob(missing):
+        file.unlink()
+    monkeypatch.setattr("torchweave.cli.session.start_llm", lambda *_: pytest.fail("an engine starts"))
+    assert main([command[0], str(folder), *command[1:]]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+
+
 def test_traceback_flag_prints_the_traceback():
     with pytest.raises(ValueError, match="max_model_len"):
         main(["generate", "demo", "x", "--max_model_len", "0", "--traceback"])

@@ -7,14 +7,16 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from torchweave.cli.arguments import config_from_args, engine_config
 from torchweave.config.options import EngineConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.startup.early_start import prestart_workers
+from torchweave.models.resolve import resolve, resolve_tokenizer
 from torchweave.report import Report
+from torchweave.tokenizer import Tokenizer
 from torchweave.utils import gc
 
 
@@ -30,10 +32,36 @@ def start_llm(config: EngineConfig, report: Report) -> LLM:
         return LLM.from_config(config, report, worker_pool)
 
 
+def _check_tokenizer(config: EngineConfig, chat: bool) -> None:
+    """Look for the tokenizer, and for its chat template, before an engine starts.
+
+    Raises:
+        ValueError: there is none.
+    """
+    hub = {"trust_remote_code": config.trust_remote_code, "download_dir": config.download_dir}
+    if config.tokenizer is not None:
+        folder = resolve_tokenizer(config.tokenizer, **hub)
+    else:
+        folder = resolve(config.model, revision=config.revision, **hub).folder
+    tokenizer = Tokenizer.from_folder(folder, config.trust_remote_code)
+    if tokenizer is None:
+        raise ValueError(
+            f"{config.model} has no tokenizer, and this command takes text; pass --tokenizer with the folder or hub id of its "
+            "tokenizer, or give token ids to `torchweave.LLM(...).generate`"
+        )
+    if chat and not tokenizer.has_chat_template():
+        raise ValueError(
+            f"the tokenizer in {folder} has no chat template; complete plain text by `torchweave generate {config.model}`, or "
+            "put the template into the folder as chat_template.jinja"
+        )
+
+
 @contextmanager
-def engine(args: argparse.Namespace) -> Iterator[LLM]:
-    """An engine for the arguments; leaving the context cancels running requests."""
+def engine(args: argparse.Namespace, needs: Literal["", "tokenizer", "chat template"] = "") -> Iterator[LLM]:
+    """An engine for the arguments, after a look at what the command needs; leaving the context cancels running requests."""
     config = engine_config(args)
+    if needs:
+        _check_tokenizer(config, needs == "chat template")
     for name in ("transformers", "torch"):  # their start-up advice does not concern users of a command
         logging.getLogger(name).setLevel(logging.ERROR)
     llm = start_llm(config, Report(show=False if args.quiet else None))

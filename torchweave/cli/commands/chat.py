@@ -33,7 +33,7 @@ def parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
     config_from_args(SamplingParams, args)  # raises for invalid options before a model is loaded
-    with engine(args) as llm:
+    with engine(args, needs="chat template") as llm:
         Conversation(llm, sampling_params_from_args(args, llm), args.system, sys.stdout).run()
     return 0
 

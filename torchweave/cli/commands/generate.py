@@ -47,13 +47,13 @@ def run(argv: Sequence[str]) -> int:
     prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ValueError("there is no prompt; pass prompts as arguments, or one per line on standard input")
-    with engine(args) as llm:
+    with engine(args, needs="tokenizer") as llm:
         _answer(llm, prompts, sampling_params_from_args(args, llm), as_json=args.json)
     return 0
 
 
 def _interactive(args: argparse.Namespace) -> int:
-    with engine(args) as llm:
+    with engine(args, needs="tokenizer") as llm:
         params = sampling_params_from_args(args, llm)
         while True:
             try:
