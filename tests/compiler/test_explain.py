@@ -123,7 +123,11 @@ def test_matches_are_those_of_the_model_whatever_the_number_of_variants() -> Non
     events = [event for event in report.select("pass") if event["name"] == "everywhere" and event["matches"]]
     assert len(events) == 4, "two distinct pieces with two variants each"
     row, _ = explain(None, report)["passes"]
-    assert row["matches"] == 3 and row["diff"] == {"aten.silu.default": -3, "aten.sigmoid.default": 3, "aten.mul.Tensor": 3}
+    assert row["matches"] == 3 and row["diff"] == {
+        "aten.silu.default": -3,
+        "aten.sigmoid.default": 3,
+        "aten.mul.Tensor": 3,
+    }
     assert len([run for run in row["runs"] if run["matches"]]) == 4
 
 

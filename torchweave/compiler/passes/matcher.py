@@ -6,6 +6,9 @@ graph must contain everything else as written. `either` lists alternative spelli
     def pattern(x: Tensor, weight: Tensor, eps: float):
         mean = aten.mean.dim(aten.pow.Tensor_Scalar(x, 2), [-1], True) + eps
         return weight * (x * either(aten.rsqrt.default(mean), aten.pow.Tensor_Scalar(mean, -0.5)))
+
+Shapes, dtypes and devices of tensors (`x.shape[1] // 2`) are compared by value. An op that writes into its arguments is written as
+`auto_functionalized_v2(op, x=x, _out_base_index=0, _all_bases=[out])`, whose results are the op's, then the bases.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import inspect
 import operator
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor, fx
 
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import normalize_call
+from torchweave.compiler.passes.tensor_facts import describe_fact, fact_nodes, fact_value, same_fact
 
 aten = torch.ops.aten
 
@@ -33,6 +37,8 @@ _OPERATORS = {
     operator.neg: aten.neg,
     operator.pow: aten.pow,
 }
+_FUNCTIONALIZED_V1 = torch.ops.higher_order.auto_functionalized
+_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _CALLS = ("call_function", "call_method")
 _COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default)
 _UNSQUEEZE = (aten.unsqueeze.default, "unsqueeze", torch.unsqueeze)
@@ -82,11 +88,15 @@ class PartialMatch:
 
 @dataclass(frozen=True)
 class _State:
-    """Partial match: wildcards to bound values, calls of the pattern to calls of the graph, `either` nodes to bound values."""
+    """Partial match: wildcards to bound values, calls of the pattern to calls of the graph, `either` nodes to bound values.
+
+    `facts` are (name, fact of the pattern, value in the graph, node), compared when the tensors that they read are matched.
+    """
 
     bound: dict[fx.Node, Any] = field(default_factory=dict)
     calls: dict[fx.Node, fx.Node] = field(default_factory=dict)
     choices: dict[fx.Node, Any] = field(default_factory=dict)
+    facts: tuple[tuple[str, fx.Node, Any, fx.Node], ...] = ()
 
     @property
     def num_matched(self) -> int:
@@ -104,7 +114,7 @@ class Pattern:
         torch_ir: match the captured Torch IR graph, in which Python operators, torch functions and methods stand for themselves.
 
     Raises:
-        ValueError: a parameter lacks an annotation, or the function does not return calls.
+        ValueError: a parameter lacks an annotation, the function does not return calls, or it calls `auto_functionalized`.
     """
 
     def __init__(self, function: Callable[..., Any], torch_ir: bool = False) -> None:
@@ -128,12 +138,20 @@ class Pattern:
                 f"{function.__module__}.{self.name} returns `either` among several outputs; write variants"
             )
         self.outputs: tuple[fx.Node, ...] = tuple(outputs)
-        self.calls = [node for node in nodes if node.op in _CALLS and node.target is not either]
+        self.facts = frozenset() if torch_ir else fact_nodes(nodes, self.kinds)
+        self.calls = [
+            node for node in nodes if node.op in _CALLS and node.target is not either and node not in self.facts
+        ]
+        if any(node.target is _FUNCTIONALIZED_V1 for node in self.calls):
+            raise ValueError(
+                f"{function.__module__}.{self.name} calls auto_functionalized, but lowered pieces hold its second version; write "
+                "auto_functionalized_v2(op, x=x, _out_base_index=0, _all_bases=[out])"
+            )
         operators = {} if torch_ir else _OPERATORS
         self.targets = {node: operators.get(node.target, node.target) for node in self.calls}
         order = {node: position for position, node in enumerate(nodes)}
         self.anchor = max(self.outputs, key=order.__getitem__)
-        self.num_operations = _count_operations(self.outputs)
+        self.num_operations = _count_operations(self.outputs, self.facts)
 
     def match_at(self, node: fx.Node) -> Match | PartialMatch | None:
         """The match whose last call is `node`, the reason when at least half of the pattern matches, or None."""
@@ -142,7 +160,7 @@ class Pattern:
         search = _MatchSearch(self)
         for state in search.call(self.anchor, node, _State()):
             for whole in search.rest(state):
-                why = self._external_reader(whole)
+                why = self._other_fact(whole) or self._external_reader(whole)
                 if why is None:
                     return self._match(whole)
                 search.note_mismatch(len(self.calls), why)
@@ -169,6 +187,20 @@ class Pattern:
             outputs=tuple(state.node_of(node) for node in self.outputs),
         )
 
+    def _other_fact(self, state: _State) -> str | None:
+        """Why a complete match is none: a shape, dtype or device differs from what the pattern computes."""
+
+        def of(node: fx.Node) -> Any:
+            actual = state.bound.get(node, state.calls.get(node, state.choices.get(node)))
+            return value(actual) if isinstance(actual, fx.Node) else actual
+
+        for name, fact, actual, node in state.facts:
+            expected = fact_value(fact, of, self.facts)
+            if not same_fact(expected, value(actual) if isinstance(actual, fx.Node) else actual):
+                why = f"argument {name} of {node.name} is {_describe(actual)}, not {describe_fact(fact, self.facts)}"
+                return f"{why}, which is {expected}"
+        return None
+
     def _external_reader(self, state: _State) -> str | None:
         """Why a complete match cannot be rewritten: a node outside it reads one of its intermediate results."""
         covered = set(state.calls.values())
@@ -180,7 +212,7 @@ class Pattern:
         return None
 
 
-def _count_operations(outputs: Iterable[fx.Node]) -> int:
+def _count_operations(outputs: Iterable[fx.Node], facts: frozenset[fx.Node]) -> int:
     """Number of operations of a pattern's usual form, which takes the first alternative of every `either`."""
     usual: set[fx.Node] = set()
     pending = list(outputs)
@@ -190,7 +222,7 @@ def _count_operations(outputs: Iterable[fx.Node]) -> int:
             pending.append(node.all_input_nodes[0])
         elif node.op in _CALLS and node not in usual:
             usual.add(node)
-            pending += node.all_input_nodes
+            pending += [source for source in node.all_input_nodes if source not in facts]
     return sum(node.target is not operator.getitem for node in usual)
 
 
@@ -200,6 +232,7 @@ class _MatchSearch:
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
         self.num_matched, self.why = 0, ""
+        self.has_op = False  # the pattern's custom op was found, so that the place is meant however little matches
 
     def note_mismatch(self, num_matched: int, why: str) -> None:
         if num_matched > self.num_matched:
@@ -210,10 +243,11 @@ class _MatchSearch:
         self.note_mismatch(state.num_matched, why)
 
     def near_miss(self) -> PartialMatch | None:
-        """The furthest mismatch, if at least half of the pattern and at least two operations match."""
+        """The furthest mismatch, if half of the pattern and at least two operations match, or an op that writes does."""
         total = self.pattern.num_operations
         is_near_miss = self.num_matched >= min(2, total) and 2 * self.num_matched >= total
-        return PartialMatch(self.why, min(1.0, self.num_matched / total)) if is_near_miss and self.why else None
+        found = self.why and (is_near_miss or self.has_op)
+        return PartialMatch(self.why, min(1.0, self.num_matched / total)) if found else None
 
     def call(self, call: fx.Node, node: fx.Node, state: _State) -> Iterator[_State]:
         """Yield a state for each way in which a call of the pattern matches this call of the graph."""
@@ -231,7 +265,14 @@ class _MatchSearch:
             return
         if node in state.calls.values():
             return
-        inside = _State(state.bound, {**state.calls, call: node}, state.choices)
+        inside = replace(state, calls={**state.calls, call: node})
+        if call.target is _FUNCTIONALIZED and call.args == node.args:
+            self.has_op = True
+            if set(call.kwargs) != set(node.kwargs):
+                keywords = " ".join(node.kwargs)
+                self.note_mismatch(
+                    inside.num_matched, f"{node.name} has the arguments {keywords}, not {' '.join(call.kwargs)}"
+                )
         for pairs in _arguments(call, node):
             yield from self._match_all(pairs, node, inside)
 
@@ -249,6 +290,8 @@ class _MatchSearch:
         if isinstance(expected, fx.Node):
             if expected.op == "placeholder":
                 yield from self._bind_wildcard(name, expected, actual, node, state)
+            elif expected in self.pattern.facts:
+                yield replace(state, facts=(*state.facts, (name, expected, actual, node)))
             elif expected.target is either:
                 yield from self._match_alternatives(name, expected, actual, node, state)
             elif isinstance(actual, fx.Node):
@@ -274,7 +317,7 @@ class _MatchSearch:
             return
         for alternative in expected.args:
             for matched in self._match_argument(name, alternative, actual, node, state):
-                yield _State(matched.bound, matched.calls, {**matched.choices, expected: actual})
+                yield replace(matched, choices={**matched.choices, expected: actual})
 
     def _rebind(self, name: str, known: Any, actual: Any, node: fx.Node, state: _State) -> Iterator[_State]:
         if same_value(known, actual):
@@ -290,7 +333,7 @@ class _MatchSearch:
             return
         kind = self.pattern.kinds[expected]
         if _is_kind(actual, kind):
-            yield _State({**state.bound, expected: actual}, state.calls, state.choices)
+            yield replace(state, bound={**state.bound, expected: actual})
         else:
             self._note_argument(name, actual, getattr(kind, "__name__", str(kind)), node, state)
 
