@@ -15,7 +15,8 @@ from tests.doctor import doctor_zoo
 from tests.doctor.doctor_zoo import clean, graph_breaks, performance, recompiles, trace_failures
 from torchweave.cli import main
 from torchweave.doctor.examine import examine
-from torchweave.doctor.finding import Finding, deduplicate
+from torchweave.doctor.finding import Finding, deduplicate, without_follow_on
+from torchweave.doctor.source_reader import is_library
 from torchweave.doctor.subject import InputSpec, find
 
 ZOO = Path(doctor_zoo.__file__).parent
@@ -176,3 +177,34 @@ def test_findings_are_merged_by_line_and_sorted_by_severity() -> None:
     follows = Finding("recompile", "data_dependent_size", "a.py:12", "c", "f")
     early = Finding("graph_break", "print", "a.py:3", "c", "f")
     assert deduplicate([note, first, follows, early, early]) == [early, first, note]
+
+
+def test_findings_in_libraries_are_left_out_behind_a_break_of_the_subject() -> None:
+    own = Finding("graph_break", "item", "/home/me/model.py:12", "c", "f")
+    slow = Finding("performance", "near_miss", "/venv/site-packages/lib/a.py:9", "c", "f", "note")
+    follows = Finding("recompile", "changing_number", "/venv/site-packages/lib/a.py:3", "c", "f")
+    assert without_follow_on([own, slow, follows], is_library) == [own, slow]
+    assert without_follow_on([slow, follows], is_library) == [slow, follows]
+
+
+def test_a_break_inside_a_model_of_transformers_is_the_only_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "noisy.py").write_text(
+        "import torch\n"
+        "from transformers import LlamaConfig, LlamaModel\n"
+        "class Branch(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * 2 if x.sum() > 0 else x\n"
+        "class Noisy(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)\n"
+        "        self.model = LlamaModel(LlamaConfig(num_key_value_heads=2, vocab_size=50, **sizes))\n"
+        "        self.model.layers[0].mlp = Branch()\n"
+        "    def forward(self, ids):\n"
+        "        return self.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]\n"
+    )
+    assert main.main(["doctor", f"{tmp_path / 'noisy.py'}:Noisy", "--input", "ids=int64[T]<50", "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["where"].endswith("noisy.py:5") and finding["rule"] == "data_dependent_control"

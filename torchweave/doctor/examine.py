@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from torchweave.doctor import graph_breaks, performance, recompiles, trace_failures
 from torchweave.doctor.compile_run import compile_subject
 from torchweave.doctor.eager_run import run_eager
-from torchweave.doctor.finding import Finding, deduplicate
+from torchweave.doctor.finding import Finding, deduplicate, without_follow_on
+from torchweave.doctor.source_reader import is_library
 from torchweave.doctor.subject import Subject
 from torchweave.doctor.tracing import trace
 
@@ -30,14 +31,13 @@ def examine(subject: Subject) -> list[Finding]:
         trace_result = trace(subject, [fault.op for fault in eager_result.faults])
         whole = trace_result.is_one_graph() and not eager_result.faults and not subject.takes_numbers
         compile_result = compile_subject(subject, eager_result) if whole else None
-    return deduplicate(
-        (
-            *trace_failures.find(eager_result, trace_result),
-            *graph_breaks.find(eager_result, trace_result),
-            *performance.find(subject, trace_result, compile_result),
-            *recompiles.find(eager_result, trace_result, compile_result),
-        )
+    findings = (
+        *trace_failures.find(eager_result, trace_result),
+        *graph_breaks.find(eager_result, trace_result),
+        *performance.find(subject, trace_result, compile_result),
+        *recompiles.find(eager_result, trace_result, compile_result),
     )
+    return deduplicate(without_follow_on(findings, is_library))
 
 
 @contextlib.contextmanager

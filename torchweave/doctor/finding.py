@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +52,18 @@ def deduplicate(findings: Iterable[Finding]) -> list[Finding]:
                 lines.add(finding.where)
     order = sorted(by_key.values(), key=lambda one: (_file(one.where), _line(one.where), _KINDS.index(one.kind)))
     return sorted(order, key=lambda one: _SEVERITIES.index(one.severity))
+
+
+def without_follow_on(findings: Iterable[Finding], is_library: Callable[[str], bool]) -> list[Finding]:
+    """Findings without those in library files, if the subject's own code breaks the graph.
+
+    After a break Dynamo traces the rest of each frame by itself, and takes paths of libraries that no whole graph takes. What is
+    wrong in a library is found when the break is mended.
+    """
+    findings = list(findings)
+    if not any(one.kind == "graph_break" and one.where and not is_library(one.where) for one in findings):
+        return findings
+    return [one for one in findings if one.kind == "performance" or not is_library(one.where)]
 
 
 def _file(where: str) -> str:

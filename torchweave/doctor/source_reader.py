@@ -23,6 +23,11 @@ def is_user_code(file: str) -> bool:
     return "site-packages" in file or not file.startswith(_STANDARD)
 
 
+def is_library(where: str) -> bool:
+    """Whether a line, `file:line`, belongs to an installed package or the standard library."""
+    return any(part in where for part in ("site-packages", "dist-packages")) or where.startswith(_STANDARD[0])
+
+
 def innermost_user_line(frames: Iterable[Any]) -> str:
     """`file:line` of the innermost frame in the subject's code; "" if there is none."""
     own = [frame for frame in frames if is_user_code(frame.filename)]
