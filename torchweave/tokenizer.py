@@ -155,14 +155,23 @@ class Tokenizer:
             ValueError: see `check_text`.
             TextTooLong: see `max_tokens`.
         """
+        self._check_text(text, max_tokens)
+        # Not verbose: the engine reports texts that are too long.
+        return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+
+    def _check_text(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * self._longest_token * _MAX_COMPOSED:
             raise TextTooLong(
                 f"This model's maximum context length is {max_tokens} tokens (max_model_len), but the prompt has {len(text)} "
                 f"characters, and a token has at most {self._longest_token}; shorten the prompt."
             )
         check_text(text)
-        # Not verbose: the engine reports texts that are too long.
-        return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+
+    def encode_pair(self, text: str, other: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of two texts as the tokenizer joins a pair, with its special tokens; otherwise as `encode`."""
+        for each in (text, other):
+            self._check_text(each, max_tokens)
+        return self.hf_tokenizer(text, other, verbose=False)["input_ids"]
 
     @functools.cached_property
     def _longest_token(self) -> int:

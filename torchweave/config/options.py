@@ -60,6 +60,8 @@ ReasoningParser = Literal[
 PassNumerics = Literal["exact", "tolerance"]
 Executor = Literal["local", "torchrun", "ray"]
 SpeculativeMethod = Literal["ngram", "draft_model"]
+Runner = Literal["auto", "generate", "pooling"]
+PoolingType = Literal["last", "mean"]
 
 
 @dataclass(frozen=True)
@@ -177,11 +179,27 @@ class MultiModalLimits:
 
 
 @dataclass(frozen=True)
+class PoolerConfig:
+    """How a model with runner=pooling makes an embedding of a prompt's hidden states.
+
+    Attributes:
+        pooling_type: `last` takes the hidden state of the last token, `mean` averages those of all tokens. None: what the
+            checkpoint names (sentence-transformers' `1_Pooling`), or last.
+        normalize: divide embeddings by their L2 norm. None: what the checkpoint names, or yes.
+    """
+
+    pooling_type: PoolingType | None = None
+    normalize: bool | None = None
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """One engine: model, parallelism, memory and scheduling.
 
     Attributes:
         model: a folder in Hugging Face's layout, a hub id, a built-in model (`demo`) or `shape:NAME`.
+        runner: `generate` text, or `pooling`: embeddings of a decoder, or the classes of a `ForSequenceClassification`. auto:
+            pooling if the checkpoint is one of sentence-transformers, a base model or a sequence classification model.
         dtype: dtype of weights and activations. auto: the checkpoint's on a GPU, float32 on a CPU.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         load_format: `auto` reads the checkpoint; `dummy` fills random weights, for benchmarks.
@@ -233,12 +251,14 @@ class EngineConfig:
         max_logprobs: most likely tokens whose log-probabilities a request may ask for. -1: the vocabulary.
         seed: seed of requests that have none of their own. None: a random seed.
         limit_mm_per_prompt: inputs of a prompt beside its text.
+        pooler_config: pooling of embeddings.
         torch_compile_config: capture and compilation.
         cuda_graph_config: CUDA graphs of whole steps.
         speculative_config: speculative decoding.
     """
 
     model: str
+    runner: Runner = "auto"
     dtype: DType = "auto"
     device: str = "auto"
     load_format: LoadFormat = "auto"
@@ -275,6 +295,7 @@ class EngineConfig:
     max_logprobs: int = 100
     seed: int | None = None
     limit_mm_per_prompt: MultiModalLimits = field(default_factory=MultiModalLimits)
+    pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
     torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)
     cuda_graph_config: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)

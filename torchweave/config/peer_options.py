@@ -73,7 +73,16 @@ TENSORRT_LLM_NAMES = {
     "max_seq_len": "max_model_len",
 }
 """Path in TensorRT-LLM's YAML -> option."""
-_LOWER_CASE = {"capacity_scheduler_policy", "context_chunking_policy", "speculative_config.method"}
+_LOWER_CASE = {
+    "capacity_scheduler_policy",
+    "context_chunking_policy",
+    "speculative_config.method",
+    "pooler_config.pooling_type",
+}
+_TASKS = {"auto": "auto", "generate": "generate"} | dict.fromkeys(
+    ("embed", "embedding", "classify", "score"), "pooling"
+)
+"""vLLM's `task` -> runner."""
 _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -182,6 +191,13 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     if not isinstance(eager, bool | None):
         raise ValueError(f"enforce_eager={eager!r} must be True or False")
     settings = dict(EAGER) if eager else {}
+    if (task := given.pop("task", None)) is not None:
+        if task not in _TASKS:
+            raise ValueError(f"task={task!r} is not known: it is one of {', '.join(_TASKS)}")
+        given.setdefault("runner", _TASKS[task])
+    pooler = given.get("pooler_config")
+    if isinstance(pooler, Mapping) and isinstance(pooler.get("pooling_type"), str):
+        given["pooler_config"] = {**pooler, "pooling_type": pooler["pooling_type"].lower()}
     compilation = given.pop("compilation_config", None)
     if compilation is not None:
         settings = compilation_options(compilation) | settings

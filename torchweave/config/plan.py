@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchweave.config.options import EngineConfig
+from torchweave.config.options import EngineConfig, PoolingType
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Plan:
         tune: measure kernel candidates without measurements before compiling.
         query_lens: the numbers of tokens that a decode row may have in a step with drafts, ascending; empty: no speculation.
         max_drafting_rows: most rows of a step with drafts.
+        pooling: how steps pool the hidden states of their rows; None: they sample tokens.
     """
 
     config: EngineConfig
@@ -69,6 +70,7 @@ class Plan:
     query_lens: tuple[int, ...]
     max_drafting_rows: int
     entries: tuple[PlanEntry, ...]
+    pooling: PoolingType | None = None
 
     @property
     def query_len(self) -> int:

@@ -230,6 +230,7 @@ def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:
     sections = (
         (config.torch_compile_config, "torch_compile_config."),
         (config.speculative_config, "speculative_config."),
+        (config.pooler_config, "pooler_config."),
     )
     for holder, prefix in ((config, ""), *sections):
         for name, hint in get_type_hints(type(holder)).items():

@@ -15,7 +15,16 @@ import numpy as np
 
 from torchweave.engine.detokenizer import CompletionBuilder, Detokenizer
 from torchweave.engine.outputs import RequestMetrics
-from torchweave.engine.request import NO_TOKENS, InferenceRequest, Output, Response, Responses, SamplingParams, refusal
+from torchweave.engine.request import (
+    NO_TOKENS,
+    POOLING_PARAMS,
+    InferenceRequest,
+    Output,
+    Response,
+    Responses,
+    SamplingParams,
+    refusal,
+)
 from torchweave.images import EncodedPrompt
 from torchweave.tokenizer import Tokenizer
 
@@ -54,6 +63,7 @@ class Client:
         inbox: Inbox,
         streaming: bool,
         metrics: RequestMetrics | None = None,
+        pooling: bool = False,
     ) -> int:
         """Queue a request whose responses go to `inbox` and return its id; the caller then wakes the batch manager.
 
@@ -66,7 +76,8 @@ class Client:
         with self._lock:
             if self._closed:
                 raise RuntimeError("The engine was shut down; make a new one.")
-            request = InferenceRequest(next(self._ids), prompt.token_ids, params, streaming, images=prompt.images)
+            ids, images = prompt.token_ids, prompt.images
+            request = InferenceRequest(next(self._ids), ids, params, streaming, images=images, pooling=pooling)
             self._inboxes[request.id] = inbox
             self.metrics[request.id] = metrics or RequestMetrics()
             self._prompt_lengths[request.id] = len(request.input_ids)
@@ -193,12 +204,14 @@ class RequestStream:
         completions: by request id; several for a beam search.
         metrics: times, by request id.
         num_cached_tokens: prompt tokens found in the prefix cache, by id of the requests that have ended.
+        pooled: rows of requests that pool, by id.
     """
 
     def __init__(self, client: Client, manager: BatchManager, tokenizer: Tokenizer | None) -> None:
         self.completions: dict[int, list[CompletionBuilder]] = {}
         self.metrics: dict[int, RequestMetrics] = {}
         self.num_cached_tokens: dict[int, int] = {}
+        self.pooled: dict[int, np.ndarray] = {}
         self._active_ids: set[int] = set()
         self._inbox: Inbox = queue.SimpleQueue()
         self._client = client
@@ -223,11 +236,20 @@ class RequestStream:
             request_ids.append(self._submit(prompt, seeded, streaming, [completion]))
         return request_ids
 
+    def submit_pooling(self, prompt: EncodedPrompt) -> int:
+        """Queue a prompt that pools and return its request id; see `submit`."""
+        return self._submit(prompt, POOLING_PARAMS, False, [CompletionBuilder(POOLING_PARAMS, None, 0)], pooling=True)
+
     def _submit(
-        self, prompt: EncodedPrompt, params: SamplingParams, streaming: bool, completions: list[CompletionBuilder]
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        streaming: bool,
+        completions: list[CompletionBuilder],
+        pooling: bool = False,
     ) -> int:
         metrics = RequestMetrics()
-        request_id = self._client.submit(prompt, params, self._inbox, streaming, metrics)
+        request_id = self._client.submit(prompt, params, self._inbox, streaming, metrics, pooling)
         self._active_ids.add(request_id)
         self.metrics[request_id] = metrics
         self.completions[request_id] = completions
@@ -264,6 +286,8 @@ class RequestStream:
                 completions = self.completions[response.id]
                 if response.final:
                     self.num_cached_tokens[response.id] = output.num_cached_tokens
+                    if output.pooled:
+                        self.pooled[response.id] = np.frombuffer(output.pooled, np.float32)
                 completions[0].prompt_logprobs += output.prompt_logprobs
                 for completion, new_output in zip(completions, output.beams or (output,), strict=False):
                     if completion.add(new_output.token_ids.tolist(), new_output.finish_reason, new_output.logprobs):

@@ -18,17 +18,22 @@ import numpy as np
 from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig, use_passive_openmp
 from torchweave.config.peer_options import engine_config
+from torchweave.engine import pooling_methods
 from torchweave.engine.client import Client, RequestStream
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.outputs import (
     BeamSearchOutput,
     BeamSearchParams,
     BeamSearchSequence,
+    ClassificationOutput,
     CompletionOutput,
     Counter,
+    EmbeddingOutput,
     Gauge,
     Metric,
+    PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
 )
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
@@ -256,6 +261,48 @@ class LLM:
             finish_reason=answer.finish_reason,
             stop_reason=answer.token_ids[-1] if ended else None,
         )
+
+    # -- models that pool ----------------------------------------------------------------------------------------------
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = False, *, dimensions: int | None = None
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Embeddings of prompts (`output.outputs.embedding`), in order, by a model with runner=pooling.
+
+        Args:
+            dimensions: keep so many numbers of each embedding, then normalize it, for models trained for it (matryoshka).
+
+        Raises:
+            ValueError: the model generates or classifies; a prompt or `dimensions` is not supported.
+            RuntimeError: the engine failed or was shut down.
+        """
+        return pooling_methods.embed(self, _as_list(prompts), dimensions, use_tqdm)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = False, *, use_activation: bool = True
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Probabilities of classes (`output.outputs.probs`), in order, by a `ForSequenceClassification` model.
+
+        Args:
+            use_activation: apply the softmax or sigmoid of the model's problem type; else return logits.
+
+        Raises:
+            ValueError, RuntimeError: see `embed`.
+        """
+        return pooling_methods.classify(self, _as_list(prompts), use_activation, use_tqdm)
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], use_tqdm: bool = False
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Scores of pairs of texts (`output.outputs.score`): one `text_1` with each `text_2`, or pairs in order.
+
+        A classification model with one class reads each pair as one prompt; an embedding model returns cosine similarities.
+
+        Raises:
+            ValueError, RuntimeError: see `embed`.
+        """
+        queries, documents = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
+        return pooling_methods.score(self, queries, documents, use_tqdm)
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -514,13 +561,18 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping, Set))
 
 
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    prompt_list: list[Prompt] = list(prompts) if _is_list(prompts) else [prompts]  # type: ignore[arg-type, list-item]
+    if prompt_list and prompt_list[0] is not prompts and isinstance(prompt_list[0], (int, np.integer)):
+        prompt_list = [prompt_list]  # type: ignore[list-item]
+    return prompt_list
+
+
 def _as_lists(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> tuple[list[Prompt], list[SamplingParams]]:
     """Prompts as a list, and as many sampling parameters."""
-    prompt_list: list[Prompt] = list(prompts) if _is_list(prompts) else [prompts]  # type: ignore[arg-type, list-item]
-    if prompt_list and prompt_list[0] is not prompts and isinstance(prompt_list[0], (int, np.integer)):
-        prompt_list = [prompt_list]  # type: ignore[list-item]
+    prompt_list = _as_list(prompts)
     params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
     if wrong := [each for each in params_list if not isinstance(each, SamplingParams)]:
         raise ValueError(f"sampling_params must be SamplingParams, or a list of them, but holds {wrong[0]!r}.")

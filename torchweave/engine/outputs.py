@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+Pooled = TypeVar("Pooled")
 
 
 class Logprob(float):
@@ -155,3 +157,51 @@ class Counter(Metric):
 
 class Gauge(Metric):
     """A number of this moment."""
+
+
+# -- models that pool --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class EmbeddingOutput:
+    """`embedding`: the embedding of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    """`probs`: one number for each class."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    """`score`: how similar two texts are, or how relevant the second is to the first."""
+
+    score: float
+
+
+@dataclass
+class PoolingRequestOutput(Generic[Pooled]):
+    """What a prompt pooled to.
+
+    Attributes:
+        outputs: an `EmbeddingOutput`, a `ClassificationOutput` or a `ScoringOutput`.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+    """
+
+    request_id: str
+    outputs: Pooled
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

@@ -392,6 +392,7 @@ class InferenceRequest:
         priority: requests with a higher priority start earlier, equal ones in the order of arrival.
         cache_salt: requests with different salts share no KV cache blocks.
         images: of the prompt, in their order.
+        pooling: the request ends with its prompt and returns `Output.pooled`; an engine runs either such requests or others.
     """
 
     id: int
@@ -401,6 +402,11 @@ class InferenceRequest:
     priority: int = 0
     cache_salt: str = ""
     images: tuple[ImageInput, ...] = ()
+    pooling: bool = False
+
+
+POOLING_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+"""Sampling parameters of every request that pools: it ends where its first token would be sampled."""
 
 
 @dataclass(frozen=True)
@@ -437,6 +443,7 @@ class Output(NamedTuple):
         prompt_logprobs: log-probabilities of the prompt tokens except the first, in the first response after the prefill.
         beams: the `n` best answers of a beam search, best first; the other fields are those of the first.
         num_cached_tokens: prompt tokens found in the prefix cache; in the final response.
+        pooled: float32, the pooled row of a request that pools, before normalization or activation; in the final response.
     """
 
     token_ids: np.ndarray
@@ -445,6 +452,7 @@ class Output(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     beams: tuple[BeamOutput, ...] = ()
     num_cached_tokens: int = 0
+    pooled: bytes = b""
 
 
 class Response(NamedTuple):

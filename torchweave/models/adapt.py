@@ -76,7 +76,7 @@ def adapt(model: PreTrainedModel, report: Report) -> ModelLayers:
         experts=experts.count_experts(model),
         hooked=hooked,
     )
-    if not supports_logits_to_keep(model):
+    if not supports_logits_to_keep(model) and model.get_output_embeddings() is not None:
         name = type(model).__name__
         why = f"{name} computes logits of every token instead of the last one per request: it has no logits_to_keep"
         report.event("warning", what="logits", why=why)
@@ -323,9 +323,9 @@ def _index_spec(call: dict[str, Any]) -> LayerSpec:
     return LayerSpec(num_kv_heads=1, head_dim=dim // 2, value_dim=dim - dim // 2, num_heads=1, index_keys=True)
 
 
-def vocab_size(model: PreTrainedModel) -> int:
-    """Number of columns of the logits."""
-    head = model.get_output_embeddings()
+def vocab_size(model: PreTrainedModel, pools: bool = False) -> int:
+    """Number of columns of the logits; for a model that pools, which has none, of token ids."""
+    head: Any = model.get_input_embeddings() if pools else model.get_output_embeddings()
     if head is None:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served: it has no language-model head.")
     return min(int(head.weight.shape[0]), getattr(model.config, "unpadded_vocab_size", None) or head.weight.shape[0])

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from torchweave.config import ModelFacts
+from torchweave.config.options import PoolerConfig, Runner
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import experts
 from torchweave.models.adapt import ModelLayers, adapt, check_config, vocab_size
@@ -26,6 +27,7 @@ from torchweave.models.materialize import WeightLoadSpec, causal_lm_class, is_ma
 from torchweave.models.multimodal.image_step import make_step
 from torchweave.models.multimodal.support import attention_at_load, image_rejection, image_text_class, takes_images
 from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
+from torchweave.models.pooling import auto_class, resolve_pooling
 from torchweave.models.position_hooks import POSITIONS_AFTER_PADDING
 from torchweave.models.resolve import Source, read_json, resolve, resolve_tokenizer
 from torchweave.models.weights import read as weights
@@ -36,12 +38,14 @@ from torchweave.models.weights.quantized_checkpoint import (
     resolve_scheme,
 )
 from torchweave.ops.attention.op import LayerSpec
+from torchweave.pooling import Pooling
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer, read_eos_token_id
 
 _LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "max_target_positions",
 )  # fmt: skip
+_NO_POOLER = PoolerConfig()
 # Exceptions of transformers for invalid config values, checked and unchecked.
 _BAD_CONFIG = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
@@ -115,6 +119,8 @@ def load(
     images: bool = False,
     revision: str | None = None,
     download_dir: str | None = None,
+    runner: Runner = "generate",
+    pooler: PoolerConfig = _NO_POOLER,
 ) -> LoadedModel:
     """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
 
@@ -129,18 +135,16 @@ def load(
         expert_parallel: distribute whole experts over the ranks instead of sharding each.
         images: load an image-text model with its vision tower, if it is served with images; else its text decoder.
         revision, download_dir: see `resolve`.
+        runner, pooler: whether the model generates text or pools, and how; see `EngineConfig`.
 
     Raises:
         ValueError: the model does not exist, is damaged or unsupported.
     """
     report = report if report is not None else Report(show=False)
-    if load_format not in ("auto", "dummy"):
-        raise ValueError(f"load_format is {load_format!r}: expected auto or dummy.")
     device, process_groups = torch.device(device), process_groups or ProcessGroups.single_rank()
-    source = resolve(name_or_path, trust_remote_code, revision, download_dir)
-    if source.folder is None and load_format != "dummy":
-        raise ValueError(f"{source.name!r} is a shape without weights: use it with load_format=dummy.")
-    no_images = _why_no_images(source, trust_remote_code, quantization, process_groups, images)
+    source = _checked_source(resolve(name_or_path, trust_remote_code, revision, download_dir), load_format)
+    pooling = resolve_pooling(source, _read_whole_config(source, trust_remote_code), runner, pooler)
+    no_images = _why_no_images(source, trust_remote_code, quantization, process_groups, images, pooling)
     images = images and not no_images
     config = _read_served_config(source, trust_remote_code, no_images, images)
     if no_images:
@@ -149,13 +153,14 @@ def load(
     stored = weights.read_headers(source.folder) if source.folder is not None and load_format == "auto" else None
     with report.stage("build model"):
         quant_scheme = resolve_scheme(source, quantization)
-        model = build_on_meta(config, resolved_dtype, trust_remote_code)
+        model = build_on_meta(config, resolved_dtype, trust_remote_code, pooling)
         layers = adapt(model, report)
         experts.check_dtype(model, resolved_dtype, device)
     length = _max_model_len(model.config, max_model_len)
-    _check_ranks(model, layers, process_groups)
+    _check_ranks(model, layers, process_groups, pooling)
     specs = _with_cache_scales(layers.attention, stored, bool(layers.recurrent), report)
-    size = _ModelSize(vocab_size(model), sum(parameter.numel() for parameter in model.parameters()), length)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = _ModelSize(vocab_size(model, pooling is not None), num_parameters, length)
     plan = stage = whole = None
     if process_groups.tensor_parallel_size > 1:
         plan, specs = shard_model(model, specs, process_groups, expert_parallel, report)
@@ -165,9 +170,8 @@ def load(
         plan, specs = None if plan is None else plan.restricted_to(stage.owns), stage.local_layers(specs)
         stored = None if stored is None else stage.filter_checkpoint(stored)
     fresh = read_config(source, trust_remote_code, images)
-    load_spec = WeightLoadSpec(
-        source, fresh, resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
-    )
+    placement = resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
+    load_spec = WeightLoadSpec(source, fresh, *placement, auto_class=auto_class(pooling))
     if stored is None:
         quantizer = load_dummy_weights(model, load_spec, report)
     else:
@@ -176,7 +180,17 @@ def load(
         quantizer.report_summary(model, report)
     freeze_rope(model, length, report)
     loaded = _make_loaded_model(load_spec, model, ModelLayers(specs, layers.recurrent), size, process_groups, report)
+    loaded.module.pooling = pooling
     return replace(loaded, no_images=no_images)
+
+
+def _checked_source(source: Source, load_format: str) -> Source:
+    """The source, if `load_format` can read it."""
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format is {load_format!r}: expected auto or dummy.")
+    if source.folder is None and load_format != "dummy":
+        raise ValueError(f"{source.name!r} is a shape without weights: use it with load_format=dummy.")
+    return source
 
 
 def with_tokenizer(
@@ -200,8 +214,15 @@ def with_tokenizer(
     return replace(loaded, tokenizer=tokenizer, generation=replace(loaded.generation, eos_token_ids=ends))
 
 
-def _check_ranks(model: PreTrainedModel, layers: ModelLayers, process_groups: ProcessGroups) -> None:
-    """Reject layers that several ranks do not support."""
+def _check_ranks(
+    model: PreTrainedModel, layers: ModelLayers, process_groups: ProcessGroups, pooling: Pooling | None
+) -> None:
+    """Reject layers and models that several ranks do not support."""
+    if pooling is not None and process_groups.size > 1:
+        raise UnsupportedModel(
+            "A model that pools (embeddings, classification) runs on a single rank; set tensor_parallel_size and "
+            "pipeline_parallel_size to 1."
+        )
     if layers.recurrent and process_groups.pipeline_parallel_size > 1:
         raise UnsupportedModel(
             f"{type(model).__name__} has layers with a recurrent state, which pipeline stages do not support; set "
@@ -287,7 +308,12 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
 
 
 def _why_no_images(
-    source: Source, trust_remote_code: bool, quantization: str | None, process_groups: ProcessGroups, images: bool
+    source: Source,
+    trust_remote_code: bool,
+    quantization: str | None,
+    process_groups: ProcessGroups,
+    images: bool,
+    pooling: Pooling | None,
 ) -> str:
     """Why a model with a vision tower is loaded without it, as a clause; empty if it is not."""
     config = _read_whole_config(source, trust_remote_code)
@@ -295,6 +321,8 @@ def _why_no_images(
         return ""
     if not images:
         return "limit_mm_per_prompt.image is 0"
+    if pooling is not None:
+        return "a model that pools takes no images"
     if process_groups.size > 1:
         return "a model with images runs on a single rank"
     if quantization is not None or checkpoint_scheme(source) is not None:
@@ -335,8 +363,10 @@ def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
     return text
 
 
-def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build the `ForCausalLM` of a config, or its image-text model, on the meta device."""
+def build_on_meta(
+    config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False, pooling: Pooling | None = None
+) -> PreTrainedModel:
+    """Build the `ForCausalLM` of a config, its image-text model, or (`pooling`) its base or classification model, on meta."""
     name = config.model_type
     own = None if is_mapped(config) or trust_remote_code else causal_lm_class(config)
     if takes_images(config):
@@ -344,6 +374,10 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
     if not is_mapped(config) and own is None and not trust_remote_code:
         raise UnsupportedModel(
             f"{name} has no causal language model in transformers {transformers.__version__}; only decoders can be served."
+        )
+    if pooling is not None and own is not None:
+        raise UnsupportedModel(
+            f"{name} is not served for embeddings or classification: transformers maps it to no such class."
         )
     if hasattr(config, "quantization_config"):
         # Linears are replaced by quantized ones when their weights arrive.
@@ -353,7 +387,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
             if own is not None:
                 model = own._from_config(config, dtype=dtype, attn_implementation=attention_at_load(config))
             else:
-                model = AutoModelForCausalLM.from_config(
+                model = auto_class(pooling).from_config(
                     config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
                 )
     except (RuntimeError, NotImplementedError) as error:
@@ -363,6 +397,10 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
         raise ValueError(
             f"transformers cannot build a {name} model from this config ({why}); check config.json."
         ) from error
+    if pooling is not None and pooling.task == "classify" and not hasattr(model, "score"):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no linear head named score over its last token, which is needed."
+        )
     return model.eval().requires_grad_(False)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,7 @@ class WeightLoadSpec:
         plan: this rank's tensor-parallel part; None: the whole model.
         stage: this rank's layers; None: all.
         whole: tensors of the whole model if there is a stage; see `weights.init_random_weights`.
+        auto_class: transformers' auto class of the model.
     """
 
     source: Source
@@ -91,6 +93,7 @@ class WeightLoadSpec:
     plan: TensorParallelPlan | None = None
     stage: PipelineStage | None = None
     whole: Mapping[str, Tensor] | None = None
+    auto_class: Any = AutoModelForCausalLM
 
     def quantizer(self, model: PreTrainedModel) -> AnyQuantizer | None:
         if isinstance(self.quantization, IntScheme):
@@ -283,7 +286,7 @@ def _load_with_transformers(
     with report.stage("weights"), quiet_transformers():
         own = None if is_mapped(load_spec.config) else causal_lm_class(load_spec.config)
         own = image_text_class(load_spec.config) if takes_images(load_spec.config) else own
-        converted, info = (own or AutoModelForCausalLM).from_pretrained(
+        converted, info = (own or load_spec.auto_class).from_pretrained(
             folder,
             config=load_spec.config,
             dtype=load_spec.dtype,

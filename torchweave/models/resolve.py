@@ -339,13 +339,25 @@ def _local_source(name: str | Path, text: str) -> Source | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; ValueError if the file holds none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); copy or download the file again.") from error
+    content = _read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object; copy or download the file again.")
     return content
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Read a JSON list; ValueError if the file holds none."""
+    content = _read_json(path)
+    if not isinstance(content, list):
+        raise ValueError(f"{path} is not a JSON list; copy or download the file again.")
+    return content
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); copy or download the file again.") from error
 
 
 def _checked(folder: Path, name: str) -> Path:
@@ -378,7 +390,8 @@ def _download(
                 revision=revision,
                 cache_dir=None if download_dir is None else expand_path(download_dir),
                 allow_patterns=patterns,
-                ignore_patterns=["*/*"],
+                # Of subfolders only JSON: that of sentence-transformers' pooling.
+                ignore_patterns=["*/*/*", *(f"*/{pattern}" for pattern in patterns if pattern != "*.json")],
             )
         )
     except RevisionNotFoundError as error:

@@ -31,6 +31,7 @@ from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_copy import copy_blocks, copy_states
 from torchweave.engine.runner.draft_step import DraftModel, DraftStep
 from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
+from torchweave.engine.runner.pooling import check_rows, sum_rows
 from torchweave.engine.runner.resample import Resampler
 from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size
 from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
@@ -89,7 +90,7 @@ class StepBoundary:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A launched step: its index in the host buffers, and tensors of log-probabilities that are filled when it ends.
+    """A launched step: its index in the host buffers, and tensors of log-probabilities or pooled rows, filled when it ends.
 
     Of `num_out` values in the buffer, those of the first `rows` rows are the step's, and others of padding.
     """
@@ -101,6 +102,7 @@ class LaunchedStep:
     how: str
     logprobs: tuple[np.ndarray, tuple[Tensor, ...]] | None
     prompt_logprobs: tuple[np.ndarray, tuple[Tensor, ...]] | None
+    pooled: Tensor | None = None
 
 
 class ModelRunner:
@@ -153,6 +155,8 @@ class ModelRunner:
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
         self._decode_steps: dict[int, tuple[Callable[[BoundaryHandler], Tensor], StepBoundary]] = {}
         self._resample, self._sample_tokens, self._has_logits = Resampler(state), sample, True
+        if plan.pooling is not None:
+            self._sample_tokens = check_rows
         if isinstance(forward, StageForward):
             pipeline, self._sample_tokens = forward.pipeline, forward.sample_tokens
             self._resample, self._has_logits = StageResampler(state, pipeline), pipeline.is_last
@@ -238,7 +242,7 @@ class ModelRunner:
         sampled, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.logits_index[:rows]
         block_size, sample_tokens = self.plan.block_size, self._sample_tokens
         rope_offsets, lookahead = buffers.rope_offsets(tokens), buffers.lookahead(tokens)
-        draft_step = self._draft_step
+        draft_step, sums_rows = self._draft_step, self.plan.pooling == "mean"
 
         def run(boundary: BoundaryHandler) -> Tensor:
             index.copy_(packed.logits_index)
@@ -249,7 +253,11 @@ class ModelRunner:
             prepare(state, packed.slots, packed.query_start, packed.ids, packed.positions, inputs, block_size)
             boundary(BEGIN, (), {})
             logits_index = index if prompt_targets is None else torch.cat([index, prompt_targets])
+            if sums_rows:
+                logits_index = torch.arange(tokens, device=index.device)
             logits = self._forward(boundary, inputs.ids, inputs.positions, logits_index, *rope_offsets)
+            if sums_rows:
+                logits = sum_rows(logits, packed.query_start)
             sample_tokens(logits[:rows], packed.slots, state, sampled)
             if draft_step is not None:
                 draft_step.run_mixed(boundary, packed.slots, packed.query_start, inputs, index)
@@ -460,7 +468,9 @@ class ModelRunner:
                 copy_states(self.recurrent_states, *step.state_saves)
             if step.logits_processors is not None:
                 self._resample(step.logits_processors.at_entries(step.query_len), logits, tokens, out)
-            token_logprobs = prompt_logprobs = None
+            token_logprobs = prompt_logprobs = pooled = None
+            if self.plan.pooling is not None:
+                pooled = self._on_host((logits[: step.num_rows].float(),))[0]
             if step.prompt_targets is not None and self._has_logits:
                 prompt_logprobs = self._prompt_logprobs(step, logits)
             if step.logprobs is not None and self._has_logits:
@@ -468,7 +478,8 @@ class ModelRunner:
                 token_logprobs = rows, self._logprobs(logits, tokens, rows * step.query_len, most)
             carry(out[:num_out], self._host_buffers.sampled[ring_index][:num_out])
             self._host_buffers.record_end(ring_index)
-        return LaunchedStep(ring_index, step.num_rows, num_out, step.query_len, how, token_logprobs, prompt_logprobs)
+        sizes = step.num_rows, num_out, step.query_len
+        return LaunchedStep(ring_index, *sizes, how, token_logprobs, prompt_logprobs, pooled)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
         """Log-probabilities of `rows` as host tensors that are filled when the step ends."""
@@ -553,7 +564,8 @@ class ModelRunner:
             tokens, num_drafts = np.split(tokens.ravel(), [padded_rows * handle.query_len])
             tokens, num_drafts = tokens.reshape(padded_rows, -1)[: handle.rows], num_drafts[: handle.rows]
         logprobs_of_step = _to_step_logprobs(handle.logprobs), _to_step_logprobs(handle.prompt_logprobs)
-        return StepResult(tokens, handle.how, *logprobs_of_step, num_drafts, seconds)
+        pooled = None if handle.pooled is None else handle.pooled.numpy()
+        return StepResult(tokens, handle.how, *logprobs_of_step, num_drafts, seconds, pooled)
 
     def memory_in_use(self) -> int | None:
         if self._device.type != "cuda":

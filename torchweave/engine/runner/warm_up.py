@@ -57,7 +57,7 @@ class PlaceholderForward:
         self,
         module: nn.Module,
         layers: Sequence[LayerSpec],
-        vocab_size: int,
+        num_outputs: int,
         dtype: torch.dtype,
         recurrent: Sequence[RecurrentSpec] = (),
     ) -> None:
@@ -65,7 +65,7 @@ class PlaceholderForward:
         self._recurrent = recurrent
         unscaled = [replace(layer, k_scale=1.0, v_scale=1.0) for layer in layers]
         self._layers = {layer: index for index, layer in reversed(list(enumerate(unscaled)))}
-        self._vocab_size = vocab_size
+        self._num_outputs = num_outputs
         self._dtype = dtype
         self._fp8 = [each.detached() for each in distinct_linears(module)]
         self._integer = [each.detached() for each in distinct_int_linears(module)]
@@ -99,7 +99,7 @@ class PlaceholderForward:
             boundary(torch.ops.torchweave.attention.default, arguments, slopes)
         for state, call in enumerate(self._recurrent):
             boundary(call.op, call.zeros(tokens, state, device), {})
-        return torch.zeros(index.shape[0], self._vocab_size, dtype=self._dtype, device=device)
+        return torch.zeros(index.shape[0], self._num_outputs, dtype=self._dtype, device=device)
 
 
 def launch_resample(state: SlotState, logits: Tensor) -> None:
@@ -187,7 +187,7 @@ def _build(
             launch_resample(state, torch.zeros(1, module.vocab_size, dtype=dtype, device=device))
 
     # Without experts: launches are recorded, not executed, and torch operations depend on the result of expert routing.
-    attention = PlaceholderForward(nn.Module(), layers, module.vocab_size, dtype, recurrent)
+    attention = PlaceholderForward(nn.Module(), layers, module.num_outputs, dtype, recurrent)
     needed = missing_kernels(kernel_specs(lambda: steps(attention)))
     resample_kernels: list[KernelSpec] = []
     if builds_kernels:
@@ -198,7 +198,7 @@ def _build(
     if workers is not None:
         workers.begin(needed)
         _log_failed_builds(workers.finish())
-    steps(PlaceholderForward(module, layers, module.vocab_size, dtype, recurrent))
+    steps(PlaceholderForward(module, layers, module.num_outputs, dtype, recurrent))
     torch.cuda.synchronize(device)
     return workers, resample_kernels
 

@@ -10,6 +10,7 @@ import numpy as np
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.ops.kernels.sampling.layout import MAX_BAD_WORD_TOKENS
+from torchweave.pooling import NO_POOLING, Pooling
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Limits:
         run_ahead: most steps in flight.
         supports_beams: a sequence can continue from another's position; recurrent states cannot be shared.
         no_images: why prompts have no images, as a clause.
+        pooling: of a model that pools; None: requests generate tokens.
     """
 
     max_batch_size: int
@@ -50,6 +52,7 @@ class Limits:
     drafts_by_model: bool = False
     max_logprobs: int = 100
     run_ahead: int = 1
+    pooling: Pooling | None = None
 
     @property
     def decode_span(self) -> int:
@@ -58,6 +61,8 @@ class Limits:
 
     def last_position(self, request: InferenceRequest) -> int:
         """Most tokens that a request stores in the KV cache: all but the last generated one."""
+        if self.pooling is not None:
+            return len(request.input_ids)
         room = self.max_model_len - len(request.input_ids)
         max_tokens = request.sampling.max_tokens
         return len(request.input_ids) + (room if max_tokens is None else min(max_tokens, room)) - 1
@@ -94,6 +99,8 @@ class Limits:
 
     def rejection_reason(self, request: InferenceRequest, kv: BlockManager) -> str:
         """Why a request can never run, in a sentence; empty if it can."""
+        if request.pooling != (self.pooling is not None):
+            return NO_POOLING if self.pooling is None else self.pooling.refusal
         if why := _token_id_rejection(request.sampling, self.vocab_size) or _queue_rejection(request):
             return why
         if why := self._logprobs_rejection(request.sampling):
@@ -103,7 +110,12 @@ class Limits:
             return "The prompt is empty; give at least one token."
         if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= self.vocab_size:
             return f"The prompt has a token id outside 0..{self.vocab_size - 1}, the vocabulary of this model; use its tokenizer."
-        if prompt.size >= self.max_model_len:
+        if self.pooling is not None and prompt.size > self.max_model_len:
+            return (
+                f"The prompt has {prompt.size} tokens, but max_model_len is {self.max_model_len}; shorten the prompt, or raise "
+                "max_model_len as far as the model and the KV cache allow."
+            )
+        if self.pooling is None and prompt.size >= self.max_model_len:
             return (
                 f"The prompt has {prompt.size} tokens, but max_model_len is {self.max_model_len} and the answer needs at least "
                 "one; shorten the prompt, or raise max_model_len as far as the model and the KV cache allow."

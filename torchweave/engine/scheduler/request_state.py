@@ -47,6 +47,7 @@ class RequestState:
         num_cached_tokens: prompt tokens found in the prefix cache when the request started first.
         images: of the prompt; None for a prompt of text.
         rope_delta: what is added to the positions behind the prompt.
+        pooled: of a request that pools: the row of its last token, or the sum of the rows so far; None: no step has completed.
     """
 
     request: InferenceRequest
@@ -71,6 +72,7 @@ class RequestState:
     num_cached_tokens: int = 0
     images: PromptImages | None = None
     rope_delta: int = 0
+    pooled: np.ndarray | None = None
     _hashes: list[bytes] = field(default_factory=list)
     _block_keys: dict[int, bytes] | None = None
 

@@ -35,6 +35,7 @@ from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.beams import BeamGroup, beam_response
 from torchweave.engine.scheduler.limits import Limits, conflicting_fields
 from torchweave.engine.scheduler.policies import Decision, Policy, should_delay_prefill, static_batch
+from torchweave.engine.scheduler.pooled_rows import pooled_response, store_pooled
 from torchweave.engine.scheduler.prompt_logprobs import store_prompt_logprobs
 from torchweave.engine.scheduler.request_state import RequestState, WaitingQueue
 from torchweave.engine.scheduler.running_set import RunningSet
@@ -341,6 +342,7 @@ class Scheduler:
         running, kv = self._running, self.kv
         self.state_changes.append((state.request.id, "started"))
         hit, state.prefix_hit = self._find_prefix(state), None
+        state.pooled = None
         last_position = self.limits.last_position(state.request)
         num_cached_tokens = hit.num_blocks * kv.block_size
         slot = running.slots.allocate(state, last_position, num_cached_tokens)
@@ -392,6 +394,8 @@ class Scheduler:
             self._adaptive_drafts.costs.add(step.num_rows, step.query_len, result.seconds)
         if step.prompt_targets is not None and result.prompt_logprobs is not None:
             store_prompt_logprobs(step.prompt_targets, result.prompt_logprobs, table.state)
+        if result.pooled is not None:
+            store_pooled(step, result.pooled, table, self.limits.pooling)
         rows = np.flatnonzero(step.emits & ~table.done[step.slots])
         if (invalid := result.tokens[rows] == INVALID_TOKEN).any():
             self._end_invalid(step.slots[rows[invalid if invalid.ndim == 1 else invalid.any(axis=1)]])
@@ -531,6 +535,8 @@ class Scheduler:
         num_generated = int(table.num_generated[slot])
         tokens = table.tokens[slot, int(table.num_sent[slot]) : num_generated].copy()
         table.num_sent[slot] = num_generated
+        if state.pooled is not None:
+            return pooled_response(state)
         logprobs, state.logprobs = tuple(state.logprobs), []
         prompt_logprobs, state.prompt_logprobs = tuple(state.prompt_logprobs), []
         num_cached_tokens = state.num_cached_tokens if state.reason is not None else 0

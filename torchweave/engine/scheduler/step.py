@@ -155,6 +155,7 @@ class StepResult:
         prompt_logprobs: log-probabilities of prompt tokens, for its `prompt_targets`.
         num_drafts: int32 [rows], drafts of each row; None for a step without drafts.
         seconds: time of the step on the device; None where it is not measured.
+        pooled: float32 [rows, size], for a model that pools: the row of each chunk's last token, or the sum of its tokens' rows.
     """
 
     tokens: np.ndarray
@@ -163,6 +164,7 @@ class StepResult:
     prompt_logprobs: StepLogprobs | None = None
     num_drafts: np.ndarray | None = None
     seconds: float | None = None
+    pooled: np.ndarray | None = None
 
     @property
     def num_sampled_tokens(self) -> int:

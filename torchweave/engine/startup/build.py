@@ -185,7 +185,10 @@ def _load(
             images=config.limit_mm_per_prompt.image > 0,
             revision=config.revision,
             download_dir=config.download_dir,
+            runner=config.runner,
+            pooler=config.pooler_config,
         )
+    plan = _with_runner(plan, loaded)
     if config.tokenizer is not None:
         if isinstance(loaded.module, ImageDecoderStep):
             raise ValueError("A model with images has the tokenizer of its processor; leave tokenizer out.")
@@ -193,6 +196,34 @@ def _load(
     if isinstance(loaded.module, ImageDecoderStep):
         loaded.module.allocate_image_rows(max(_IMAGE_STEPS * plan.max_num_tokens, _MIN_IMAGE_ROWS))
     return loaded, plan
+
+
+def _with_runner(plan: Plan, loaded: LoadedModel) -> Plan:
+    """The plan of a model that generates, or of one that pools: without decode steps, and with prefixes where they are right."""
+    config, pooling = plan.config, loaded.module.pooling
+    if pooling is None:
+        if config.runner == "pooling":
+            raise ValueError(
+                f"runner=pooling: {loaded.name} is in memory already as a model that generates; load it to pool"
+            )
+        plan = plan.with_effective("runner", "generate", "the checkpoint's class" if config.runner == "auto" else "")
+        return plan.with_effective("pooler_config.normalize", None, "the model generates text")
+    if config.speculative_config.method is not None:
+        raise ValueError(
+            f"speculative_config.method={config.speculative_config.method} has no effect on {loaded.name}, which generates no "
+            "text (runner=pooling); remove it"
+        )
+    why = "the checkpoint's class or modules.json" if config.runner == "auto" else ""
+    plan = plan.with_effective("runner", "pooling", why, pooling=pooling.pooling_type)
+    plan = plan.with_effective("pooler_config.pooling_type", pooling.pooling_type, "")
+    plan = plan.with_effective("pooler_config.normalize", pooling.normalize, "")
+    none = "no step decodes"
+    plan = plan.with_effective("cuda_graph_config.batch_sizes", (), none, batch_sizes=(), decode_graphs=False)
+    if pooling.pooling_type == "mean" and config.enable_prefix_caching:
+        why = "the mean reads the hidden states of all tokens"
+        plan = plan.with_effective("enable_prefix_caching", False, why)
+        plan = plan.with_effective("kv_offload_gb", 0.0, "no block is reused", kv_offload_gb=0.0)
+    return plan
 
 
 def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts:
@@ -403,6 +434,7 @@ def _build_scheduler(
         drafts_by_model=config.speculative_config.method == "draft_model",
         run_ahead=plan.run_ahead,
         max_logprobs=config.max_logprobs,
+        pooling=loaded.module.pooling,
         **({"no_images": loaded.no_images} if loaded.no_images else {}),
     )
     num_states = len(runner.recurrent_states[0]) if runner.recurrent_states else plan.max_batch_size
@@ -419,6 +451,7 @@ def _build_scheduler(
     )
     policy = POLICIES[config.capacity_scheduler_policy]
     reuse = config.enable_prefix_caching and bool(num_snapshots or not runner.recurrent_states)
+    reuse = reuse and plan.pooling != "mean"
     eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
     grammars = None if tokenizer is None else GrammarManager(tokenizer, limits.vocab_size, eos)
     image_rows = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchweave.models.decoder import DecoderStep
+from torchweave.models.decoder import DecoderStep, PoolingStep
 from torchweave.models.multimodal.support import BOTH_WAYS, decoder_of
 
 if TYPE_CHECKING:
@@ -93,9 +93,9 @@ def make_step(
     max_model_len: int,
     recurrent_layers: Sequence[RecurrentSpec] = (),
 ) -> DecoderStep:
-    """The engine's forward of a text decoder or of an image-text model."""
-    is_text = decoder_of(model) is model
-    step = DecoderStep if is_text else ImageDecoderStep
+    """The engine's forward of a text decoder, of a model that pools (it has no language-model head), or of an image-text model."""
+    text_step = DecoderStep if model.get_output_embeddings() is not None else PoolingStep
+    step = text_step if decoder_of(model) is model else ImageDecoderStep
     return step(model, attention_layers, vocab_size, max_model_len, recurrent_layers)
 
 

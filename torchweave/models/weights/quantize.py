@@ -131,7 +131,7 @@ def select_linears(model: PreTrainedModel, quant_scheme: QuantScheme) -> tuple[l
     """
     chosen: list[str] = []
     excluded: dict[str, list[str]] = {}
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() or getattr(model, "score", None)
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             why = _exclusion(name, module, head)
