@@ -150,6 +150,7 @@ def _model_card(engine: Engine) -> wire.ModelCard:
         block_size=plan.block_size,
         trust_remote_code=plan.config.trust_remote_code,
         images=engine.scheduler.image_limits,
+        pooling=engine.scheduler.limits.pooling,
         **{name: getattr(loaded.generation, name) for name in wire.GENERATION_DEFAULTS},
     )
 

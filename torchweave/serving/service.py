@@ -8,17 +8,18 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from fastapi import Request
 
 from torchweave.config.options import ServerConfig, read_text_file
-from torchweave.engine.request import SamplingParams
+from torchweave.engine.request import POOLING_PARAMS, InferenceRequest, Response, SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
 from torchweave.serving.errors import ApiError
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.media import MediaFetcher
-from torchweave.serving.openai.generation import AnswerStream
+from torchweave.serving.openai.generation import AnswerStream, as_tokens
 from torchweave.serving.openai.responses.store import BackgroundResponses, ResponseStore
 from torchweave.serving.tokenization import AsyncTokenizer, prepare
 
@@ -236,6 +237,34 @@ class Service:
                 _check_length(prompts, self.model)
             raise
         return answer_stream
+
+    async def pool(self, prompts: Sequence[Sequence[int]], priority: int, cache_salt: str | None) -> list[np.ndarray]:
+        """The pooled row of each prompt, float32 `[size]`.
+
+        Raises:
+            ApiError, ValueError, EngineUnavailable: see `generate`.
+        """
+        self.check_admission(prompts, POOLING_PARAMS)
+        rows: dict[int, np.ndarray] = {}
+        with self.client.request_stream() as stream:
+            ids = [
+                stream.submit(
+                    InferenceRequest(0, as_tokens(ids), POOLING_PARAMS, False, priority, cache_salt or "", pooling=True)
+                )
+                for ids in prompts
+            ]
+            try:
+                await stream.wait_until_accepted()
+            except ValueError as error:
+                if max(map(len, prompts)) > self.model.max_model_len:
+                    raise ApiError(400, str(error), code="context_length_exceeded") from None
+                raise
+            while new_output := await stream.new_output():
+                for each in new_output:
+                    assert isinstance(each, Response), "a request that pools has no tokens"
+                    rows[each.id] = np.frombuffer(each.output.pooled, np.float32)
+                    self._finish()
+        return [rows[request_id] for request_id in ids]
 
     def _finish(self) -> None:
         self._finish_times.append(time.monotonic())

@@ -78,6 +78,11 @@ class AsyncTokenizer:
             lambda tokenizer: tokenizer.encode(text, add_special_tokens, max_tokens), len(text)
         )
 
+    async def encode_pair(self, text: str, other: str, max_tokens: int | None = None) -> list[int]:
+        """Encode two texts as one prompt; see `Tokenizer.encode_pair`."""
+        size = len(text) + len(other)
+        return await self._on_thread(lambda tokenizer: tokenizer.encode_pair(text, other, max_tokens), size)
+
     async def chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
         """Encode a conversation with the chat template.
 

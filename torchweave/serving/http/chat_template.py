@@ -42,6 +42,8 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
     Raises:
         ApiError, ValueError, EngineUnavailable: see `resolve_tool_use`, `encode`, `chat_params` and `Service.generate`.
     """
+    if service.model.pooling is not None:  # before a template that such models often lack
+        raise ApiError(400, service.model.pooling.refusal)
     tools = resolve_tool_use(service, body)
     ids = await encode(service, body, tools.tools)
     answer_format = AnswerFormat(

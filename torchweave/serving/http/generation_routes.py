@@ -57,7 +57,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             400, "echo with logprobs cannot be streamed for n above 1; set stream=false or n=1.", param="echo"
         )
     params = completion_params(body, service.model)
-    encoded = await unless_disconnected(_encode_prompts(service, body), request)
+    encoding = encode_prompts(service, body.prompt, body.add_special_tokens, body.n or 1)
+    encoded = await unless_disconnected(encoding, request)
     prompts = [truncate(ids, body, service.model, params.max_tokens) for ids in encoded]
     if body.echo and prompts != encoded:
         raise ApiError(400, "echo cannot be combined with truncate_prompt_tokens; leave one of them out.", param="echo")
@@ -76,18 +77,18 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     return await respond(request, bool(body.stream), answer_stream, builder)
 
 
-async def _encode_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
-    """Encode the prompts as token ids."""
-    prompt, longest = body.prompt, service.model.max_model_len
+async def encode_prompts(service: Service, prompt: Prompt, add_special_tokens: bool, n: int = 1) -> list[list[int]]:
+    """Encode the prompts of a request for `n` answers to each as token ids."""
+    longest = service.model.max_model_len
     if isinstance(prompt, str):
-        return [await service.require_tokenizer().encode(prompt, body.add_special_tokens, longest)]
+        return [await service.require_tokenizer().encode(prompt, add_special_tokens, longest)]
     if isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
     if isinstance(prompt[0], list):
         return prompt  # type: ignore[return-value]
-    service.check_sequences(len(prompt) * (body.n or 1))
+    service.check_sequences(len(prompt) * n)
     tokenizer = service.require_tokenizer()
-    return [await tokenizer.encode(text, body.add_special_tokens, longest) for text in prompt]  # type: ignore[arg-type]
+    return [await tokenizer.encode(text, add_special_tokens, longest) for text in prompt]  # type: ignore[arg-type]
 
 
 def _id(body: Generation, request: Request) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 from torchweave.engine.request import InferenceRequest, Response, Responses, SamplingParams, StructuredOutputs
 from torchweave.images import ImageInput, ImageLimits
+from torchweave.pooling import Pooling
 
 Ids = TypeVar("Ids", int, np.ndarray)
 Array = tuple[str, tuple[int, ...], bytes]
@@ -74,6 +75,7 @@ class ModelCard:
         trust_remote_code: the tokenizer may run code from the folder.
         temperature, top_k, top_p, min_p, repetition_penalty: the checkpoint's defaults; None if it has none.
         images: how prompts with images are encoded.
+        pooling: how a model with runner=pooling pools; None: it generates.
     """
 
     name: str
@@ -95,6 +97,7 @@ class ModelCard:
     min_p: float | None = None
     repetition_penalty: float | None = None
     images: ImageLimits = field(default_factory=ImageLimits)
+    pooling: Pooling | None = None
 
 
 # -- to the engine -----------------------------------------------------------------------------------------------------
@@ -110,6 +113,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     priority: int
     cache_salt: str
     images: list[tuple[dict[str, Array], bytes, bytes]] = []
+    pooling: bool = False
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
@@ -285,7 +289,9 @@ def submit(request: InferenceRequest) -> Submit:
     ids = np.ascontiguousarray(request.input_ids, np.int32).tobytes()
     sampling = _non_default_fields(request.sampling)
     images = [_encode_image(image) for image in request.images]
-    return Submit(request.id, ids, sampling, request.streaming, request.priority, request.cache_salt, images)
+    return Submit(
+        request.id, ids, sampling, request.streaming, request.priority, request.cache_salt, images, request.pooling
+    )
 
 
 def _encode_image(image: ImageInput) -> tuple[dict[str, Array], bytes, bytes]:
@@ -316,6 +322,7 @@ def decode_request(message: Submit) -> InferenceRequest:
         message.priority,
         message.cache_salt,
         tuple(_decode_image(*image) for image in message.images),
+        message.pooling,
     )
 
 

@@ -82,7 +82,7 @@ class AnswerStream:
             ids = list(prompt)
             self.prompts.append(ids)
             images = images_of(prompt)
-            request = InferenceRequest(0, _as_tokens(ids), params, stream, priority, cache_salt, images)
+            request = InferenceRequest(0, as_tokens(ids), params, stream, priority, cache_salt, images)
             if params.beam_width > 1:
                 answers = [self._answer(ids) for _ in range(params.n)]
                 request_id = self.request_stream.submit(request)
@@ -172,7 +172,7 @@ class AnswerStream:
         self.request_stream.close()
 
 
-def _as_tokens(ids: Sequence[int]) -> np.ndarray:
+def as_tokens(ids: Sequence[int]) -> np.ndarray:
     """Convert token ids to an int32 array.
 
     Raises:
