@@ -1,6 +1,7 @@
 """Run the clients of others against a running server and write the table of docs/serving.md.
 
     torchweave serve demo --chat_template scripts/client_matrix.jinja --port 8000 &
+    torchweave serve demo --runner pooling --port 8001 & export POOLING_URL=http://127.0.0.1:8001
     python -m venv clients && clients/bin/pip install openai anthropic langchain-openai litellm instructor \
         llama-index-llms-openai-like pydantic-ai-slim[openai] openai-agents outlines guidance lm_eval[api]
     clients/bin/python scripts/client_matrix.py http://127.0.0.1:8000 --write docs/serving.md
@@ -105,8 +106,13 @@ def openai_responses(url: str) -> str:
 
 @client("openai", "embeddings")
 def openai_embeddings(url: str) -> str:
-    openai_client(url).embeddings.create(model=MODEL, input=QUESTION)
-    return "vectors"
+    embeddings = openai_client(os.environ.get("POOLING_URL", url)).embeddings
+    answer = embeddings.create(model=MODEL, input=[QUESTION, "1+1="])
+    expect([round(sum(number**2 for number in each.embedding), 3) for each in answer.data], [1.0, 1.0])
+    expect(
+        len(embeddings.create(model=MODEL, input=QUESTION, encoding_format="float", dimensions=8).data[0].embedding), 8
+    )
+    return "base64, float, `dimensions`, with `--runner pooling`"
 
 
 @client("anthropic", "Messages")
