@@ -161,9 +161,11 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
     """Chat messages of a turn: results of tools precede the text that a user sends with them."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
+    for block in turn.content:
+        _check(block)
     results = [block for block in turn.content if block.get("type") == "tool_result"]
     messages = [
-        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _parts(block.get("content") or "")}
+        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _parts(block.get("content") or "")}
         for block in results
     ]
     calls = [_call(block) for block in turn.content if block.get("type") == "tool_use"]
@@ -179,12 +181,30 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
     return [*messages, message]
 
 
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "tool_use": ("id", "name"),
+    "tool_result": ("tool_use_id",),
+    "redacted_thinking": ("data",),
+}
+"""Fields of blocks that must be texts, and not empty."""
 _NOT_CONTENT = ("tool_result", "tool_use", "thinking", "redacted_thinking")
 
 
+def _check(block: dict[str, Any]) -> None:
+    """Raise ApiError 400 if a block has no id, name, input or text where Anthropic's API needs one."""
+    kind = str(block.get("type"))
+    for name in _REQUIRED.get(kind, ()):
+        if not isinstance(block.get(name), str) or not block[name]:
+            raise ApiError(400, f"A {kind} block needs {name}, a text that is not empty.", param="messages")
+    if kind in ("text", "thinking") and not isinstance(block.get(kind), str):
+        raise ApiError(400, f"A {kind} block needs {kind}, a text.", param="messages")
+    if kind == "tool_use" and not isinstance(block.get("input"), dict):
+        raise ApiError(400, "A tool_use block needs input, an object.", param="messages")
+
+
 def _call(block: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False)}
-    return {"id": block.get("id"), "type": "function", "function": function}
+    function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
+    return {"id": block["id"], "type": "function", "function": function}
 
 
 def _parts(content: str | list[dict[str, Any]]) -> Any:
@@ -211,9 +231,10 @@ def _image_url(source: Any) -> str:
 
 
 def _part(block: dict[str, Any]) -> dict[str, Any]:
+    _check(block)
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
-        return {"type": "text", "text": block.get("text")}
+        return {"type": "text", "text": block["text"]}
     if kind == "image":
         return {"type": "image_url", "image_url": {"url": _image_url(source)}}
     supported = "text, image, tool_use, tool_result or thinking"
