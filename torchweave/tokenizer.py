@@ -226,6 +226,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         max_prompt_tokens: int | None = None,
+        add_special_tokens: bool = False,
         **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation, from the model's chat template.
@@ -233,6 +234,7 @@ class Tokenizer:
         Args:
             messages: `{"role": ..., "content": ...}` each, oldest first; a content is a text or a list of text parts.
             max_prompt_tokens: see `max_tokens` of `encode`.
+            add_special_tokens: add the tokenizer's special tokens to those that the template writes.
             variables: further variables of the template, such as `tools` or `enable_thinking`; `chat_template` replaces the
                 model's template.
 
@@ -257,7 +259,7 @@ class Tokenizer:
             )
         except Exception as error:
             raise ValueError(f"The model's chat template rejects these messages: {error}") from error
-        return self.encode(text, add_special_tokens=False, max_tokens=max_prompt_tokens)
+        return self.encode(text, add_special_tokens, max_prompt_tokens)
 
     def has_chat_template(self) -> bool:
         """Whether the folder gives a chat template."""

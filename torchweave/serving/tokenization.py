@@ -93,6 +93,8 @@ class AsyncTokenizer:
             variables.setdefault("chat_template", self._template)
         if has_images(messages):
             variables.pop("max_prompt_tokens", None)  # the processor counts images' tokens too
+            if variables.pop("add_special_tokens", False):
+                raise ValueError("add_special_tokens cannot be combined with images; leave it out.")
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._image_threads, lambda: self._image_chat(messages, variables))
         size = sum(len(each) for message in messages for each in message.values() if isinstance(each, str))
@@ -129,8 +131,8 @@ class AsyncTokenizer:
         """Create an incremental decoder for the answer to a prompt."""
         return self._decoder.stream(prompt_ids, skip_special_tokens)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._decoder.decode(ids, skip_special_tokens=False)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._decoder.decode(ids, skip_special_tokens)
 
     def token_text(self, token: int) -> str:
         """Text of a single token."""

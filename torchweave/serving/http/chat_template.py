@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torchweave.engine.request import SamplingParams
 from torchweave.serving.errors import ApiError
+from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.answer_parser import AnswerFormat
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message, TokenizeChatRequest
@@ -31,7 +33,7 @@ _RESERVED = frozenset(
     (
         "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
         "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-        "tokenizer_kwargs", "max_prompt_tokens",
+        "tokenizer_kwargs", "max_prompt_tokens", "add_special_tokens",
     )
 )  # fmt: skip
 
@@ -45,7 +47,7 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
     if service.model.pooling is not None:  # before a template that such models often lack
         raise ApiError(400, service.model.pooling.refusal)
     tools = resolve_tool_use(service, body)
-    ids = await encode(service, body, tools.tools)
+    ids = await encode(service, body, tools.tools) if body.prompt_token_ids is None else _given_ids(service, body)
     answer_format = AnswerFormat(
         tools,
         _resolve_reasoning(service, body),
@@ -59,6 +61,30 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
         [ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
     )
     return answer_stream, answer_format
+
+
+def _given_ids(service: Service, body: ChatRequest) -> list[int]:
+    """The prompt that a request gives as token ids.
+
+    Raises:
+        ApiError: 400, an id is outside the vocabulary, or the request has messages or fields of the template, too.
+    """
+    refused = sorted(body.model_fields_set & (set(ChatTemplate.model_fields) - {"messages"}))
+    if body.messages or refused:
+        sentence = (
+            f"prompt_token_ids cannot be combined with {refused[0] if refused else 'messages'}; send one of them."
+        )
+        raise ApiError(400, sentence, param="prompt_token_ids")
+    ids = list(body.prompt_token_ids or ())
+    check_vocabulary(ids, service.model, "prompt_token_ids")
+    return ids
+
+
+def check_vocabulary(ids: Sequence[int], model: ModelCard, param: str) -> None:
+    """Raise ApiError 400 for a token id that the model does not have."""
+    size = model.vocab_size
+    if any(not 0 <= token < size for token in ids):
+        raise ApiError(400, f"{param} contains an id outside 0..{size - 1}, the vocabulary of this model.", param=param)
 
 
 def _resolve_reasoning(service: Service, body: ChatTemplate) -> ReasoningFormat | None:
@@ -151,6 +177,8 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
             f"chat_template_kwargs must not contain {', '.join(reserved)}; leave them out.",
             param="chat_template_kwargs",
         )
+    if not body.messages:
+        raise ApiError(400, "messages must hold at least 1 item.", param="messages")
     if tools is not None:
         variables["tools"] = tools
     template = _template(service, body)
@@ -163,6 +191,8 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
                 400, "continue_final_message needs add_generation_prompt=false.", param="continue_final_message"
             )
         variables["continue_final_message"] = True
+    if body.add_special_tokens:
+        variables["add_special_tokens"] = True
     messages = [_message(each, template) for each in body.messages]
     return await service.require_tokenizer().chat(
         await service.media.resolve(messages, service.model.images.max_images),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from torchweave.serving.anthropic.builder import MessagesBuilder
 from torchweave.serving.anthropic.protocol import CountTokensRequest, MessagesRequest
 from torchweave.serving.errors import ApiError
+from torchweave.serving.http.chat_batch import answer_batch
 from torchweave.serving.http.chat_template import encode, resolve_tool_use, start_chat
-from torchweave.serving.http.middleware import REQUEST_ID
-from torchweave.serving.http.responses import respond, unless_disconnected
-from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation, Prompt
+from torchweave.serving.http.middleware import CLIENT_CLOSED_REQUEST, REQUEST_ID
+from torchweave.serving.http.responses import cancel_on_disconnect, respond, timeout_error, unless_disconnected
+from torchweave.serving.openai.protocol import ChatBatchRequest, ChatRequest, CompletionRequest, Generation, Prompt
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only, truncate
 from torchweave.serving.service import Service, service_of
@@ -27,6 +30,22 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     answer_stream, answer_format = await unless_disconnected(start_chat(service, body), request)
     builder = ChatResponseBuilder(answer_stream, body, _id(body, request), name, answer_format)
     return await respond(request, bool(body.stream), answer_stream, builder)
+
+
+@router.post("/chat/completions/batch", summary="Generate the next message of each of several conversations")
+async def chat_completion_batch(body: ChatBatchRequest, request: Request) -> Response:
+    service = service_of(request)
+    name = service.check_model(body.model)
+    _check_stream_options(body)
+    service.check_sequences(len(body.messages) * (body.n or 1))
+    answer = answer_batch(service, body.conversations, name, _id(body, request))
+    seconds = service.settings.request_timeout
+    try:
+        async with asyncio.timeout(seconds or None):
+            whole = await cancel_on_disconnect(answer, request.receive)
+    except TimeoutError:
+        raise timeout_error(seconds) from None
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
 
 
 @router.post("/messages", summary="Generate the next message of a conversation, in Anthropic's format")
@@ -52,10 +71,6 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
     _check_stream_options(body)
-    if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
-        raise ApiError(
-            400, "echo with logprobs cannot be streamed for n above 1; set stream=false or n=1.", param="echo"
-        )
     params = completion_params(body, service.model)
     encoding = encode_prompts(service, body.prompt, body.add_special_tokens, body.n or 1)
     encoded = await unless_disconnected(encoding, request)
@@ -70,10 +85,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         cache_salt=body.cache_salt,
         prompt_only=is_prompt_only(body),
     )
-    echoes = _texts(service, body, prompts) if body.echo else None
-    builder = CompletionResponseBuilder(
-        answer_stream, body, _id(body, request), name, echoes, echoes_special=not _is_text(body.prompt)
-    )
+    echoes = _texts(service, body, prompts, params.skip_special_tokens) if body.echo else None
+    echoes_special = not _is_text(body.prompt) and not params.skip_special_tokens
+    builder = CompletionResponseBuilder(answer_stream, body, _id(body, request), name, echoes, echoes_special)
     return await respond(request, bool(body.stream), answer_stream, builder)
 
 
@@ -100,15 +114,15 @@ def _is_text(prompt: Prompt) -> bool:
     return isinstance(prompt if isinstance(prompt, str) else prompt[0], str)
 
 
-def _texts(service: Service, body: CompletionRequest, prompts: list[list[int]]) -> list[str]:
-    """Decode the prompts."""
+def _texts(service: Service, body: CompletionRequest, prompts: list[list[int]], skip_special: bool) -> list[str]:
+    """The prompts as texts; special tokens of prompts of token ids are left out where `skip_special`."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], str):
         return prompt  # type: ignore[return-value]
     tokenizer = service.require_tokenizer()
-    return [tokenizer.decode(ids) for ids in prompts]
+    return [tokenizer.decode(ids, skip_special) for ids in prompts]
 
 
 def _check_stream_options(body: Generation) -> None:

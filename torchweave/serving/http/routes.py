@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from importlib.resources import files
 from typing import Any
@@ -10,9 +11,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 import torchweave
+from torchweave.engine.request import SamplingParams
 from torchweave.serving.engine_client.replicas import Replicas
-from torchweave.serving.errors import ApiError
-from torchweave.serving.http.chat_template import encode
+from torchweave.serving.http.chat_template import check_vocabulary, encode
+from torchweave.serving.http.responses import timeout_error
 from torchweave.serving.openai.protocol import AnyTokenizeRequest, DetokenizeRequest, TokenizeRequest
 from torchweave.serving.service import Service, public_name, service_of
 
@@ -49,6 +51,22 @@ async def health(request: Request) -> JSONResponse:
             for engine in client.engines
         ]
     return JSONResponse(body, 200 if client.alive else 503)
+
+
+@router.get("/health_generate", tags=["status"], summary="200 once the engine has generated a token for this request")
+async def health_generate(request: Request) -> dict[str, str]:
+    service = service_of(request)
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    answer_stream = await service.generate([[0]], params, stream=False, priority=0, cache_salt=None)
+    seconds = service.settings.request_timeout
+    try:
+        async with asyncio.timeout(seconds or None):
+            await answer_stream.full()
+    except TimeoutError:
+        raise timeout_error(seconds) from None
+    finally:
+        answer_stream.close()
+    return {"status": "ok"}
 
 
 @router.get(
@@ -138,11 +156,7 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
     service = service_of(request)
     service.check_model(body.model)
-    size = service.model.vocab_size
-    if any(not 0 <= token < size for token in body.tokens):
-        raise ApiError(
-            400, f"tokens contains an id outside 0..{size - 1}, the vocabulary of this model.", param="tokens"
-        )
+    check_vocabulary(body.tokens, service.model, "tokens")
     return {"prompt": service.require_tokenizer().decode(body.tokens)}
 
 

@@ -97,7 +97,8 @@ class AnswerStream:
                     self._first_requests.add(request_id)
 
     def _answer(self, prompt: list[int]) -> AnswerBuilder:
-        text = None if self.tokenizer is None else self.tokenizer.stream(prompt, self.params.skip_special_tokens)
+        with_text = self.tokenizer is not None and self.params.detokenize
+        text = self.tokenizer.stream(prompt, self.params.skip_special_tokens) if with_text else None  # type: ignore[union-attr]
         self._num_answers += 1
         return AnswerBuilder(self.params, text, self._num_answers - 1)
 

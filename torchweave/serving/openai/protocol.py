@@ -191,6 +191,8 @@ class Generation(Body):
     request_id: Annotated[str | None, Field(pattern="^[!-~]{1,128}$")] = None
     return_token_ids: bool = False
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    truncation_side: Literal["left", "right"] = "left"
+    detokenize: bool | None = None
     spaces_between_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool = False
     guided_decoding_backend: str | None = None
@@ -253,13 +255,14 @@ class Tool(Body):
 class ChatTemplate(Body):
     """Fields that the chat template uses."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: list[Message]
     tools: list[Tool] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template: str | None = None
+    add_special_tokens: bool = False  # the template writes them
 
 
 class ChatRequest(ChatTemplate, Generation):
@@ -275,7 +278,7 @@ class ChatRequest(ChatTemplate, Generation):
     modalities: list[Literal["text"]] | None = None
     verbosity: str | None = None
     best_of: Literal[1] | None = None
-    add_special_tokens: Literal[False] = False  # the template writes them
+    prompt_token_ids: list[Whole] | None = None
     include_reasoning: bool = True
     echo: bool = False
     prediction: dict[str, Any] | None = None
@@ -286,8 +289,8 @@ class ChatRequest(ChatTemplate, Generation):
     @property
     def echoed(self) -> str:
         """The text before the answer: that of a last message of the assistant, where `echo` is set."""
-        last = self.messages[-1]
-        return content_text(last.content) or "" if self.echo and last.role == "assistant" else ""
+        last = self.messages[-1] if self.messages else None
+        return content_text(last.content) or "" if self.echo and last and last.role == "assistant" else ""
 
     @model_validator(mode="before")
     @classmethod
@@ -316,6 +319,21 @@ class ChatRequest(ChatTemplate, Generation):
         """Function that `tool_choice` names."""
         choice = self.tool_choice or ""
         return choice.removesuffix(_NAMED) if choice.endswith(_NAMED) else None
+
+
+class ChatBatchRequest(ChatRequest):
+    """Body of `/v1/chat/completions/batch`: as of a chat completion, with a list of conversations; not streamed."""
+
+    messages: Annotated[list[Annotated[list[Message], Field(min_length=1)]], Field(min_length=1)]  # type: ignore[assignment]
+    stream: Literal[False] | None = None  # type: ignore[assignment]
+    prompt_token_ids: None = None  # type: ignore[assignment]
+
+    @property
+    def conversations(self) -> list[ChatRequest]:
+        """A chat request for each conversation."""
+        given = set(self.model_fields_set)
+        fields = {name: getattr(self, name) for name in given - {"messages"}}
+        return [ChatRequest.model_construct(given, messages=each, **fields) for each in self.messages]
 
 
 class TokenizeRequest(Body):

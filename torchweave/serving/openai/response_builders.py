@@ -89,7 +89,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         options = body.stream_options or StreamOptions()
         self._with_usage_event = options.include_usage
-        self._with_token_ids = body.return_token_ids
+        self._with_token_ids = body.return_token_ids or body.detokenize is False
         self._shown = None if body.return_tokens_as_token_ids else self._tokenizer  # writes tokens of log-probabilities
         self._continuous_usage = options.include_usage and options.continuous_usage_stats
         self._started: set[int] = set()
@@ -160,13 +160,25 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
             body.n or 1,
         )  # answers per prompt, of which the best are returned
         self._text_offsets: dict[int, TextOffsets] = {}  # by answer
+        self._held: dict[int, list[Delta]] = {}  # by prompt: deltas that came before the prompt's log-probabilities
         self._only_text = not (self._logprobs or echoes or self._with_prompt_logprobs or self._continuous_usage)
         self._only_text = self._only_text and not self._with_token_ids
 
     def events(self, delta: Delta) -> bytes:
         if self._only_text and delta.finish_reason is None:
             return self._texts.of(delta.index, delta.text, self._text_chunk)
-        return event(self._chunk(self._choice(delta, delta.index)))
+        return b"".join(event(self._chunk(self._choice(each, each.index))) for each in self._after_prompt(delta))
+
+    def _after_prompt(self, delta: Delta) -> list[Delta]:
+        """`delta` and those held back. Of `n` answers the first one brings the log-probabilities that all echo."""
+        if not (self._logprobs and self._echoes and self._num_drawn > 1):
+            return [delta]
+        prompt = delta.index // self._num_drawn
+        deltas = [*self._held.pop(prompt, ()), delta]
+        if len(self._answer_stream.prompt_logprobs(prompt)) < len(self._answer_stream.prompts[prompt]):
+            self._held[prompt] = deltas
+            return []
+        return deltas
 
     def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
         return self._chunk(self._choice(Delta(index, text, [], None, []), index))

@@ -13,7 +13,7 @@ _SAME_NAME_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_regex", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
     "prompt_logprobs", "beam_width", "length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens",
-    "include_stop_str_in_output",
+    "include_stop_str_in_output", "detokenize",
 )  # fmt: skip
 
 
@@ -48,7 +48,8 @@ def is_prompt_only(body: CompletionRequest) -> bool:
 
 
 def truncate(ids: list[int], body: Generation, model: ModelCard, max_tokens: int | None) -> list[int]:
-    """The last tokens of a prompt that `truncate_prompt_tokens` keeps; -1: as many as leave room for the answer.
+    """The tokens of a prompt that `truncate_prompt_tokens` keeps, by `truncation_side` the first or (left) the last ones; -1: as
+    many as leave room for the answer.
 
     Raises:
         ValueError: no token would be left, or the prompt has images, of which parts would be left.
@@ -67,7 +68,7 @@ def truncate(ids: list[int], body: Generation, model: ModelCard, max_tokens: int
                 "messages, or leave truncate_prompt_tokens out."
             )
         return ids
-    return ids[-keep:]
+    return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
 
 
 def _width_for(best_of: int, given: int | None) -> int:

@@ -71,8 +71,9 @@ class ReasoningOptions(Body):
 
 
 class ResponseStreamOptions(Body):
-    """OpenAI's padding of events; accepted and ignored."""
+    """Accepted and ignored: OpenAI's padding of events, and the usage, which the last event has anyway."""
 
+    include_usage: bool = False
     include_obfuscation: bool = False
 
 
