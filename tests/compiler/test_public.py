@@ -158,6 +158,59 @@ def test_a_decorator_may_write_into_its_keyword_arguments() -> None:
     assert torch.equal(compiled(torch.ones(5, 3)), torch.full((5, 3), 3.0))
 
 
+def _renaming(forward: Any) -> Any:
+    """As transformers' decorator of deprecated keywords does: it passes `self` on among the positional arguments."""
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "old" in kwargs:
+            kwargs["new"] = kwargs.pop("old")
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class _Renamed(nn.Sequential):
+    @_renaming
+    def forward(self, x: Tensor, new: float = 1.0) -> Tensor:
+        return super().forward(x) * new
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_a_decorator_may_take_self_among_its_arguments(hook: bool, tmp_path: Path) -> None:
+    module = _Renamed(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    if hook:  # traced through `__call__`
+        module.register_forward_hook(lambda module, args, output: output + 1)
+    config = TorchCompileConfig(enable_inductor=False, compile_cache_dir=str(tmp_path))
+    for source in ("dynamo", "cache"):
+        report = Report(show=False)
+        compiled = torchweave.compile(module, {"x": torch.zeros(2, 3)}, {"x": {0: "B"}}, config, report)
+        assert report.select("capture")[0]["source"] == source
+        for batch in (1, 2, 5):
+            x = torch.randn(batch, 3)
+            torch.testing.assert_close(compiled(x), module(x))
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.layer = getattr(nn, kind)(4, 6, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("LSTM", {"num_layers": 2, "bidirectional": True}), ("GRU", {}), ("RNN", {})]
+)
+def test_recurrent_layers_of_torch(kind: str, options: dict[str, Any]) -> None:
+    module = _Recurrent(kind, **options).eval()
+    compiled = torchweave.compile(module, {"x": torch.randn(4, 5, 4)}, {"x": {0: "B"}}, FX)
+    for batch in (1, 2, 7):
+        x = torch.randn(batch, 5, 4)
+        torch.testing.assert_close(compiled(x), module(x))
+
+
 @pytest.mark.parametrize("enable_inductor", [False, True])
 @pytest.mark.parametrize(
     ("layer", "shape", "dims"),

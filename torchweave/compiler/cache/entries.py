@@ -243,7 +243,7 @@ def _without_guard_locations() -> Any:
 def module_roots(module: nn.Module) -> dict[str, Any]:
     """The roots of the sources of a module's constants."""
     forward = getattr(module.forward, "__func__", module.forward)
-    return {"L": {"self": module, forward.__code__.co_varnames[0]: module}, "G": forward.__globals__}
+    return {"L": {"self": module}, "G": forward.__globals__}
 
 
 def _serialize_values(graph: CapturedGraph) -> tuple[list[Tensor], list[Any]]:

@@ -153,7 +153,7 @@ def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
     code = captured.graph_capture_output.bytecode
     request.report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
     roots = _roots(request, captured)
-    bindings = _bind(gm, roots, request.inputs)
+    bindings = _bind(gm, roots, request)
     graph = CapturedGraph(
         module=_plain_module(gm),
         inputs=tuple(request.inputs),
@@ -180,7 +180,11 @@ def _trace(request: _Request) -> Any:
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
     rules = dynamo.config.patch(
-        specialize_int=True, specialize_float=True, assume_static_by_default=True, automatic_dynamic_shapes=False
+        specialize_int=True,
+        specialize_float=True,
+        assume_static_by_default=True,
+        automatic_dynamic_shapes=False,
+        allow_rnn=True,
     )
     dynamo.reset()
     try:
@@ -197,16 +201,31 @@ def _trace(request: _Request) -> Any:
 
 
 def _roots(request: _Request, captured: Any) -> dict[str, Any]:
-    """The roots of Dynamo's sources. A module with hooks is traced through `__call__(self, *args)`."""
-    module = request.module
-    forward = getattr(module.forward, "__func__", module.forward)
-    self_name = forward.__code__.co_varnames[0] if hasattr(module.forward, "__self__") else "self"
-    frame = {self_name: module, "self": module, "args": tuple(request.inputs.values()), **request.inputs}
+    """The roots of Dynamo's sources: the locals of the frame that it traced, without defaults, and its globals."""
+    from torch._dynamo.convert_frame import get_traced_fn
+
+    function, owner = get_traced_fn(request.module)  # forward, or `__call__` of a module with hooks
+    arguments = (*(() if owner is None else (owner,)), *request.inputs.values())
+    bound = inspect.signature(function, follow_wrapped=False).bind(
+        *arguments
+    )  # a decorator may be `wrapper(*args, **kwargs)`
+    frame = {"self": request.module, **bound.arguments}
     output = captured.graph_capture_output
     globals_ = dict(output.f_globals)
     for alias, name in output.import_sources.items():
         globals_.setdefault(alias, sys.modules.get(name))
-    return {"L": frame, "G": globals_, EXTRA_KEYWORDS: _extra_keywords(forward.__code__)}
+    return {"L": frame, "G": globals_, EXTRA_KEYWORDS: _extra_keywords(function.__code__)}
+
+
+def _source_from_self(source: str, roots: dict[str, Any], module: nn.Module) -> str:
+    """A source of the module's own objects as `L['self']...`, whatever the traced frame calls the module."""
+    for name, local in roots["L"].items():
+        own, first = f"L['{name}']", local
+        if isinstance(local, tuple) and local:  # of `*args`
+            own, first = f"{own}[0]", local[0]
+        if first is module and source.startswith(own):
+            return f"L['self']{source.removeprefix(own)}"
+    return source
 
 
 def _extra_keywords(code: CodeType) -> str | None:
@@ -223,15 +242,15 @@ def _source(node: fx.Node) -> str:
     return source.name if isinstance(source.name, str) else source.name()
 
 
-def _bind(gm: fx.GraphModule, roots: dict[str, Any], inputs: Mapping[str, Tensor]) -> dict[str, Binding]:
+def _bind(gm: fx.GraphModule, roots: dict[str, Any], request: _Request) -> dict[str, Binding]:
     """The binding of each placeholder: an input, a size of an input, or a tensor of the module."""
-    by_identity = {id(tensor): name for name, tensor in inputs.items()}
+    by_identity = {id(tensor): name for name, tensor in request.inputs.items()}
     bindings: dict[str, Binding] = {}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
         if isinstance(value(node), (torch.SymInt, int)):
             continue
-        source = _source(node)
+        source = _source_from_self(_source(node), roots, request.module)
         if source.startswith(_NUMPY_SOURCE_PREFIX):
             name = source.removeprefix(_NUMPY_SOURCE_PREFIX).removesuffix(")").replace("L['self']", "self")
             raise TraceError(
