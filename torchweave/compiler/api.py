@@ -95,7 +95,15 @@ def compile(
     open_dump(config, report)
     cache, ops = open_cache(config, report), boundary_ops()
     compiled_graph = compile_graph(
-        module, inputs, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, passes=passes
+        module,
+        inputs,
+        dynamic,
+        boundary_ops=ops,
+        config=config,
+        cache=cache,
+        report=report,
+        passes=passes,
+        as_eager=True,
     )
     save_explanation(None, report)
     return CompiledModule(compiled_graph, next(iter(inputs.values())).device.type)

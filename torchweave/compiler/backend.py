@@ -39,6 +39,7 @@ def compile_graph(
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
     lock_cache: Callable[[], AbstractContextManager[None]] = nullcontext,
+    as_eager: bool = False,
 ) -> CompiledGraph:
     """Compile a module's forward: one captured graph, split at boundary ops, each distinct piece built once.
 
@@ -50,6 +51,8 @@ def compile_graph(
         cache: stores captured graphs and built pieces between processes; None builds everything.
         passes: replaces the default passes and those that the config adds.
         lock_cache: entered around each use of the cache, so that of ranks with one cache one builds and the others load.
+        as_eager: exclude a size of 1 where eager code would drop the dimension. An engine's forward must not: its results have a
+            dimension of tokens.
 
     Raises:
         TraceError: the forward cannot be captured, with the line and the cause.
@@ -80,8 +83,9 @@ def compile_graph(
     with lock_cache():
         built = build_pieces(pieces, BuildOptions(graph, manager, cache, device, report))
     # 6. Assemble: generate the forward that calls the pieces and boundary ops in order.
-    low, high = size_range(graph, config.dynamic_shapes, report)
-    return CompiledGraph(graph, parts, built, (low, min([high, *(each.max_size for each in built.values())])), report)
+    sizes = size_range(graph, config.dynamic_shapes, report, as_eager)
+    sizes = sizes._replace(high=min([sizes.high, *(each.max_size for each in built.values())]))
+    return CompiledGraph(graph, parts, built, sizes, report)
 
 
 def _load_or_capture(

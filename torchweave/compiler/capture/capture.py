@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -66,6 +67,8 @@ from torchweave.report import Report
 _TRACE_ONCE_PREFIX = f"{__package__}.trace_once."
 _NUMPY_SOURCE_PREFIX = "___from_numpy("
 """Prefix of Dynamo's source of a numpy number or array."""
+_INPUT_SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
+"""Dynamo's source of a size of an input."""
 _NODE_META = ("example_value", "stack_trace")
 """Metadata of nodes that later stages read."""
 
@@ -79,6 +82,10 @@ class _Request:
     dynamic: DynamicDims
     mode: DynamicShapes
     report: Report
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return _call_arguments(self.module, self.inputs)
 
 
 def capture(
@@ -100,10 +107,10 @@ def capture(
         trace_once: trace equal layers once and clone the nodes of the others. The graph is the same either way.
 
     Raises:
-        ValueError: the names of the inputs are not the first parameters of forward.
+        ValueError: the names of the inputs are not parameters of forward, in its order, or one without a default is left out.
         TraceError: the forward cannot be traced, with the line and the cause.
     """
-    _check_input_names(module, inputs)
+    _call_arguments(module, inputs)  # raises for wrong names
     static_sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
     hints = choose_size_hints(inputs, dynamic, static_sizes)
     examples = {name: example(tensor, dynamic.get(name, {}), hints) for name, tensor in inputs.items()}
@@ -112,20 +119,27 @@ def capture(
     return graph or _capture(request, {})
 
 
-def _check_input_names(module: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    parameters = [
-        name
+def _call_arguments(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """The positional arguments of forward up to the last input: inputs, and defaults of parameters between them."""
+    parameters = {
+        name: parameter
         for name, parameter in inspect.signature(module.forward).parameters.items()
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if list(inputs) != parameters[: len(inputs)]:
-        raise ValueError(f"inputs must be named in forward's order: {parameters}, not {list(inputs)}")
+    }
+    names = list(parameters)
+    used = names[: 1 + max((names.index(name) for name in inputs if name in parameters), default=-1)]
+    required = [name for name in used if parameters[name].default is inspect.Parameter.empty]
+    if list(inputs) != [name for name in used if name in inputs] or any(name not in inputs for name in required):
+        optional = [name for name in names if parameters[name].default is not inspect.Parameter.empty]
+        may = f", of which {optional} may be left out" if optional else ""
+        raise ValueError(f"inputs must be named in forward's order: {names}{may}, not {list(inputs)}")
+    return tuple(inputs[name] if name in inputs else parameters[name].default for name in used)
 
 
 def _capture_once(request: _Request) -> CapturedGraph | None:
     """The graph with each kind of layer traced once; None when no layer can be shown to repeat another."""
     try:
-        repeated = find_repeated(request.module, list(request.inputs.values()))
+        repeated = find_repeated(request.module, request.arguments)
         if repeated is None:
             return None
         with placeholder_layers(repeated) as placeholders, without_tails(repeated.tails):
@@ -158,7 +172,7 @@ def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
         module=_plain_module(gm),
         inputs=tuple(request.inputs),
         bindings=bindings,
-        output=output_tree(captured, request.module, request.inputs, roots, side_effects),
+        output=output_tree(captured, request.arguments, request.module, request.inputs, roots, side_effects),
         symbols={},
         sources=_traced_modules(captured),
         unused_inputs=_unused_inputs(request, bindings),
@@ -195,7 +209,7 @@ def _trace(request: _Request) -> Any:
             get_metrics_context(),
             dynamo_timed("torchweave_capture"),
         ):
-            return fullgraph_capture(request.module, tuple(request.inputs.values()))
+            return fullgraph_capture(request.module, request.arguments)
     except Exception as error:
         raise trace_error(error) from error
 
@@ -205,10 +219,9 @@ def _roots(request: _Request, captured: Any) -> dict[str, Any]:
     from torch._dynamo.convert_frame import get_traced_fn
 
     function, owner = get_traced_fn(request.module)  # forward, or `__call__` of a module with hooks
-    arguments = (*(() if owner is None else (owner,)), *request.inputs.values())
-    bound = inspect.signature(function, follow_wrapped=False).bind(
-        *arguments
-    )  # a decorator may be `wrapper(*args, **kwargs)`
+    arguments = (*(() if owner is None else (owner,)), *request.arguments)
+    # A decorator may be `wrapper(*args, **kwargs)`.
+    bound = inspect.signature(function, follow_wrapped=False).bind(*arguments)
     frame = {"self": request.module, **bound.arguments}
     output = captured.graph_capture_output
     globals_ = dict(output.f_globals)
@@ -267,11 +280,13 @@ def _bind(gm: fx.GraphModule, roots: dict[str, Any], request: _Request) -> dict[
         bindings[node.name] = Constant(tensor, source) if name is None else Input(name)
     for node in placeholders:
         if node.name not in bindings:
-            bindings[node.name] = _bind_size(node, placeholders, bindings)
+            bindings[node.name] = _bind_size(node, placeholders, bindings, inputs)
     return bindings
 
 
-def _bind_size(size: fx.Node, placeholders: list[fx.Node], bindings: dict[str, Binding]) -> Size:
+def _bind_size(
+    size: fx.Node, placeholders: list[fx.Node], bindings: dict[str, Binding], inputs: Mapping[str, Tensor]
+) -> Size:
     expected = str(value(size))
     for node in placeholders:
         binding = bindings.get(node.name)
@@ -279,9 +294,10 @@ def _bind_size(size: fx.Node, placeholders: list[fx.Node], bindings: dict[str, B
             for dim, dim_size in enumerate(value(node).shape):
                 if isinstance(dim_size, torch.SymInt) and str(dim_size) == expected:
                     return Size(binding.name, dim)
-    raise TraceError(
-        f"forward reads only the size {_source(size)} of an input, and no value of it; take the size from another input"
-    )
+    read = _INPUT_SIZE.fullmatch(_source(size))
+    if read is None or read[1] not in inputs:
+        raise TraceError(f"forward reads a number that is no size of an input, {_source(size)}; pass it in a tensor")
+    return Size(read[1], int(read[2]))  # of an input whose values are not read
 
 
 def _unused_inputs(request: _Request, bindings: Mapping[str, Binding]) -> tuple[UnusedInput, ...]:
@@ -315,16 +331,22 @@ def _name_symbols(graph: CapturedGraph, dynamic: DynamicDims) -> dict[str, str]:
                 where, why = _specialization_cause(shape[dim], graph)
                 raise SizeError(f"{size_name} ({input_name} dimension {dim}) was fixed to {shape[dim]}{why}", where)
             names[symbol] = size_name
+    for node in graph.placeholders():
+        binding = graph.bindings[node.name]
+        symbol = symbol_name(value(node))
+        if isinstance(binding, Size) and symbol is not None and binding.input not in used:
+            names[symbol] = dynamic[binding.input][binding.dim]
     return names
 
 
 def _specialization_cause(size: Any, graph: CapturedGraph) -> tuple[str, str]:
     """The location and the cause of a size that became a number, as recorded by the shape environment."""
     shape_env = getattr(graph.fake_mode, "shape_env", None)
-    for guard in reversed(getattr(shape_env, "guards", [])):
-        if str(size) in str(guard.expr):
+    guards = [guard for guard in getattr(shape_env, "guards", []) if isinstance(guard.expr, sympy.Eq)]
+    for guard in guards:
+        if size in guard.expr.args and any(side.is_symbol for side in guard.expr.args):
             where, code = user_location(guard.sloc)
-            return where, f" by a comparison ({guard.expr}) in `{code}`"
+            return where, f" by `{code}`, which needs a number ({guard.expr})"
     return "", ": forward works for this size only"
 
 

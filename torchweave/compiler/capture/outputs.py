@@ -30,6 +30,7 @@ _VIEW_ATTRIBUTES = ("T", "mT", "H", "mH", "data")
 
 def output_tree(
     captured: Any,
+    arguments: Sequence[Any],
     module: nn.Module,
     inputs: Mapping[str, Tensor],
     roots: Mapping[str, Any],
@@ -38,7 +39,8 @@ def output_tree(
     """Run Dynamo's generated code around the graph on marker tensors, and find each marker in the return value.
 
     Args:
-        captured: Dynamo's capture of the module's forward for these inputs.
+        captured: Dynamo's capture of the module's forward for these arguments.
+        arguments: of forward: inputs, and defaults between them.
         roots: of its sources.
         side_effects: sources of the objects that the generated code changes.
 
@@ -55,7 +57,7 @@ def output_tree(
         generated = captured.forward_callable(compiled_fn=lambda *args: markers, extra_globals=roots["G"])
         roots = {**roots, "G": ChainMap(generated.__globals__, roots["G"])}
         with reject_side_effects(side_effects, roots):
-            result = generated(module, *inputs.values())
+            result = generated(module, *arguments)
     except TraceError:
         raise
     except Exception as error:  # raised by the code that Dynamo generated

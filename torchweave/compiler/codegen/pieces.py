@@ -125,6 +125,13 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
+    from torchweave.compiler.codegen.overlapping_writes import CopyOverlappingWrites
+
+    patches = {
+        **inductor_options(config),
+        "max_autotune": tune,
+        "post_grad_custom_post_pass": CopyOverlappingWrites(),
+    }
     begin = time.monotonic()
     context = TracingContext(piece.fake_mode)
     with torch.no_grad(), dynamic_shapes_mode(config.dynamic_shapes), tracing(context), warnings.catch_warnings():
@@ -135,7 +142,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
                 piece.module,
                 piece.examples(),
                 dynamic_shapes="from_tracing_context",
-                options={"config_patches": {**inductor_options(config), "max_autotune": tune}},
+                options={"config_patches": patches},
             )
         except Exception as error:
             inner = getattr(error, "inner_exception", None)

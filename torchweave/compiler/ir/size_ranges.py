@@ -9,28 +9,43 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
+import torch
+from torch import fx
 
-from torchweave.compiler.errors import VIEW_MUTATION_HINT, SizeError, user_location
+from torchweave.compiler.errors import VIEW_MUTATION_HINT, SizeError, source_location, user_location
 from torchweave.compiler.ir.graph import CapturedGraph
-from torchweave.compiler.ir.symbols import fixed_sizes
+from torchweave.compiler.ir.mutation import mutated_args, storage_id
+from torchweave.compiler.ir.symbols import fixed_sizes, value
 from torchweave.config.options import DynamicShapes
 from torchweave.report import Report
 
 _MIN_VALID_SIZE = 64
 """The graph must be valid for all sizes up to this."""
 MAX_SIZE = 1 << 24
+_COPIES_BY_SIZE = frozenset({"contiguous", "reshape", "flatten", "ravel", "reshape_as"})
 _EXHAUSTIVE_LIMIT = 512
 """A guard on one size is evaluated at every size up to this."""
 
 
-def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report) -> tuple[int, int]:
-    """The smallest and largest valid value of every dynamic size.
+class SizeRange(NamedTuple):
+    """The smallest and largest valid value of every dynamic size, and why a size of 1 is excluded; "" when it is not."""
+
+    low: int
+    high: int
+    why_not_one: str = ""
+
+
+def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report, as_eager: bool = False) -> SizeRange:
+    """The valid values of every dynamic size.
 
     With `backed_size_oblivious`, torch's own guards against size 1 are ignored: they select the general path, which is
     valid for 1 too. When forward itself branches, and with `backed`, 1 is excluded.
+
+    Args:
+        as_eager: exclude 1 as well where eager code would drop a dynamic dimension of size 1 (`squeeze`).
 
     Raises:
         SizeError: the graph is invalid for a size up to 64.
@@ -38,7 +53,43 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report) -> tup
     failing = {str(guard): sloc for guard, sloc in _guards(graph) if not _is_true_at_one(guard, graph.symbols)}
     for text in sorted(failing):
         report.event("assumption", expression=text, fails_at=1, mode=mode)
-    return 2 if mode == "backed" or any(map(_is_branch, failing.values())) else 1, max_size(graph)
+    why = 'TorchCompileConfig(dynamic_shapes="backed") excludes a size of 1' if mode == "backed" else ""
+    copies_vary = _writes_to_possible_views(graph)
+    for sloc in failing.values():
+        if _is_branch(sloc) and (copies_vary or not _is_of_op(sloc)):
+            where, code = user_location(sloc)
+            why = f"for a size of 1 forward takes another path{_at(where)} (`{code}`)"
+    squeeze = next(filter(_squeezes_dynamic_size, graph.graph.nodes), None) if as_eager else None
+    if squeeze is not None:
+        why = f"for a size of 1 forward drops a dimension by `squeeze`{_at(source_location(squeeze))}"
+    return SizeRange(2 if why else 1, max_size(graph), why)
+
+
+def _at(where: str) -> str:
+    """A place in a sentence; nothing for a graph of the compile cache, whose operations have no lines."""
+    return f" at {where}" if where else ""
+
+
+def _is_of_op(sloc: Any) -> bool:
+    """Whether an operation of torch made the guard while Dynamo ran it on fake tensors."""
+    place = getattr(sloc, "framework_loc", None)
+    return getattr(place, "name", "") == "run_node"
+
+
+def _writes_to_possible_views(graph: CapturedGraph) -> bool:
+    """Whether forward writes to a result that is a view or a copy depending on sizes, such as that of `contiguous()`."""
+    nodes = graph.graph.nodes
+    storages = {storage_id(node) for node in nodes if node.op == "call_method" and node.target in _COPIES_BY_SIZE}
+    return any(storage_id(argument) in storages for node in nodes for argument in mutated_args(node))
+
+
+def _squeezes_dynamic_size(node: fx.Node) -> bool:
+    if (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")) != "squeeze":
+        return False
+    shape = value(node.all_input_nodes[0]).shape
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims: Any = range(len(shape)) if given is None else given if isinstance(given, (tuple, list)) else (given,)
+    return any(isinstance(shape[dim], torch.SymInt) for dim in dims)
 
 
 def num_guards(graph: CapturedGraph) -> int:

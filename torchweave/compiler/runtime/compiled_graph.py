@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torchweave.compiler.codegen.pieces import BuiltPiece
 from torchweave.compiler.ir.graph import Attribute, CapturedGraph, Constant, Input, OutputTree, Size
 from torchweave.compiler.ir.mutation import mutated_args, storage_id
+from torchweave.compiler.ir.size_ranges import SizeRange
 from torchweave.compiler.ir.symbols import is_size, token_count, value
 from torchweave.compiler.partition.split import BoundaryCall, Piece
 from torchweave.compiler.runtime.forward import BoundaryHandler
@@ -41,7 +42,7 @@ class CompiledGraph:
         graph: CapturedGraph,
         parts: Parts,
         built: Mapping[str, BuiltPiece],
-        sizes: tuple[int, int],
+        sizes: SizeRange,
         report: Report,
     ) -> None:
         self.report = report
@@ -50,7 +51,7 @@ class CompiledGraph:
         self.parts = parts
         self.pieces = [part for part in parts if isinstance(part, Piece)]
         self.built = dict(built)
-        self.sizes = sizes
+        self.sizes = sizes[:2]
         self.code, namespace = _ForwardGenerator(graph, parts, built, sizes).run()
         exec(compile(self.code, "<torchweave stitched>", "exec"), namespace)
         self._run = namespace["forward"]
@@ -89,9 +90,7 @@ class CompiledGraph:
 class _ForwardGenerator:
     """Generates straight-line code over the parts, and its namespace. Each value is deleted after its last use."""
 
-    def __init__(
-        self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: tuple[int, int]
-    ) -> None:
+    def __init__(self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: SizeRange) -> None:
         self.graph, self.parts, self.built, self.sizes = graph, parts, built, sizes
         self.namespace: dict[str, Any] = {"no_grad": torch.no_grad, "refuse": refuse, "refuse_shared": refuse_shared}
         self.names: dict[fx.Node, str] = {}
@@ -161,7 +160,7 @@ class _ForwardGenerator:
         self, name: str, sizes: Sequence[int | str], dtype: torch.dtype, device: str, known: dict[str, str]
     ) -> None:
         """Emit the check of an input; `known` maps names of dynamic sizes to variables."""
-        low, high = self.sizes
+        low, high, why_not_one = self.sizes
         argument, conditions = self.arguments[name], []
         for dim, size in enumerate(sizes):
             if isinstance(size, str) and size not in known:
@@ -176,7 +175,7 @@ class _ForwardGenerator:
         conditions += [f"{argument}.is_contiguous()", f"{'' if device == 'cuda' else 'not '}{argument}.is_cuda"]
         self.lines.append(f"if not ({' and '.join(conditions)}):")
         kind = f"{text}[{shape.strip(', ')}] on {device}"
-        self.lines.append(f"    refuse({name!r}, {argument}, {f'{kind}, {low} <= sizes <= {high}'!r})")
+        self.lines.append(f"    refuse({name!r}, {argument}, {f'{kind}, {low} <= sizes <= {high}'!r}, {why_not_one!r})")
 
     def _check_aliasing(self) -> None:
         """Emit checks that no mutated input shares memory with another input; pieces are built on that assumption."""
@@ -285,11 +284,16 @@ class _ForwardGenerator:
         return f"tree(({''.join(f'{item}, ' for item in flat)}), {{{inputs}}})"
 
 
-def refuse(name: str, tensor: Tensor, expected: str) -> None:
-    """Raise the error for an input of the wrong kind."""
+def refuse(name: str, tensor: Tensor, expected: str, why_not_one: str = "") -> None:
+    """Raise the error for an input of the wrong kind.
+
+    Args:
+        why_not_one: said when a dimension of the tensor is 1.
+    """
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
     layout = "" if tensor.is_contiguous() else ", not contiguous"
-    raise ValueError(f"{name} is {kind}{layout}; the module was compiled for {expected}")
+    why = f": {why_not_one}" if why_not_one and 1 in tensor.shape else ""
+    raise ValueError(f"{name} is {kind}{layout}; the module was compiled for {expected}{why}")
 
 
 def refuse_shared(name: str, changed: Tensor, *others: Tensor) -> None:

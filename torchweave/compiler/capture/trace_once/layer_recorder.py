@@ -111,11 +111,11 @@ class Recording:
     keep_alive: list[Tensor]
 
 
-def record_layers(module: nn.Module, inputs: Sequence[Tensor], layers: Mapping[str, nn.Module]) -> Recording:
+def record_layers(module: nn.Module, inputs: Sequence[Any], layers: Mapping[str, nn.Module]) -> Recording:
     """Record every layer that forward calls, and the operations between the calls.
 
     Args:
-        inputs: the arguments of forward; only their geometry is read.
+        inputs: the arguments of forward; of tensors only the geometry is read.
         layers: the layers by path.
 
     Raises:
@@ -130,7 +130,7 @@ def record_layers(module: nn.Module, inputs: Sequence[Tensor], layers: Mapping[s
             hooks.callback(handle.remove)
             hooks.callback(layer.register_forward_hook(recorder.leave, prepend=True).remove)
         try:
-            meta_inputs = [tensor.to("meta") for tensor in inputs]
+            meta_inputs = [each.to("meta") if isinstance(each, Tensor) else each for each in inputs]
             recorder.begin(meta_inputs)
             with recorder, _OuterFunctions(recorder):
                 recorder.end(module(*meta_inputs))
@@ -236,9 +236,10 @@ class _Recorder(TorchDispatchMode):
     def is_in_layer(self) -> bool:
         return self._current is not None
 
-    def begin(self, inputs: Sequence[Tensor]) -> None:
+    def begin(self, inputs: Sequence[Any]) -> None:
         self.keep_alive += inputs
-        self.outline.labels.update({id(tensor): ("input", index) for index, tensor in enumerate(inputs)})
+        labels = {id(each): ("input", index) for index, each in enumerate(inputs) if isinstance(each, Tensor)}
+        self.outline.labels.update(labels)
 
     def end(self, out: Any) -> None:
         self.outline.entries.append(("returns", self._describe(out), _geometry(out)))

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchweave.compiler.cache.keys import DescriptionCache, describe_module
 from torchweave.compiler.capture.trace_once.layer_recorder import (
@@ -127,7 +127,7 @@ class RepeatedLayers:
         return {**facts, "why_shown": self.why} if self.why else facts
 
 
-def find_repeated(module: nn.Module, inputs: Sequence[Tensor]) -> RepeatedLayers | None:
+def find_repeated(module: nn.Module, inputs: Sequence[Any]) -> RepeatedLayers | None:
     """The layers that repeat others; None when no list of the module has two layers of one structure.
 
     Raises:
@@ -223,7 +223,7 @@ def skipped_paths(tails: Sequence[Tail]) -> set[str]:
 
 def _find_tails(
     module: nn.Module,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Any],
     lists: Sequence[list[Layer]],
     kinds: Sequence[LayerKind],
     whole: Recording,

@@ -6,7 +6,8 @@ Before                                  After
     v = linear(x, Wv)
 
 When      weights and biases are parameters of one dtype with a multiple of 8 rows; all calls have a bias or none has; no write
-          to x and no boundary op lies between the calls; every reader of q, k, v takes a strided view.
+          to x and no boundary op lies between the calls; every reader of q, k, v takes a strided view. One that forward
+          returns is copied, so that its caller can view it.
 Numerics  exact: each output element is the same dot product (a BLAS may sum in another order).
 Memory    none: the module's parameters become views of the merged weight.
 Pays      at every token count: one matmul reads x once and uses the device better than three.

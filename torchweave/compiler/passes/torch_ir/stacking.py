@@ -34,6 +34,9 @@ _STRIDE_READERS: tuple[tuple[str, Any], ...] = (
 """Calls whose result depends on the memory layout of their argument, and which raise no error when that changes."""
 
 
+_CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}
+
+
 @dataclass(frozen=True)
 class StackableCall:
     """One call of a group.
@@ -113,11 +116,11 @@ def _merge_calls(graph: CapturedGraph, group: Sequence[StackableCall], stacked: 
     return None
 
 
-_FakeOutputs = tuple[Any, tuple[Any, ...], dict[fx.Node, Any]]
+_FakeOutputs = tuple[Any, tuple[Any, ...], list[Any], dict[fx.Node, Any]]
 
 
 def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _FakeOutputs:
-    """Fake values of the merged call, its parts, and every downstream node whose geometry changes.
+    """Fake values of the merged call, its parts, these or their copies, and every downstream node whose geometry changes.
 
     Raises the error of a reader that cannot take a strided view.
     """
@@ -127,10 +130,20 @@ def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _Fake
     constants = [graph.fake_ops.run(torch.cat, ([value(node) for node in column],), {}) for column in columns]
     whole = graph.fake_ops.run(target, group[0].arguments(constants, value), {})
     parts = graph.fake_ops.run(torch.split, (whole, sizes), {"dim": -1})
+    results = [
+        graph.fake_ops.run(torch.clone, (part,), _CONTIGUOUS) if _is_returned(graph, item.node) else part
+        for item, part in zip(group, parts, strict=True)
+    ]
     changed = update_fake_values(
-        graph, {item.node: part for item, part in zip(group, parts, strict=True)}, commit=False
+        graph, {item.node: result for item, result in zip(group, results, strict=True)}, commit=False
     )
-    return whole, parts, changed
+    return whole, parts, results, changed
+
+
+def _is_returned(graph: CapturedGraph, node: fx.Node) -> bool:
+    """Whether forward returns a node's result or a view of it, which its caller may view as eager code could."""
+    (output,) = graph.graph.find_nodes(op="output")
+    return storage_id(node) in map(storage_id, output.all_input_nodes)
 
 
 def _rewrite(
@@ -140,7 +153,7 @@ def _rewrite(
     if key not in stacked:
         columns = zip(*(item.constants for item in group), strict=True)
         stacked[key] = tuple(_merge_constants(graph, column) for column in columns)
-    whole, parts, changed = faked
+    whole, parts, results, changed = faked
     for node, new in changed.items():
         node.meta["example_value"] = new
     sizes = [part.shape[-1] for part in parts]
@@ -150,10 +163,14 @@ def _rewrite(
         one = nodes.call_function(target, group[0].arguments(stacked[key], lambda node: node))
         pieces = nodes.call_function(torch.split, (one, sizes), {"dim": -1})
         items = [nodes.call_function(operator.getitem, (pieces, index)) for index in range(len(group))]
+        for index, (part, result) in enumerate(zip(parts, results, strict=True)):
+            items[index].meta["example_value"] = part
+            if result is not part:
+                items[index] = nodes.call_function(torch.clone, (items[index],), _CONTIGUOUS)
     one.meta.update(example_value=whole, stack_trace=first.meta.get("stack_trace"))
     pieces.meta["example_value"] = parts
-    for item, new, part in zip(group, items, parts, strict=True):
-        new.meta["example_value"] = part
+    for item, new, result in zip(group, items, results, strict=True):
+        new.meta["example_value"] = result
         item.node.replace_all_uses_with(new)
         nodes.erase_node(item.node)
 

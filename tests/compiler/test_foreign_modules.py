@@ -1,0 +1,153 @@
+"""`torchweave.compile` on modules of other people: what eager code may do, the compiled module does, or a sentence says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchweave
+from torchweave.config.options import TorchCompileConfig
+
+FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+INDUCTOR = TorchCompileConfig(compile_cache=False)
+
+
+def module_of(forward: Any) -> nn.Module:
+    return type("Module", (nn.Module,), {"forward": forward})()
+
+
+def _set_items(self: nn.Module, v: Tensor, i: Tensor) -> Tensor:
+    v = v * 1.5
+    v[i] = v.clone()
+    return v
+
+
+def _index_copy_into_input(self: nn.Module, v: Tensor, i: Tensor) -> Tensor:
+    v.index_copy_(0, i, v.clone())
+    return v + 1
+
+
+def _index_add_into_input(self: nn.Module, v: Tensor, i: Tensor) -> Tensor:
+    v.index_add_(0, i, v.clone())
+    return v + 1
+
+
+def _shift_rows(self: nn.Module, v: Tensor, i: Tensor) -> Tensor:
+    v[1:].copy_(v[:-1].clone())
+    return v[i]
+
+
+@pytest.mark.parametrize("forward", [_set_items, _index_copy_into_input, _index_add_into_input, _shift_rows])
+def test_a_copy_is_taken_before_its_source_is_written(forward: Any) -> None:
+    """Inductor removes the copy and then writes in place: stock torch.compile is wrong here; see `overlapping_writes`."""
+    compiled = torchweave.compile(
+        module_of(forward), {"v": torch.randn(5, 4), "i": torch.arange(5)}, {"v": {0: "T"}, "i": {0: "T"}}, INDUCTOR
+    )
+    for rows in (1, 5, 33):
+        torch.manual_seed(rows)
+        v, i = torch.randn(rows, 4), torch.randperm(rows)
+        written = v.clone()
+        expected = forward(None, v, i)
+        torch.testing.assert_close(compiled(written, i), expected)
+        torch.testing.assert_close(written, v)
+
+
+def test_returned_linears_have_their_own_memory() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.q(x), self.k(x).view(-1, 4)
+
+    module, x = Heads(), torch.randn(7, 16)
+    compiled = torchweave.compile(module, {"x": x[:3]}, {"x": {0: "T"}}, FX)
+    for got, expected in zip(compiled(x), module(x), strict=True):
+        assert got.stride() == expected.stride() and got.untyped_storage().nbytes() == got.nbytes
+        torch.testing.assert_close(got.view(-1), expected.view(-1))
+
+
+class _Difference(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x - y
+
+
+class _Optional(nn.Module):
+    def forward(self, mask: Tensor | None = None, x: Tensor | None = None, scale: float = 2.0, y: Any = None) -> Tensor:
+        assert x is not None
+        return (x if mask is None else x * mask) * scale + (0 if y is None else y)
+
+
+def test_optional_arguments_before_tensors_keep_their_defaults() -> None:
+    x, y = torch.randn(2, 3)
+    compiled = torchweave.compile(_Optional(), {"x": x, "y": y}, {"x": {0: "T"}, "y": {0: "T"}}, FX)
+    for result in (compiled(x, y), compiled(y=y, x=x)):
+        assert torch.equal(result, 2 * x + y)
+    with pytest.raises(ValueError, match=r"^inputs must be named in forward's order: \['x', 'y'\], not \['y'\]$"):
+        torchweave.compile(_Difference(), {"y": y}, config=FX)
+
+
+def _branch(self: nn.Module, x: Tensor) -> Tensor:
+    if x.shape[0] == 1:
+        return x * 2
+    return x + 1
+
+
+def _squeeze(self: nn.Module, x: Tensor) -> Tensor:
+    return x.squeeze(0) + 1
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (_branch, r"forward takes another path at {file}:{line} \(`if x\.shape\[0\] == 1:`\)$"),
+        (_squeeze, "forward drops a dimension by `squeeze` at {file}:{line}$"),
+    ],
+)
+def test_a_size_of_one_is_excluded_by_the_line_that_excludes_it(forward: Any, said: str) -> None:
+    compiled = torchweave.compile(module_of(forward), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, FX)
+    assert torch.equal(compiled(torch.ones(2, 4)), torch.full((2, 4), 2.0))
+    line = forward.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=said.format(file=__file__, line=line)):
+        compiled(torch.ones(1, 4))
+
+
+def _attends(self: nn.Module, x: Tensor) -> Tensor:
+    return x.view(-1, 2, 4).transpose(0, 1).contiguous().view(-1, 4)
+
+
+def test_a_size_of_one_is_valid_where_only_torch_asks_for_it() -> None:
+    compiled = torchweave.compile(module_of(_attends), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, FX)
+    for rows in (1, 2, 7):
+        x = torch.randn(rows, 8)
+        assert torch.equal(compiled(x), _attends(None, x))  # type: ignore[arg-type]
+
+
+def _linspace(self: nn.Module, y: Tensor) -> Tensor:
+    z = y.relu()
+    w = torch.linspace(0, 1, y.shape[0])
+    return z[:5] * w[:, None][:5]
+
+
+def test_the_line_that_fixes_a_size_is_named() -> None:
+    line = _linspace.__code__.co_firstlineno + 2
+    with pytest.raises(
+        ValueError, match=rf"^{__file__}:{line}: T \(y dimension 0\) was fixed to 15 by `w = torch\.lins"
+    ):
+        torchweave.compile(module_of(_linspace), {"y": torch.zeros(15, 4)}, {"y": {0: "T"}}, FX)
+
+
+@pytest.mark.parametrize("config", [FX, INDUCTOR])
+def test_unfold_and_reshape_by_the_shape_of_an_input(config: TorchCompileConfig) -> None:
+    def forward(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return x.unfold(1, 20, 10).reshape(*y.shape[:-1], -1, 5)
+
+    inputs = {"x": torch.zeros(5, 40), "y": torch.zeros(5, 3)}
+    compiled = torchweave.compile(module_of(forward), inputs, {"x": {0: "T"}, "y": {0: "T"}}, config)
+    for rows in (1, 2, 9):
+        x, y = torch.randn(rows, 40), torch.randn(rows, 3)
+        assert torch.equal(compiled(x, y), forward(None, x, y))  # type: ignore[arg-type]

@@ -1,0 +1,84 @@
+"""Keep Inductor from writing into a tensor that the same kernel still reads.
+
+Before                                          After
+    index_put(v, [i], v)                            copy = clone(v); index_put(copy, [i], v)
+    slice_scatter(v, slice(v, 0, 0, -1), 0, 1)      copy = clone(v); slice_scatter(copy, slice(v, 0, 0, -1), 0, 1)
+
+When      a write of Inductor's graph takes its values from a view of the tensor that it writes to, or its indices from anything
+          computed from it. `v[i] = v.clone()` is such a write: Inductor removes the copy, then writes in place, so that one
+          iteration reads what another wrote (torch 2.13; docs/diagnosis.md has the program).
+Numerics  exact.
+Cost      a copy of v, which the forward asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from torchweave.compiler.ir.symbols import value
+
+aten = torch.ops.aten
+
+_INDEXED_WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
+_VIEW_WRITES = (
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+)
+
+
+class CopyOverlappingWrites(CustomGraphPass):
+    """See the module's text; runs on Inductor's graph after its own simplifications and before it writes in place."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in list(graph.nodes):
+            if node.target in (*_INDEXED_WRITES, *_VIEW_WRITES) and _reads_what_it_writes(node):
+                target = node.args[0]
+                with graph.inserting_before(node):
+                    copy = graph.call_function(aten.clone.default, (target,))
+                copy.meta["val"] = torch.empty_like(value(target))
+                node.update_arg(0, copy)
+
+    def uuid(self) -> Any:
+        return hashlib.sha256(Path(__file__).read_bytes()).digest()
+
+
+def _reads_what_it_writes(node: fx.Node) -> bool:
+    base = _base(node.args[0])
+    if node.target not in _INDEXED_WRITES:
+        return _base(node.args[1]) is base
+    indices, values = node.args[1], node.args[2]
+    return _base(values) is base or any(_is_computed_from(index, base) for index in indices if index is not None)  # type: ignore[union-attr]
+
+
+def _base(node: Any) -> Any:
+    """The tensor that a node is a view of, through any number of views; the node itself when it is none."""
+    while isinstance(node, fx.Node) and _is_view(node):
+        node = node.args[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "__name__", "") == "getitem"
+    results = node.target._schema.returns
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in results)
+
+
+def _is_computed_from(node: fx.Node, base: Any) -> bool:
+    seen, queue = {node}, [node]
+    while queue:
+        each = queue.pop()
+        if each is base:
+            return True
+        new = [source for source in each.all_input_nodes if source not in seen]
+        seen.update(new)
+        queue += new
+    return False
