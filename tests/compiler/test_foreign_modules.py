@@ -42,7 +42,7 @@ def _shift_rows(self: nn.Module, v: Tensor, i: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("forward", [_set_items, _index_copy_into_input, _index_add_into_input, _shift_rows])
 def test_a_copy_is_taken_before_its_source_is_written(forward: Any) -> None:
-    """Inductor removes the copy and then writes in place: stock torch.compile is wrong here; see `overlapping_writes`."""
+    """Inductor removes the copy and then writes in place: stock torch.compile is wrong here; see `copy_before_write`."""
     compiled = torchweave.compile(
         module_of(forward), {"v": torch.randn(5, 4), "i": torch.arange(5)}, {"v": {0: "T"}, "i": {0: "T"}}, INDUCTOR
     )

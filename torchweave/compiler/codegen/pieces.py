@@ -125,12 +125,12 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
-    from torchweave.compiler.codegen.overlapping_writes import CopyOverlappingWrites
+    from torchweave.compiler.codegen.copy_before_write import CopyBeforeWrite
 
     patches = {
         **inductor_options(config),
         "max_autotune": tune,
-        "post_grad_custom_post_pass": CopyOverlappingWrites(),
+        "post_grad_custom_post_pass": CopyBeforeWrite(),
     }
     begin = time.monotonic()
     context = TracingContext(piece.fake_mode)

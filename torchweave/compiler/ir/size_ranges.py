@@ -54,14 +54,14 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report, as_eag
     for text in sorted(failing):
         report.event("assumption", expression=text, fails_at=1, mode=mode)
     why = 'TorchCompileConfig(dynamic_shapes="backed") excludes a size of 1' if mode == "backed" else ""
-    copies_vary = _writes_to_possible_views(graph)
+    writes_views = _writes_to_views(graph)
     for sloc in failing.values():
-        if _is_branch(sloc) and (copies_vary or not _is_of_op(sloc)):
+        if _is_branch(sloc) and (writes_views or not _is_of_op(sloc)):
             where, code = user_location(sloc)
             why = f"for a size of 1 forward takes another path{_at(where)} (`{code}`)"
-    squeeze = next(filter(_squeezes_dynamic_size, graph.graph.nodes), None) if as_eager else None
-    if squeeze is not None:
-        why = f"for a size of 1 forward drops a dimension by `squeeze`{_at(source_location(squeeze))}"
+    dropped = next(filter(_drops_dynamic_dim, graph.graph.nodes), None) if as_eager else None
+    if dropped is not None:
+        why = f"for a size of 1 forward drops a dimension by `squeeze`{_at(source_location(dropped))}"
     return SizeRange(2 if why else 1, max_size(graph), why)
 
 
@@ -76,14 +76,14 @@ def _is_of_op(sloc: Any) -> bool:
     return getattr(place, "name", "") == "run_node"
 
 
-def _writes_to_possible_views(graph: CapturedGraph) -> bool:
+def _writes_to_views(graph: CapturedGraph) -> bool:
     """Whether forward writes to a result that is a view or a copy depending on sizes, such as that of `contiguous()`."""
     nodes = graph.graph.nodes
     storages = {storage_id(node) for node in nodes if node.op == "call_method" and node.target in _COPIES_BY_SIZE}
     return any(storage_id(argument) in storages for node in nodes for argument in mutated_args(node))
 
 
-def _squeezes_dynamic_size(node: fx.Node) -> bool:
+def _drops_dynamic_dim(node: fx.Node) -> bool:
     if (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")) != "squeeze":
         return False
     shape = value(node.all_input_nodes[0]).shape

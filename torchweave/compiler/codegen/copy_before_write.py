@@ -34,12 +34,12 @@ _VIEW_WRITES = (
 )
 
 
-class CopyOverlappingWrites(CustomGraphPass):
+class CopyBeforeWrite(CustomGraphPass):
     """See the module's text; runs on Inductor's graph after its own simplifications and before it writes in place."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):
-            if node.target in (*_INDEXED_WRITES, *_VIEW_WRITES) and _reads_what_it_writes(node):
+            if node.target in (*_INDEXED_WRITES, *_VIEW_WRITES) and _reads_target(node):
                 target = node.args[0]
                 with graph.inserting_before(node):
                     copy = graph.call_function(aten.clone.default, (target,))
@@ -50,7 +50,7 @@ class CopyOverlappingWrites(CustomGraphPass):
         return hashlib.sha256(Path(__file__).read_bytes()).digest()
 
 
-def _reads_what_it_writes(node: fx.Node) -> bool:
+def _reads_target(node: fx.Node) -> bool:
     base = _base(node.args[0])
     if node.target not in _INDEXED_WRITES:
         return _base(node.args[1]) is base
