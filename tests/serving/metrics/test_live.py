@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 from tests.serving.watched import STATS, asking, record_some_requests, watched
-from torchweave.serving.engine_client.request_metrics import HISTORY_SECONDS
+from torchweave.serving.engine_client.request_metrics import (
+    HISTORY_SECONDS,
+    NUM_PAGE_ROWS,
+    RequestMetricsData,
+    RequestRecord,
+    visible_requests,
+)
 from torchweave.serving.http.routes import page
 
 EXPLANATION = {
@@ -213,3 +219,39 @@ def test_the_page_asks_once_a_second_however_often_it_was_shown_while_the_server
         ["node", "-e", f"{{{world} {asks} const polls = []; {shown} {end}}}"], capture_output=True, text=True
     )
     assert (ran.stdout, ran.stderr) == ("1\n", "")
+
+
+def _data(running: int, waiting: int, finished: int) -> RequestMetricsData:
+    """Requests that finished, then running ones, then those that wait, in order of arrival."""
+    data = RequestMetricsData()
+    for number in range(finished + running + waiting):
+        started = 0.0 if number >= finished + running else number + 1.0
+        record = RequestRecord(number, 8, float(number), streaming=True, started=started, first_token_at=started)
+        if number < finished:
+            record.ended, record.reason = number + 2.0, "stop"
+            data.recent.appendleft(record)
+        else:
+            data.open[number] = record
+    return data
+
+
+@pytest.mark.parametrize(
+    ("counts", "shown"),
+    [
+        ((8, 100, 30), (8, 3, 3)),  # under load: all kinds are seen
+        ((2, 0, 30), (2, 0, 12)),
+        ((0, 40, 0), (0, 14, 0)),
+        ((30, 1, 0), (13, 1, 0)),
+        ((4, 100, 2), (4, 8, 2)),
+    ],
+)
+def test_the_table_shows_running_waiting_and_finished_requests(
+    counts: tuple[int, int, int], shown: tuple[int, int, int]
+):
+    assert f"ROWS = {NUM_PAGE_ROWS};" in page()
+    records = visible_requests([_data(*counts)])[:NUM_PAGE_ROWS]
+    states = [record.state for record in records]
+    assert states == ["answering"] * shown[0] + ["waiting"] * shown[1] + ["stop"] * shown[2]
+    waiting = [record.id for record in records if record.state == "waiting"]
+    assert waiting == list(range(counts[0] + counts[2], counts[0] + counts[2] + shown[1])), "those that start next"
+    assert [record.id for record in records[: shown[0]]] == list(range(counts[0] + counts[2]))[::-1][: shown[0]]

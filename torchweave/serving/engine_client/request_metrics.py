@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
@@ -26,7 +26,9 @@ from torchweave.serving.engine_client.counters import (
 HISTORY_SECONDS = 180
 _NUM_RECENT_REQUESTS = 40
 _NUM_RECENT_VALUES = 1000  # for current percentiles
-_MAX_OPEN_SHOWN = 40
+NUM_PAGE_ROWS = 14
+"""Requests in the table of the live page; `ROWS` of its script."""
+_NUM_RUNNING_ROWS, _NUM_WAITING_ROWS = 8, 3
 
 
 @dataclass(slots=True)
@@ -242,12 +244,27 @@ class RequestMetrics(RequestMetricsData):
 
 
 def visible_requests(all_request_metrics: Sequence[RequestMetricsData]) -> list[RequestRecord]:
-    """Requests to list on the page: unfinished ones, newest first, then those that finished last."""
-    newest = [
-        list(reversed(request_metrics.open.values()))[:_MAX_OPEN_SHOWN] for request_metrics in all_request_metrics
-    ]
-    unfinished = heapq.merge(*newest, key=lambda record: -record.arrived)
-    ended = heapq.merge(
+    """Requests to list on the page: running ones, newest first, those that wait longest, then those that finished last.
+
+    Of `NUM_PAGE_ROWS` rows each kind has its share, and more where the others do not fill theirs.
+    """
+
+    def unfinished(waiting: bool) -> Iterator[RequestRecord]:
+        """The oldest of those that wait, or the newest of the others."""
+        order = (lambda record: record.arrived) if waiting else (lambda record: -record.arrived)
+        opened = (each.open.values() for each in all_request_metrics)
+        ordered = (iter(records) if waiting else reversed(records) for records in opened)
+        records = ([each for each in records if (each.state == "waiting") == waiting] for records in ordered)
+        return islice(heapq.merge(*records, key=order), NUM_PAGE_ROWS)
+
+    finished = heapq.merge(
         *(request_metrics.recent for request_metrics in all_request_metrics), key=lambda record: -record.ended
     )
-    return [*islice(unfinished, _MAX_OPEN_SHOWN), *islice(ended, _NUM_RECENT_REQUESTS)]
+    running, waiting, ended = (
+        list(unfinished(False)),
+        list(unfinished(True)),
+        list(islice(finished, _NUM_RECENT_REQUESTS)),
+    )
+    num_running = max(_NUM_RUNNING_ROWS, NUM_PAGE_ROWS - len(ended) - min(len(waiting), _NUM_WAITING_ROWS))
+    num_waiting = max(_NUM_WAITING_ROWS, NUM_PAGE_ROWS - len(ended) - min(len(running), num_running))
+    return [*running[:num_running], *waiting[:num_waiting], *ended]
