@@ -249,7 +249,9 @@ def test_adaptive_drafts_change_no_token() -> None:
 def test_draft_models_that_do_not_suit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"method=draft_model needs speculative_config.model"):
         engine({"method": "draft_model"})
-    with pytest.raises(ValueError, match=r"is used by speculative_config.method=draft_model, but the method is ngram"):
+    with pytest.raises(
+        ValueError, match=r"is used by speculative_config.method=draft_model and eagle3, but the method is ngram"
+    ):
         engine({"method": "ngram", "model": "demo-draft"})
     with pytest.raises(ValueError, match=r"speculative_config.model=nowhere: No model at 'nowhere'"):
         engine({"method": "draft_model", "model": "nowhere"})

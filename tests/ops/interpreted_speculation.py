@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tests.ops.speculation_cases import BLOCK_SIZE, draft_state, drawn_tokens
+from tests.ops.speculation_cases import BLOCK_SIZE, HISTORY, draft_state, drawn_tokens
 from tests.ops.step_cases import Outputs
 from torchweave.ops.kernels import speculation as kernels
 from torchweave.ops.slot_state import advance
@@ -17,17 +17,21 @@ from torchweave.ops.speculation import (
     catch_up,
     feed_draft,
     finish_catch_up,
+    next_tokens,
     note_computed,
     prepare_drafts,
     propose,
 )
 
 
-def check_model_drafts(seed: int) -> None:
-    """A step with a draft model whose tokens are random, after two that only compute what it lacks, then a step with prompts."""
+def check_model_drafts(seed: int, shift: int) -> None:
+    """A step with a draft model whose tokens are random, after two that only compute what it lacks, then a step with prompts.
+
+    shift: 1 for a draft head.
+    """
     cpu = torch.device("cpu")
     generator = np.random.default_rng(seed)
-    options = DraftOptions(int(generator.integers(1, 5)), from_model=True)
+    options = DraftOptions(int(generator.integers(1, 5)), from_model=True, token_shift=shift)
     state, slots = draft_state(generator, tables=1 + seed % 2)
     twin, _ = draft_state(np.random.default_rng(0), tables=1 + seed % 2)
     twin.arena.copy_(state.arena)
@@ -47,7 +51,7 @@ def check_model_drafts(seed: int) -> None:
     for most in (1, query_len, 7):
         inputs, got = outputs(num_rows * most)
         catch_up(state, slots, buffers, rows, inputs, BLOCK_SIZE)
-        kernels.launch_catch_up(twin, other.sampled, slots, others, got, BLOCK_SIZE, most)
+        kernels.launch_catch_up(twin, other.sampled, slots, others, got, BLOCK_SIZE, most, shift)
         compare(inputs, got)
         assert rows.logits_index[:num_rows].tolist() == others.logits_index[:num_rows].tolist()
         drawn = rows.model_entries[rows.model_entries >= 0]
@@ -61,8 +65,8 @@ def check_model_drafts(seed: int) -> None:
     others.model_tokens.copy_(rows.model_tokens)
     for place in range(1, query_len - 1):
         inputs, got = outputs(num_rows)
-        feed_draft(state, slots, rows, place, inputs, BLOCK_SIZE)
-        kernels.launch_feed_draft(twin, slots, others, place, got, BLOCK_SIZE)
+        feed_draft(state, slots, rows, place, inputs, BLOCK_SIZE, shift)
+        kernels.launch_feed_draft(twin, slots, others, place, got, BLOCK_SIZE, shift)
         compare(inputs, got, "model_slots")
     inputs, got = outputs(num_rows * query_len)
     prepare_drafts(state, slots, buffers, rows, inputs, BLOCK_SIZE)
@@ -71,7 +75,7 @@ def check_model_drafts(seed: int) -> None:
     rows.tokens.copy_(drawn_tokens(generator, rows, query_len))
     others.tokens.copy_(rows.tokens)
     accept(state, slots, options, rows)
-    kernels.launch_accept(twin, slots, others, -1, True)
+    kernels.launch_accept(twin, slots, others, -1, True, shift)
     assert rows.out.tolist() == others.out.tolist()
     assert state.arena.tolist() == twin.arena.tolist() and not others.matches.any()
 
@@ -80,6 +84,20 @@ def check_model_drafts(seed: int) -> None:
     note_computed(state, slots, starts, positions)
     kernels.launch_note_computed(twin, slots, starts, positions)
     assert state.arena.tolist() == twin.arena.tolist()
+
+    history = state.host_arrays["history"]
+    history[slots[0]] = -1  # of a slot without drafts
+    twin.host_arrays["history"][slots[0]] = -1
+    positions = torch.from_numpy(generator.integers(40, HISTORY, int(starts[-1]) + 3))
+    behind, others_behind = torch.full_like(positions, -7), torch.full_like(positions, -7)
+    next_tokens(state, slots, starts, positions, behind)
+    kernels.launch_next_tokens(twin, slots, starts, positions, others_behind)
+    assert behind.tolist() == others_behind.tolist() and not behind[starts[-1] :].any()
+    for row, slot in enumerate(slots.tolist()):
+        for token in range(int(starts[row]), int(starts[row + 1])):
+            at = int(positions[token]) + 1
+            known = slot >= 0 and at < HISTORY
+            assert behind[token] == (max(history[slot, at], 0) if known else 0)
 
 
 def main() -> None:
@@ -119,7 +137,7 @@ def main() -> None:
             rows.tokens.copy_(drawn_tokens(generator, rows, query_len))
             others.tokens.copy_(rows.tokens)
             accept(state, slots, lookup, rows)
-            kernels.launch_accept(twin, slots, others, -1 if synthetic is None else round(0.6 * 2**32), False)
+            kernels.launch_accept(twin, slots, others, -1 if synthetic is None else round(0.6 * 2**32), False, 0)
             assert rows.out.tolist() == others.out.tolist()
             assert state.arena.tolist() == twin.arena.tolist() and not others.matches.any()
 
@@ -135,4 +153,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     for seed in range(4):
-        check_model_drafts(seed)
+        check_model_drafts(seed, seed % 2)

@@ -99,16 +99,18 @@ def test_kernels_compile_for_hopper() -> None:
     with recorded(kernels, *names) as launches:
         kernels.launch_propose(state, slots, 2, 5, views.matches)
         kernels.launch_prepare_drafts(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, False, False)
-        kernels.launch_accept(state, slots, views, -1, False)
-        kernels.launch_accept(state, slots, views, 1 << 31, False)
-        kernels.launch_catch_up(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, 4)
+        kernels.launch_accept(state, slots, views, -1, False, 0)
+        kernels.launch_accept(state, slots, views, 1 << 31, False, 0)
+        for shift in (0, 1):
+            kernels.launch_catch_up(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, 4, shift)
+            kernels.launch_feed_draft(state, slots, views, 1, inputs, BLOCK_SIZE, shift)
+            kernels.launch_accept(state, slots, views, -1, True, shift)
         kernels.launch_finish_catch_up(state, slots, views)
-        kernels.launch_feed_draft(state, slots, views, 1, inputs, BLOCK_SIZE)
         kernels.launch_prepare_drafts(state, buffers.sampled, slots, views, inputs, BLOCK_SIZE, False, True)
-        kernels.launch_accept(state, slots, views, -1, True)
+        kernels.launch_next_tokens(state, slots, views.query_start, inputs.positions, inputs.ids)
         kernels.launch_note_computed(state, slots, views.query_start, inputs.positions)
         kernels.launch_record(state, slots, torch.ones(rows, dtype=torch.int32))
-    assert len(launches) == len(names) + 5
+    assert len(launches) == len(names) + 9
     for launch in launches:
         assert "ptx" in compile_for_hopper(launch).asm
 

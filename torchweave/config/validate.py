@@ -166,12 +166,14 @@ def check_value_ranges(config: EngineConfig) -> None:
 
 def _check_speculation(config: SpeculativeConfig) -> None:
     prefix = "speculative_config."
-    if config.method == "draft_model" and config.model is None:
-        raise ValueError(f"{prefix}method=draft_model needs {prefix}model, the name of the draft model")
-    if config.method != "draft_model" and config.model is not None:
+    by_model = config.method in ("draft_model", "eagle3")
+    if by_model and config.model is None:
+        what = "draft model" if config.method == "draft_model" else "head"
+        raise ValueError(f"{prefix}method={config.method} needs {prefix}model, the name of the {what}")
+    if not by_model and config.model is not None:
         raise ValueError(
-            f"{prefix}model={config.model} is used by {prefix}method=draft_model, but the method is {config.method}; set the "
-            "method or remove the model"
+            f"{prefix}model={config.model} is used by {prefix}method=draft_model and eagle3, but the method is {config.method}; "
+            "set the method or remove the model"
         )
     if config.num_speculative_tokens > _MAX_SPECULATIVE_TOKENS:
         raise ValueError(

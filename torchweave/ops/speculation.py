@@ -18,6 +18,11 @@ whose drafts were all kept.
 
 Its drafts are drawn with the noise of the position they are for, so a draft is the token drawn there if both models agree.
 
+A draft head computes a position from the model's hidden state there and the token behind it (`token_shift` 1): its positions end
+before the last token. Behind that it continues with its own hidden states, so accepted drafts are computed again by `catch_up`.
+
+    next_tokens      the token behind each token of a step with prompts
+
 R rows, K drafts a row, Q = K + 1. The tokens of a row with n drafts are 1 + n consecutive ones, and rows follow each other:
 attention takes them as it takes prompts. Logits and drawn tokens have a fixed place, `row * Q + offset`.
 """
@@ -55,7 +60,8 @@ class DraftOptions:
         num_tokens: K, most drafts of a row.
         min_ngram, max_ngram: shortest and longest run of last tokens to look for; the longest one found decides.
         synthetic_acceptance: for benchmarks: keep each draft with this probability instead, if those before it are kept.
-        from_model: a draft model proposes.
+        from_model: a draft model or head proposes.
+        token_shift: 1 for a head, whose position p takes token p + 1; 0 for a model.
     """
 
     num_tokens: int
@@ -63,6 +69,7 @@ class DraftOptions:
     max_ngram: int = 5
     synthetic_acceptance: float | None = None
     from_model: bool = False
+    token_shift: int = 0
 
 
 class DraftBuffers:
@@ -226,19 +233,22 @@ def catch_up(
 ) -> None:
     """Prepare a forward of the draft model over the tokens that it lacks; T = R * (most tokens of a row), slots int32 [R].
 
-    A row whose last token is among them has drafts, as many as `draft_limit` allows; rows at their limit are empty. logits_index
-    [:R] are the last tokens. Writes num_drafts, model_entries and the sampler's parameters as well.
+    The ids are those of the positions, or with `token_shift` those behind them. A row whose last token is among them has drafts,
+    as many as `draft_limit` allows; rows at their limit are empty. logits_index [:R] are the last tokens. Writes num_drafts,
+    model_entries and the sampler's parameters as well.
     """
     ids, positions, seq_lens, slot_mapping = inputs
     most = ids.numel() // slots.numel()
     if state.device.type == "cuda":
         from torchweave.ops.kernels.speculation import launch_catch_up
 
-        launch_catch_up(state, buffers.sampled, slots, rows, inputs, block_size, most)
+        shift = buffers.options.token_shift
+        launch_catch_up(state, buffers.sampled, slots, rows, inputs, block_size, most, shift)
         return
-    row_slots, arrays = slots.numpy(), state.host_arrays
-    last, room = arrays["position"][row_slots], arrays["draft_limit"][row_slots] - arrays["position"][row_slots]
-    drafting = (row_slots >= 0) & (room > 0)
+    row_slots, arrays, shift = slots.numpy(), state.host_arrays, buffers.options.token_shift
+    last = arrays["position"][row_slots] - shift
+    room = arrays["draft_limit"][row_slots] - arrays["position"][row_slots]
+    drafting = (row_slots >= 0) & (room > 0) & (last >= 0)
     first = np.minimum(arrays["draft_computed"][row_slots], last)
     lengths = np.where(drafting, np.minimum(last + 1 - first, most), 0)
     is_ready = drafting & (first + lengths > last)
@@ -251,7 +261,7 @@ def catch_up(
     row = np.repeat(np.arange(len(row_slots)), lengths)
     at = np.arange(total) - starts[row] + first[row]
     out_ids, out_positions, mapping = ids.numpy(), positions.numpy(), slot_mapping.numpy()
-    out_ids[:total], out_positions[:total] = arrays["history"][row_slots[row], at], at
+    out_ids[:total], out_positions[:total] = arrays["history"][row_slots[row], at + shift], at
     fill_slot_mapping(state, row_slots[row], at, block_size, mapping[..., :total])
     out_ids[total:], out_positions[total:], mapping[..., total:] = 0, 0, -1
     seq_lens.numpy()[...] = np.where(lengths > 0, first + lengths, 0)
@@ -276,7 +286,13 @@ def finish_catch_up(state: SlotState, slots: Tensor, rows: DraftRows) -> None:
 
 
 def feed_draft(
-    state: SlotState, slots: Tensor, rows: DraftRows, place: int, inputs: StepInputs, block_size: int
+    state: SlotState,
+    slots: Tensor,
+    rows: DraftRows,
+    place: int,
+    inputs: StepInputs,
+    block_size: int,
+    token_shift: int = 0,
 ) -> None:
     """Prepare a decode forward of the draft model over draft `place`, from 1, of each row of slots, int32 [R]; T = R.
 
@@ -286,11 +302,11 @@ def feed_draft(
     if state.device.type == "cuda":
         from torchweave.ops.kernels.speculation import launch_feed_draft
 
-        launch_feed_draft(state, slots, rows, place, inputs, block_size)
+        launch_feed_draft(state, slots, rows, place, inputs, block_size, token_shift)
         return
     row_slots = slots.numpy()
     active = rows.num_drafts.numpy() > place
-    at = np.where(active, state.host_arrays["position"][row_slots] + place, 0)
+    at = np.where(active, state.host_arrays["position"][row_slots] + place - token_shift, 0)
     rows.model_slots.numpy()[...] = np.where(active, row_slots, -1)
     ids.numpy()[...] = np.where(active, np.maximum(rows.model_tokens.numpy()[place - 1], 0), 0)
     positions.numpy()[...] = at
@@ -316,18 +332,38 @@ def note_computed(state: SlotState, slots: Tensor, query_start: Tensor, position
     computed[active] = np.where(first <= computed[active], end, computed[active])
 
 
+def next_tokens(state: SlotState, slots: Tensor, query_start: Tensor, positions: Tensor, out: Tensor) -> None:
+    """The token behind each token of a step with prompts, after `advance`, from the histories; 0 where there is none.
+
+    slots int32 [R], query_start int32 [R + 1], positions int64 [T], out int64 [T].
+    """
+    if state.device.type == "cuda":
+        from torchweave.ops.kernels.speculation import launch_next_tokens
+
+        launch_next_tokens(state, slots, query_start, positions, out)
+        return
+    starts, behind, ids = query_start.numpy(), positions.numpy() + 1, out.numpy()
+    ids[...] = 0
+    token_slots = np.full(len(ids), -1)
+    token_slots[: starts[-1]] = np.repeat(slots.numpy(), np.diff(starts))
+    known = (token_slots >= 0) & (behind < state.history_len)
+    # A slot without drafts may have no history.
+    ids[known] = np.maximum(state.host_arrays["history"][token_slots[known], behind[known]], 0)
+
+
 def accept(state: SlotState, slots: Tensor, options: DraftOptions, rows: DraftRows) -> None:
     """Keep the drawn tokens `rows.tokens` behind the last token and behind each draft that equals the token drawn before it.
 
     Of a row's tokens, the first stop id whose position is not below min_position is the last to be kept. The slot advances by the
     kept tokens. `rows.out`: [R, Q] the kept tokens, as `advance` writes one, NOT_EMITTED behind them; then [R] the numbers of
-    drafts. A draft model has computed the last token and all drafts but the last, of which those that were kept count.
+    drafts. A draft model has computed the last token and all drafts but the last, of which those that were kept count. What a head
+    has computed of drafts does not count.
     """
     threshold = -1 if options.synthetic_acceptance is None else round(options.synthetic_acceptance * 2**32)
     if state.device.type == "cuda":
         from torchweave.ops.kernels.speculation import launch_accept
 
-        launch_accept(state, slots, rows, threshold, options.from_model)
+        launch_accept(state, slots, rows, threshold, options.from_model, options.token_shift)
         return
     row_slots, arrays, num_rows = slots.numpy(), state.host_arrays, slots.numel()
     drawn = rows.tokens.numpy().reshape(num_rows, -1)
@@ -360,7 +396,8 @@ def accept(state: SlotState, slots: Tensor, options: DraftOptions, rows: DraftRo
     if options.from_model:
         num_emitted = arrays["position"][row_slots] - before
         matches = rows.matches.numpy()
-        computed = np.where(num_drafts > 0, before + np.minimum(num_emitted, num_drafts), abs(matches) - 1)
+        counts = (num_drafts > 0) & (options.token_shift == 0)
+        computed = np.where(counts, before + np.minimum(num_emitted, num_drafts), abs(matches) - 1)
         arrays["draft_computed"][row_slots[matches != 0]] = computed[matches != 0]
         matches[...] = 0
 

@@ -13,7 +13,8 @@ from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
 from torchweave.config import Plan
 from torchweave.engine.runner.step_buffers import StepBuffers
-from torchweave.ops.attention.op import with_layer_offset
+from torchweave.ops.attention.op import LayerKVCache, with_layer_offset
+from torchweave.ops.attention.sparse import read_vectors, write_vectors
 from torchweave.ops.sampling.sample import sample
 from torchweave.ops.slot_state import SlotState, StepInputs
 from torchweave.ops.speculation import (
@@ -24,6 +25,7 @@ from torchweave.ops.speculation import (
     catch_up,
     feed_draft,
     finish_catch_up,
+    next_tokens,
     note_computed,
     prepare_drafts,
     propose,
@@ -35,28 +37,58 @@ MakeBoundary = Callable[[Tensor, Tensor, StepInputs, bool], BoundaryHandler]
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A compiled model that proposes drafts.
+    """A compiled model that proposes drafts, or a draft head.
 
     Attributes:
-        forward: as that of the model.
+        forward: as that of the model; a head's takes the hidden state of each token as well and returns (logits, hidden states).
         first_layer: index of its first layer among the caches, behind those of the model.
         vocab_size: of the model; the draft model's further logits are ignored.
+        is_head: whether it is a head, whose last layer among the caches has the model's hidden states.
     """
 
     forward: Forward
     first_layer: int
     vocab_size: int
+    is_head: bool = False
 
     @property
     def min_size(self) -> int:
         """Least number of tokens and rows of a forward."""
         return self.forward.sizes[0] if isinstance(self.forward, CompiledGraph) else 1
 
-    def __call__(self, boundary: BoundaryHandler, inputs: StepInputs, logits_index: Tensor) -> Tensor:
+    def __call__(
+        self, boundary: BoundaryHandler, inputs: StepInputs, logits_index: Tensor, hidden: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits `[N, V]`; and a head's hidden states `[N, H]`, from `hidden` `[T, H]`."""
+
         def offset(op: Any, args: tuple, kwargs: dict) -> None:
             boundary(op, with_layer_offset(op, args, self.first_layer), kwargs)
 
-        return self.forward(offset, inputs.ids, inputs.positions, logits_index)[:, : self.vocab_size]
+        if hidden is not None:
+            return self.forward(offset, inputs.ids, inputs.positions, logits_index, hidden)
+        return self.forward(offset, inputs.ids, inputs.positions, logits_index)[:, : self.vocab_size], None
+
+
+class HiddenStateCache:
+    """The model's hidden states of all tokens in the KV cache, as a layer of it: a draft head reads those that it lacks.
+
+    Args:
+        cache: a layer with `LayerSpec.index_keys`.
+    """
+
+    def __init__(self, cache: LayerKVCache) -> None:
+        self._cache = cache
+
+    def _slots(self, inputs: StepInputs) -> Tensor:
+        return inputs.slot_mapping[self._cache.group] if inputs.slot_mapping.ndim == 2 else inputs.slot_mapping
+
+    def write(self, hidden: Tensor, inputs: StepInputs) -> None:
+        """Keep `[T, H]` of the tokens of a step."""
+        write_vectors(self._cache, hidden, self._slots(inputs))
+
+    def read(self, inputs: StepInputs) -> Tensor:
+        """`[T, H]` of the positions of a step."""
+        return read_vectors(self._cache, self._slots(inputs))
 
 
 class DraftStep:
@@ -66,6 +98,7 @@ class DraftStep:
         inputs: of the steps; the draft model's forwards use them before the step does.
         boundary: makes the boundaries of the draft model's forwards.
         model: the draft model; None: prompt lookup.
+        hidden_states: of the model, if `model` is a head.
 
     Attributes:
         buffers: for up to `max_drafting_rows` rows.
@@ -78,6 +111,7 @@ class DraftStep:
         inputs: StepBuffers,
         boundary: MakeBoundary,
         model: DraftModel | None = None,
+        hidden_states: HiddenStateCache | None = None,
     ) -> None:
         options = plan.config.speculative_config
         self.min_size = 1 if model is None else model.min_size
@@ -89,10 +123,11 @@ class DraftStep:
                 options.prompt_lookup_max,
                 options.synthetic_acceptance,
                 from_model=model is not None,
+                token_shift=int(model is not None and model.is_head),
             ),
             torch.device(plan.device),
         )
-        self._state, self._model = state, model
+        self._state, self._model, self._hidden_states = state, model, hidden_states
         self._inputs, self._boundary = inputs, boundary
         self._block_size, self._max_num_tokens = plan.block_size, plan.max_num_tokens
 
@@ -107,25 +142,29 @@ class DraftStep:
     def _propose_by_model(self, model: DraftModel, slots: Tensor, views: DraftRows) -> None:
         """Draw K drafts of each row, by a forward over what the draft model lacks and K - 1 decode forwards."""
         rows, most = slots.numel(), views.query_len - 1
-        logits = self._catch_up(model, slots, views, views.query_len)
+        logits, hidden = self._catch_up(model, slots, views, views.query_len)
         inputs, row_index = self._inputs.inputs(rows, rows), self._inputs.row_index[:rows]
         for place in range(1, most + 1):
             entries, tokens = views.model_entries[place - 1], views.model_tokens[place - 1]
             sample(logits, entries, self.buffers.sampled, tokens)
             if place < most:
-                feed_draft(self._state, slots, views, place, inputs, self._block_size)
+                shift = self.buffers.options.token_shift
+                feed_draft(self._state, slots, views, place, inputs, self._block_size, shift)
                 boundary = self._boundary(views.model_slots, self._inputs.rows[: rows + 1], inputs, True)
-                logits = model(boundary, inputs, row_index)
+                logits, hidden = model(boundary, inputs, row_index, hidden)
 
-    def _catch_up(self, model: DraftModel, slots: Tensor, views: DraftRows, most: int) -> Tensor:
-        """Logits [R, V] of each row's last token, after up to `most` tokens that the draft model lacks."""
+    def _catch_up(self, model: DraftModel, slots: Tensor, views: DraftRows, most: int) -> tuple[Tensor, Tensor | None]:
+        """The draft model's results for each row's last token, after up to `most` tokens that it lacks."""
         rows = slots.numel()
         inputs = self._inputs.inputs(rows, rows * most)
         catch_up(self._state, slots, self.buffers, views, inputs, self._block_size)
         if slots.is_cpu:  # the host knows the number of tokens
             inputs = self._inputs.inputs(rows, max(int(views.query_start[-1]), model.min_size))
         boundary = self._boundary(slots, views.query_start, inputs, False)
-        return model(boundary, inputs, views.logits_index[:rows])
+        return model(boundary, inputs, views.logits_index[:rows], self._read_hidden(inputs))
+
+    def _read_hidden(self, inputs: StepInputs) -> Tensor | None:
+        return None if self._hidden_states is None else self._hidden_states.read(inputs)
 
     def catch_up(self, slots: Tensor, views: DraftRows, num_tokens: int) -> None:
         """Run the draft model over up to `num_tokens` tokens a row that it lacks, in as many forwards as they need."""
@@ -135,13 +174,20 @@ class DraftStep:
             self._catch_up(self._model, slots, views, min(most, num_tokens - begin))
             finish_catch_up(self._state, slots, views)
 
+    def note_mixed(self, slots: Tensor, query_start: Tensor, inputs: StepInputs) -> None:
+        """Enter what `run_mixed` will compute into the slots, after `prepare` and before `advance`."""
+        if self._model is not None:
+            note_computed(self._state, slots, query_start, inputs.positions)
+
     def run_mixed(
         self, boundary: BoundaryHandler, slots: Tensor, query_start: Tensor, inputs: StepInputs, logits_index: Tensor
     ) -> None:
-        """Run the draft model over the tokens of a step with prompts, after `prepare` and before `advance`."""
-        if self._model is not None:
-            note_computed(self._state, slots, query_start, inputs.positions)
-            self._model(boundary, inputs, logits_index[: self._model.min_size])
+        """Run the draft model over the tokens of a step with prompts, after `advance`. A head overwrites `inputs.ids`."""
+        if self._model is None:
+            return
+        if self._model.is_head:
+            next_tokens(self._state, slots, query_start, inputs.positions, inputs.ids)
+        self._model(boundary, inputs, logits_index[: self._model.min_size], self._read_hidden(inputs))
 
     def end(self, logits: Tensor, slots: Tensor, views: DraftRows) -> None:
         """Sample from logits [R * Q, V] and advance the slots by the tokens that are kept."""

@@ -29,7 +29,7 @@ from torchweave.compiler.runtime.cuda_graphs import GraphPool, Recording, record
 from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
 from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_copy import copy_blocks, copy_states
-from torchweave.engine.runner.draft_step import DraftModel, DraftStep
+from torchweave.engine.runner.draft_step import DraftModel, DraftStep, HiddenStateCache
 from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
 from torchweave.engine.runner.pooling import check_rows, sum_rows
 from torchweave.engine.runner.resample import Resampler
@@ -143,9 +143,12 @@ class ModelRunner:
         self._device = torch.device(plan.device)
         layout = state.rope_axes, both_ways
         self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables, *layout)
-        self._draft_step = None
+        self._draft_step = self._hidden_states = None
+        if draft_model is not None and draft_model.is_head:
+            self._hidden_states = HiddenStateCache(caches[-1])
         if plan.query_len > 1:
-            self._draft_step = DraftStep(plan, state, self._buffers, self._draft_forward_boundary, draft_model)
+            drafter = draft_model, self._hidden_states
+            self._draft_step = DraftStep(plan, state, self._buffers, self._draft_forward_boundary, *drafter)
         self._decode_graphs: dict[int, Recording] = {}
         self._draft_graphs: dict[int, dict[int, Recording]] = {query_len: {} for query_len in plan.query_lens}
         self._mixed_graphs: dict[int, Recording] = {}
@@ -163,6 +166,17 @@ class ModelRunner:
 
     # -- computation of a step -----------------------------------------------------------------------------------------
 
+    def _run_model(
+        self, boundary: BoundaryHandler, inputs: StepInputs, logits_index: Tensor, *rope_offsets: Tensor
+    ) -> Tensor:
+        """Logits of a step; keeps the hidden states that a draft head takes."""
+        result = self._forward(boundary, inputs.ids, inputs.positions, logits_index, *rope_offsets)
+        if self._hidden_states is None:
+            return result
+        logits, hidden = result
+        self._hidden_states.write(hidden, inputs)
+        return logits
+
     def _decode_step(self, rows: int) -> tuple[Callable[[BoundaryHandler], Tensor], StepBoundary]:
         """The decode step of `rows` rows; row i runs the slot at index i of the device's list."""
         if rows in self._decode_steps:
@@ -179,7 +193,7 @@ class ModelRunner:
             for offsets in rope_offsets:
                 offsets.copy_(state.rope_delta[slots.clamp(min=0).long()])
             boundary(BEGIN, (), {})
-            logits = self._forward(boundary, inputs.ids, inputs.positions, index, *rope_offsets)
+            logits = self._run_model(boundary, inputs, index, *rope_offsets)
             sample_tokens(logits, slots, state, tokens)
             advance(tokens, slots, emit_all, state, out)
             return logits
@@ -202,14 +216,14 @@ class ModelRunner:
             draft_step.begin(slots, views, inputs)
             if boundary is not None:
                 boundary(BEGIN, (), {})
-                logits = self._forward(boundary, inputs.ids, inputs.positions, views.logits_index)
+                logits = self._run_model(boundary, inputs, views.logits_index)
             else:
                 tokens = max(int(views.query_start[-1]), self._min_size)
                 exact = self._buffers.inputs(rows, tokens)
                 boundary = self._boundary(slots, views.query_start, exact, plan.max_model_len, False)
                 boundary(BEGIN, (), {})
                 all_tokens = torch.arange(tokens)
-                logits = self._forward(boundary, exact.ids, exact.positions, all_tokens)[views.logits_index]
+                logits = self._run_model(boundary, exact, all_tokens)[views.logits_index]
             draft_step.end(logits, slots, views)
             return logits
 
@@ -255,13 +269,15 @@ class ModelRunner:
             logits_index = index if prompt_targets is None else torch.cat([index, prompt_targets])
             if sums_rows:
                 logits_index = torch.arange(tokens, device=index.device)
-            logits = self._forward(boundary, inputs.ids, inputs.positions, logits_index, *rope_offsets)
+            logits = self._run_model(boundary, inputs, logits_index, *rope_offsets)
             if sums_rows:
                 logits = sum_rows(logits, packed.query_start)
             sample_tokens(logits[:rows], packed.slots, state, sampled)
             if draft_step is not None:
-                draft_step.run_mixed(boundary, packed.slots, packed.query_start, inputs, index)
+                draft_step.note_mixed(packed.slots, packed.query_start, inputs)
             advance(sampled, packed.slots, packed.emit, state, out)
+            if draft_step is not None:
+                draft_step.run_mixed(boundary, packed.slots, packed.query_start, inputs, index)
             return logits
 
         return run, self._boundary(packed.slots, packed.query_start, inputs, max_seq_len, False, lookahead)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ class PlaceholderForward:
 
     Args:
         recurrent: calls of recurrent ops, by the index of their state.
+        hidden_size: of the hidden states that are returned behind the logits, of all tokens, or by a draft head of those with
+            logits; 0: logits alone.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class PlaceholderForward:
         num_outputs: int,
         dtype: torch.dtype,
         recurrent: Sequence[RecurrentSpec] = (),
+        hidden_size: int = 0,
     ) -> None:
+        self._hidden_size = hidden_size
         self._module = module
         self._recurrent = recurrent
         unscaled = [replace(layer, k_scale=1.0, v_scale=1.0) for layer in layers]
@@ -70,8 +75,8 @@ class PlaceholderForward:
         self._fp8 = [each.detached() for each in distinct_linears(module)]
         self._integer = [each.detached() for each in distinct_int_linears(module)]
 
-    def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Tensor:
-        ids, _, index, *_ = inputs
+    def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Any:
+        ids, _, index, *others = inputs
         tokens, device = ids.shape[0], ids.device
         for quantized in self._fp8:
             # Not by calling the module: torch.fx, tracing in another thread, intercepts calls of every module.
@@ -99,7 +104,11 @@ class PlaceholderForward:
             boundary(torch.ops.torchweave.attention.default, arguments, slopes)
         for state, call in enumerate(self._recurrent):
             boundary(call.op, call.zeros(tokens, state, device), {})
-        return torch.zeros(index.shape[0], self._num_outputs, dtype=self._dtype, device=device)
+        logits = torch.zeros(index.shape[0], self._num_outputs, dtype=self._dtype, device=device)
+        if not self._hidden_size:
+            return logits
+        rows = len(logits) if others else tokens
+        return logits, torch.zeros(rows, self._hidden_size, dtype=self._dtype, device=device)
 
 
 def launch_resample(state: SlotState, logits: Tensor) -> None:
@@ -161,11 +170,12 @@ def _build(
     recurrent = list({call.key: call for call in cache_spec.recurrent}.values())
     recurrent_states = [torch.zeros(1, *call.shape, dtype=call.dtype, device=device) for call in recurrent]
 
-    draft_model = None
+    draft_model, hidden_size = None, 0
     if draft is not None:
         first = len(layers) - len(draft.attention_layers)
-        draft_forward = PlaceholderForward(draft, layers[first:], draft.vocab_size, dtype)
-        draft_model = DraftModel(draft_forward, first, module.vocab_size)
+        hidden_size = draft.hidden_size
+        draft_forward = PlaceholderForward(draft, layers[first:], draft.vocab_size, dtype, (), hidden_size)
+        draft_model = DraftModel(draft_forward, first, module.vocab_size, is_head=hidden_size > 0)
 
     def steps(forward: PlaceholderForward) -> None:
         quiet, both_ways = Report(show=False), cache_spec.both_ways
@@ -187,7 +197,7 @@ def _build(
             launch_resample(state, torch.zeros(1, module.vocab_size, dtype=dtype, device=device))
 
     # Without experts: launches are recorded, not executed, and torch operations depend on the result of expert routing.
-    attention = PlaceholderForward(nn.Module(), layers, module.num_outputs, dtype, recurrent)
+    attention = PlaceholderForward(nn.Module(), layers, module.num_outputs, dtype, recurrent, hidden_size)
     needed = missing_kernels(kernel_specs(lambda: steps(attention)))
     resample_kernels: list[KernelSpec] = []
     if builds_kernels:
@@ -198,7 +208,7 @@ def _build(
     if workers is not None:
         workers.begin(needed)
         _log_failed_builds(workers.finish())
-    steps(PlaceholderForward(module, layers, module.num_outputs, dtype, recurrent))
+    steps(PlaceholderForward(module, layers, module.num_outputs, dtype, recurrent, hidden_size))
     torch.cuda.synchronize(device)
     return workers, resample_kernels
 

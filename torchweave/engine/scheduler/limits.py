@@ -28,7 +28,8 @@ class Limits:
         batch_wait_timeout_iters, batch_wait_max_tokens_ratio: delay of prompts, see `should_delay_prefill`.
         query_len: most tokens of a decode row in a step: the last token and drafts; 1: no speculation.
         max_drafting_rows: most rows of a step with drafts.
-        drafts_by_model: a draft model proposes.
+        drafts_by_model: a draft model or head proposes.
+        token_shift: 1 for a head, whose position p takes token p + 1.
         max_logprobs: most likely tokens that a request may ask for; -1: all.
         run_ahead: most steps in flight.
         supports_beams: a sequence can continue from another's position; recurrent states cannot be shared.
@@ -50,6 +51,7 @@ class Limits:
     query_len: int = 1
     max_drafting_rows: int = 0
     drafts_by_model: bool = False
+    token_shift: int = 0
     max_logprobs: int = 100
     run_ahead: int = 1
     pooling: Pooling | None = None

@@ -79,7 +79,7 @@ class StepBuilder:
         """Upload the token history for the drafter, and the last position that may have a draft."""
         self._updates.set("draft_limit", slot, limit - 1 if drafting else -1)
         self._updates.set("draft_computed", slot, num_cached_tokens)
-        if drafting:
+        if drafting or self._limits.token_shift:  # a head reads the tokens of every prompt there
             self._updates.set_history(slot, state.prefill)
 
     def build(
@@ -171,15 +171,16 @@ class StepBuilder:
             return 1
         return self._adaptive_drafts.choose(decoding, drafting) if self._adaptive_drafts else limits.query_len
 
-    @staticmethod
-    def _catch_up(table: SlotTable, decode_rows: np.ndarray, query_len: int) -> int:
+    def _catch_up(self, table: SlotTable, decode_rows: np.ndarray, query_len: int) -> int:
         """Most tokens of a row that a draft model lacks beyond those that it takes in the step; enters those that it will lack."""
         if query_len == 1:
             table.draft_gap[decode_rows] += 1
             return 0
         gap = int(table.draft_gap[decode_rows[table.drafting[decode_rows]]].max(initial=0))
-        table.draft_gap[decode_rows] = 1  # the last draft of a row that keeps all
-        return max(gap + 1 - query_len, 0)
+        # The last draft of a row that keeps all; a head lacks all tokens of the step.
+        shift = self._limits.token_shift
+        table.draft_gap[decode_rows] = query_len if shift else 1
+        return max(gap + 1 - shift - query_len, 0)
 
     def _steps_in_blocks(self, kv: BlockManager, slots: np.ndarray, after: np.ndarray, limit: np.ndarray) -> int:
         """Decode steps of `slots` that need no further block."""

@@ -39,6 +39,7 @@ from torchweave.engine.startup.compile_model import build_forward
 from torchweave.engine.startup.device_facts import device_facts
 from torchweave.engine.startup.draft_model import load_draft_model
 from torchweave.images import ImageLimits, ImageProcessor, blank_image
+from torchweave.models.decoder import DecoderStep
 from torchweave.models.load import LoadedModel, load, model_facts, with_tokenizer
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
@@ -240,13 +241,13 @@ def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts
     return ModelFacts(loaded.name, loaded.max_model_len, dtype, loaded.quantization, hidden_size=hidden_size)
 
 
-def _kv_cache_spec(loaded: LoadedModel, plan: Plan, draft: LoadedModel | None = None) -> tuple[KVCacheSpec, Plan]:
+def _kv_cache_spec(loaded: LoadedModel, plan: Plan, draft: DecoderStep | None = None) -> tuple[KVCacheSpec, Plan]:
     """The KV cache of this rank, with a draft model's layers behind those of the model, and the plan with the backend in use."""
     layers = _with_cache_dtype(loaded.module.attention_layers, plan)
     if draft is not None:
-        layers += _with_cache_dtype(draft.module.attention_layers, plan)
+        layers += _with_cache_dtype(draft.attention_layers, plan)
     dtype = getattr(torch, plan.dtype)
-    backend, plan = _choose_attention(plan, layers, dtype)
+    backend, plan = _choose_attention(plan, [layer for layer in layers if not layer.index_keys], dtype)
     layout = _kv_layout(layers, loaded.stage, plan)
     if plan.full_mixed_graphs and any(layer.sparse for layer in layers):
         why = "sparse attention takes the tokens of a long step in many parts"
@@ -328,7 +329,7 @@ def _num_state_snapshots(cache_spec: KVCacheSpec, plan: Plan, process_groups: Pr
 
 def _compile(
     loaded: LoadedModel,
-    draft: LoadedModel | None,
+    draft: DecoderStep | None,
     plan: Plan,
     cache_spec: KVCacheSpec,
     report: Report,
@@ -337,16 +338,16 @@ def _compile(
     """Compile the model and a draft model, and meanwhile build the kernels that steps launch."""
     # One rank builds the kernels of a machine; ranks on other machines have caches of their own.
     builds_kernels = process_groups.tensor_rank == 0 or plan.config.executor != "local"
-    draft_module = None if draft is None else draft.module
-    kernels_ready = warm_up.start(plan, loaded.module, cache_spec, builds_kernels, draft_module)
+    kernels_ready = warm_up.start(plan, loaded.module, cache_spec, builds_kernels, draft)
     forward, plan = build_forward(loaded.module, plan, report, process_groups, loaded.stage)
     draft_model = None
-    if draft_module is not None:
+    if draft is not None:
         with report.stage("compiling the draft model"):  # events of compilation are about the model
-            draft_forward, draft_plan = build_forward(draft_module, plan, Report(show=False), process_groups)
+            draft_forward, draft_plan = build_forward(draft, plan, Report(show=False), process_groups)
         if plan.fullgraph and not draft_plan.fullgraph:
             report.event("fallback", what="the draft model runs without the compiler", why="it will not trace")
-        draft_model = DraftModel(draft_forward, len(loaded.module.attention_layers), loaded.module.vocab_size)
+        first, vocab_size = len(loaded.module.attention_layers), loaded.module.vocab_size
+        draft_model = DraftModel(draft_forward, first, vocab_size, is_head=draft.hidden_size > 0)
     if kernels_ready is not None:
         with report.stage("building kernels"):
             kernels_ready.wait()
@@ -431,7 +432,8 @@ def _build_scheduler(
         supports_beams=not runner.recurrent_states,
         query_len=plan.query_len,
         max_drafting_rows=plan.max_drafting_rows,
-        drafts_by_model=config.speculative_config.method == "draft_model",
+        drafts_by_model=config.speculative_config.method in ("draft_model", "eagle3"),
+        token_shift=int(config.speculative_config.method == "eagle3"),
         run_ahead=plan.run_ahead,
         max_logprobs=config.max_logprobs,
         pooling=loaded.module.pooling,
@@ -471,7 +473,7 @@ def _adaptive_drafts(plan: Plan, step_costs: Sequence[tuple[int, int, float]], r
     for rows, query_len, seconds in step_costs:
         report.event("step_cost", rows=rows, tokens=query_len, seconds=seconds)
     costs = StepCosts(plan.max_batch_size, plan.query_lens, step_costs)
-    by_model = plan.config.speculative_config.method == "draft_model"
+    by_model = plan.config.speculative_config.method != "ngram"
     # After steps without drafts, a draft model first computes what it lacks.
     return AdaptiveDrafts(plan.max_batch_size, costs, **({"min_interval": 64} if by_model else {}))
 

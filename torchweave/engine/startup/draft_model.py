@@ -1,4 +1,4 @@
-"""Load the draft model of `speculative_config.method=draft_model`, and check that it suits the model it drafts for."""
+"""Load the draft model or the draft head of `speculative_config`, and check that it suits the model it drafts for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import torch
 
 from torchweave.config import Plan
 from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.models.decoder import DecoderStep
+from torchweave.models.eagle import EagleHead, load_eagle_head
 from torchweave.models.load import LoadedModel, load
 from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.models.resolve import resolve
 from torchweave.report import Report
 
 _OPTION = "speculative_config.model"
@@ -15,15 +18,18 @@ _OPTION = "speculative_config.model"
 
 def load_draft_model(
     plan: Plan, target: LoadedModel, report: Report, process_groups: ProcessGroups
-) -> LoadedModel | None:
-    """The draft model, in the dtype and on the device of the plan; None without one.
+) -> DecoderStep | None:
+    """The draft model or head, in the dtype and on the device of the plan; None without one.
 
     Raises:
         ValueError: there is no such model, or it cannot draft for `target`.
     """
     name = plan.config.speculative_config.model
-    if plan.config.speculative_config.method != "draft_model" or name is None:
+    target.module.hidden_states = None  # of an engine before this one
+    if name is None:
         return None
+    if plan.config.speculative_config.method == "eagle3":
+        return _load_head(name, plan, target, report)
     config, quiet = plan.config, Report(show=False)  # events and stages of loading are about the model
     with report.stage("loading the draft model"):
         try:
@@ -49,7 +55,28 @@ def load_draft_model(
         bytes=draft.weight_bytes,
         layers=len(draft.module.attention_layers),
     )
-    return draft
+    return draft.module
+
+
+def _load_head(name: str, plan: Plan, target: LoadedModel, report: Report) -> EagleHead:
+    module = target.module
+    if module.recurrent_layers or module.rope_axes or isinstance(module, ImageDecoderStep):
+        raise ValueError(
+            f"speculative_config.method=eagle3 is not supported for {target.name}, which has recurrent layers or takes images; "
+            "remove it"
+        )
+    with report.stage("loading the draft head"):
+        try:
+            folder = resolve(name, plan.config.trust_remote_code).folder
+            if folder is None:
+                raise ValueError("a draft head has weights; give a folder or a hub id")
+            head = load_eagle_head(folder, module, getattr(torch, plan.dtype), plan.max_model_len)
+        except ValueError as error:
+            raise ValueError(f"{_OPTION}={name}: {error}") from error
+    parameters = sum(each.numel() for each in head.parameters())
+    num_bytes = sum(each.nbytes for each in head.parameters())
+    report.event("draft_model", model=name, architecture="EAGLE-3", parameters=parameters, bytes=num_bytes, layers=1)
+    return head
 
 
 def _check(draft: LoadedModel, target: LoadedModel) -> None:

@@ -266,7 +266,8 @@ class LayerSpec:
         lookahead: whether tokens may see keys behind them (`AttentionMetadata.lookahead`).
         sparse: whether ops in plain torch attend (`torchweave.ops.attention.sparse`): an indexer selects the keys, or the scores
             have a bias by distance.
-        index_keys: the cache holds an indexer's keys, half of their channels as keys and half as values.
+        index_keys: the cache holds an indexer's keys, or hidden states for a draft head, half of their channels as keys and half as
+            values; no attention reads it.
         cache_dtype: FP8 dtype of the cache; None for the model's dtype.
         k_scale, v_scale: scales of an FP8 cache (`torchweave.ops.attention.kv_cache_dtype`).
     """

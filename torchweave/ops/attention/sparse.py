@@ -226,9 +226,7 @@ def _index_keys(
     new: Tensor, tokens: _TokenRows, meta: AttentionMetadata, cache: LayerKVCache
 ) -> Iterator[tuple[slice, Tensor]]:
     """Write the indexer's keys `[T, D]` of a step; parts of its tokens, and the keys of their requests, float32 `[n, L, D]`."""
-    half = cache.k.shape[3]
-    _write(cache.k, new[:, None, :half], meta.slot_mapping)
-    _write(cache.v, new[:, None, half:], meta.slot_mapping)
+    write_vectors(cache, new, meta.slot_mapping)
     block_size = cache.k.shape[1]
     num_blocks = min(-(-meta.max_seq_len // block_size), meta.block_table.shape[1])
     length = num_blocks * block_size
@@ -349,6 +347,19 @@ def _write(cache: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
     flat.index_copy_(
         0, torch.where(valid, slot_mapping, first_slot), torch.where(valid[:, None, None], new, substitute)
     )
+
+
+def write_vectors(cache: LayerKVCache, vectors: Tensor, slot_mapping: Tensor) -> None:
+    """Write `[T, D]` into a layer with `LayerSpec.index_keys`, half of the channels as keys and half as values."""
+    half = cache.k.shape[3]
+    _write(cache.k, vectors[:, None, :half], slot_mapping)
+    _write(cache.v, vectors[:, None, half:], slot_mapping)
+
+
+def read_vectors(cache: LayerKVCache, slot_mapping: Tensor) -> Tensor:
+    """The vectors `[T, D]` at cache slots `[T]`; any for slot -1."""
+    slots = slot_mapping.clamp(min=0)
+    return torch.cat([half.flatten(0, 1).index_select(0, slots)[:, 0] for half in cache.tensors], -1)
 
 
 def _one_sequence(k: Tensor, v: Tensor) -> tuple[AttentionMetadata, LayerKVCache]:

@@ -183,6 +183,7 @@ def accept_kernel(
     tokens, drafts, num_drafts, matches, slots, last_token, position, min_position, stop_ids, history, draft_computed, out,
     num_rows, history_len, threshold,
     K: tl.constexpr, NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr, SYNTHETIC: tl.constexpr, FROM_MODEL: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     Q: tl.constexpr = K + 1
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -222,20 +223,23 @@ def accept_kernel(
     tl.store(position + slot, at, mask=running)
     if FROM_MODEL:
         match = tl.load(matches + row, mask=inside, other=0)
-        computed = tl.where(count > 0, before + tl.minimum(at - before, count), (tl.abs(match) - 1).to(tl.int32))
+        computed = (tl.abs(match) - 1).to(tl.int32)
+        if SHIFT == 0:
+            computed = tl.where(count > 0, before + tl.minimum(at - before, count), computed)
         tl.store(draft_computed + slot, computed, mask=running & (match != 0))
     tl.store(matches + row, tl.zeros([BLOCK], tl.int64), mask=inside)
 
 
 @triton.jit
-def _missing(slots, position, draft_limit, draft_computed, row, inside, most):
-    """Slot, last position and room for drafts of rows, and the first and the number of tokens that a draft model feeds."""
+def _missing(slots, position, draft_limit, draft_computed, row, inside, most, SHIFT: tl.constexpr):
+    """Slot, last position and room for drafts of rows, and the first and the number of positions that a draft model computes."""
     slot = tl.load(slots + row, mask=inside, other=-1)
     running = slot >= 0
     last = tl.load(position + slot, mask=running, other=0)
     room = tl.load(draft_limit + slot, mask=running, other=-1) - last
+    last -= SHIFT
     first = tl.minimum(tl.load(draft_computed + slot, mask=running, other=0), last)
-    length = tl.where(running & (room > 0), tl.minimum(last + 1 - first, most), 0)
+    length = tl.where(running & (room > 0) & (last >= 0), tl.minimum(last + 1 - first, most), 0)
     return slot, last, room, first, length
 
 
@@ -245,7 +249,7 @@ def catch_up_kernel(
     matches, num_drafts, query_start, logits_index, entries, model_entries, ids, positions, seq_lens, slot_mapping,
     num_rows, num_tokens, most, history_len, max_blocks, table_stride, mapping_stride, model_stride,
     K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One program per row, and one for the padded tokens behind the last row."""
     Q: tl.constexpr = K + 1
@@ -253,7 +257,7 @@ def catch_up_kernel(
     start = 0
     for begin in range(0, row, BLOCK_R):
         others = begin + tl.arange(0, BLOCK_R)
-        _, _, _, _, lengths = _missing(slots, position, draft_limit, draft_computed, others, others < row, most)
+        _, _, _, _, lengths = _missing(slots, position, draft_limit, draft_computed, others, others < row, most, SHIFT)
         start += tl.sum(lengths, axis=0)
     tl.store(query_start + row, start)
     offset = tl.arange(0, BLOCK)
@@ -267,7 +271,7 @@ def catch_up_kernel(
                 tl.store(slot_mapping + table * mapping_stride + token, tl.full([BLOCK], -1, tl.int64), mask=padded)
     else:
         slot, last, room, first, length = _missing(
-            slots, position, draft_limit, draft_computed, row, row < num_rows, most
+            slots, position, draft_limit, draft_computed, row, row < num_rows, most, SHIFT
         )
         end = first + length
         ready = (length > 0) & (end > last)
@@ -286,7 +290,7 @@ def catch_up_kernel(
             inside = begin + offset < length
             at = first + begin + offset
             token = start + begin + offset
-            tl.store(ids + token, tl.load(text + at, mask=inside, other=0).to(tl.int64), mask=inside)
+            tl.store(ids + token, tl.load(text + at + SHIFT, mask=inside, other=0).to(tl.int64), mask=inside)
             tl.store(positions + token, at.to(tl.int64), mask=inside)
             for table in tl.static_range(TABLES):
                 mapped = cache_slot(block_table + table * table_stride, slot, at, max_blocks, inside, BLOCK_SIZE)
@@ -306,13 +310,13 @@ def finish_catch_up_kernel(slots, matches, draft_computed, num_rows, BLOCK: tl.c
 def feed_draft_kernel(
     position, block_table, slots, num_drafts, tokens, model_slots, ids, positions, seq_lens, slot_mapping,
     num_rows, place, max_blocks, table_stride, mapping_stride,
-    BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     active = tl.load(num_drafts + row, mask=inside, other=0) > place
     slot = tl.load(slots + row, mask=active, other=-1)
-    at = tl.where(active, tl.load(position + slot, mask=active, other=0) + place, 0)
+    at = tl.where(active, tl.load(position + slot, mask=active, other=0) + place - SHIFT, 0)
     token = tl.maximum(tl.load(tokens + row, mask=active, other=0), 0)  # an invalid token is no index of an embedding
     tl.store(model_slots + row, slot, mask=inside)
     tl.store(ids + row, token.to(tl.int64), mask=inside)
@@ -334,6 +338,29 @@ def note_computed_kernel(slots, query_start, positions, position, draft_computed
     computed = tl.load(draft_computed + slot, mask=filled, other=0)
     end = tl.maximum(tl.load(position + slot, mask=filled, other=0) + 1, computed)
     tl.store(draft_computed + slot, end, mask=filled & (first <= computed))
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["slots", "query_start", "positions"]
+)
+def next_tokens_kernel(
+    slots, query_start, positions, history, out, num_rows, num_tokens, history_len, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program per row, and one for the padded tokens behind the last row."""
+    row = tl.program_id(0)
+    start = tl.load(query_start + row)
+    end = tl.load(query_start + row + 1, mask=row < num_rows, other=num_tokens)
+    slot = tl.load(slots + row, mask=row < num_rows, other=-1)
+    text = history + slot.to(tl.int64) * history_len
+    for begin in range(start, end, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        inside = token < end
+        behind = tl.load(positions + token, mask=inside, other=0) + 1
+        known = inside & (slot >= 0) & (behind < history_len)
+        found = tl.load(text + behind, mask=known, other=0)
+        tl.store(
+            out + token, tl.maximum(found, 0).to(tl.int64), mask=inside
+        )  # a slot without drafts may have no history
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "emit"])
@@ -374,7 +401,7 @@ def launch_prepare_drafts(
 
 def launch_catch_up(
     state: DraftingSlots, sampled: SlotTensors, slots: Tensor, rows: DraftRows, inputs: Sequence[Tensor], block_size: int,
-    most: int,
+    most: int, shift: int,
 ) -> None:  # fmt: skip
     num_rows = slots.numel()
     catch_up_kernel[(num_rows + 1,)](
@@ -382,7 +409,7 @@ def launch_catch_up(
         rows.num_drafts, rows.query_start, rows.logits_index, rows.entries, rows.model_entries, *inputs,
         num_rows, num_rows * most, most, state.history_len, *_table_sizes(state, inputs[3]), rows.model_entries.stride(0),
         K=rows.query_len - 1, BLOCK_Q=next_power_of_2(rows.query_len), BLOCK_SIZE=block_size, TABLES=state.num_tables,
-        BLOCK_R=_ALL_ROWS, BLOCK=_ROWS, num_warps=4,
+        BLOCK_R=_ALL_ROWS, BLOCK=_ROWS, SHIFT=shift, num_warps=4,
     )  # fmt: skip
     _launch_gather(state, sampled, slots, rows)
 
@@ -394,13 +421,29 @@ def launch_finish_catch_up(state: DraftingSlots, slots: Tensor, rows: DraftRows)
 
 
 def launch_feed_draft(
-    state: DraftingSlots, slots: Tensor, rows: DraftRows, place: int, inputs: Sequence[Tensor], block_size: int
+    state: DraftingSlots,
+    slots: Tensor,
+    rows: DraftRows,
+    place: int,
+    inputs: Sequence[Tensor],
+    block_size: int,
+    shift: int,
 ) -> None:
     num_rows = slots.numel()
     feed_draft_kernel[(cdiv(num_rows, _ROWS),)](
         state.position, state.block_table, slots, rows.num_drafts, rows.model_tokens[place - 1], rows.model_slots, *inputs,
         num_rows, place, *_table_sizes(state, inputs[3]),
-        BLOCK_SIZE=block_size, TABLES=state.num_tables, BLOCK=_ROWS, num_warps=4,
+        BLOCK_SIZE=block_size, TABLES=state.num_tables, BLOCK=_ROWS, SHIFT=shift, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_next_tokens(
+    state: DraftingSlots, slots: Tensor, query_start: Tensor, positions: Tensor, out: Tensor
+) -> None:
+    num_rows, num_tokens = slots.numel(), positions.numel()
+    next_tokens_kernel[(num_rows + 1,)](
+        slots, query_start, positions, state.history, out, num_rows, num_tokens, state.history_len,
+        BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
 
 
@@ -426,14 +469,16 @@ def _launch_gather(state: DraftingSlots, sampled: SlotTensors, slots: Tensor, ro
     )  # fmt: skip
 
 
-def launch_accept(state: DraftingSlots, slots: Tensor, rows: DraftRows, threshold: int, from_model: bool) -> None:
+def launch_accept(
+    state: DraftingSlots, slots: Tensor, rows: DraftRows, threshold: int, from_model: bool, shift: int
+) -> None:
     num_rows = slots.numel()
     accept_kernel[(cdiv(num_rows, _ROWS),)](
         rows.tokens, rows.drafts, rows.num_drafts, rows.matches, slots,
         state.last_token, state.position, state.min_position, state.stop_ids, state.history, state.draft_computed, rows.out,
         num_rows, state.history_len, threshold,
         K=rows.query_len - 1, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, SYNTHETIC=threshold >= 0,
-        FROM_MODEL=from_model, num_warps=4,
+        FROM_MODEL=from_model, SHIFT=shift, num_warps=4,
     )  # fmt: skip
 
 
