@@ -280,7 +280,7 @@ def _bind(gm: fx.GraphModule, roots: dict[str, Any], request: _Request) -> dict[
         bindings[node.name] = Constant(tensor, source) if name is None else Input(name)
     for node in placeholders:
         if node.name not in bindings:
-            bindings[node.name] = _bind_size(node, placeholders, bindings, inputs)
+            bindings[node.name] = _bind_size(node, placeholders, bindings, request.inputs)
     return bindings
 
 
