@@ -25,7 +25,7 @@ def compare(llm: LLM, sizes: Sizes, advance: Callable[..., None]) -> list[dict[s
     Raises:
         ValueError: the requests are longer than max_model_len.
     """
-    from torchweave.engine.runner.model_runner import release_workers
+    from torchweave.utils.openmp import release_workers
     from torchweave.verify.hf_baseline import TransformersBaseline
 
     work = Workload(llm, sizes.seed or 0)

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.compiler.runtime.tape import TapePool
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, SamplingParams
-from torchweave.engine.runner.model_runner import release_workers
 from torchweave.engine.startup.build import Engine, build
 from torchweave.report import Report
+from torchweave.utils.openmp import release_workers
 
 
 class Counting(TorchDispatchMode):

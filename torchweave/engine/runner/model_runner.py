@@ -13,7 +13,6 @@ first way that fits:
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,8 +32,8 @@ from torchweave.engine.runner.draft_step import DraftModel, DraftStep, HiddenSta
 from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
 from torchweave.engine.runner.pooling import check_rows, sum_rows
 from torchweave.engine.runner.resample import Resampler
-from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size
-from torchweave.engine.scheduler.step import Step, StepLogprobs, StepResult
+from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size, to_step_logprobs
+from torchweave.engine.scheduler.step import Step, StepResult
 from torchweave.ops.attention.op import (
     ATTENTION_OPS,
     AttentionBackend,
@@ -49,9 +48,9 @@ from torchweave.ops.sampling.sample import logprobs, sample
 from torchweave.ops.slot_state import SlotState, StepInputs, advance, carry, prepare, prepare_decode_inputs
 from torchweave.report import Report
 from torchweave.utils.cuda_streams import side_stream, wait_until_idle
+from torchweave.utils.openmp import release_workers
 
 _DRAIN_SECONDS = 5.0  # as long as ranks have to abort collectives with a rank that has ended
-_SOFT_PAUSE = 1  # omp_pause_soft: frees resources, keeps settings
 BEGIN = "begin"  # passed to the boundary once a step's metadata is in place, before the model runs
 
 
@@ -579,7 +578,7 @@ class ModelRunner:
             padded_rows = len(tokens)
             tokens, num_drafts = np.split(tokens.ravel(), [padded_rows * handle.query_len])
             tokens, num_drafts = tokens.reshape(padded_rows, -1)[: handle.rows], num_drafts[: handle.rows]
-        logprobs_of_step = _to_step_logprobs(handle.logprobs), _to_step_logprobs(handle.prompt_logprobs)
+        logprobs_of_step = to_step_logprobs(handle.logprobs), to_step_logprobs(handle.prompt_logprobs)
         pooled = None if handle.pooled is None else handle.pooled.numpy()
         return StepResult(tokens, handle.how, *logprobs_of_step, num_drafts, seconds, pooled)
 
@@ -596,20 +595,3 @@ class ModelRunner:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
-
-
-def _to_step_logprobs(tensors: tuple[np.ndarray, tuple[Tensor, ...]] | None) -> StepLogprobs | None:
-    if tensors is None:
-        return None
-    rows, (chosen, values, ids, ranks) = tensors
-    return StepLogprobs(rows, chosen.numpy(), ranks.numpy(), values.numpy(), ids.numpy())
-
-
-def release_workers() -> bool:
-    """End the calling thread's OpenMP workers, which its next parallel region starts again; False if the OpenMP cannot do this.
-
-    A model is built on one thread and runs on another. With more workers than processors, each of the hundred short loops of a
-    decode step would wake a thread that waits for a processor: 8 ms instead of 3 on two processors.
-    """
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
-    return pause is not None and pause(_SOFT_PAUSE) == 0

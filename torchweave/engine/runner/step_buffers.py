@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.engine.scheduler.step import Step
+from torchweave.engine.scheduler.step import Step, StepLogprobs
 from torchweave.ops.slot_state import StepInputs
 
 
@@ -199,3 +199,11 @@ class HostBufferRing:
         if self._end_events:
             self._end_events[ring_index].synchronize()
         return self.sampled[ring_index]
+
+
+def to_step_logprobs(tensors: tuple[np.ndarray, tuple[Tensor, ...]] | None) -> StepLogprobs | None:
+    """Log-probabilities of a step from their rows and tensors on the host."""
+    if tensors is None:
+        return None
+    rows, (chosen, values, ids, ranks) = tensors
+    return StepLogprobs(rows, chosen.numpy(), ranks.numpy(), values.numpy(), ids.numpy())

@@ -29,7 +29,7 @@ from torchweave.engine.ranks.leader_runner import Executor
 from torchweave.engine.runner import warm_up
 from torchweave.engine.runner.draft_step import DraftModel
 from torchweave.engine.runner.memory import GIB, KVCacheSpec, MemoryUse, blocks_that_fit, longest_step, measure_memory
-from torchweave.engine.runner.model_runner import ModelRunner, release_workers
+from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
@@ -48,6 +48,7 @@ from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.ops.attention.op import AttentionBackend, LayerSpec, get_backend
 from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
+from torchweave.utils.openmp import release_workers
 
 _MEASURED_IMAGE_SIZE = 2048  # pixels of a side of the image that is encoded while memory is measured
 _IMAGE_STEPS = 2  # the pool of images holds those of so many full steps,

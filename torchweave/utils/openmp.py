@@ -1,0 +1,17 @@
+"""OpenMP worker threads of torch on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+
+_SOFT_PAUSE = 1  # omp_pause_soft: frees resources, keeps settings
+
+
+def release_workers() -> bool:
+    """End the calling thread's OpenMP workers, which its next parallel region starts again; False if the OpenMP cannot do this.
+
+    A model is built on one thread and runs on another. With more workers than processors, each of the hundred short loops of a
+    decode step would wake a thread that waits for a processor: 8 ms instead of 3 on two processors.
+    """
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    return pause is not None and pause(_SOFT_PAUSE) == 0
