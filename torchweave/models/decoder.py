@@ -34,13 +34,13 @@ class DecoderStep(nn.Module):
         recurrent_layers: calls of recurrent ops by their `state` argument.
         rope_axes: rows of `rope_offsets`, a further input of models that take images; 0: no such input.
         pooling: how a `PoolingStep` pools; None for a model that generates.
-        hidden_size: width of a further input of draft heads, the hidden state of each token; 0: no such input.
+        input_hidden_size: width of a further input of draft heads, the hidden state of each token; 0: no such input.
         hidden_states: computes a further result of forward from outputs of decoder layers; None: logits alone are returned.
     """
 
     rope_axes = 0
     pooling: Pooling | None = None
-    hidden_size = 0
+    input_hidden_size = 0
 
     def __init__(
         self,

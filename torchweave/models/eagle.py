@@ -137,7 +137,7 @@ class EagleHead(DecoderStep):
         layer._attn_implementation = attention.NAME
         make_layer, make_rope = _LAYERS[layer.model_type]
         self.hidden_states, self.recurrent_layers = None, ()
-        self.hidden_size, self.vocab_size, self.max_model_len = int(layer.hidden_size), vocab_size, max_model_len
+        self.input_hidden_size, self.vocab_size, self.max_model_len = int(layer.hidden_size), vocab_size, max_model_len
         self._norm_before_residual = config.norm_before_residual
         with torch.device("meta"):
             self.layers = nn.ModuleList([make_layer(layer, 0)])
@@ -162,10 +162,10 @@ class EagleHead(DecoderStep):
         self.rotary_emb = make_rope(layer).to(device)
         freeze_rope(self, max_model_len, Report(show=False))
         self.requires_grad_(False)
-        heads, dim, half = layer.num_attention_heads, first.self_attn.head_dim, self.hidden_size // 2
+        heads, dim, half = layer.num_attention_heads, first.self_attn.head_dim, self.input_hidden_size // 2
         self.attention_layers = [
             LayerSpec(layer.num_key_value_heads, dim, dim, heads),
-            LayerSpec(1, half, self.hidden_size - half, 1, index_keys=True),
+            LayerSpec(1, half, self.input_hidden_size - half, 1, index_keys=True),
         ]
 
     @property

@@ -173,7 +173,7 @@ def _build(
     draft_model, hidden_size = None, 0
     if draft is not None:
         first = len(layers) - len(draft.attention_layers)
-        hidden_size = draft.hidden_size
+        hidden_size = draft.input_hidden_size
         draft_forward = PlaceholderForward(draft, layers[first:], draft.vocab_size, dtype, (), hidden_size)
         draft_model = DraftModel(draft_forward, first, module.vocab_size, is_head=hidden_size > 0)
 

@@ -348,7 +348,7 @@ def _compile(
         if plan.fullgraph and not draft_plan.fullgraph:
             report.event("fallback", what="the draft model runs without the compiler", why="it will not trace")
         first, vocab_size = len(loaded.module.attention_layers), loaded.module.vocab_size
-        draft_model = DraftModel(draft_forward, first, vocab_size, is_head=draft.hidden_size > 0)
+        draft_model = DraftModel(draft_forward, first, vocab_size, is_head=draft.input_hidden_size > 0)
     if kernels_ready is not None:
         with report.stage("building kernels"):
             kernels_ready.wait()

@@ -66,8 +66,10 @@ def compile_model(
     if module.rope_axes:
         example["rope_offsets"] = torch.zeros(module.rope_axes, 23, dtype=torch.int64, device=device)
         dynamic["rope_offsets"] = {1: "T"}
-    if module.hidden_size:
-        example["hidden"] = torch.zeros(23, module.hidden_size, dtype=next(module.parameters()).dtype, device=device)
+    if module.input_hidden_size:
+        example["hidden"] = torch.zeros(
+            23, module.input_hidden_size, dtype=next(module.parameters()).dtype, device=device
+        )
         dynamic["hidden"] = {0: "T"}
     ops = boundary_ops()
     return compile_graph(
