@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 
 import torchweave
 from torchweave import LLM, SamplingParams
+from torchweave.models import load
 from torchweave.models.materialize import quiet_transformers
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -171,6 +172,14 @@ def test_longest_prompt_has_max_model_len_tokens(tmp_path: Path) -> None:
         assert len(llm.embed([[7] * 64])[0].outputs.embedding) == 64
         with pytest.raises(ValueError, match="65 tokens, but max_model_len is 64"):
             llm.embed([[7] * 65])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-gpt"])
+def test_models_with_a_head_that_are_named_like_base_models_generate(name: str, tmp_path: Path) -> None:
+    """GPT2LMHeadModel ends with "Model" as base models do."""
+    folder = saved(zoo.build(zoo.zoo_model(name)), tmp_path)
+    assert json.loads((folder / "config.json").read_text())["architectures"][0].endswith("LMHeadModel")
+    assert load(folder, torch.float32).module.pooling is None
 
 
 def test_generating_engine_refuses_to_pool() -> None:

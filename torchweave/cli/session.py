@@ -14,7 +14,6 @@ from torchweave.config.options import EngineConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.startup.early_start import prestart_workers
-from torchweave.models.resolve import resolve, resolve_tokenizer
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer
 from torchweave.utils import gc
@@ -38,6 +37,8 @@ def _check_tokenizer(config: EngineConfig, chat: bool) -> None:
     Raises:
         ValueError: there is none.
     """
+    from torchweave.models.resolve import resolve, resolve_tokenizer  # imports torch
+
     hub = {"trust_remote_code": config.trust_remote_code, "download_dir": config.download_dir}
     if config.tokenizer is not None:
         folder = resolve_tokenizer(config.tokenizer, **hub)

@@ -37,7 +37,7 @@ def resolve_pooling(source: Source, config: PreTrainedConfig, runner: Runner, po
     """
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     modules = None if source.folder is None else _read_modules(source.folder)
-    base = name.endswith("Model") and modules is None
+    base = name.endswith("Model") and "Head" not in name and modules is None  # GPT2LMHeadModel generates
     classify = name.endswith(_HEAD)
     if runner == "generate" or (runner == "auto" and not (classify or base or modules is not None)):
         _check_unused(pooler)

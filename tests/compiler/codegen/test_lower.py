@@ -54,7 +54,7 @@ def test_lowered_model_is_bitwise_equal(mode: DynamicShapes) -> None:
             assert lowered.num_calls() <= part.num_calls()
             assert (lowered.inputs, lowered.constants, lowered.digest) == (part.inputs, part.constants, part.digest)
     assert built
-    compiled_graph = CompiledGraph(graph, parts, built, (1, 512), Report(show=False))
+    compiled_graph = CompiledGraph(graph, parts, built, (1, 512, ""), Report(show=False))
     for size in SIZES:
         assert torch.equal(compiled_graph(call_op, *step(*size)), module(*step(*size)))
 
