@@ -40,6 +40,32 @@ def _shift_rows(self: nn.Module, v: Tensor, i: Tensor) -> Tensor:
     return v[i]
 
 
+WRITES = {
+    "index_put": lambda m, i, x: m.index_put((i,), x),
+    "accumulate": lambda m, i, x: m.index_put((i,), x, accumulate=True),
+    "scatter": lambda m, i, x: m.scatter(0, i[:, None].expand(-1, m.shape[1]), x),
+    "scatter_add": lambda m, i, x: m.scatter_add(0, i[:, None].expand(-1, m.shape[1]), x),
+    "index_copy": lambda m, i, x: m.index_copy(0, i, x),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_is_not_fused_with_a_gather_by_its_index(name: str) -> None:
+    """Stock torch.compile is wrong here: the sum misses what other iterations wrote; see `copy_before_write`."""
+
+    def forward(self: nn.Module, x: Tensor, i: Tensor) -> Tensor:
+        gathered = x.gather(0, i[:, None].expand(-1, x.shape[1]))
+        return WRITES[name](x * 1.0, i, x) + gathered
+
+    module, dynamic = module_of(forward), {"x": {0: "T"}, "i": {0: "T"}}
+    compiled = torchweave.compile(
+        module, {"x": torch.randn(7, 4), "i": torch.arange(7)}, dynamic=dynamic, config=INDUCTOR
+    )
+    for rows in (2, 5, 33):
+        x, i = torch.randn(rows, 4), torch.arange(rows).flip(0).roll(1)
+        torch.testing.assert_close(compiled(x, i), module(x, i))
+
+
 @pytest.mark.parametrize("forward", [_set_items, _index_copy_into_input, _index_add_into_input, _shift_rows])
 def test_a_copy_is_taken_before_its_source_is_written(forward: Any) -> None:
     """Inductor removes the copy and then writes in place: stock torch.compile is wrong here; see `copy_before_write`."""

@@ -1,14 +1,18 @@
-"""Keep Inductor from writing into a tensor that the same kernel still reads.
+"""Keep Inductor from fusing a write with reads that it reorders: of the target, or of the result.
 
 Before                                          After
     index_put(v, [i], v)                            copy = clone(v); index_put(copy, [i], v)
     slice_scatter(v, slice(v, 0, 0, -1), 0, 1)      copy = clone(v); slice_scatter(copy, slice(v, 0, 0, -1), 0, 1)
 
+    index_put(v, [i], x); gather(x, 0, i)           opaque_index_put(v, [i], x); gather(x, 0, i)
+
 When      a write of Inductor's graph takes its values from a view of the tensor that it writes to, or its indices from anything
           computed from it. `v[i] = v.clone()` is such a write: Inductor removes the copy, then writes in place, so that one
           iteration reads what another wrote (torch 2.13; docs/diagnosis.md has the program).
+          Also where a gather reads by the index of the write: fused with both, a later read of the result misses what other
+          iterations wrote. The write then becomes an op that Inductor only calls (`opaque_writes`).
 Numerics  exact.
-Cost      a copy of v, which the forward asked for.
+Cost      a copy of v, which the forward asked for; an opaque write is not fused.
 """
 
 from __future__ import annotations
@@ -21,11 +25,20 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from torchweave.compiler.codegen.opaque_writes import OPAQUE
 from torchweave.compiler.ir.symbols import value
 
 aten = torch.ops.aten
 
 _INDEXED_WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
+_INDEXED_READS = (
+    aten.gather.default,
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_select.default,
+    aten.embedding.default,
+)
+_COPIES = (aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _VIEW_WRITES = (
     aten.slice_scatter.default,
     aten.select_scatter.default,
@@ -38,7 +51,10 @@ class CopyBeforeWrite(CustomGraphPass):
     """See the module's text; runs on Inductor's graph after its own simplifications and before it writes in place."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        read = {source for node in graph.nodes if node.target in _INDEXED_READS for source in _index_sources(node)}
         for node in list(graph.nodes):
+            if node.target in OPAQUE and read & _index_sources(node):
+                node.target = OPAQUE[node.target]
             if node.target in (*_INDEXED_WRITES, *_VIEW_WRITES) and _reads_target(node):
                 target = node.args[0]
                 with graph.inserting_before(node):
@@ -70,6 +86,21 @@ def _is_view(node: fx.Node) -> bool:
         return getattr(node.target, "__name__", "") == "getitem"
     results = node.target._schema.returns
     return any(each.alias_info is not None and not each.alias_info.is_write for each in results)
+
+
+def _index_sources(node: Any) -> set[Any]:
+    """The indices of a gather or an indexed write, without views, copies and casts."""
+    is_list = node.target in (*_INDEXED_WRITES, aten.index.Tensor, aten._unsafe_index.Tensor)
+    index = node.args[1 if is_list or node.target is aten.embedding.default else 2]
+    indices: list[Any] = [
+        each for each in (index if isinstance(index, (list, tuple)) else [index]) if isinstance(each, fx.Node)
+    ]
+    found = set()
+    for each in indices:
+        while _is_view(each) or each.target in _COPIES:
+            each = each.args[0]
+        found.add(each)
+    return found
 
 
 def _is_computed_from(node: fx.Node, base: Any) -> bool:

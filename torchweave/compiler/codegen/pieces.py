@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import torchweave.compiler.codegen.opaque_writes  # noqa: F401 (defines ops that cached pieces call)
 from torchweave.compiler.ir.mutation import has_mutations
 from torchweave.compiler.ir.size_ranges import MAX_SIZE
 from torchweave.compiler.ir.symbols import dynamic_shapes_mode
