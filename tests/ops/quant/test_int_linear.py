@@ -228,9 +228,8 @@ def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
     ptx = compiled.asm["ptx"]
     assert "griddepcontrol.wait" in ptx and compiled.metadata.shared <= 227 << 10
     if case.bits == 4:
-        assembly = config.kernel == "row" or not case.zero
-        assert assembly_pairs_columns(compiled) == assembly
-        assert not assembly or ("lop3.b32" in ptx and (config.kernel == "row" or "sub.rn.bf16x2" in ptx))
+        assert assembly_pairs_columns(compiled)
+        assert "lop3.b32" in ptx and (config.kernel == "row" or "sub.rn.bf16x2" in ptx)
     assert config.kernel == "row" or ("wgmma" if config.kernel == "tile" else "mma.sync") in ptx
 
 
@@ -250,7 +249,7 @@ def test_kernels_with_e2m1_numbers_build_for_hopper(kind: str, dtype: torch.dtyp
         out = torch.empty(256, 4096, dtype=dtype)
         dequantize.launch_dequantize(made.w, made.scale, None, made.group, out, made.row_scale)
     product, *_ = (compile_for_hopper(launch) for launch in launches)
-    assert "mma.sync" in product.asm["ptx"] and not assembly_pairs_columns(product)
+    assert "mma.sync" in product.asm["ptx"] and assembly_pairs_columns(product)
     assert "mul.ftz" not in product.asm["ptx"], "codes of 0.5 are subnormal before their product"
     launch = others[0]
     weight = compile_for_hopper(replace(launch, kwargs=launch.kwargs | {"ASSEMBLY": True}))

@@ -110,7 +110,8 @@ class IntConfig:
         depth: words of a row per iteration for "row", pipeline stages for the others.
         block_t: tokens of a program, not for "row".
         programs: programs that divide K, not for "row"; above 1, a second kernel adds their sums.
-        rounded: integers are multiplied by their scale and rounded to 16 bits first, as for the BLAS, which saves a sum; 4 bits.
+        rounded: integers are multiplied by their scale and rounded to 16 bits first, as for the BLAS, which saves a sum; of 4 bits
+            without zero points.
         hopper: use what sm_90 has: programmatic dependent launch, which starts a kernel while the previous one drains, and
             arithmetic on pairs of 16-bit numbers.
     """

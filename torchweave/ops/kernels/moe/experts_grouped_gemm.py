@@ -20,7 +20,7 @@ from torch import Tensor
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.moe.experts_gemv import activation, gated_activation
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing
-from torchweave.ops.kernels.quant.int_linear import add_block, e2m1, first_scales, format_of, pairs_columns
+from torchweave.ops.kernels.quant.int_linear import add_block, e2m1, format_of, parameter
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
@@ -131,9 +131,9 @@ def _word_product(
     rows, words, real = rows[:, None], weights[:, None] + c[None, :], real[None, :]
     here = inputs[None, :] + c[:, None]
     total = tl.zeros([ROWS, BLOCK_M], tl.float32)
-    by = first_scales(scales, rows, 0, FORMAT, GROUP, GROUPS, PARTS)
+    by = parameter(scales, rows, 0, 0, GROUP, GROUPS, PARTS)
     for block in range((WIDTH + 127) // 128):
-        by_ahead = first_scales(scales, rows, block + 1, FORMAT, GROUP, GROUPS, PARTS)
+        by_ahead = parameter(scales, rows, block + 1, 0, GROUP, GROUPS, PARTS)
         total = add_block(
             total, by, tl.load(words + block * 16), here + block * 128, c[:, None], WIDTH - block * 128, real, scales, zeros,
             rows, block, FORMAT, GROUP, GROUPS, PARTS, ZERO, 1, ROWS, inputs.dtype.element_ty, False, ASSEMBLY,
@@ -358,7 +358,7 @@ def _format(weight: Tensor, scales: Tensor | None, packing: Packing, width: int,
         return {
             "scale_rows": 0, "FORMAT": format_of(scales) if words else "byte", "SCALE_BLOCK": 1, "GROUP": group,
             "GROUPS": groups, "ZERO": packing.zero is not None, "BY_ROW": packing.row_scale is not None,
-            "ASSEMBLY": weight.is_cuda and supports_pdl(weight.device) and pairs_columns(scales, packing.zero),
+            "ASSEMBLY": weight.is_cuda and supports_pdl(weight.device),
             "BLOCK_K": block_k if groups == 1 else min(block_k, group),
         }  # fmt: skip
     return plain | {

@@ -293,10 +293,13 @@ def _dots(
     sums, a0, a1, b0, b1, zero, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     ZERO: tl.constexpr,
 ):  # fmt: skip
-    """sums plus products of 32 inputs of each warp's block, which lie in one group, without its scale."""
+    """sums plus products of 32 inputs of each warp's block, which lie in one group, without its scale.
+
+    The zero point multiplies the sum of the inputs.
+    """
     if ZERO:
-        point = (parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a0.dtype)
-        a0, a1 = a0 - point, a1 - point
+        point = parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0
+        sums -= point * tl.sum(b0.to(tl.float32) + b1.to(tl.float32), len(b0.shape) - 2, keep_dims=True)
     return tl.dot(a1, b1, tl.dot(a0, b0, sums, input_precision="ieee"), input_precision="ieee")
 
 
@@ -310,32 +313,21 @@ def scale_value(scale):
 
 
 @triton.jit
-def first_scales(
-    scale, rows, block, FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """Scales of the first part of blocks of integers, which `add_block` takes; e2m1 numbers need none."""
-    if FORMAT == "int":
-        return parameter(scale, rows, block, 0, GROUP, GROUPS, PARTS)
+def _rounded(a, by):
+    """Integers times their scale, rounded once to 16 bits."""
+    if by.dtype != a.dtype:
+        return (a.to(tl.float32) * by.to(tl.float32)).to(a.dtype)
     else:  # noqa: RET505
-        return 0.0
+        return a * by
 
 
 @triton.jit
-def _weights(
-    a, by, scale, zero, rows, block, J: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    PARTS: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """Numbers of input J of every word times their scale, in 16 bits: exact for e2m1, rounded once for integers."""
-    part: tl.constexpr = J * PARTS // 8
-    if ZERO:
-        a -= (parameter(zero, rows, block, part, GROUP, GROUPS, PARTS).to(tl.float32) - 8.0).to(a.dtype)
-    s = by
-    if FORMAT != "int" or PARTS > 1:
-        s = parameter(scale, rows, block, part, GROUP, GROUPS, PARTS)
-    if FORMAT == "int" and s.dtype != a.dtype:
-        return (a.to(tl.float32) * s.to(tl.float32)).to(a.dtype)
-    else:  # noqa: RET505
-        return a * scale_value(s).to(a.dtype)
+def _scaled_dot(
+    total, a, b, scale, rows, block, J: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr
+):
+    """total plus products of input J of every word, times their scale, of which there is one for each 16 inputs."""
+    by = parameter(scale, rows, block, J, GROUP, GROUPS, PARTS)
+    return total + tl.dot(a, b, input_precision="ieee") * scale_value(by)
 
 
 @triton.jit
@@ -346,7 +338,9 @@ def add_block(
 ):  # fmt: skip
     """total plus eight products of depth 16: the words `tile` of a block (of each warp) times its 128 inputs at `here`.
 
-    Integers are multiplied before their scale, of which `by` is the first of the block, or (ROUND) after it; e2m1 numbers after it.
+    `by`: scales of the first part of the block. Products are multiplied by their scale in float32; integers of one scale a block
+    (ROUND, without zero points) before the product, which saves a sum. Of 16-bit operands of three-dimensional dots that were
+    multiplied by a loaded parameter, sm_90's code (Triton 3.6) computes wrong products.
     """
     b0 = tl.load(here, mask=real & (k < left), other=0.0)
     b1 = tl.load(here + 16, mask=real & (k + 16 < left), other=0.0)
@@ -357,15 +351,18 @@ def add_block(
     b6 = tl.load(here + 96, mask=real & (k + 96 < left), other=0.0)
     b7 = tl.load(here + 112, mask=real & (k + 112 < left), other=0.0)
     a0, a1, a2, a3, a4, a5, a6, a7 = nibbles(tile, FORMAT, SPLIT, BLOCK_N, WORDS, DTYPE, ASSEMBLY)
-    if FORMAT == "e2m1" or ROUND:
-        a0 = _weights(a0, by, scale, zero, rows, block, 0, FORMAT, GROUP, GROUPS, PARTS, ZERO)
-        a1 = _weights(a1, by, scale, zero, rows, block, 1, FORMAT, GROUP, GROUPS, PARTS, ZERO)
-        a2 = _weights(a2, by, scale, zero, rows, block, 2, FORMAT, GROUP, GROUPS, PARTS, ZERO)
-        a3 = _weights(a3, by, scale, zero, rows, block, 3, FORMAT, GROUP, GROUPS, PARTS, ZERO)
-        a4 = _weights(a4, by, scale, zero, rows, block, 4, FORMAT, GROUP, GROUPS, PARTS, ZERO)
-        a5 = _weights(a5, by, scale, zero, rows, block, 5, FORMAT, GROUP, GROUPS, PARTS, ZERO)
-        a6 = _weights(a6, by, scale, zero, rows, block, 6, FORMAT, GROUP, GROUPS, PARTS, ZERO)
-        a7 = _weights(a7, by, scale, zero, rows, block, 7, FORMAT, GROUP, GROUPS, PARTS, ZERO)
+    if PARTS == 8:
+        total += tl.dot(a0, b0, input_precision="ieee") * scale_value(by)
+        total = _scaled_dot(total, a1, b1, scale, rows, block, 1, GROUP, GROUPS, PARTS)
+        total = _scaled_dot(total, a2, b2, scale, rows, block, 2, GROUP, GROUPS, PARTS)
+        total = _scaled_dot(total, a3, b3, scale, rows, block, 3, GROUP, GROUPS, PARTS)
+        total = _scaled_dot(total, a4, b4, scale, rows, block, 4, GROUP, GROUPS, PARTS)
+        total = _scaled_dot(total, a5, b5, scale, rows, block, 5, GROUP, GROUPS, PARTS)
+        total = _scaled_dot(total, a6, b6, scale, rows, block, 6, GROUP, GROUPS, PARTS)
+        return _scaled_dot(total, a7, b7, scale, rows, block, 7, GROUP, GROUPS, PARTS)
+    elif ROUND and PARTS == 1:  # noqa: RET505
+        a0, a1, a2, a3 = _rounded(a0, by), _rounded(a1, by), _rounded(a2, by), _rounded(a3, by)
+        a4, a5, a6, a7 = _rounded(a4, by), _rounded(a5, by), _rounded(a6, by), _rounded(a7, by)
         total = tl.dot(a0, b0, total, input_precision="ieee")
         total = tl.dot(a1, b1, total, input_precision="ieee")
         total = tl.dot(a2, b2, total, input_precision="ieee")
@@ -374,27 +371,27 @@ def add_block(
         total = tl.dot(a5, b5, total, input_precision="ieee")
         total = tl.dot(a6, b6, total, input_precision="ieee")
         return tl.dot(a7, b7, total, input_precision="ieee")
-    else:  # noqa: RET505
+    else:
         quarter: tl.constexpr = PARTS // 4  # parts of a block before its second quarter
         half: tl.constexpr = PARTS // 2
         none = tl.zeros_like(total)
         sums = _dots(none, a0, a1, b0, b1, zero, rows, block, 0, GROUP, GROUPS, PARTS, ZERO)
         if PARTS == 4:
-            total += sums * by.to(tl.float32)
+            total += sums * scale_value(by)
             by = parameter(scale, rows, block, quarter, GROUP, GROUPS, PARTS)
             sums = none
         sums = _dots(sums, a2, a3, b2, b3, zero, rows, block, quarter, GROUP, GROUPS, PARTS, ZERO)
         if PARTS > 1:
-            total += sums * by.to(tl.float32)
+            total += sums * scale_value(by)
             by = parameter(scale, rows, block, half, GROUP, GROUPS, PARTS)
             sums = none
         sums = _dots(sums, a4, a5, b4, b5, zero, rows, block, half, GROUP, GROUPS, PARTS, ZERO)
         if PARTS == 4:
-            total += sums * by.to(tl.float32)
+            total += sums * scale_value(by)
             by = parameter(scale, rows, block, PARTS - 1, GROUP, GROUPS, PARTS)
             sums = none
         sums = _dots(sums, a6, a7, b6, b7, zero, rows, block, PARTS - 1, GROUP, GROUPS, PARTS, ZERO)
-        return total + sums * by.to(tl.float32)
+        return total + sums * scale_value(by)
 
 
 @triton.jit
@@ -435,11 +432,11 @@ def split_kernel(
         inputs = x + token.to(tl.int64)[None, :] * WIDTH + k
         total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     begin, step = tl.program_id(2) * SPLIT, tl.num_programs(2) * SPLIT
-    by = first_scales(scale, row_of, begin + warp, FORMAT, GROUP, GROUPS, PARTS)
+    by = parameter(scale, row_of, begin + warp, 0, GROUP, GROUPS, PARTS)
     pdl_wait(DEPENDENT)
     for first in range(begin, BLOCKS, step):
         block = first + warp
-        by_ahead = first_scales(scale, row_of, block + step, FORMAT, GROUP, GROUPS, PARTS)
+        by_ahead = parameter(scale, row_of, block + step, 0, GROUP, GROUPS, PARTS)
         tile = tl.load(words + first * WORDS, mask=block < BLOCKS, other=0, eviction_policy="evict_first")
         total = add_block(
             total, by, tile, inputs + first * BLOCK, k, WIDTH - first * BLOCK, real, scale, zero, row_of, block,
@@ -506,15 +503,6 @@ def format_of(scale: Tensor) -> str:
     return "e2m1" if scale.dtype in (torch.uint8, FP8) else "int"
 
 
-def pairs_columns(scale: Tensor, zero: Tensor | None) -> bool:
-    """Whether `nibbles` may use assembly: pack=2 takes two neighbouring registers of a thread, which must be neighbouring columns.
-
-    Triton chooses the layout. Numbers that meet a loaded parameter in 16 bits (zero points; scales of e2m1) can take that of the
-    parameter, one column wide, in which neighbouring registers are two rows. Integers alone take that of the dot's operand.
-    """
-    return zero is None and format_of(scale) == "int"
-
-
 def parts_of(scale: Tensor, group: int) -> int:
     """Groups in a block of 128 inputs."""
     return 128 // group if group < 128 and (scale.shape[1] > 1 or format_of(scale) == "e2m1") else 1
@@ -551,7 +539,7 @@ def launch(
         by_row = scale if row_scale is None else row_scale
         split_kernel[grid](
             *operands, by_row, *sizes, FORMAT=format_of(scale), BY_ROW=row_scale is not None, PARTS=parts,
-            ROUND=config.rounded, ASSEMBLY=hopper and pairs_columns(scale, zero), **constants,
+            ROUND=config.rounded and zero is None, ASSEMBLY=hopper, **constants,
         )  # fmt: skip
     else:
         byte_kernel[grid](*operands, *sizes, BLOCK_K=min(group, 128) if groups > 1 else 128, **constants)
