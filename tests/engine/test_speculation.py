@@ -21,7 +21,8 @@ from torchweave.verify.verify import verify
 
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
 DRAFT_MODEL = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3, "adaptive": False}
-DRAFTERS = {"ngram": SPECULATION, "draft model": DRAFT_MODEL}
+EAGLE = DRAFT_MODEL | {"method": "eagle3", "model": "demo-eagle"}
+DRAFTERS = {"ngram": SPECULATION, "draft model": DRAFT_MODEL, "EAGLE-3": EAGLE}
 TEXTS = (
     "copy: abcabcabcabc",
     "repeat: the fox and the fox and the fox",

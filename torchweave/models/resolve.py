@@ -11,8 +11,8 @@ from typing import Any
 
 from torchweave.config.options import expand_path
 
-BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft"}
-"""Built-in models: name -> folder next to this file."""
+BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft", "demo-eagle": "demo_eagle"}
+"""Built-in models, and the draft head of `demo`: name -> folder next to this file."""
 
 _LLAMA_3 = {
     "model_type": "llama",
