@@ -5,8 +5,8 @@ python bench/speculation.py [--rounds 3]
 
 python bench/speculation.py --model shape:llama-8b --draft-model shape:llama-1b --json bench/results/speculation_h100_202611.json
     Random weights on a GPU, whose drafts are kept with a given probability. The cost of steps: of plain ones, of steps that always
-    verify 1 or 3 drafts of which none is kept, and of those with a draft model; then tokens a second with an adaptive number of
-    drafts, none of which or so many are kept that three drafts yield 3.0 tokens a step.
+    verify 1 or 3 drafts of which none is kept, and of those with a draft model or an EAGLE-3 head; then tokens a second with an
+    adaptive number of drafts, none of which or so many are kept that three drafts yield 3.0 tokens a step.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import demo_tasks as tasks
 
 from torchweave import LLM, SamplingParams
+from torchweave.bench.result import header
+from torchweave.models.resolve import resolve
 from torchweave.report import Report
 
 GREEDY = SamplingParams(temperature=0, max_tokens=120)
@@ -35,10 +40,58 @@ PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 16, 272
 STEP_SIZES = {"capture_num_tokens": (256, 1024, 4096)}
 
 
-def variants(draft_model: str) -> dict[str, dict[str, Any] | None]:
+HEAD_VOCABULARY = 32000
+"""Tokens that a head predicts, as published heads of Llama 3 do."""
+
+
+def write_head(model: str, folder: Path) -> Path:
+    """Write an EAGLE-3 head with random weights for `model`, of the sizes of its layers."""
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "hidden_size", "vocab_size")
+    config = resolve(model).config
+    layer = {name: config[name] for name in (*names, "hidden_act", "rms_norm_eps", "rope_parameters")}
+    heads, kv_heads, dim, inner, hidden, vocab = (layer[name] for name in names)
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "lm_head.weight": (HEAD_VOCABULARY, hidden),
+        "norm.weight": (hidden,),
+        "layers.0.self_attn.q_proj.weight": (heads * dim, 2 * hidden),
+        "layers.0.self_attn.k_proj.weight": (kv_heads * dim, 2 * hidden),
+        "layers.0.self_attn.v_proj.weight": (kv_heads * dim, 2 * hidden),
+        "layers.0.self_attn.o_proj.weight": (hidden, heads * dim),
+        "layers.0.mlp.gate_proj.weight": (inner, hidden),
+        "layers.0.mlp.up_proj.weight": (inner, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, inner),
+        **{f"layers.0.{name}.weight": (hidden,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+    }  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = {
+        name: (
+            torch.randn(shape, device=device) * shape[-1] ** -0.5 if len(shape) > 1 else torch.ones(shape)
+        ).bfloat16()
+        for name, shape in shapes.items()
+    }
+    tensors["d2t"] = torch.arange(HEAD_VOCABULARY) * (vocab // HEAD_VOCABULARY - 1)
+    layer |= {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "max_position_embeddings": config["max_position_embeddings"],
+    }
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": HEAD_VOCABULARY,
+        "transformer_layer_config": layer,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def variants(draft_model: str, head: str) -> dict[str, dict[str, Any] | None]:
     """Engines to compare by name: their `speculative_config`, or None for the engine without."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     by_model = {"method": "draft_model", "model": draft_model, "num_speculative_tokens": 3}
+    by_head = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
     none_kept, fixed = {"synthetic_acceptance": 0.0}, {"adaptive": False}
     three_a_step = {"synthetic_acceptance": THREE_TOKENS_A_STEP}
     return {
@@ -47,10 +100,14 @@ def variants(draft_model: str) -> dict[str, dict[str, Any] | None]:
         "Q=4 fixed, none kept": {**ngram, **none_kept, **fixed},
         "draft model fixed, none kept": {**by_model, **none_kept, **fixed},
         "draft model fixed, 3.0 a step": {**by_model, **three_a_step, **fixed},
+        "head fixed, none kept": {**by_head, **none_kept, **fixed},
+        "head fixed, 3.0 a step": {**by_head, **three_a_step, **fixed},
         "ngram, none kept": {**ngram, **none_kept},
         "ngram, 3.0 a step": {**ngram, **three_a_step},
         "draft model, none kept": {**by_model, **none_kept},
         "draft model, 3.0 a step": {**by_model, **three_a_step},
+        "head, none kept": {**by_head, **none_kept},
+        "head, 3.0 a step": {**by_head, **three_a_step},
     }
 
 
@@ -87,10 +144,10 @@ def measure(llm: LLM, batch: int, rounds: int) -> dict[str, float]:
     }
 
 
-def compare_steps(args: argparse.Namespace) -> None:
+def compare_steps(args: argparse.Namespace, head: str) -> None:
     results: dict[str, dict[int, dict[str, float]]] = {}
     most = max(args.batch_sizes)
-    for name, config in variants(args.draft_model).items():
+    for name, config in variants(args.draft_model, head).items():
         if args.only and name not in args.only:
             continue
         options: dict[str, Any] = {"speculative_config": config} if config else {}
@@ -120,7 +177,9 @@ def compare_steps(args: argparse.Namespace) -> None:
                 line += f", {values['ms_per_step'] / plain['ms_per_step']:.3f}x a plain step"
             print(line, flush=True)
         if args.json:
-            facts = {"command": " ".join(sys.argv), "model": args.model, "draft_model": args.draft_model}
+            facts = header("speculation", args.model, llm.plan.dtype, llm.plan.device) | {
+                "draft_model": args.draft_model
+            }
             args.json.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
 
 
@@ -137,6 +196,7 @@ def compare_drafters(args: argparse.Namespace) -> None:
     drafters: dict[str, dict[str, Any]] = {
         "ngram": {"method": "ngram", "prompt_lookup_min": args.prompt_lookup_min, **k},
         "draft_model": {"method": "draft_model", "model": "demo-draft", **k},
+        "eagle3": {"method": "eagle3", "model": "demo-eagle", **k},
     }
     names = [name for name in tasks.TASKS if name != "copy"]
     copying = [tasks.plain_prompt(one) for one in tasks.held_out_questions("copy", args.questions)]
@@ -184,7 +244,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of the engines or drafters to measure")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    compare_drafters(args) if args.model == "demo" else compare_steps(args)
+    if args.model == "demo":
+        compare_drafters(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        compare_steps(args, str(write_head(args.model, Path(folder))))
 
 
 if __name__ == "__main__":
