@@ -159,3 +159,9 @@ def test_functional_calls_describe_views_of_mutated_arguments() -> None:
     assert issubclass(functional.AliasViewInfo, functional.ViewInfo) and issubclass(
         functional.NotView, functional.ViewInfo
     )
+
+
+def test_an_allocation_into_a_pool_is_ended_by_its_device_and_id() -> None:
+    """As `torch.cuda.use_mem_pool` ends it."""
+    assert "_cuda_endAllocateToPool(device_index, pool.id)" in inspect.getsource(torch.cuda.use_mem_pool)
+    assert callable(torch._C._cuda_endAllocateToPool)

@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,9 @@ from torchweave.compiler.dump import open_dump
 from torchweave.compiler.explain.page import save_explanation
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
+from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.compiler.runtime.forward import call_op
+from torchweave.compiler.runtime.recorded_calls import CudaGraphOptions, RecordedCalls
 from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
@@ -37,6 +39,9 @@ def compile(
     config: TorchCompileConfig | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
+    cuda_graphs: bool = False,
+    max_cuda_graphs: int = 64,
+    static_outputs: bool = False,
 ) -> CompiledModule: ...
 @overload
 def compile(module: ModuleClass) -> ModuleClass: ...
@@ -47,6 +52,9 @@ def compile(
     config: TorchCompileConfig | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
+    cuda_graphs: bool = False,
+    max_cuda_graphs: int = 64,
+    static_outputs: bool = False,
 ) -> Callable[[ModuleClass], ModuleClass]: ...
 def compile(
     module: Any = None,
@@ -55,6 +63,9 @@ def compile(
     config: TorchCompileConfig | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
+    cuda_graphs: bool = False,
+    max_cuda_graphs: int = 64,
+    static_outputs: bool = False,
 ) -> Any:
     """Compile a plain module: `compiled(*tensors)` returns the result of `module(*tensors)`, without gradients.
 
@@ -71,6 +82,10 @@ def compile(
         config: see `torchweave.TorchCompileConfig`. With its `compile_cache` an equal module is loaded, not captured again.
         report: collects the events of the compilation.
         passes: replaces the default passes; `[*default_passes(), Mine()]` adds a pass to them.
+        cuda_graphs: record calls as CUDA graphs, one for each tuple of input shapes, at the first call of these shapes, and replay
+            them. Boundary ops and `splitting_ops` that only write run between the graphs.
+        max_cuda_graphs: largest number of recorded shapes; calls of further ones are launched plainly.
+        static_outputs: return the graphs' own tensors, which the module's next call overwrites, in place of copies.
 
     Returns:
         A callable; `.compiled_graph` holds the pieces and the code. Boundary ops run as they are. A call raises ValueError when
@@ -79,11 +94,21 @@ def compile(
     Raises:
         TraceError: a ValueError; forward is not one graph for all sizes, or changes Python objects, with the line and the
         cause.
+        ValueError: `cuda_graphs` for inputs that are not on a CUDA device.
     """
-    if module is None:
-        return lambda module: _compile_class(module, dynamic, config, report, passes)
-    if isinstance(module, type):
-        return _compile_class(module, dynamic, config, report, passes)
+    if module is None or isinstance(module, type):
+        compile_module = partial(
+            compile,
+            dynamic=dynamic,
+            config=config,
+            report=report,
+            passes=passes,
+            cuda_graphs=cuda_graphs,
+            max_cuda_graphs=max_cuda_graphs,
+            static_outputs=static_outputs,
+        )
+        compile_class = partial(_compile_class, compile_module=compile_module)
+        return compile_class if module is None else compile_class(module)
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"module must be a torch.nn.Module, not {getattr(module, '__name__', type(module).__name__)}; call a function in the "
@@ -91,6 +116,9 @@ def compile(
         )
     _validate_inputs(inputs, dynamic or {})
     assert inputs is not None, "validated"
+    device = next(iter(inputs.values())).device
+    if cuda_graphs:
+        _validate_cuda_graphs(inputs, max_cuda_graphs)
     config, report = config or TorchCompileConfig(), report or Report(show=False)
     open_dump(config, report)
     cache, ops = open_cache(config, report), boundary_ops()
@@ -106,16 +134,14 @@ def compile(
         as_eager=True,
     )
     save_explanation(None, report)
-    return CompiledModule(compiled_graph, next(iter(inputs.values())).device.type)
+    recorded = None
+    if cuda_graphs:
+        options = CudaGraphOptions(max_cuda_graphs, static_outputs)
+        recorded = RecordedCalls(compiled_graph, GraphPool(device), options, report)
+    return CompiledModule(compiled_graph, device.type, recorded)
 
 
-def _compile_class(
-    cls: type,
-    dynamic: Dynamic | None,
-    config: TorchCompileConfig | None,
-    report: Report | None,
-    passes: Sequence[Pass] | None,
-) -> type:
+def _compile_class(cls: type, compile_module: Callable[[nn.Module, Mapping[str, Tensor]], CompiledModule]) -> type:
     """Let the modules of a class compile themselves at their first call; returns the class."""
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"expected a class of torch.nn.Module, not {getattr(cls, '__name__', cls)!r}")
@@ -134,7 +160,7 @@ def _compile_class(
         if compiled is None:
             twin = copy.copy(self)  # with the same parameters
             twin.__class__ = plain
-            compiled = compiled_modules[self] = compile(twin, inputs, dynamic, config, report, passes)
+            compiled = compiled_modules[self] = compile_module(twin, inputs)
         return compiled(*inputs.values())
 
     cls.__call__ = call  # type: ignore[method-assign, assignment]
@@ -156,10 +182,18 @@ def _bind_tensors(signature: inspect.Signature, module: nn.Module, args: Any, kw
 
 
 class CompiledModule:
-    """`compiled(*tensors)` or `compiled(name=tensor)`, which runs boundary ops as they are; see `compile`."""
+    """`compiled(*tensors)` or `compiled(name=tensor)`, which runs boundary ops as they are; see `compile`.
 
-    def __init__(self, compiled_graph: CompiledGraph, device_type: str) -> None:
+    Attributes:
+        compiled_graph: the pieces and the code.
+        cuda_graphs: recorded calls and their counts; None without `cuda_graphs`.
+    """
+
+    def __init__(
+        self, compiled_graph: CompiledGraph, device_type: str, cuda_graphs: RecordedCalls | None = None
+    ) -> None:
         self.compiled_graph = compiled_graph
+        self.cuda_graphs = cuda_graphs
         self._device_type, self._autocast = device_type, autocast(device_type)
 
     @property
@@ -179,6 +213,8 @@ class CompiledModule:
                 f"compiled with autocast {self._autocast} and called with autocast {now}; compile in the `torch.autocast` in "
                 "which the module is called, or enter it in forward"
             )
+        if self.cuda_graphs is not None:
+            return self.cuda_graphs(*inputs)
         return self.compiled_graph(call_op, *inputs)
 
     def _in_order(self, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -208,3 +244,20 @@ def _validate_inputs(inputs: Any, dynamic: Any) -> None:
                 raise ValueError(
                     f"{rule}; not {dim!r}: {size_name!r}, where {name} has {inputs[name].dim()} dimensions"
                 )
+
+
+def _validate_cuda_graphs(inputs: Mapping[str, Tensor], max_cuda_graphs: int) -> None:
+    """Raise ValueError where calls with these inputs cannot be recorded."""
+    if not isinstance(max_cuda_graphs, int) or max_cuda_graphs < 1:
+        raise ValueError(
+            f"max_cuda_graphs is the largest number of recorded shapes, at least 1; not {max_cuda_graphs!r}"
+        )
+    first = next(iter(inputs.values())).device
+    for name, tensor in inputs.items():
+        if not tensor.is_cuda:
+            raise ValueError(
+                f"cuda_graphs records on a CUDA device, but {name} is on {tensor.device.type}, which has no CUDA graphs; leave "
+                "cuda_graphs out, or move the module and its inputs to a GPU"
+            )
+        if tensor.device != first:
+            raise ValueError(f"cuda_graphs records on one CUDA device, but inputs are on {first} and {tensor.device}")

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +39,8 @@ class TapePool:
     """`torchweave.compiler.runtime.cuda_graphs.GraphPool` on tapes; `alive` counts tensors handed to `weak_ref_tensor`."""
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.capturing = False
         self.tape: _Tape | None = None
         self.bytes = 0
         self.events: list[str] = []
@@ -75,3 +78,12 @@ class TapePool:
 
     def num_bytes(self) -> int:
         return self.bytes
+
+    def wait_for_last_stream(self) -> None:
+        self.events.append("call")
+
+    def use_on_current_stream(self, tensor: Tensor) -> None:
+        self.events.append("used")
+
+    def is_recording(self) -> bool:
+        return self.capturing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,33 @@ from torchweave.report import Report
 Parts = list[Piece | BoundaryCall]
 
 
+@dataclass(frozen=True)
+class Effects:
+    """What a call of a compiled forward writes to, and where it computes.
+
+    Attributes:
+        mutated_inputs: names of the inputs that it writes to.
+        devices: kinds of devices on which it computes.
+        nested: it may hold a nested graph, such as the branches of `torch.cond`.
+    """
+
+    mutated_inputs: frozenset[str]
+    devices: frozenset[str]
+    nested: bool
+
+
+def find_effects(graph: CapturedGraph) -> Effects:
+    """The effects of a captured graph, by the schemas and names of its operations."""
+    nodes = graph.graph.nodes
+    changed = {storage_id(target) for node in nodes for target in mutated_args(node)} - {None}
+    bindings = [graph.bindings[node.name] for node in graph.placeholders() if storage_id(node) in changed]
+    return Effects(
+        frozenset(binding.name for binding in bindings if isinstance(binding, Input)),
+        frozenset(fake.device.type for node in nodes if isinstance(fake := value(node), Tensor)),
+        any(node.op == "get_attr" for node in nodes),
+    )
+
+
 class CompiledGraph:
     """A compiled forward: `compiled_graph(boundary, *inputs)`.
 
@@ -35,6 +63,7 @@ class CompiledGraph:
         inputs: names of the inputs, in order.
         sources: importable names of the traced modules.
         sizes: smallest and largest value of a dynamic size.
+        effects: what a call writes to, and where it computes.
     """
 
     def __init__(
@@ -52,7 +81,8 @@ class CompiledGraph:
         self.pieces = [part for part in parts if isinstance(part, Piece)]
         self.built = dict(built)
         self.sizes = sizes[:2]
-        self.code, namespace = _ForwardGenerator(graph, parts, built, sizes).run()
+        self.effects = find_effects(graph)
+        self.code, namespace = _ForwardGenerator(graph, parts, built, sizes, self.effects.mutated_inputs).run()
         exec(compile(self.code, "<torchweave stitched>", "exec"), namespace)
         self._run = namespace["forward"]
         self.constants = {piece.index: namespace.get(f"constants_{piece.index}", ()) for piece in self.pieces}
@@ -90,8 +120,15 @@ class CompiledGraph:
 class _ForwardGenerator:
     """Generates straight-line code over the parts, and its namespace. Each value is deleted after its last use."""
 
-    def __init__(self, graph: CapturedGraph, parts: Parts, built: Mapping[str, BuiltPiece], sizes: SizeRange) -> None:
-        self.graph, self.parts, self.built, self.sizes = graph, parts, built, sizes
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        parts: Parts,
+        built: Mapping[str, BuiltPiece],
+        sizes: SizeRange,
+        mutated_inputs: frozenset[str],
+    ) -> None:
+        self.graph, self.parts, self.built, self.sizes, self.mutated_inputs = graph, parts, built, sizes, mutated_inputs
         self.namespace: dict[str, Any] = {"no_grad": torch.no_grad, "refuse": refuse, "refuse_shared": refuse_shared}
         self.names: dict[fx.Node, str] = {}
         self.arguments: dict[str, str] = {}
@@ -179,16 +216,11 @@ class _ForwardGenerator:
 
     def _check_aliasing(self) -> None:
         """Emit checks that no mutated input shares memory with another input; pieces are built on that assumption."""
-        nodes = self.graph.graph.nodes
-        changed = {storage_id(target) for node in nodes for target in mutated_args(node)} - {None}
-        read = {
-            node: self.arguments[binding.name]
-            for node in self.graph.placeholders()
-            if isinstance(binding := self.graph.bindings[node.name], Input)
-        }
-        for node, argument in read.items():
+        bindings = [self.graph.bindings[node.name] for node in self.graph.placeholders()]
+        read = {each.name: self.arguments[each.name] for each in bindings if isinstance(each, Input)}
+        for name, argument in read.items():
             others = ", ".join(other for other in read.values() if other != argument)
-            if storage_id(node) in changed and others:
+            if name in self.mutated_inputs and others:
                 self.lines.append(f"refuse_shared({argument!r}, {argument}, {others})")
 
     def _last_uses(self) -> dict[fx.Node, int]:

@@ -38,6 +38,7 @@ class GraphPool:
         self.device = torch.device(device)
         self.handle = torch.cuda.graph_pool_handle()
         self._stream = side_stream(self, self.device)
+        self._last_stream: torch.cuda.Stream | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._capture_error_mode = "thread_local"
         self._segments: list[tuple[int, int]] = []
@@ -65,6 +66,22 @@ class GraphPool:
         finally:
             current.wait_stream(stream)
 
+    def wait_for_last_stream(self) -> None:
+        """Let the current stream wait for the stream of this method's last call, if that is another one."""
+        current = torch.cuda.current_stream(self.device)
+        if self._last_stream is not None and self._last_stream != current:
+            current.wait_stream(self._last_stream)
+        self._last_stream = current
+
+    def use_on_current_stream(self, tensor: Tensor) -> None:
+        """Keep a tensor's memory, when it is freed, until the current stream's work so far is done."""
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def is_recording(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
     def begin(self) -> None:
         """Start a segment."""
         assert self._graph is None, "a segment is being recorded"
@@ -84,10 +101,23 @@ class GraphPool:
         Later recordings get a new pool: torch cannot reuse a pool whose only graph was freed.
         """
         graph, self._graph = self._graph, None
-        with contextlib.suppress(RuntimeError):
-            assert graph is not None
+        assert graph is not None
+        try:
             graph.capture_end()
+        except (
+            RuntimeError
+        ):  # an operation that cannot be recorded, such as a read on the host, invalidated the capture
+            self._clean_up_invalid_capture()
         self.handle = torch.cuda.graph_pool_handle()
+
+    def _clean_up_invalid_capture(self) -> None:
+        """End what torch leaves open: memory still goes to the pool, and the random generator still expects a capture."""
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.handle)
+        with contextlib.suppress(RuntimeError):
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(capture_error_mode=self._capture_error_mode)
+            empty.capture_end()
 
     def weak_ref_tensor(self, tensor: Tensor) -> Tensor:
         """A non-owning tensor at the same address if the pool owns the memory, else `tensor` itself."""
