@@ -89,6 +89,32 @@ def test_empty_slots_are_those_of_requests_that_ended_before_their_static_batch(
     assert rows == [0, 3, 2, 2, 1] and h.stats[-1]["staticBatchingStats"]["emptyGenSlots"] == 2
 
 
+def test_a_request_of_a_static_batch_that_skips_a_step_has_not_ended() -> None:
+    """A beam search waits for its own results, while other requests run ahead."""
+    with (h := Harness(sizes={"policy": "static_batch"})).manager:
+        h.todo += [
+            InferenceRequest(1, np.full(5, 1), SamplingParams(temperature=0, max_tokens=6, beam_width=2)),
+            InferenceRequest(2, np.full(5, 2), SamplingParams(temperature=0, max_tokens=3)),
+        ]
+        h.manager.wake()
+        h.wait_final(1, 2)
+    both = [s for s in h.stats if s["Active Request Count"] == 2]
+    assert {s["Scheduled Requests"] for s in both} == {1, 2} and {s["Empty Generation Slots"] for s in both} == {0}
+    assert {s["Empty Generation Slots"] for s in h.stats if s not in both} == {1}
+    assert h.stats[-1]["Total Generation Tokens"] == 2, "one for each beam"
+
+
+def test_tokens_of_accepted_drafts_are_generated_tokens() -> None:
+    with (h := Harness(sizes={"policy": "static_batch", "query_len": 4, "max_drafting_rows": 8})).manager:
+        h.ask(1, [1] * 5, max_tokens=30)
+        h.wait_final(1)
+    generated = sum(s["Total Generation Tokens"] for s in h.stats)
+    assert generated == sum(s["staticBatchingStats"]["numGenTokens"] for s in h.stats)
+    assert len(h.stats) < 29 <= generated, (
+        "the first token is of the context phase; the last step may keep more than is sent"
+    )
+
+
 def test_the_count_of_requests_is_bounded_by_what_the_manager_takes() -> None:
     for options, most in (({"max_num_requests": 3}, 3), ({}, None)):
         with (h := Harness(**options)).manager:  # type: ignore[arg-type]

@@ -294,7 +294,8 @@ class GenerationLoop:
         collected = time.perf_counter()
         self.counts[result.how] = self.counts.get(result.how, 0) + 1
         responses = self._scheduler.update(step, result)
-        num_active = self._scheduler.num_active + responses.num_final
+        num_waiting = self._scheduler.num_waiting
+        num_running = self._scheduler.num_active - num_waiting + responses.num_final
         if self._scheduler.state_changes:
             self._notify_state_changes()
         self._send(responses)
@@ -302,7 +303,7 @@ class GenerationLoop:
         seconds = time.perf_counter() - self._iteration_began
         self.iterations.append(Iteration(seconds, step.num_prefill_tokens, result.num_sampled_tokens))
         if self._callbacks.return_stats is not None:
-            self._emit_stats(step, result, num_active)
+            self._emit_stats(step, result, num_running, num_waiting)
         ended = time.perf_counter()
         self._iteration_began = ended
         self.timings.append(Timing(self._schedule_seconds, self._launch_seconds, collected - begin, ended - collected))
@@ -320,7 +321,7 @@ class GenerationLoop:
         if stops:
             self._send(Responses(response for each in stops for response in self._scheduler.cancel(each)))
 
-    def _emit_stats(self, step: Step, result: StepResult, num_active: int) -> None:
+    def _emit_stats(self, step: Step, result: StepResult, num_running: int, num_waiting: int) -> None:
         assert self._callbacks.return_stats is not None
         now = time.perf_counter()
         if now - self._last_stats_time < self._stats_interval and self._scheduler.num_active:
@@ -328,7 +329,9 @@ class GenerationLoop:
         self._last_stats_time = now
         facts = IterationFacts(
             latency=now - self._iteration_began,
-            num_active=num_active,
+            num_active=num_running + num_waiting,
+            num_running=num_running,
+            num_decoded=result.num_tokens_of(step.num_decode_rows),
             num_new=self._num_new,
             num_waiting=self._scheduler.num_waiting,
             num_completed=self._num_completed,
@@ -339,7 +342,6 @@ class GenerationLoop:
             if self._max_num_requests >= 0
             else self._scheduler.limits.max_batch_size,
             memory_in_use=self._runner.memory_in_use(),
-            tokens_per_row=result.num_sampled_tokens / step.num_rows if step.query_len > 1 else 1.0,
             speculation=self._scheduler.speculation if self._scheduler.limits.query_len > 1 else None,
         )
         self._num_new = self._num_completed = 0

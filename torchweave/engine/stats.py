@@ -20,7 +20,8 @@ class IterationFacts:
     """Counts of one iteration; times in seconds, GPU memory in bytes (None: no GPU).
 
     Attributes:
-        tokens_per_row: tokens that a decode row generated, on average.
+        num_running: requests that held a slot while the step ran.
+        num_decoded: tokens that decode rows generated.
         max_requests: most requests that the batch manager takes at a time.
         static_batch_size: requests that the current static batch began with.
         speculation: drafts since the start; None without speculation.
@@ -28,6 +29,8 @@ class IterationFacts:
 
     latency: float
     num_active: int
+    num_running: int
+    num_decoded: int
     num_new: int
     num_waiting: int
     num_completed: int
@@ -36,13 +39,12 @@ class IterationFacts:
     static: bool = False
     static_batch_size: int = 0
     memory_in_use: int | None = None
-    tokens_per_row: float = 1.0
     speculation: SpeculationCounts | None = None
 
 
-def _num_padded(step: Step, facts: IterationFacts) -> int:
-    """Slots of a static batch whose requests have ended while others still generate."""
-    return 0 if step.chunks else max(facts.static_batch_size - step.num_requests, 0)
+def _num_padded(facts: IterationFacts) -> int:
+    """Slots of a static batch whose requests have ended while others still generate. One that skips a step has not ended."""
+    return max(facts.static_batch_size - facts.num_running, 0)
 
 
 def _gptmanager_stats(step: Step, facts: IterationFacts) -> dict[str, int]:
@@ -51,9 +53,9 @@ def _gptmanager_stats(step: Step, facts: IterationFacts) -> dict[str, int]:
     if facts.static:  # V1 batching
         return {
             **record,
-            "Total Generation Tokens": step.num_decode_rows,
+            "Total Generation Tokens": facts.num_decoded,
             "Total Context Tokens": step.num_prefill_tokens,
-            "Empty Generation Slots": _num_padded(step, facts),
+            "Empty Generation Slots": _num_padded(facts),
         }
     return {
         **record,
@@ -71,7 +73,7 @@ def _batching_stats(step: Step, facts: IterationFacts) -> dict[str, dict[str, in
         "numCtxTokens": step.num_prefill_tokens,
     }
     if facts.static:
-        record |= {"numGenTokens": step.num_decode_rows, "emptyGenSlots": _num_padded(step, facts)}
+        record |= {"numGenTokens": facts.num_decoded, "emptyGenSlots": _num_padded(facts)}
         return {"staticBatchingStats": record}
     record |= {
         "numGenRequests": step.num_decode_rows - step.extra_rows,
@@ -79,7 +81,7 @@ def _batching_stats(step: Step, facts: IterationFacts) -> dict[str, dict[str, in
         "microBatchId": 0,
     }
     if step.num_decode_rows:
-        record["avgNumDecodedTokensPerIter"] = facts.tokens_per_row
+        record["avgNumDecodedTokensPerIter"] = facts.num_decoded / step.num_decode_rows
     return {"inflightBatchingStats": record}
 
 

@@ -92,7 +92,7 @@ def test_statistics_count_blocks_loaded_from_host() -> None:
     for number, begin in enumerate([0, 50, 0]):
         scheduler.add(request(number, list(range(begin, begin + 32)), max_tokens=1), seed=0)
         drive(scheduler, runner)
-    facts = IterationFacts(0.0, 0, 0, 0, 0, 0, 2)
+    facts = IterationFacts(0.0, 0, 0, 0, 0, 0, 0, 0, 2)
     scheduler.add(request(7, [1], max_tokens=1), seed=0)
     step = scheduler.schedule()
     assert step is not None

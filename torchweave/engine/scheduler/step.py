@@ -168,4 +168,8 @@ class StepResult:
 
     @property
     def num_sampled_tokens(self) -> int:
-        return int(np.count_nonzero(self.tokens != NOT_EMITTED))
+        return self.num_tokens_of(len(self.tokens))
+
+    def num_tokens_of(self, num_rows: int) -> int:
+        """Tokens that the first rows keep."""
+        return int(np.count_nonzero(self.tokens[:num_rows] != NOT_EMITTED))
