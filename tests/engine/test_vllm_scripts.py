@@ -314,3 +314,14 @@ def test_many_threads_read_metrics_while_requests_run(llm: LLM) -> None:
     for thread in threads:
         thread.join()
     assert not failures and len({answer.outputs[0].text for answer in answers}) == 1
+
+
+@pytest.mark.parametrize(("policy", "order"), [(None, 1), ("priority", -1), ("fcfs", 0)])
+def test_scheduling_policies_have_vllms_meaning(policy: str | None, order: int) -> None:
+    with LLM("demo", device="cpu", report=Report(show=False), enforce_eager=True, scheduling_policy=policy) as engine:
+        assert engine.engine.scheduler.limits.priority_order == order
+
+
+def test_an_unknown_scheduling_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="scheduling_policy='lifo' is not known: it is one of fcfs, priority"):
+        LLM("demo", device="cpu", scheduling_policy="lifo")

@@ -68,7 +68,7 @@ ENGINE_GROUPS = {
     ),
     "scheduling": (
         "max_batch_size", "max_num_tokens", "enable_chunked_context", "mixed_step_tokens", "capacity_scheduler_policy",
-        "context_chunking_policy", "batch_wait_timeout_iters", "batch_wait_max_tokens_ratio", "run_ahead",
+        "scheduling_policy", "context_chunking_policy", "batch_wait_timeout_iters", "batch_wait_max_tokens_ratio", "run_ahead",
     ),
     "compile (-cc.NAME is short for --torch_compile_config.NAME)": tuple(
         name for name in options_of(EngineConfig) if name.startswith("torch_compile_config.")

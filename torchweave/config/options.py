@@ -19,6 +19,7 @@ Quantization = Literal[
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"]
 CapacityPolicy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
 CacheFormat = Literal["binary", "unpacked"]
@@ -232,6 +233,8 @@ class EngineConfig:
         capacity_scheduler_policy: admission of requests. `guaranteed_no_evict` reserves KV blocks up to each request's end;
             `max_utilization` reserves for the next step and pauses the newest request when blocks run out; `static_batch`
             starts and ends a batch together.
+        scheduling_policy: order of waiting requests, as in vLLM: `fcfs` by arrival, `priority` by their priorities, lower values
+            first. None: by their priorities, higher values first.
         context_chunking_policy: prefill order when prompts exceed a step: the oldest first, or an equal chunk of each.
         mixed_step_tokens: token budget of steps that prefill while other requests decode, which bounds the time between
             tokens; the budget grows with the waiting prompt tokens, over the recorded sizes. None: 256 on a GPU, 0 on a
@@ -280,6 +283,7 @@ class EngineConfig:
     kv_offload_gb: float = 0.0
     attention_backend: AttentionName = "auto"
     capacity_scheduler_policy: CapacityPolicy = "guaranteed_no_evict"
+    scheduling_policy: SchedulingPolicy | None = None
     context_chunking_policy: ChunkingPolicy = "first_come_first_served"
     mixed_step_tokens: int | None = None
     batch_wait_timeout_iters: int = 0

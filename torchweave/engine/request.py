@@ -389,7 +389,7 @@ class InferenceRequest:
         input_ids: prompt tokens, at least one.
         sampling: sampling parameters. The caller handles `n` and `stop`: the batch manager gives one answer, as tokens.
         streaming: a response per token; else one at the end.
-        priority: requests with a higher priority start earlier, equal ones in the order of arrival.
+        priority: requests with a higher priority start earlier, equal ones in the order of arrival; see `scheduling_policy`.
         cache_salt: requests with different salts share no KV cache blocks.
         images: of the prompt, in their order.
         pooling: the request ends with its prompt and returns `Output.pooled`; an engine runs either such requests or others.

@@ -118,8 +118,12 @@ def test_different_cache_salts_share_no_blocks() -> None:
         assert scheduler.kv.reused_total == (3 if number == 2 else 0)
 
 
-def test_a_higher_priority_starts_first() -> None:
-    scheduler, runner = make(max_batch_size=1)
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [({}, [2, 3, 0, 1]), ({"priority_order": -1}, [0, 1, 3, 2]), ({"priority_order": 0}, [0, 1, 2, 3])],
+)
+def test_requests_start_by_priority_then_by_arrival(sizes: dict[str, int], expected: list[int]) -> None:
+    scheduler, runner = make(max_batch_size=1, **sizes)  # type: ignore[arg-type]
     order: list[int] = []
     for number, priority in enumerate([0, 0, 5, 1]):
         one = request(number, [number + 1], max_tokens=2)
@@ -130,7 +134,7 @@ def test_a_higher_priority_starts_first() -> None:
         return ()
 
     drive(scheduler, runner, per_step=note)
-    assert order == [2, 3, 0, 1]
+    assert order == expected
 
 
 def test_last_started_request_is_paused_and_resumes() -> None:

@@ -35,6 +35,7 @@ class Limits:
         supports_beams: a sequence can continue from another's position; recurrent states cannot be shared.
         no_images: why prompts have no images, as a clause.
         pooling: of a model that pools; None: requests generate tokens.
+        priority_order: 1: waiting requests with a higher priority are first, -1: those with a lower one, 0: priorities are ignored.
     """
 
     max_batch_size: int
@@ -55,6 +56,7 @@ class Limits:
     max_logprobs: int = 100
     run_ahead: int = 1
     pooling: Pooling | None = None
+    priority_order: int = 1
 
     @property
     def decode_span(self) -> int:

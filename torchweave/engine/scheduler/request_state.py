@@ -126,9 +126,14 @@ class RequestState:
 
 
 class WaitingQueue:
-    """Waiting requests by priority, then by arrival. A paused request returns to its original position."""
+    """Waiting requests by priority, then by arrival. A paused request returns to its original position.
 
-    def __init__(self) -> None:
+    Args:
+        priority_order: see `Limits`.
+    """
+
+    def __init__(self, priority_order: int = 1) -> None:
+        self._priority_order = priority_order
         self._entries: list[tuple[int, int, RequestState]] = []
         self._ids: set[int] = set()
         self.num_paused = 0
@@ -143,7 +148,7 @@ class WaitingQueue:
         return request_id in self._ids
 
     def add(self, state: RequestState) -> None:
-        insort(self._entries, (-state.request.priority, state.arrival, state))
+        insort(self._entries, (-self._priority_order * state.request.priority, state.arrival, state))
         self._ids.add(state.request.id)
         self.num_paused += state.paused
 

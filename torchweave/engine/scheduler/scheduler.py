@@ -105,7 +105,7 @@ class Scheduler:
         self._running = RunningSet(limits.max_batch_size, reuse)
         self._step_builder = StepBuilder(limits, updates, image_rows, adaptive_drafts)
         self._adaptive_drafts = adaptive_drafts
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(limits.priority_order)
         self._waiting_for_grammar: dict[int, RequestState] = {}  # by id; before the start or after a pause
         self._num_arrivals = 0
         self._num_delayed_steps = 0  # consecutive steps without prefill although prompts wait

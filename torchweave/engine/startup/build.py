@@ -438,7 +438,8 @@ def _build_scheduler(
         run_ahead=plan.run_ahead,
         max_logprobs=config.max_logprobs,
         pooling=loaded.module.pooling,
-        **({"no_images": loaded.no_images} if loaded.no_images else {}),
+        priority_order={None: 1, "priority": -1, "fcfs": 0}[config.scheduling_policy],
+        no_images=loaded.no_images or Limits.no_images,
     )
     num_states = len(runner.recurrent_states[0]) if runner.recurrent_states else plan.max_batch_size
     num_snapshots = num_states - plan.max_batch_size
