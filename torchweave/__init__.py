@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchweave.config.options import EngineConfig as EngineConfig
     from torchweave.config.options import TorchCompileConfig as TorchCompileConfig
     from torchweave.engine.batch_manager import BatchManager as BatchManager
+    from torchweave.engine.gpt_manager import GptManager as GptManager
     from torchweave.engine.llm import LLM as LLM
     from torchweave.engine.outputs import BeamSearchParams as BeamSearchParams
     from torchweave.engine.outputs import CompletionOutput as CompletionOutput
@@ -36,6 +37,7 @@ LAZY_EXPORTS = {
     "Logprob": "torchweave.engine.outputs",
     "RequestOutput": "torchweave.engine.outputs",
     "BatchManager": "torchweave.engine.batch_manager",
+    "GptManager": "torchweave.engine.gpt_manager",
     "open_engine": "torchweave.engine.startup.open",
     "EngineConfig": "torchweave.config.options",
     "TorchCompileConfig": "torchweave.config.options",
@@ -50,6 +52,7 @@ __all__ = [
     "CompletionOutput",
     "CudaGraphConfig",
     "EngineConfig",
+    "GptManager",
     "InferenceRequest",
     "Logprob",
     "RequestOutput",

@@ -36,6 +36,7 @@ class Limits:
         no_images: why prompts have no images, as a clause.
         pooling: of a model that pools; None: requests generate tokens.
         priority_order: 1: waiting requests with a higher priority are first, -1: those with a lower one, 0: priorities are ignored.
+        max_beam_width: most beams of a request; None: max_batch_size.
     """
 
     max_batch_size: int
@@ -57,6 +58,7 @@ class Limits:
     run_ahead: int = 1
     pooling: Pooling | None = None
     priority_order: int = 1
+    max_beam_width: int | None = None
 
     @property
     def decode_span(self) -> int:
@@ -92,6 +94,8 @@ class Limits:
             return "Beam search is not supported for prompts with images; set beam_width to 1."
         if not self.supports_beams:
             return "Beam search is not supported for models with recurrent layers; set beam_width to 1."
+        if self.max_beam_width is not None and width > self.max_beam_width:
+            return f"beam_width={width} is above {self.max_beam_width}, the maximum beam width of this batch manager; lower it."
         if width > self.max_batch_size:
             return (
                 f"beam_width={width} needs {width} rows in a step, but max_batch_size is {self.max_batch_size}; lower beam_width "
