@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from torchweave import LLM, BeamSearchParams, Logprob, SamplingParams, TorchCompileConfig
-from torchweave.config.peer_options import EAGER, compilation_options, engine_config
+from torchweave.config.peer_options import EAGER, compilation_options, engine_config, options_of_file
 from torchweave.engine.outputs import Counter, Gauge
 from torchweave.models.resolve import BUILT_IN, resolve
 from torchweave.report import Report
@@ -325,3 +325,21 @@ def test_scheduling_policies_have_vllms_meaning(policy: str | None, order: int) 
 def test_an_unknown_scheduling_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="scheduling_policy='lifo' is not known: it is one of fcfs, priority"):
         LLM("demo", device="cpu", scheduling_policy="lifo")
+
+
+def test_configs_of_vllms_module_are_those_of_the_dict() -> None:
+    from torchweave.config.compilation import CompilationConfig, DynamicShapesConfig, DynamicShapesType
+
+    shapes = DynamicShapesConfig(type=DynamicShapesType.UNBACKED)
+    config = CompilationConfig(dynamic_shapes_config=shapes, compile_sizes=[1, 2])
+    asked = engine_config({"model": "demo", "compilation_config": config}).torch_compile_config
+    assert asked == TorchCompileConfig(dynamic_shapes="unbacked", compile_sizes=(1, 2))
+    with pytest.raises(ValueError, match=r"did you mean compilation_config\.level"):
+        engine_config({"model": "demo", "compilation_config": CompilationConfig(levle=3)})
+
+
+def test_drafts_by_an_engine_of_their_own_are_refused() -> None:
+    for name in ("mtp_eagle_one_model", "eagle3_one_model"):
+        assert options_of_file({f"speculative_config.{name}": True}) == {}
+        with pytest.raises(ValueError, match=f"{name}=False has no equivalent: drafts are proposed in the step"):
+            options_of_file({f"speculative_config.{name}": False})

@@ -81,6 +81,8 @@ _LOWER_CASE = {
     "speculative_config.method",
     "pooler_config.pooling_type",
 }
+_ONE_MODEL = {"speculative_config.mtp_eagle_one_model", "speculative_config.eagle3_one_model"}
+"""TensorRT-LLM's options for drafts by an engine of their own, which does not exist here."""
 _TASKS = {"auto": "auto", "generate": "generate"} | dict.fromkeys(
     ("embed", "embedding", "classify", "score"), "pooling"
 )
@@ -170,6 +172,11 @@ def options_of_file(values: Mapping[str, Any]) -> dict[str, Any]:
             options |= compilation_options(value)
         elif name.startswith("compilation_config."):
             options |= compilation_option(name.removeprefix("compilation_config."), value)
+        elif name in _ONE_MODEL:
+            if value is not True:
+                raise ValueError(
+                    f"{name}={value!r} has no equivalent: drafts are proposed in the step that verifies them; leave it out"
+                )
         else:
             own = TENSORRT_LLM_NAMES.get(name, name)
             options[own] = value.lower() if own in _LOWER_CASE and isinstance(value, str) else value
