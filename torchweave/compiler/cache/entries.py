@@ -26,6 +26,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from torchweave.compiler.cache.keys import MISSING, graph_factors, piece_factors, source_digests
+from torchweave.compiler.cache.read_globals import global_digests
 from torchweave.compiler.cache.store import CompileCache, key_of
 from torchweave.compiler.codegen.inductor import load_kernels_in_process
 from torchweave.compiler.codegen.inductor_artifact import (
@@ -45,8 +46,8 @@ from torchweave.config.options import TorchCompileConfig
 class GraphEntry:
     """The entry of one module's captured graph.
 
-    The traced files are known only after tracing: their hashes are stored with the graph and compared when it is loaded, so
-    that an edited model file is a miss.
+    The traced files and the globals that their code reads are known only after tracing: their hashes are stored with the graph
+    and compared when it is loaded, so that an edited model file or a rebound function is a miss.
     """
 
     def __init__(
@@ -69,6 +70,11 @@ class GraphEntry:
         if changed := [name for name, digest in source_digests(traced).items() if digest != traced[name]]:
             self.cache.miss("graph", entry.key, f"the source of {', '.join(changed)} changed")
             return None
+        read = entry.facts["globals"]
+        now = global_digests(read)
+        if changed := [name for name, digest in read.items() if now.get(name) != digest]:
+            self.cache.miss("graph", entry.key, f"the global {', '.join(changed)} changed")
+            return None
         try:
             graph = deserialize_graph(entry.payload, self.module, self.device)
         except Exception as error:  # unpickling may raise anything; a damaged entry must not stop a start
@@ -88,7 +94,7 @@ class GraphEntry:
         except NotSerializableError as error:
             self.cache.miss("graph", key_of("graph", self.factors), f"not stored: {error}")
             return
-        self.cache.store("graph", self.factors, payload, {"sources": sources})
+        self.cache.store("graph", self.factors, payload, {"sources": sources, "globals": global_digests(graph.globals)})
 
 
 class PieceEntry:

@@ -36,6 +36,10 @@ _MAX_DEPTH = 6
 """Deeper objects are described by their class name only; lists and dicts are described at any depth."""
 _IN_PROGRESS = -1
 """In place of the depth: marks a list or dict that is being described."""
+_CLASS = -2
+"""In place of the depth: marks the description of a class."""
+_STABLE_PACKAGES = {"torch", "builtins", "typing", "abc", "collections"}
+"""Packages whose classes are described by their name: their version is a factor."""
 _PLAIN = (
     bool,
     int,
@@ -52,8 +56,12 @@ _PLAIN = (
 )
 _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module: parameters, children and hooks, which are described separately."""
-_LOCATION_ATTRIBUTES = frozenset({"__module__", "__doc__", "__firstlineno__", "__static_attributes__"})
-"""Attributes of a class that hold its location, not its behaviour."""
+_LOCATION_ATTRIBUTES = frozenset(
+    {"__module__", "__doc__", "__firstlineno__", "__static_attributes__", "__annotations__", "__slotnames__"}
+)
+"""Attributes of a class that hold its location and its declarations, not its behaviour."""
+_CLASS_ATTRIBUTES = (*_PLAIN, FunctionType, functools.partial, tuple, list, dict, set, frozenset)
+"""Attributes of a class that describe it."""
 MISSING = "missing"
 """In place of the hash of a source that cannot be read."""
 HASHED_FOLDERS = ("compiler", "models", "ops")
@@ -187,25 +195,31 @@ def describe_module(module: nn.Module, cache: DescriptionCache | None = None) ->
         hooks = [describe(hook, 1) for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
         plain = {key: value for key, value in sorted(vars(child).items()) if key not in _TORCH_OWN}
         forward = getattr(child.forward, "__func__", child.forward)
-        local = [_describe_class(kind, cache) for kind in type(child).__mro__ if "<locals>" in kind.__qualname__]
-        lines.append(f"{name}: {_name(type(child))} {_name(forward)} {local} {hooks} {describe(plain, 0, cache)}")
+        kind = f"{_name(type(child))} {describe_class(type(child), cache)}"
+        lines.append(f"{name}: {kind} {_name(forward)} {hooks} {describe(plain, 0, cache)}")
         tensors = {**child._parameters, **child._buffers}
         lines += [f"  {key}: {describe(tensor, 0)}" for key, tensor in tensors.items()]
     return "\n".join(lines)
 
 
-def _describe_class(kind: type, cache: DescriptionCache) -> str:
-    """A class defined in a function, by its attributes: the class depends on the function's arguments, its name does not."""
-    where = (id(kind), 0)
+def describe_class(kind: type, cache: DescriptionCache) -> str:
+    """A class by the functions and plain attributes of itself and its bases, which may be assigned after its definition, or
+    depend on the arguments of the function that it is defined in. Bases of torch and of Python are left out."""
+    where = (id(kind), _CLASS)
     if where not in cache:
-        plain = (FunctionType, bool, int, float, str)
-        attributes = {
-            key: each
-            for key, each in sorted(vars(kind).items())
-            if key not in _LOCATION_ATTRIBUTES and isinstance(each, plain)
-        }
-        cache[where] = _digest(describe(attributes, 1, cache))
+        bases = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _STABLE_PACKAGES]
+        cache[where] = ""  # a class may be reached from its own attributes
+        cache[where] = _digest(describe([_class_attributes(each) for each in bases], 1, cache))
     return cache[where]
+
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    attributes = {}
+    for key, each in sorted(vars(kind).items()):
+        inner = getattr(each, "fget" if isinstance(each, property) else "__func__", each)
+        if key not in _LOCATION_ATTRIBUTES and (inner is None or isinstance(inner, _CLASS_ATTRIBUTES)):
+            attributes[key] = inner
+    return attributes
 
 
 def _unregistered_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -286,13 +300,21 @@ def _describe_container(thing: Any, depth: int, cache: DescriptionCache) -> str:
 
 def _describe_function(function: FunctionType, depth: int, cache: DescriptionCache | None) -> str:
     """Its name, code, defaults and closure: lambdas of one line and closures of one function share a name."""
-    code, values = function.__code__, [function.__defaults__, function.__kwdefaults__]
+    code = function.__code__
+    if not (code.co_freevars or function.__defaults__ or function.__kwdefaults__):
+        return f"{_name(function)} {_code_digest(code)}"
+    values: list[Any] = [function.__defaults__, function.__kwdefaults__]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             values.append((name, cell.cell_contents))
         except ValueError:  # a variable that is assigned later
             values.append((name, "empty"))
-    return f"{_name(function)} {_digest(_code_text(code))} {describe(values, depth + 1, cache)}"
+    return f"{_name(function)} {_code_digest(code)} {describe(values, depth + 1, cache)}"
+
+
+@functools.lru_cache(maxsize=8192)
+def _code_digest(code: CodeType) -> str:
+    return _digest(_code_text(code))
 
 
 def _code_text(code: CodeType) -> str:
@@ -305,7 +327,8 @@ def _describe_object(thing: Any, depth: int, cache: DescriptionCache) -> str:
     if where not in cache:
         slots = [name for kind in type(thing).__mro__ for name in _slots(kind) if hasattr(thing, name)]
         facts = {**{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
-        cache[where] = f"{_name(type(thing))}{describe(dict(sorted(facts.items())), depth + 1, cache) if facts else ''}"
+        kind = f"{_name(type(thing))} {describe_class(type(thing), cache)}"
+        cache[where] = f"{kind}{describe(dict(sorted(facts.items())), depth + 1, cache) if facts else ''}"
     return cache[where]
 
 

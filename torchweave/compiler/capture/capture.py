@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
+from torchweave.compiler.cache.read_globals import globals_of
 from torchweave.compiler.capture.outputs import EXTRA_KEYWORDS, output_tree, record_side_effects
 from torchweave.compiler.capture.trace_once.clone_layers import (
     CloneError,
@@ -164,7 +165,7 @@ def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
     gm = captured.backend_input.graph_module
     _reject_functorch(gm)
     _reject_triton_kernels(gm)
-    code = captured.graph_capture_output.bytecode
+    code, traced = captured.graph_capture_output.bytecode, _traced_code(captured)
     request.report.artifact("dynamo/transformed_code.txt", lambda: bytecode_text(code))
     roots = _roots(request, captured)
     bindings = _bind(gm, roots, request)
@@ -174,7 +175,10 @@ def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
         bindings=bindings,
         output=output_tree(captured, request.arguments, request.module, request.inputs, roots, side_effects),
         symbols={},
-        sources=_traced_modules(captured),
+        sources=tuple(sorted(traced)),
+        globals=tuple(
+            sorted({each for name, codes in traced.items() for code in codes for each in globals_of(code, name)})
+        ),
         unused_inputs=_unused_inputs(request, bindings),
     )
     if placeholders:
@@ -447,15 +451,18 @@ def _reject_mutated_constants(graph: CapturedGraph) -> None:
                 )
 
 
-def _traced_modules(captured: Any) -> tuple[str, ...]:
-    """Importable names of the files whose code was traced, and the names of files without a module, such as a notebook's cell.
+def _traced_code(captured: Any) -> dict[str, list[CodeType]]:
+    """The traced code by the importable name of its file, or by the name of a file without a module, such as a notebook's cell.
 
     Without torch's own files, for which torch's version stands.
     """
     by_file = {getattr(module, "__file__", None): name for name, module in reversed(list(sys.modules.items()))}
-    traced = captured.graph_capture_output.traced_code
-    names = {by_file.get(code.co_filename, code.co_filename) for code in traced if not _is_generated(code)}
-    return tuple(sorted(name for name in names if name and not name.startswith(("torch.", _TRACE_ONCE_PREFIX))))
+    traced: dict[str, list[CodeType]] = {}
+    for code in dict.fromkeys(captured.graph_capture_output.traced_code):
+        name = by_file.get(code.co_filename, code.co_filename)
+        if name and not _is_generated(code) and not name.startswith(("torch.", _TRACE_ONCE_PREFIX)):
+            traced.setdefault(name, []).append(code)
+    return traced
 
 
 def _is_generated(code: CodeType) -> bool:

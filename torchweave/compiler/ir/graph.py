@@ -128,6 +128,7 @@ class CapturedGraph(FakeGraph):
         unused_inputs: inputs without a placeholder.
         boundary_ops: names of the ops at which the graph will be split.
         splitting_ops: names of further ones, which the config lists.
+        globals: names of the globals that the traced code reads, `module:name`; none for a graph from the cache.
     """
 
     module: fx.GraphModule
@@ -139,6 +140,7 @@ class CapturedGraph(FakeGraph):
     unused_inputs: tuple[UnusedInput, ...] = ()
     boundary_ops: frozenset[str] = frozenset()
     splitting_ops: frozenset[str] = frozenset()
+    globals: tuple[str, ...] = ()
 
     @cached_property
     def fake_ops(self) -> FakeOpCache:
