@@ -5,12 +5,14 @@ Before                                          After
     slice_scatter(v, slice(v, 0, 0, -1), 0, 1)      copy = clone(v); slice_scatter(copy, slice(v, 0, 0, -1), 0, 1)
 
     index_put(v, [i], x); gather(x, 0, i)           opaque_index_put(v, [i], x); gather(x, 0, i)
+    clamp_min(index_put(v, [i], x), 0)              clamp_min(opaque_index_put(v, [i], x), 0)
 
 When      a write of Inductor's graph takes its values from a view of the tensor that it writes to, or its indices from anything
           computed from it. `v[i] = v.clone()` is such a write: Inductor removes the copy, then writes in place, so that one
           iteration reads what another wrote (torch 2.13; docs/diagnosis.md has the program).
           Also where a gather reads by the index of the write: fused with both, a later read of the result misses what other
-          iterations wrote. The write then becomes an op that Inductor only calls (`opaque_writes`).
+          iterations wrote. And where an operation reads the result of an indexed write: Inductor writes in place, and its next
+          write to the same memory is ordered before it. The write then becomes an op that Inductor only calls (`opaque_writes`).
 Numerics  exact.
 Cost      a copy of v, which the forward asked for; an opaque write is not fused.
 """
@@ -53,7 +55,7 @@ class CopyBeforeWrite(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         read = {source for node in graph.nodes if node.target in _INDEXED_READS for source in _index_sources(node)}
         for node in list(graph.nodes):
-            if node.target in OPAQUE and read & _index_sources(node):
+            if node.target in OPAQUE and (read & _index_sources(node) or _is_indexed_and_read(node)):
                 node.target = OPAQUE[node.target]
             if node.target in (*_INDEXED_WRITES, *_VIEW_WRITES) and _reads_target(node):
                 target = node.args[0]
@@ -64,6 +66,25 @@ class CopyBeforeWrite(CustomGraphPass):
 
     def uuid(self) -> Any:
         return hashlib.sha256(Path(__file__).read_bytes()).digest()
+
+
+def _is_indexed_and_read(node: fx.Node) -> bool:
+    """Whether an operation reads the result, or a view of it; a graph's results and inputs that are written back do not count.
+
+    A mask is no index: such a write is elementwise, and as an op it would wait for the device.
+    """
+    if any(value(index).dtype is torch.bool for index in _index_sources(node)):
+        return False
+    seen, queue = {node}, [node]
+    while queue:
+        for user in queue.pop().users:
+            if user.op == "output" or user.target is aten.copy_.default or user in seen:
+                continue
+            if not _is_view(user):
+                return True
+            seen.add(user)
+            queue.append(user)
+    return False
 
 
 def _reads_target(node: fx.Node) -> bool:

@@ -147,9 +147,14 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
             )
         except Exception as error:
             inner = getattr(error, "inner_exception", None)
-            if type(inner).__name__ != "LoweringException":  # a compiler or disk error is no missing support
+            if type(inner).__name__ not in (
+                "LoweringException",
+                "AssertionError",
+            ):  # a compiler or disk error is no missing support
                 raise
-            raise InductorUnsupportedError(str(inner).splitlines()[0]) from error
+            raise InductorUnsupportedError(
+                str(inner).partition("\n")[0] or "an assertion in Inductor failed"
+            ) from error
     call, seconds = fast_callable(artifact, piece.module), time.monotonic() - begin
     return BuiltPiece(piece.digest, call, "inductor", seconds, artifact, generated_code(artifact))
 
