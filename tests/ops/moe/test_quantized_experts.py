@@ -34,6 +34,7 @@ PACKED = {
     "int4-channel": IntScheme(4, 0),
     "int4-zero": IntScheme(4, 64),
     "int8": IntScheme(8, 32),
+    "int8-zero": IntScheme(8, 64),
     "nvfp4": NVFP4,
 }
 """Formats in the layout of `torchweave::int_linear`."""
@@ -60,8 +61,9 @@ def in_words(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Packing, Tensor
     experts, rows, width = weight.shape
     made = quantize_int_weight(weight.flatten(0, 1), PACKED[kind])
     zero = None
-    if kind == "int4-zero":
-        zero = torch.randint(5, 11, made.scale.shape, generator=torch.Generator().manual_seed(rows)).to(torch.uint8)
+    if kind.endswith("zero"):
+        middle, generator = 1 << (PACKED[kind].bits - 1), torch.Generator().manual_seed(rows)
+        zero = torch.randint(middle - 3, middle + 3, made.scale.shape, generator=generator).to(torch.uint8)
     values = dequantize_int(made.w, made.scale, zero, width, made.group, weight.dtype, made.row_scale)
     by_expert = (
         None if t is None else t.unflatten(0, (experts, rows)) for t in (made.w, made.scale, zero, made.row_scale)

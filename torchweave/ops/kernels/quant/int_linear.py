@@ -339,8 +339,8 @@ def add_block(
     """total plus eight products of depth 16: the words `tile` of a block (of each warp) times its 128 inputs at `here`.
 
     `by`: scales of the first part of the block. Products are multiplied by their scale in float32; integers of one scale a block
-    (ROUND, without zero points) before the product, which saves a sum. Of 16-bit operands of three-dimensional dots that were
-    multiplied by a loaded parameter, sm_90's code (Triton 3.6) computes wrong products.
+    (ROUND, without zero points) before the product, which saves a sum. Triton 3.6 generates wrong code for sm_90 where unpacked
+    words of several warps' blocks meet a loaded scale or zero point before their product.
     """
     b0 = tl.load(here, mask=real & (k < left), other=0.0)
     b1 = tl.load(here + 16, mask=real & (k + 16 < left), other=0.0)
