@@ -99,7 +99,16 @@ def test_a_write_after_an_indexed_write_is_kept_after_it(forward: Any) -> None:
         torch.testing.assert_close(compiled(v, i), forward(None, v, i))
 
 
-@pytest.mark.parametrize("forward", [_set_items, _index_copy_into_input, _index_add_into_input, _shift_rows])
+def _write_into_flipped_input(self: nn.Module, v: Tensor, i: Tensor) -> Tensor:
+    v.copy_(v.flip(0))
+    v.t()[2].zero_()
+    return v.sum(0) + i.sum()
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [_set_items, _index_copy_into_input, _index_add_into_input, _shift_rows, _write_into_flipped_input],
+)
 def test_a_copy_is_taken_before_its_source_is_written(forward: Any) -> None:
     """Inductor removes the copy and then writes in place: stock torch.compile is wrong here; see `copy_before_write`."""
     compiled = torchweave.compile(

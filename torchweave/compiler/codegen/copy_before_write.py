@@ -7,14 +7,17 @@ Before                                          After
     index_put(v, [i], x); gather(x, 0, i)           opaque_index_put(v, [i], x); gather(x, 0, i)
     clamp_min(index_put(v, [i], x), 0)              clamp_min(opaque_index_put(v, [i], x), 0)
 
+    copy_(input, flip(input))                       copy_(input, opaque_clone(flip(input)))
+
 When      a write of Inductor's graph takes its values from a view of the tensor that it writes to, or its indices from anything
           computed from it. `v[i] = v.clone()` is such a write: Inductor removes the copy, then writes in place, so that one
           iteration reads what another wrote (torch 2.13; docs/diagnosis.md has the program).
           Also where a gather reads by the index of the write: fused with both, a later read of the result misses what other
           iterations wrote. And where an operation reads the result of an indexed write: Inductor writes in place, and its next
           write to the same memory is ordered before it. The write then becomes an op that Inductor only calls (`opaque_writes`).
+          Also where an input gets values that are its own at other places: Inductor may read them while it overwrites them.
 Numerics  exact.
-Cost      a copy of v, which the forward asked for; an opaque write is not fused.
+Cost      a copy of v, which the forward asked for; an opaque write is not fused; a copy of the input.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from torchweave.compiler.codegen.opaque_writes import OPAQUE
+from torchweave.compiler.codegen.opaque_writes import OPAQUE, OPAQUE_CLONE
 from torchweave.compiler.ir.symbols import value
 
 aten = torch.ops.aten
@@ -63,6 +66,11 @@ class CopyBeforeWrite(CustomGraphPass):
                     copy = graph.call_function(aten.clone.default, (target,))
                 copy.meta["val"] = torch.empty_like(value(target))
                 node.update_arg(0, copy)
+            if node.target is aten.copy_.default and _moves_values(*node.args[:2]):
+                with graph.inserting_before(node):
+                    copy = graph.call_function(OPAQUE_CLONE, (node.args[1],))
+                copy.meta["val"] = torch.empty_like(value(node.args[1]))
+                node.update_arg(1, copy)
 
     def uuid(self) -> Any:
         return hashlib.sha256(Path(__file__).read_bytes()).digest()
@@ -84,6 +92,24 @@ def _is_indexed_and_read(node: fx.Node) -> bool:
                 return True
             seen.add(user)
             queue.append(user)
+    return False
+
+
+def _moves_values(target: Any, source: Any) -> bool:
+    """Whether `source` is computed from `target`, an input of the graph, by more than elementwise operations."""
+    if target.op != "placeholder" or not isinstance(source, fx.Node):
+        return False
+    seen, queue = {source}, [source]
+    while queue:
+        node = queue.pop()
+        if not isinstance(value(node), torch.Tensor):  # a size
+            continue
+        elementwise = node.target in _COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if node.op == "call_function" and not elementwise and _is_computed_from(node, target):
+            return True
+        new = [each for each in node.all_input_nodes if each not in seen]
+        seen.update(new)
+        queue += new
     return False
 
 

@@ -1,4 +1,4 @@
-"""Indexed writes as ops of their own, which Inductor calls and does not fuse: `torchweave::opaque_index_put` and others.
+"""Indexed writes and copies as ops of their own, which Inductor calls and does not fuse: `torchweave::opaque_index_put` and others.
 
 They have the schemas and results of aten's.
 """
@@ -40,3 +40,4 @@ OPAQUE: dict[Any, Any] = {
 }
 OPAQUE[aten._unsafe_index_put.default] = OPAQUE[aten.index_put.default]
 """The opaque form of each write."""
+OPAQUE_CLONE = _define(aten.clone.default)
