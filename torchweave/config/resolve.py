@@ -137,11 +137,6 @@ def _speculation(
             f"{config.pipeline_parallel_size}, since only the last stage knows which drafts are right; use "
             "tensor_parallel_size, or remove it"
         )
-    if speculative.method == "eagle3" and config.tensor_parallel_size > 1:
-        raise ValueError(
-            "speculative_config.method=eagle3 is not supported with tensor_parallel_size="
-            f"{config.tensor_parallel_size}, since a head runs on one rank; use method=draft_model, or remove it"
-        )
     if device.is_gpu and not attention.supports_mixed_cuda_graphs:
         raise ValueError(
             f"speculative_config.method={speculative.method} needs an attention backend that finds each row's tokens on the "

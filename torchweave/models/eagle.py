@@ -30,6 +30,7 @@ from torchweave.models import attention
 from torchweave.models.decoder import DecoderStep, HiddenStates
 from torchweave.models.hooks import freeze_rope
 from torchweave.models.multimodal.support import decoder_of, text_config
+from torchweave.models.parallel.apply import plain_embedding
 from torchweave.models.resolve import read_json
 from torchweave.models.weights import read as weights
 from torchweave.ops.attention.op import LayerSpec
@@ -112,14 +113,14 @@ def read_eagle_config(folder: Path) -> EagleConfig:
 
 
 class EagleHead(DecoderStep):
-    """An EAGLE-3 head over the flattened tokens of a step.
+    """An EAGLE-3 head over the flattened tokens of a step; over several ranks each has all of it.
 
     Its first attention layer is that of the KV cache, the second keeps the model's hidden states.
 
     Args:
         config: of the head.
         tensors: its weights by their names in `speculators`.
-        embedding: `[V, H]`, where it has none of its own.
+        embedding: the model's, which it reads where it has none of its own.
         vocab_size: V of the model.
         max_model_len: longest sequence in tokens.
     """
@@ -128,12 +129,12 @@ class EagleHead(DecoderStep):
         self,
         config: EagleConfig,
         tensors: dict[str, Tensor],
-        embedding: Tensor,
+        embedding: nn.Embedding,
         vocab_size: int,
         max_model_len: int,
     ) -> None:
         nn.Module.__init__(self)
-        layer, device = config.layer, embedding.device
+        layer, device = config.layer, embedding.weight.device
         layer._attn_implementation = attention.NAME
         make_layer, make_rope = _LAYERS[layer.model_type]
         self.hidden_states, self.recurrent_layers = None, ()
@@ -151,8 +152,9 @@ class EagleHead(DecoderStep):
             self.lm_head = nn.Linear(layer.hidden_size, len(tensors["lm_head.weight"]), bias=False)
             self.fc = nn.Linear(tensors["fc.weight"].shape[1], layer.hidden_size, bias="fc.bias" in tensors)
             self.input_norm = make_norm(self.fc.in_features, eps=eps) if config.norm_before_fc else None
-        self.embed_tokens = nn.Embedding(
-            len(embedding), embedding.shape[1], _weight=tensors.pop("embed_tokens.weight", embedding)
+        own = tensors.pop("embed_tokens.weight", None)
+        self.embed_tokens = (
+            plain_embedding(embedding) if own is None else nn.Embedding(len(own), own.shape[1], _weight=own)
         )
         offsets = tensors.pop("d2t", None)
         self.register_buffer(
@@ -215,12 +217,21 @@ def load_eagle_head(folder: Path, target: DecoderStep, dtype: torch.dtype, max_m
         raise ValueError(
             f"The head {folder} takes hidden states after layers {list(taken)}, but the model has {len(layers)}"
         )
-    embeddings: Any = model.get_input_embeddings()
-    embedding: Tensor = embeddings.weight
-    tensors = _read_tensors(folder, embedding.device, dtype)
-    _check(folder, config, tensors, width, embedding, len(taken), target.vocab_size)
+    embedding: Any = model.get_input_embeddings()
+    tensors = _read_tensors(folder, embedding.weight.device, dtype)
     own = tensors.get("embed_tokens.weight")
-    if own is not None and own.shape == embedding.shape and own.equal(embedding):
+    # Over several ranks each has a part of the model's embeddings, of the same width.
+    rows = target.vocab_size if own is None else len(own)
+    _check(
+        folder,
+        config,
+        tensors,
+        width,
+        (rows, (embedding.weight if own is None else own).shape[1]),
+        len(taken),
+        target.vocab_size,
+    )
+    if own is not None and own.shape == embedding.weight.shape and own.equal(embedding.weight):
         del tensors["embed_tokens.weight"]  # a copy of the model's
     head = EagleHead(config, tensors, embedding, target.vocab_size, max_model_len)
     if missing := [name for name, tensor in head.state_dict().items() if tensor.is_meta]:
@@ -260,7 +271,7 @@ def _check(
     config: EagleConfig,
     tensors: dict[str, Tensor],
     width: int,
-    embedding: Tensor,
+    embedding: tuple[int, int],
     num_taken: int,
     vocab_size: int,
 ) -> None:
@@ -273,7 +284,7 @@ def _check(
             f"The head {folder} takes {taken} channels, but {num_taken} hidden states of the model have {num_taken * width}; "
             "choose a head that was trained for this model"
         )
-    rows, channels = tensors.get("embed_tokens.weight", embedding).shape
+    rows, channels = embedding
     if channels != hidden_size or rows < vocab_size:
         raise ValueError(
             f"The head {folder} needs embeddings of {vocab_size} tokens with {hidden_size} channels, but they are "

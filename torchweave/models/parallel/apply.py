@@ -147,6 +147,18 @@ def _vocab_parallel_embedding(self: Any, ids: Tensor) -> Tensor:
     return torch.ops.torchweave.all_reduce(rows, self.torchweave_group)
 
 
+def plain_embedding(embedding: nn.Embedding) -> nn.Embedding:
+    """A lookup in a model's embedding, by rows of the vocabulary as there, without what its class does besides (a scale)."""
+    rows, channels = embedding.weight.shape
+    lookup: Any = nn.Embedding(rows, channels, _weight=embedding.weight)
+    first_row = getattr(embedding, _FIRST_ROW, None)
+    if first_row is not None:
+        lookup.register_buffer(_FIRST_ROW, first_row, persistent=False)
+        lookup.torchweave_group = embedding.torchweave_group
+        lookup.forward = types.MethodType(_vocab_parallel_embedding, lookup)
+    return lookup
+
+
 def _sharded_norm(self: Any, x: Tensor) -> Tensor:
     """RMSNorm over the sharded last dimension; replicated heads are replicated equally often, so the mean is exact."""
     wide = x.float()
