@@ -37,7 +37,6 @@ from torchweave.models.weights.quantized_checkpoint import (
     pop_kv_cache_scales,
     resolve_scheme,
 )
-from torchweave.ops.attention.op import LayerSpec
 from torchweave.pooling import Pooling
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer, read_eos_token_id
@@ -158,16 +157,17 @@ def load(
         experts.check_dtype(model, resolved_dtype, device)
     length = _max_model_len(model.config, max_model_len)
     _check_ranks(model, layers, process_groups, pooling)
-    specs = _with_cache_scales(layers.attention, stored, bool(layers.recurrent), report)
+    layers = _with_cache_scales(layers, stored, report)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     size = _ModelSize(vocab_size(model, pooling is not None), num_parameters, length)
     plan = stage = whole = None
     if process_groups.tensor_parallel_size > 1:
-        plan, specs = shard_model(model, specs, process_groups, expert_parallel, report)
+        plan, layers = shard_model(model, layers, process_groups, expert_parallel, report)
     if process_groups.pipeline_parallel_size > 1:
         whole = weights.untied_tensors(model)
-        stage = make_pipeline_stage(model, specs, process_groups.stage, process_groups.pipeline_parallel_size, report)
-        plan, specs = None if plan is None else plan.restricted_to(stage.owns), stage.local_layers(specs)
+        stage = make_pipeline_stage(model, layers.attention, process_groups, report)
+        layers = replace(layers, attention=stage.local_layers(layers.attention))
+        plan = None if plan is None else plan.restricted_to(stage.owns)
         stored = None if stored is None else stage.filter_checkpoint(stored)
     fresh = read_config(source, trust_remote_code, images)
     placement = resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
@@ -179,7 +179,7 @@ def load(
     if quantizer is not None:
         quantizer.report_summary(model, report)
     freeze_rope(model, length, report)
-    loaded = _make_loaded_model(load_spec, model, ModelLayers(specs, layers.recurrent), size, process_groups, report)
+    loaded = _make_loaded_model(load_spec, model, layers, size, process_groups, report)
     loaded.module.pooling = pooling
     return replace(loaded, no_images=no_images)
 
@@ -468,24 +468,20 @@ def _scaled_length(tokens: int, config: Any) -> int:
 
 
 def _with_cache_scales(
-    specs: list[LayerSpec],
-    stored: dict[str, weights.CheckpointTensor] | None,
-    has_recurrent_layers: bool,
-    report: Report,
-) -> list[LayerSpec]:
+    layers: ModelLayers, stored: dict[str, weights.CheckpointTensor] | None, report: Report
+) -> ModelLayers:
     """Move the checkpoint's KV-cache scales from `stored` to the layers' specs."""
     scales = pop_kv_cache_scales(stored) if stored is not None else {}
-    if scales and has_recurrent_layers:
+    if scales and layers.recurrent:
         raise UnsupportedModel(
             "The checkpoint has KV-cache scales by layer, which are not supported in models with recurrent layers; use one without "
             "them."
         )
     if scales:
         report.event("kv_cache_scales", layers=len(scales), largest=max(map(max, scales.values())))
-    return [
-        replace(spec, k_scale=k_scale, v_scale=v_scale)
-        for spec, (k_scale, v_scale) in ((spec, scales.get(layer, (1.0, 1.0))) for layer, spec in enumerate(specs))
-    ]
+    each = ((spec, scales.get(layer, (1.0, 1.0))) for layer, spec in enumerate(layers.attention))
+    specs = [replace(spec, k_scale=k_scale, v_scale=v_scale) for spec, (k_scale, v_scale) in each]
+    return replace(layers, attention=specs)
 
 
 @dataclass(frozen=True)

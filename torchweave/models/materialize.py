@@ -18,7 +18,12 @@ from torchweave.models.attention import UnsupportedModel
 from torchweave.models.experts import experts_modules
 from torchweave.models.multimodal.support import attention_at_load, image_text_class, takes_images
 from torchweave.models.parallel import TensorParallelPlan
-from torchweave.models.parallel.apply import apply, register_rank_offsets
+from torchweave.models.parallel.apply import (
+    apply,
+    register_rank_offsets,
+    restore_whole_buffers,
+    shard_buffers,
+)
 from torchweave.models.parallel.pipeline_stages import PipelineStage, remove_other_stages
 from torchweave.models.resolve import Source
 from torchweave.models.weights import read as weights
@@ -269,9 +274,13 @@ def _split_packed(
 
 
 def _restore_buffers(model: PreTrainedModel, load_spec: WeightLoadSpec) -> None:
-    if load_spec.plan is not None:
-        register_rank_offsets(model, load_spec.plan, load_spec.device)
+    plan, computed = load_spec.plan, []
+    if plan is not None:
+        register_rank_offsets(model, plan, load_spec.device)
+        computed = restore_whole_buffers(model, plan)
     weights.rebuild_buffers(model, load_spec.device)
+    if plan is not None:
+        shard_buffers(model, plan, computed)
 
 
 def _load_with_transformers(

@@ -8,26 +8,26 @@ from transformers import PreTrainedModel
 
 from torchweave.distributed.process_groups import TENSOR, ProcessGroups
 from torchweave.models import experts
-from torchweave.models.adapt import layer_specs
+from torchweave.models.adapt import ModelLayers, model_layers
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.parallel.apply import apply
 from torchweave.models.parallel.linear_roles import name_pattern
 from torchweave.models.parallel.pipeline_stages import PipelineStage, make_pipeline_stage
 from torchweave.models.parallel.tp_plan import TensorParallelPlan, make_tensor_parallel_plan
-from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 
 __all__ = ["PipelineStage", "TensorParallelPlan", "make_pipeline_stage", "shard_model"]
 
 
 def shard_model(
-    model: PreTrainedModel, specs: list[LayerSpec], process_groups: ProcessGroups, expert_parallel: bool, report: Report
-) -> tuple[TensorParallelPlan, list[LayerSpec]]:
-    """Shard a model on the meta device for this rank; returns the plan and the rank's attention layers.
+    model: PreTrainedModel, layers: ModelLayers, process_groups: ProcessGroups, expert_parallel: bool, report: Report
+) -> tuple[TensorParallelPlan, ModelLayers]:
+    """Shard a model on the meta device for this rank; returns the plan and the rank's layers with state.
 
     Raises:
         UnsupportedModel: the model cannot be sharded over these ranks; the message gives the reason.
     """
+    specs = layers.attention
     plan = make_tensor_parallel_plan(
         model,
         specs,
@@ -38,9 +38,10 @@ def shard_model(
     )
     whole = sum(parameter.numel() for parameter in model.parameters())
     apply(model, plan)
+    local = model_layers(model)
     own = [
-        replace(local, k_scale=spec.k_scale, v_scale=spec.v_scale)
-        for local, spec in zip(layer_specs(model), specs, strict=True)
+        replace(each, k_scale=spec.k_scale, v_scale=spec.v_scale)
+        for each, spec in zip(local.attention, specs, strict=True)
     ]
     if [(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in own] != plan.local_head_counts(specs):
         raise UnsupportedModel(
@@ -55,5 +56,11 @@ def shard_model(
         all_reduced=sorted({name_pattern(name) for name in plan.all_reduced}),
         experts="by number" if plan.experts else "by width" if experts.count_experts(model)["op"] else "none",
         repeated_kv_heads=any(heads.kv < heads.size for heads in plan.heads.values()),
+        recurrent_layers=len(plan.divided),
+        state_bytes=sum(spec.num_bytes for spec in local.recurrent),
+        of_state_bytes=sum(spec.num_bytes for spec in layers.recurrent),
     )
-    return plan, own
+    for layer, why in plan.replicated.items():
+        why = f"each of the {plan.size} ranks has all of {layer}, its weights and its recurrent states: {why}"
+        report.event("warning", what="tensor parallelism", why=why)
+    return plan, ModelLayers(own, local.recurrent)

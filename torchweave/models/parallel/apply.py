@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,8 +30,9 @@ _FIRST_ROW, _FIRST_EXPERT = "torchweave_first_row", "torchweave_first_expert"
 
 def apply(model: PreTrainedModel, plan: TensorParallelPlan) -> None:
     """Shard the parameters of a whole model, on meta or not, and adapt its forward to this rank."""
+    whole_tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for name, shard in plan.shards.items():
-        whole = model.get_parameter(name)
+        whole = whole_tensors[name]
         set_tensor(
             model,
             name,
@@ -39,6 +42,9 @@ def apply(model: PreTrainedModel, plan: TensorParallelPlan) -> None:
     configs: dict[tuple[int, HeadSharding], Any] = {}
     for name, heads in plan.heads.items():
         _set_local_heads(model.get_submodule(name), heads, configs)
+    for name, width in plan.sizes.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, width)
     for name in plan.all_reduced:
         model.get_submodule(name).register_forward_hook(_AllReduceOutput(plan.group))
     for name in plan.norms:
@@ -60,6 +66,21 @@ def register_rank_offsets(model: nn.Module, plan: TensorParallelPlan, device: to
         owner, _, leaf = name.rpartition(".")
         value = torch.tensor(first, dtype=torch.int64, device=device)
         model.get_submodule(owner).register_buffer(leaf, value, persistent=False)
+
+
+def restore_whole_buffers(model: nn.Module, plan: TensorParallelPlan) -> list[str]:
+    """Give sharded buffers without memory the shape of the whole, in which transformers computes them; returns their names."""
+    found = [name for name, buffer in model.named_buffers() if buffer.is_meta and name in plan.buffers]
+    for name in found:
+        shard, like = plan.shards[name], model.get_buffer(name)
+        set_tensor(model, name, torch.empty(shard.full, dtype=like.dtype, device="meta"))
+    return found
+
+
+def shard_buffers(model: nn.Module, plan: TensorParallelPlan, names: Sequence[str]) -> None:
+    """Replace whole buffers by this rank's part."""
+    for name in names:
+        set_tensor(model, name, plan.shards[name].extract(model.get_buffer(name)))
 
 
 # -- sizes read by forwards --------------------------------------------------------------------------------------------
@@ -159,12 +180,21 @@ def plain_embedding(embedding: nn.Embedding) -> nn.Embedding:
     return lookup
 
 
-def _sharded_norm(self: Any, x: Tensor) -> Tensor:
-    """RMSNorm over the sharded last dimension; replicated heads are replicated equally often, so the mean is exact."""
-    wide = x.float()
+def _sharded_norm(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """RMSNorm over the sharded last dimension; replicated heads are replicated equally often, so the mean is exact.
+
+    Args:
+        gate: of the shape of x: a Mamba2 layer's, whose SiLU multiplies the input, or with `norm_before_gate` the output.
+    """
+    wide, gates_output = x.float(), getattr(self, "norm_before_gate", False)
+    if gate is not None and not gates_output:
+        wide = wide * F.silu(gate.float())
     squares = wide.square().sum(-1, keepdim=True)
     mean = torch.ops.torchweave.all_reduce(squares, self.torchweave_group) / (x.shape[-1] * self.torchweave_ranks)
-    return (self.weight * (wide * torch.rsqrt(mean + self.variance_epsilon))).to(x.dtype)
+    out = self.weight * (wide * torch.rsqrt(mean + self.variance_epsilon))
+    if gate is not None and gates_output:
+        out = out * F.silu(gate.float())
+    return out.to(x.dtype)
 
 
 def _localize_expert_ids(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

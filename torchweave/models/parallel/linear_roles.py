@@ -39,18 +39,18 @@ _GATHERED: Mapping[str, Role] = {
 }
 VERIFIED = frozenset(
     {
-        "afmoe", "apertus", "arcee", "bamba", "biogpt", "bitnet", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2",
-        "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "flex_olmo",
-        "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neo",
-        "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoehybrid",
-        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "jamba", "lfm2", "lfm2_moe",
-        "lfm3", "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3",
-        "mistral", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt",
-        "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
-        "stablelm", "starcoder2", "vaultgemma", "youtu",
+        "afmoe", "apertus", "arcee", "bailing_hybrid", "bamba", "biogpt", "bitnet", "codegen", "cohere", "cohere2", "cwm",
+        "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1",
+        "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode",
+        "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe",
+        "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "jamba",
+        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
+        "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
+        "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+        "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     }
 )  # fmt: skip
-"""Architectures (`model_type`) whose tokens equal transformers' on 2 and 4 ranks: docs/models.md."""
+"""Architectures (`model_type`) whose tokens equal transformers' on 2 ranks, many also on 4: docs/models.md."""
 _COLUMNS = frozenset(
     {
         "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "g_proj",
@@ -97,7 +97,7 @@ def is_transposed(module: nn.Module) -> bool:
 def roles(model: PreTrainedModel) -> dict[str, Role]:
     """Roles of the sharded linears but the output layer, by name.
 
-    A module is sharded only if it has both column and row linears. Layers with a recurrent state are replicated.
+    A module is sharded only if it has both column and row linears. Layers with a recurrent state have functions of their own.
     """
     plan, head = transformers_tp_plan(model), model.get_output_embeddings()
     verified = model.config.model_type in VERIFIED

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import torchweave.ops.pipeline_marks  # noqa: F401  (defines torchweave::stage_input)
+from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models.adapt import layer_specs
 from torchweave.models.attention import UnsupportedModel
 from torchweave.ops.attention.op import LayerSpec
@@ -89,14 +90,15 @@ def stage_layers(num_layers: int, number: int, size: int) -> tuple[int, int]:
 
 
 def make_pipeline_stage(
-    model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, size: int, report: Report
+    model: PreTrainedModel, specs: Sequence[LayerSpec], process_groups: ProcessGroups, report: Report
 ) -> PipelineStage:
-    """Reduce a model on the meta device to one stage.
+    """Reduce a model on the meta device to the stage of this rank.
 
     Raises:
         UnsupportedModel: the model cannot be split into stages; the message gives the reason.
     """
     name, whole = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
+    number, size = process_groups.stage, process_groups.pipeline_parallel_size
     if size > len(specs):
         raise UnsupportedModel(
             f"{name} has {len(specs)} layers, fewer than {size} stages; lower pipeline_parallel_size."

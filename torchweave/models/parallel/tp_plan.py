@@ -25,6 +25,8 @@ from torchweave.models.parallel.linear_roles import (
     name_pattern,
     roles,
 )
+from torchweave.models.parallel.recurrent_layers import shard_recurrent_layer
+from torchweave.models.recurrent import is_recurrent
 from torchweave.models.weights.shards import HeadSharding, Range, Ranges, TensorShard, even_shard, padded_shard
 from torchweave.ops.attention.op import LayerSpec
 
@@ -46,6 +48,10 @@ class TensorParallelPlan:
         norms: norms over a sharded dimension.
         heads: head sharding by attention module.
         experts: first local expert by experts block, for blocks sharded by index.
+        buffers: names in `shards` that are buffers.
+        sizes: attributes of recurrent layers that their forwards read, by name.
+        divided: recurrent layers of which each rank has a part.
+        replicated: why recurrent layers are whole on each rank, as a clause, by class.
     """
 
     rank: int
@@ -59,6 +65,10 @@ class TensorParallelPlan:
     norms: list[str] = field(default_factory=list)
     heads: dict[str, HeadSharding] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    divided: list[str] = field(default_factory=list)
+    replicated: dict[str, str] = field(default_factory=dict)
 
     def restricted_to(self, owns: Callable[[str], bool]) -> TensorParallelPlan:
         """The plan restricted to modules for which `owns` is true."""
@@ -124,6 +134,8 @@ class _TensorParallelPlanner:
         for name, block in self.model.named_modules():
             if (form := _experts_layout(block)) is not None:
                 (self._distribute_experts if expert_parallel else self._shard_each_expert)(name, block, form)
+            if is_recurrent(block):
+                self._recurrent_layer(name, block)
         self._vocabulary()
         return self.result
 
@@ -274,6 +286,27 @@ class _TensorParallelPlanner:
                 self._add_shard(f"{name}.{leaf}", parameter, 0, ((self.rank * own, (self.rank + 1) * own),))
         self.result.experts[name] = self.rank * own
         self.result.all_reduced.append(name)
+
+    # -- recurrent layers ----------------------------------------------------------------------------------------------
+
+    def _recurrent_layer(self, name: str, module: nn.Module) -> None:
+        own = shard_recurrent_layer(module, self.rank, self.size)
+        if isinstance(own, str):
+            self.result.replicated[type(module).__name__] = own
+            return
+        buffers = dict(module.named_buffers())
+        tensors = dict(module.named_parameters()) | buffers
+        for each, ranges in own.columns.items():
+            for leaf in (each, f"{each}.weight", f"{each}.bias"):
+                if leaf in tensors:
+                    self._add_shard(f"{name}.{leaf}", tensors[leaf], own.dims.get(leaf, 0), ranges)
+                    self.result.buffers.extend([f"{name}.{leaf}"] if leaf in buffers else [])
+        for leaf, rows in own.rows.items():
+            self._rows(f"{name}.{leaf}", module.get_submodule(leaf), rows)
+        for leaf, width in own.sizes.items():
+            self.result.sizes[f"{name}.{leaf}"] = width
+        self.result.norms.extend(f"{name}.{leaf}" for leaf in own.norms)
+        self.result.divided.append(name)
 
     # -- vocabulary ----------------------------------------------------------------------------------------------------
 
