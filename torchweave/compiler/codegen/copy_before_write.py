@@ -104,8 +104,8 @@ def _moves_values(target: Any, source: Any) -> bool:
         node = queue.pop()
         if not isinstance(value(node), torch.Tensor):  # a size
             continue
-        elementwise = node.target in _COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if node.op == "call_function" and not elementwise and _is_computed_from(node, target):
+        pointwise = node.target in _COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if node.op == "call_function" and not pointwise and _is_computed_from(node, target):
             return True
         new = [each for each in node.all_input_nodes if each not in seen]
         seen.update(new)
