@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -62,8 +61,6 @@ def compile_graph(
     dynamic, config, report = dynamic or {}, config or TorchCompileConfig(), report or Report(show=False)
     if report.select("ready"):
         report.event("compile_after_ready", what=type(module).__name__)
-    if config.enable_inductor:
-        _warn_of_inductor_pass(report)
     device = next(iter(inputs.values())).device
     table = load_tables(device, cache, report)
     with gc_paused():
@@ -89,14 +86,6 @@ def compile_graph(
     sizes = size_range(graph, config.dynamic_shapes, report, as_eager)
     sizes = sizes._replace(high=min([sizes.high, *(each.max_size for each in built.values())]))
     return CompiledGraph(graph, parts, built, sizes, report)
-
-
-def _warn_of_inductor_pass(report: Report) -> None:
-    """Report a pass that the program gave to Inductor, which would not show in the compile cache's keys."""
-    inductor = sys.modules.get("torch._inductor.config")
-    if inductor is not None and inductor.post_grad_custom_post_pass is not None:
-        why = "it is not run: give compile `passes=[*default_passes(), Fusion(...)]`, see docs/passes.md"
-        report.event("warning", what="torch._inductor.config.post_grad_custom_post_pass", why=why)
 
 
 def _load_or_capture(

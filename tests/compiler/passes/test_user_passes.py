@@ -231,15 +231,3 @@ def test_a_pass_that_changes_the_interface_of_a_graph_is_named(stage: Any, harm:
     each.stage = stage
     with pytest.raises(RuntimeError, match=f"pass harm left an invalid graph: ({why})"):
         compile_graph(Two(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, passes=[each])
-
-
-def test_a_pass_given_to_inductor_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as inductor
-
-    for given in (None, lambda graph: None):
-        monkeypatch.setattr(inductor, "post_grad_custom_post_pass", given)
-        report = Report(show=False)
-        config = TorchCompileConfig(compile_cache=False)
-        torchweave.compile(torch.nn.ReLU(), {"input": torch.zeros(3)}, config=config, report=report)
-        warned = [each["why"] for each in report.select("warning") if "post_grad_custom_post_pass" in each["what"]]
-        assert [why.partition(":")[0] for why in warned] == ([] if given is None else ["it is not run"])
