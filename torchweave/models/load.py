@@ -158,8 +158,7 @@ def load(
     length = _max_model_len(model.config, max_model_len)
     _check_ranks(model, layers, process_groups, pooling)
     layers = _with_cache_scales(layers, stored, report)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    size = _ModelSize(vocab_size(model, pooling is not None), num_parameters, length)
+    size = _model_size(model, pooling, length)
     plan = stage = whole = None
     if process_groups.tensor_parallel_size > 1:
         plan, layers = shard_model(model, layers, process_groups, expert_parallel, report)
@@ -182,6 +181,12 @@ def load(
     loaded = _make_loaded_model(load_spec, model, layers, size, process_groups, report)
     loaded.module.pooling = pooling
     return replace(loaded, no_images=no_images)
+
+
+def _model_size(model: PreTrainedModel, pooling: Pooling | None, max_model_len: int) -> _ModelSize:
+    """The size of a whole model, before it is divided over ranks."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return _ModelSize(vocab_size(model, pooling is not None), num_parameters, max_model_len)
 
 
 def _checked_source(source: Source, load_format: str) -> Source:
