@@ -161,6 +161,7 @@ def compare_steps(args: argparse.Namespace, head: str) -> None:
             max_model_len=512,
             enable_prefix_caching=False,
             quantization=args.quantization,
+            tensor_parallel_size=args.tensor_parallel_size,
             cuda_graph_config={"batch_sizes": tuple(args.batch_sizes)},
             torch_compile_config=STEP_SIZES,
             report=Report(show=False),
@@ -178,7 +179,9 @@ def compare_steps(args: argparse.Namespace, head: str) -> None:
             print(line, flush=True)
         if args.json:
             facts = header("speculation", args.model, llm.plan.dtype, llm.plan.device) | {
-                "draft_model": args.draft_model
+                "draft_model": args.draft_model,
+                "quantization": args.quantization,
+                "tensor_parallel_size": args.tensor_parallel_size,
             }
             args.json.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
 
@@ -240,6 +243,7 @@ def main() -> None:
     parser.add_argument("--draft-model", default="shape:llama-1b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--quantization")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--only", nargs="+", help="names of the engines or drafters to measure")
     parser.add_argument("--json", type=Path)

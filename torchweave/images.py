@@ -132,9 +132,9 @@ def check_size(image: Any, max_pixels: int) -> None:
         )
 
 
-def blank_image(size: int) -> Any:
-    """A black square of `size` pixels a side."""
-    return _import_pillow()[0].new("RGB", (size, size))
+def blank_image(width: int, height: int) -> Any:
+    """A black image of `width` x `height` pixels."""
+    return _import_pillow()[0].new("RGB", (width, height))
 
 
 def read_data_url(url: str) -> bytes:

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-NAMES = ("llama-tied", "gpt2", "olmo2", "gpt_oss", "deepseek_v3", "qwen3_moe")
+NAMES = ("llama-tied", "gpt2", "olmo2", "gpt_oss", "deepseek_v3", "qwen3_moe", "qwen3_next", "bamba")
 
 
 def _tokens(
@@ -61,4 +61,18 @@ def test_tp2_engine_equals_transformers(name: str, symmetric_memory: bool, tmp_p
         assert llm.report.select("tensor_parallel")[0]["ranks"] == 2
         begin = time.monotonic()
     assert time.monotonic() - begin < 20, "graphs with collectives of NCCL must not keep anyone from leaving"
+    assert found == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tp2_with_an_eagle_head_answers_as_without(temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=7, max_tokens=24, ignore_eos=True)
+    prompts = ["12+30=", "copy: one two three", "sort: pear fig apple"]
+    sizes = {"num_kv_blocks": 256, "max_batch_size": 4, "dtype": "float32", "device": "cuda"}
+    head = {"method": "eagle3", "model": "demo-eagle", "num_speculative_tokens": 3, "adaptive": False}
+    with LLM("demo", **sizes) as llm:
+        expected = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, sampling)]
+    with LLM("demo", tensor_parallel_size=2, speculative_config=head, **sizes) as llm:
+        found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, sampling)]
+        assert llm.engine.scheduler.speculation.num_accepted_tokens > 0
     assert found == expected

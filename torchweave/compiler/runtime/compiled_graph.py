@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,7 +84,7 @@ class CompiledGraph:
         self.effects = find_effects(graph)
         self.code, namespace = _ForwardGenerator(graph, parts, built, sizes, self.effects.mutated_inputs).run()
         exec(compile(self.code, "<torchweave stitched>", "exec"), namespace)
-        self._run = namespace["forward"]
+        self._run, self._namespace = namespace["forward"], namespace
         self.constants = {piece.index: namespace.get(f"constants_{piece.index}", ()) for piece in self.pieces}
 
     def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Any:
@@ -98,6 +98,21 @@ class CompiledGraph:
             ValueError: an input has another dtype, device, shape or layout, or shares memory with an input that is written.
         """
         return self._run(boundary, *inputs)
+
+    def with_constants(self, replace: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        """The forward of an equal module, called as this one: `replace` returns its tensor for each constant of this one.
+
+        Raises:
+            ValueError: the forward holds a tensor that is no argument of a piece.
+        """
+        namespace = dict(self._namespace)
+        if any(isinstance(thing, Tensor) for thing in namespace.values()):
+            raise ValueError("the forward returns a constant or passes it to a boundary op")
+        for index, constants in self.constants.items():
+            if constants:
+                namespace[f"constants_{index}"] = tuple(map(replace, constants))
+        exec(compile(self.code, "<torchweave stitched>", "exec"), namespace)
+        return namespace["forward"]
 
     @property
     def plan(self) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchweave.compiler.precompile.after_ready import watch_builds
@@ -38,7 +36,7 @@ from torchweave.engine.scheduler.speculation import AdaptiveDrafts, StepCosts
 from torchweave.engine.startup.compile_model import build_forward
 from torchweave.engine.startup.device_facts import device_facts
 from torchweave.engine.startup.draft_model import load_draft_model
-from torchweave.images import ImageLimits, ImageProcessor, blank_image
+from torchweave.engine.startup.image_encoder import compile_image_encoder, large_image_encoding
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.load import LoadedModel, load, model_facts, with_tokenizer
 from torchweave.models.multimodal.image_encoder import ImageEncoder
@@ -50,7 +48,6 @@ from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
 from torchweave.utils.openmp import release_workers
 
-_MEASURED_IMAGE_SIZE = 2048  # pixels of a side of the image that is encoded while memory is measured
 _IMAGE_STEPS = 2  # the pool of images holds those of so many full steps,
 _MIN_IMAGE_ROWS = 16384  # and at least this many tokens
 
@@ -123,6 +120,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         blocks_that_fit(plan, cache_spec.block_bytes, None, windows)
 
     forward, draft_model, plan = _compile(loaded, draft, plan, cache_spec, report, process_groups)
+    compile_image_encoder(loaded, plan, report)
 
     state = SlotState(
         plan.max_batch_size,
@@ -139,7 +137,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         per_request = num_bytes // (plan.max_batch_size + num_snapshots)
         report.event("recurrent_states", bytes=num_bytes, bytes_per_request=per_request, snapshots=num_snapshots)
     with report.stage("measuring memory"):
-        encode_image = _image_encoding(loaded) if plan.device.startswith("cuda") else None
+        encode_image = large_image_encoding(loaded) if plan.device.startswith("cuda") else None
         use = measure_memory(plan, forward, cache_spec, state, report, recurrent_states, encode_image, draft_model)
     num_blocks = process_groups.all_reduce_min(blocks_that_fit(plan, cache_spec.block_bytes, use, windows))
     plan = _with_num_blocks(plan, num_blocks, use, cache_spec.layout)
@@ -378,25 +376,6 @@ def _cache_facts(plan: Plan, cache_spec: KVCacheSpec, num_blocks: int) -> dict[s
     ]
     size = {"blocks": num_blocks, "block_size": plan.block_size, "bytes": num_blocks * cache_spec.block_bytes}
     return {**size, "dtype": plan.kv_cache_dtype, "groups": groups}
-
-
-def _image_encoding(loaded: LoadedModel) -> Callable[[], None] | None:
-    """A function that encodes a large image; None without images, and for a folder without a processor, which gets none."""
-    if not isinstance(loaded.module, ImageDecoderStep) or loaded.tokenizer is None:
-        return None
-    encoder, tokenizer = ImageEncoder(loaded.module), loaded.tokenizer
-    try:
-        processor = ImageProcessor(tokenizer.folder, ImageLimits(encoder.token_id, 1), tokenizer.trust_remote_code)
-        image = processor.encode(processor.placeholder, [blank_image(_MEASURED_IMAGE_SIZE)]).images[0]
-    except ValueError:
-        return None
-    rows = np.arange(min(len(image.index), encoder.num_rows), dtype=np.int32)
-
-    def encode() -> None:
-        with suppress(ValueError):  # it has used what memory there is, or a tower refuses the image
-            encoder.encode(image, rows)
-
-    return encode
 
 
 # -- 5. record CUDA graphs, and the host's part ------------------------------------------------------------------------

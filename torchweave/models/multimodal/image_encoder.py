@@ -15,15 +15,24 @@ from torchweave.models.multimodal.image_step import ImageDecoderStep
 from torchweave.models.multimodal.support import image_token_id
 
 NO_ROPE_OFFSETS = np.empty((0, 0), np.int32)
+ENCODER_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+"""What towers raise for images that they do not take."""
+_TORCH_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
 
 
 class ImageEncoder:
-    """Runs the vision tower and projector, one image at a time, and eagerly: towers split and index by values.
+    """Runs the vision tower and projector, one image at a time.
+
+    Towers split and index by values, eagerly; their layers are compiled where they can be (`vision_layers`).
 
     Args:
         step: the model's forward, which owns the pool.
 
     Attributes:
+        model: the image-text model.
         num_rows: rows of the pool.
         first_image_id: see `ImageDecoderStep`.
         token_id: the token that stands for a row of an image in a prompt.
@@ -33,7 +42,7 @@ class ImageEncoder:
 
     def __init__(self, step: ImageDecoderStep) -> None:
         model: Any = step.model
-        self._step, self._model = step, model
+        self._step, self.model = step, model
         self.num_rows = len(step.image_rows)
         self.first_image_id = step.first_image_id
         self.token_id = image_token_id(model.config)
@@ -48,10 +57,9 @@ class ImageEncoder:
             ValueError: the tower fails on this image, or returns another number of rows.
         """
         pool = self._step.image_rows
-        given = {name: _to_device(array, pool) for name, array in image.tensors.items()}
         try:
-            features = image_features(self._model, given)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            features = self.features(image)
+        except ENCODER_ERRORS as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise ValueError("The GPU has too little memory to encode the image; send a smaller one.") from error
             why = " ".join(str(error).split())[:200].rstrip(".")
@@ -64,11 +72,17 @@ class ImageEncoder:
         index = torch.from_numpy(rows.astype(np.int64)).to(pool.device)
         pool.index_copy_(0, index, features.to(pool.dtype))
 
+    @torch.inference_mode()
+    def features(self, image: ImageInput) -> Tensor:
+        """What the tower and projector make of an image, `[rows, width of the pool]`; raises what the model raises."""
+        pool = self._step.image_rows
+        return image_features(self.model, {name: _to_device(array, pool) for name, array in image.tensors.items()})
+
     def rope_offsets(self, token_ids: np.ndarray, images: Sequence[ImageInput]) -> tuple[np.ndarray, int]:
         """What each axis adds to the positions of a prompt, int32 `[rope_axes, tokens]`, and of what follows it."""
         if not self.rope_axes or not images:
             return NO_ROPE_OFFSETS, 0
-        inner: Any = self._model.model
+        inner: Any = self.model.model
         ids = torch.from_numpy(token_ids.astype(np.int64))[None]
         kinds = (ids == self.token_id).int()  # 0 for text, 1 for an image
         accepted = inspect.signature(inner.get_rope_index).parameters
@@ -79,9 +93,11 @@ class ImageEncoder:
 
 
 def _to_device(array: np.ndarray, pool: Tensor) -> Tensor:
-    tensor = torch.from_numpy(np.array(array))
-    tensor = tensor.to(pool.dtype) if tensor.is_floating_point() else tensor
-    return tensor.to(pool.device)
+    """A copy on the pool's device, floating-point numbers in its dtype; the copy to a GPU waits for no step in flight."""
+    staged = torch.empty(array.shape, dtype=_TORCH_DTYPES[array.dtype.name], pin_memory=pool.is_cuda)
+    np.copyto(staged.numpy(), array)
+    tensor = staged.to(pool.device, non_blocking=True)
+    return tensor.to(pool.dtype) if tensor.is_floating_point() else tensor
 
 
 def _joined(images: Sequence[ImageInput]) -> Mapping[str, Tensor]:

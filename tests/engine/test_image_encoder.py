@@ -1,0 +1,174 @@
+"""Compiled layers of vision towers: features equal the eager tower's, for images of any size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import image_model
+from torchweave import LLM, SamplingParams
+from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.engine.startup.image_encoder import compile_layers
+from torchweave.images import ImageInput
+from torchweave.models.multimodal.image_encoder import ImageEncoder
+from torchweave.models.multimodal.support import VERIFIED
+from torchweave.models.multimodal.vision_layers import Arguments, UnsupportedLayer, Signature, tower_layers
+from torchweave.ops.attention.varlen import varlen_attention
+from torchweave.report import Report
+from torchweave.verify import image_zoo
+
+QUICK = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+
+
+@dataclass
+class Step:
+    """What an encoder needs of a model's step."""
+
+    image_rows: Tensor
+
+
+class Encoder(ImageEncoder):
+    """The encoder of a model of the zoo, without a decoder's step."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self._step = model, Step(torch.zeros(1, 1))  # type: ignore[assignment]
+
+
+def images(entry: image_zoo.ImageZooModel, sizes: range) -> list[ImageInput]:
+    torch.manual_seed(len(sizes))
+    made = [{name: tensor.numpy() for name, tensor in entry.image(size).items()} for size in sizes]
+    return [ImageInput(tensors, np.arange(4, dtype=np.int32)) for tensors in made]
+
+
+def zoo_encoder(model_type: str) -> tuple[image_zoo.ImageZooModel, Encoder]:
+    entry = image_zoo.zoo_entry(f"{model_type}-images")
+    assert isinstance(entry, image_zoo.ImageZooModel)
+    return entry, Encoder(entry.build())
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of a layer was accepted by its compiled forward."""
+    seen: list[bool] = []
+    matches = Signature.matches
+
+    def recorded(self: Signature, call: Arguments) -> bool:
+        seen.append(matches(self, call))
+        return seen[-1]
+
+    monkeypatch.setattr(Signature, "matches", recorded)
+    return seen
+
+
+@pytest.mark.parametrize("model_type", sorted(VERIFIED))
+def test_features_of_compiled_layers_equal_the_eager_tower(model_type: str, calls: list[bool]) -> None:
+    entry, encoder = zoo_encoder(model_type)
+    other = images(entry, range(1, 7))
+    expected = [encoder.features(image) for image in other]
+    report = Report(show=False)
+    compile_layers(encoder, images(entry, range(3)), QUICK, None, report)
+    (event,) = report.select("image_encoder")
+    layers = [layer for group in tower_layers(encoder.model) for layer in group]
+    assert (event["compiled"], event.get("why")) == (len(layers), None) and layers
+    calls.clear()
+    for image, features in zip(other, expected, strict=True):
+        torch.testing.assert_close(encoder.features(image), features, rtol=1e-4, atol=1e-4)
+    assert calls and all(calls)
+
+
+def test_layers_use_their_own_weights() -> None:
+    entry, encoder = zoo_encoder("qwen3_vl")
+    compile_layers(encoder, images(entry, range(3)), QUICK, None, Report(show=False))
+    (image,) = images(entry, range(1))
+    before = encoder.features(image)
+    (group,) = tower_layers(encoder.model)
+    group[1].mlp.linear_fc2.weight.data.mul_(2.0)  # type: ignore[union-attr, operator]
+    assert not torch.allclose(encoder.features(image), before)
+
+
+def test_a_call_of_another_form_runs_eagerly(calls: list[bool]) -> None:
+    entry, encoder = zoo_encoder("llava_onevision")  # tiles of one image are a batch, of two and more
+    (tile,) = images(entry, range(1))
+    single = ImageInput({**tile.tensors, "pixel_values": tile.tensors["pixel_values"][:, :1]}, tile.index)
+    tower, pixels = encoder.model.model.vision_tower, torch.from_numpy(single.tensors["pixel_values"][0])
+    with torch.inference_mode():
+        expected = tower(pixels).last_hidden_state
+        compile_layers(encoder, images(entry, range(3)), QUICK, None, Report(show=False))
+        calls.clear()
+        torch.testing.assert_close(tower(pixels).last_hidden_state, expected)
+    assert calls and not any(calls)
+
+
+def test_a_tower_that_cannot_be_traced_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, encoder = zoo_encoder("gemma3")
+    (group,) = tower_layers(encoder.model)
+    (image,) = images(entry, range(1))
+    expected, forward = encoder.features(image), type(group[0]).forward
+
+    def reads_values(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scale = 2.0 if hidden_states.sum().item() > 1e9 else 1.0
+        return forward(self, hidden_states * scale, *args, **kwargs)
+
+    monkeypatch.setattr(type(group[0]), "forward", reads_values)
+    report = Report(show=False)
+    compile_layers(encoder, images(entry, range(3)), QUICK, None, report)
+    (event,) = report.select("image_encoder")
+    assert event["compiled"] == 0 and "data-dependent" in event["why"]
+    assert not any("forward" in vars(layer) for layer in group)
+    torch.testing.assert_close(encoder.features(image), expected)
+
+
+def test_a_compiled_tower_with_other_features_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, encoder = zoo_encoder("glm4v")
+    module = "torchweave.models.multimodal.vision_layers"
+    monkeypatch.setattr(f"{module}.varlen_attention", lambda query, key, value, *_: value.clone())
+    report = Report(show=False)
+    compile_layers(encoder, images(entry, range(3)), QUICK, None, report)
+    (event,) = report.select("image_encoder")
+    assert event["compiled"] == 0 and "its features differ by" in event["why"]
+    assert encoder.model.config.vision_config._attn_implementation == "eager"
+
+
+def test_the_engine_compiles_the_tower_and_answers_as_before(tmp_path: Path) -> None:
+    _, processor = image_model.save(tmp_path)
+    prompt = {"prompt": "<image>1+1=", "multi_modal_data": {"image": image_model.picture(1)}}
+    greedy, answers = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), []
+    for fullgraph in (False, True):
+        options = TorchCompileConfig(enable_inductor=False, compile_cache=False, enable_fullgraph=fullgraph)
+        config = EngineConfig(
+            model=str(tmp_path), dtype="float32", device="cpu", num_kv_blocks=64, torch_compile_config=options
+        )
+        report = Report(show=False)
+        with LLM.from_config(config, report) as llm:
+            answers.append(list(llm.generate(prompt, greedy)[0].outputs[0].token_ids))
+        assert [event["compiled"] for event in report.select("image_encoder")] == [2] * fullgraph
+    assert processor is not None and answers[0] == answers[1]
+
+
+def test_sequences_do_not_see_each_other() -> None:
+    query, key, value = torch.randn(3, 9, 2, 8)
+    out = varlen_attention(query, key, value, torch.tensor([0, 4, 9]), 0.3)
+    for begin, end in ((0, 4), (4, 9)):
+        scores = torch.einsum("qhd,khd->hqk", query[begin:end].double(), key[begin:end].double()) * 0.3
+        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[begin:end].double())
+        torch.testing.assert_close(out[begin:end].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.library.opcheck(varlen_attention, (query, key, value, torch.tensor([0, 4, 9]), 0.3))
+
+
+def test_arguments_that_depend_on_the_image_are_refused() -> None:
+    x = torch.zeros(4, 8)
+    with pytest.raises(UnsupportedLayer, match="an argument that is no tensor depends on the image"):
+        Signature.of([Arguments.of((x,), {"height": 2}), Arguments.of((x,), {"height": 3})])
+    with pytest.raises(UnsupportedLayer, match="an argument is a set"):
+        Arguments.of((x, {1}), {})
+    signature = Signature.of([Arguments.of((x, x[:2]), {}), Arguments.of((torch.zeros(6, 8), x[:3]), {})])
+    assert signature.sizes == (("S0", 8), ("S1", 8)) and signature.dynamic == {"a": {0: "S0"}, "b": {0: "S1"}}
+    assert signature.matches(Arguments.of((torch.zeros(9, 8), x), {}))
+    assert not signature.matches(Arguments.of((torch.zeros(9, 7), x), {}))
+    assert not signature.matches(Arguments.of((torch.zeros(1, 8), x), {}))

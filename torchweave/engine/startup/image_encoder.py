@@ -1,0 +1,170 @@
+"""The image encoder at the start: example images, its layers compiled, and the large image that memory is measured with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchweave.compiler.backend import compile_graph
+from torchweave.compiler.cache.store import CompileCache, open_cache
+from torchweave.compiler.codegen.inductor import stop_inductor_workers
+from torchweave.compiler.errors import InvariantError
+from torchweave.compiler.runtime.forward import call_op
+from torchweave.config import Plan
+from torchweave.config.options import TorchCompileConfig
+from torchweave.engine.startup.compile_model import effective_compile_config
+from torchweave.images import ImageInput, ImageLimits, ImageProcessor, blank_image
+from torchweave.models.load import LoadedModel
+from torchweave.models.multimodal.image_encoder import ENCODER_ERRORS, ImageEncoder
+from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.models.multimodal.vision_layers import (
+    INPUT_NAMES,
+    Arguments,
+    LayerCall,
+    UnsupportedLayer,
+    Signature,
+    replace_forward,
+    restore_forward,
+    tower_layers,
+    use_varlen_attention,
+    watch,
+    without_hooks,
+)
+from torchweave.report import Report
+
+_MEASURED_IMAGE_SIZE = (2048, 2048)  # pixels of the image that is encoded while memory is measured
+EXAMPLE_IMAGE_SIZES = ((224, 224), (448, 336), (336, 672))
+"""Width and height of the images from which dynamic sizes are known: they differ in patches, rows and tiles."""
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Largest norm of the difference from the features of the eager encoder, in parts of the norm of these."""
+
+
+def example_image(loaded: LoadedModel, size: tuple[int, int]) -> ImageInput | None:
+    """A black image as the checkpoint's processor returns it; None without images, and for a folder without a processor."""
+    if not isinstance(loaded.module, ImageDecoderStep) or loaded.tokenizer is None:
+        return None
+    tokenizer, token_id = loaded.tokenizer, ImageEncoder(loaded.module).token_id
+    try:
+        processor = ImageProcessor(tokenizer.folder, ImageLimits(token_id, 1), tokenizer.trust_remote_code)
+        return processor.encode(processor.placeholder, [blank_image(*size)]).images[0]
+    except ValueError:
+        return None
+
+
+def large_image_encoding(loaded: LoadedModel) -> Callable[[], None] | None:
+    """A function that encodes a large image; None where there is no example image."""
+    image = example_image(loaded, _MEASURED_IMAGE_SIZE)
+    if image is None:
+        return None
+    encoder = ImageEncoder(loaded.module)  # type: ignore[arg-type]
+    rows = np.arange(min(len(image.index), encoder.num_rows), dtype=np.int32)
+
+    def encode() -> None:
+        with suppress(ValueError):  # it has used what memory there is, or a tower refuses the image
+            encoder.encode(image, rows)
+
+    return encode
+
+
+def compile_image_encoder(loaded: LoadedModel, plan: Plan, report: Report) -> None:
+    """Compile the layers of a model's vision tower; one that cannot be compiled stays eager, with the reason in the report."""
+    if not isinstance(loaded.module, ImageDecoderStep) or not plan.fullgraph:
+        return
+    with report.stage("compiling the image encoder"):
+        examples = [example_image(loaded, size) for size in EXAMPLE_IMAGE_SIZES]
+        images = [image for image in examples if image is not None]
+        if not images:
+            report.event("image_encoder", compiled=0, why="the folder has no image processor")
+            return
+        config = effective_compile_config(plan)
+        compile_layers(ImageEncoder(loaded.module), images, config, open_cache(config, report), report)
+
+
+def compile_layers(
+    encoder: ImageEncoder,
+    images: Sequence[ImageInput],
+    config: TorchCompileConfig,
+    cache: CompileCache | None,
+    report: Report,
+) -> None:
+    """Compile the layers of the encoder's tower, and compare features with those of the eager tower.
+
+    Args:
+        images: of different sizes; a size of a tensor that differs between them is dynamic.
+        report: receives an `image_encoder` event: compiled layers, or the reason why there are none.
+    """
+    begin = time.monotonic()
+    groups = tower_layers(encoder.model)
+    layers = [layer for group in groups for layer in group]
+    if not layers:
+        report.event("image_encoder", compiled=0, why="the tower has no list of layers")
+        return
+    with ExitStack() as on_failure:
+        try:
+            expected = [encoder.features(image) for image in images]
+            on_failure.callback(use_varlen_attention(layers))
+            on_failure.callback(_restore, layers)
+            for group in groups:
+                with watch(group) as calls:
+                    for image in images:
+                        encoder.features(image)
+                _compile_group(group, [Arguments.of(*call) for call in calls], config, cache)
+            error = max(map(_difference, map(encoder.features, images), expected))
+            if error > _TOLERANCE.get(expected[0].dtype, 0.0):
+                raise UnsupportedLayer(f"its features differ by {error:.2g} of their norm from those of the eager encoder")
+        except (UnsupportedLayer, InvariantError, *ENCODER_ERRORS) as why:  # a TraceError is a ValueError
+            report.event("image_encoder", compiled=0, why=" ".join(str(why).split()).rstrip("."))
+            return
+        on_failure.pop_all()
+    report.event("image_encoder", compiled=len(layers), kinds=len(groups), seconds=time.monotonic() - begin)
+
+
+def _restore(layers: Sequence[nn.Module]) -> None:
+    for layer in layers:
+        restore_forward(layer)
+
+
+def _compile_group(
+    group: Sequence[nn.Module], examples: Sequence[Arguments], config: TorchCompileConfig, cache: CompileCache | None
+) -> None:
+    """Compile the first layer of a group, and let all of them call the result with their own weights."""
+    if not examples:
+        raise UnsupportedLayer("a layer is not called")
+    signature = Signature.of(examples)
+    largest = max(examples, key=lambda each: sum(tensor.numel() for tensor in each.tensors))
+    first, inputs = group[0], [tensor.contiguous() for tensor in largest.tensors]
+    with stop_inductor_workers(), without_hooks(first):
+        compiled = compile_graph(
+            LayerCall(first, signature.structure),
+            dict(zip(INPUT_NAMES, inputs, strict=False)),
+            signature.dynamic,
+            config=config,
+            cache=cache,
+            passes=(),  # each constant is a weight of the layer, which those of another layer can replace
+            as_eager=True,
+        )
+    names = {tensor.data_ptr(): name for name, tensor in _weights(first).items()}
+    for layer in group:
+        weights = _weights(layer)
+
+        def weight_of(constant: Tensor, weights: dict[str, Tensor] = weights) -> Tensor:
+            if constant.data_ptr() not in names:
+                raise UnsupportedLayer("a layer reads a tensor that is no weight of it")
+            return weights[names[constant.data_ptr()]].detach()
+
+        forward = compiled.with_constants(weight_of)
+        replace_forward(layer, signature, lambda *tensors, forward=forward: forward(call_op, *tensors))
+
+
+def _weights(layer: nn.Module) -> dict[str, Tensor]:
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+def _difference(features: Tensor, expected: Tensor) -> float:
+    features, expected = features.double(), expected.double()
+    return float((features - expected).norm() / expected.norm().clamp(min=1e-30))
