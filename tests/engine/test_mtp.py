@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers.modeling_layers", reason="needs transformers with MTP layers")
-modeling_layers = pytest.importorskip("transformers.modeling_layers")
-if not hasattr(modeling_layers, "MtpModel"):
-    pytest.skip("this transformers has no MTP layers", allow_module_level=True)
-
 from tests.engine.test_eagle import record_drafts
-from tests.models.mtp_checkpoints import MODELS, reference_drafts, transformers_models, write_checkpoint
+from tests.models.mtp_checkpoints import MODELS, needs_mtp, reference_drafts, transformers_models, write_checkpoint
 from torchweave import LLM, SamplingParams
+from torchweave.compiler.explain.facts import explain
 from torchweave.report import Report
 from torchweave.verify import zoo
 
+pytestmark = needs_mtp
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_k=40, seed=5, max_tokens=24)
@@ -27,13 +24,14 @@ PROMPTS = [[5, 9, 4, 3, 7, 6], list(range(3, 60)), [8, 8, 8, 8], [200, 3, 17, 90
 
 
 def engine(folder: Path, speculative_config: dict[str, Any] | None, **options: Any) -> LLM:
+    sizes: dict[str, Any] = {"block_size": 4, "max_num_tokens": 24, "max_model_len": 128, "max_batch_size": 6}
     return LLM(
         str(folder),
         device="cpu",
         report=Report(show=False),
         speculative_config=speculative_config,
         torch_compile_config={"enable_inductor": False, "compile_cache": False},
-        **{"block_size": 4, "max_num_tokens": 24, "max_model_len": 128, "max_batch_size": 6} | options,
+        **sizes | options,
     )
 
 
@@ -76,3 +74,43 @@ def test_tokens_are_those_of_transformers_and_without_speculation(checkpoint: Pa
     model, _ = transformers_models(checkpoint)
     wanted = zoo.reference_tokens(model, [PROMPTS[0], PROMPTS[2]], 32)
     assert [found[1][0][0], found[1][0][2]] == wanted
+
+
+def test_every_rank_drafts_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer is divided as the model is, with the embeddings and the head that the ranks share."""
+    folder, found = write_checkpoint(tmp_path, "deepseek_v3"), []
+    for ranks in (1, 2):
+        with engine(folder, MTP, tensor_parallel_size=ranks, dtype="float32", cpu_kv_cache_gib=0.02) as llm:
+            seen = record_drafts(llm, monkeypatch)
+            found.append((tokens(llm, [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]), sorted(seen)))
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 40
+
+
+def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "glm4_moe", layer=False)
+    with pytest.raises(ValueError, match=r"method=mtp: the checkpoint of .* has no MTP layer; choose one with it"):
+        engine(folder, MTP)
+    with pytest.raises(ValueError, match="method=mtp is not supported with pipeline_parallel_size=2"):
+        engine(folder, MTP, pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match=r"model=other is used by .*, but the method is mtp; set the method or remove"):
+        engine(folder, MTP | {"model": "other"})
+    with pytest.raises(ValueError, match=r"method=mtp: transformers .* has no MTP layers of llama"):
+        LLM("demo", device="cpu", speculative_config=MTP, report=Report(show=False))
+
+
+def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
+    zoo.save(zoo.build(zoo.zoo_model("bailing_hybrid")), tmp_path)
+    with pytest.raises(ValueError, match=r"method=mtp is not supported for .*, which has recurrent layers"):
+        engine(tmp_path, MTP)
+
+
+def test_the_plan_and_explain_name_the_layer(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "mellum")
+    with engine(folder, MTP) as llm:
+        facts = explain(llm.plan, llm.report)
+    entry = next(each for each in facts["plan"] if each["name"] == "speculative_config.model")
+    assert (entry["effective"], entry["why"]) == (str(folder), "its checkpoint has the MTP layer")
+    assert facts["draft_model"]["architecture"] == "MTP" and facts["draft_model"]["layers"] == 1
+    _, mtp = transformers_models(folder)
+    assert facts["draft_model"]["parameters"] == sum(each.numel() for each in mtp.layers.parameters())

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers.modeling_layers
 from safetensors.torch import load_file, save_file
 
+from torchweave.models.materialize import quiet_transformers
 from torchweave.verify import zoo
 
+needs_mtp = pytest.mark.skipif(
+    not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no MTP layers"
+)
 MODELS = {
     "mellum": {"num_mtp_layers": 1},  # attention of few heads in windows, experts, `mtp.`
     "glm4_moe": {},  # attention of few heads, experts, `model.layers.N.`
     "deepseek_v3": {},  # latent attention, experts, `model.layers.N.`
 }
-_MODULES = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"}
+_MODULES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
 
 
 def write_checkpoint(folder: Path, name: str, layer: bool = True, seed: int = 0, **config: Any) -> Path:
@@ -67,11 +77,11 @@ def transformers_models(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
     from transformers.modeling_layers import MtpModel
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    if (number := model.config.num_hidden_layers) < 40 and model.config.model_type != "mellum":
-        # Its pattern has the number of layers of the published models.
-        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}.*"]
-    return model, MtpModel.from_pretrained(model).eval()
+    with quiet_transformers():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        if model.config.model_type != "mellum":  # its pattern has the number of layers of the published models
+            model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}.*"]
+        return model.eval(), MtpModel.from_pretrained(model).eval()
 
 
 @torch.no_grad()
@@ -89,8 +99,3 @@ def reference_drafts(model: Any, mtp: Any, tokens: list[int], num_drafts: int) -
         drafts.append(int(logits[-1].argmax()))
         ids, positions = torch.tensor([drafts[-1:]]), positions[:, -1:] + 1
     return drafts, logits
-
-
-def tensor_names(folder: Path, pattern: str) -> list[str]:
-    """Names of the checkpoint's tensors that match."""
-    return [name for name in load_file(folder / "model.safetensors") if re.search(pattern, name)]

@@ -151,6 +151,7 @@ class SpeculativeConfig:
             the model's hidden states; `mtp` those of the multi-token-prediction layer in the model's own checkpoint. None: no
             speculation.
         model: of `draft_model`: a model with the same tokenizer; of `eagle3`: a head trained for the model. Named as `model` is.
+            `ngram` and `mtp` have none.
         num_speculative_tokens: most drafts per request and step. TensorRT-LLM: `max_draft_len`.
         prompt_lookup_max: longest run of last tokens that `ngram` looks for. TensorRT-LLM: `max_matching_ngram_size`.
         prompt_lookup_min: shortest run that `ngram` looks for.

@@ -8,8 +8,8 @@ predicts token t + 2, as transformers' `MtpModel` does (arXiv 2412.19437, sectio
 
 Further drafts take `y` of the draft before in place of the model's hidden state.
 
-So an MTP layer is a model of the target's own class with one layer, which is given `x` in place of embeddings, beside three modules of
-its own. It is built, adapted, sharded and loaded as the target is; embeddings and head are the target's modules.
+So an MTP layer is a model of the target's own class with one layer, which is given `x` in place of embeddings, and three further
+modules. It is built, adapted, sharded and loaded as the target is; embeddings and head are the target's modules.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from torchweave.models.weights.quantized_checkpoint import resolve_scheme
 from torchweave.ops.attention.op import LayerSpec, hidden_state_layer
 from torchweave.report import Report
 
-_QUIET = Report(show=False)
-
 
 class MtpHead(DecoderStep):
     """An MTP layer over the flattened tokens of a step.
@@ -50,21 +48,28 @@ class MtpHead(DecoderStep):
         attention_layers: of `model`.
         vocab_size: V of the target.
         max_model_len: longest sequence in tokens.
+        num_parameters: of the layer over all ranks.
     """
 
     def __init__(
-        self, model: PreTrainedModel, attention_layers: list[LayerSpec], vocab_size: int, max_model_len: int
+        self,
+        model: PreTrainedModel,
+        attention_layers: list[LayerSpec],
+        vocab_size: int,
+        max_model_len: int,
+        num_parameters: int,
     ) -> None:
+        self.num_parameters = num_parameters
         self.input_hidden_size = int(model.config.hidden_size)
         layers = [*attention_layers, hidden_state_layer(self.input_hidden_size)]
         super().__init__(model, layers, vocab_size, max_model_len)
 
     @property
-    def own_tensors(self) -> list[Tensor]:
-        """Parameters that are not the target's."""
-        shared = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        others = {id(parameter) for module in shared for parameter in module.parameters()}
-        return [parameter for parameter in self.model.parameters() if id(parameter) not in others]
+    def num_bytes(self) -> int:
+        """Bytes of weights that are not the target's."""
+        shared: Any = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        others = {id(tensor) for module in shared for tensor in _tensors(module)}
+        return sum(tensor.nbytes for tensor in _tensors(self.model) if id(tensor) not in others)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, positions: Tensor, logits_index: Tensor, hidden: Tensor
@@ -100,32 +105,32 @@ def load_mtp_head(
     Raises:
         ValueError: the checkpoint has no MTP layer, or one that is not supported.
     """
+    quiet = Report(show=False)  # events and stages of loading are about the model
     config = _mtp_config(read_config(source, trust_remote_code), target.name)
     stored = None if load_format == "dummy" else _read_tensors(target, source)
     scheme, groups = resolve_scheme(source, quantization), target.process_groups
     model = build_on_meta(config, target.dtype, trust_remote_code)
-    layers = adapt(model, _QUIET)
+    layers = adapt(model, quiet)
     if len(layers.attention) != 1 or layers.recurrent or layers.attention[0].sparse:
         raise UnsupportedModel(f"the MTP layer of {target.name} keeps more than keys and values of tokens")
-    _add_modules(model)
-    plan = None
+    num_parameters, plan = _add_modules(model), None
     if groups.tensor_parallel_size > 1:
-        plan, layers = shard_model(model, layers, groups, expert_parallel, _QUIET)
+        plan, layers = shard_model(model, layers, groups, expert_parallel, quiet)
     spec = WeightLoadSpec(source, config, target.dtype, target.device, trust_remote_code, scheme, plan)
     if stored is None:
-        load_dummy_weights(model, spec, _QUIET)
+        load_dummy_weights(model, spec, quiet)
         _share(model, target)
     else:
-        layers = with_cache_scales(layers, stored, _QUIET)
+        layers = with_cache_scales(layers, stored, quiet)
         _share(model, target)
         if weights.needs_conversion(model, stored) and plan_expert_merge(model, stored) is None:
             raise UnsupportedModel(f"the MTP layer of {target.name} is stored in a form that is not supported")
-        model, _ = load_weights(model, stored, spec, _QUIET)
-    freeze_rope(model, target.max_model_len, _QUIET)
+        model, _ = load_weights(model, stored, spec, quiet)
+    freeze_rope(model, target.max_model_len, quiet)
     module = target.module
-    head = MtpHead(model, layers.attention, module.vocab_size, target.max_model_len).eval().requires_grad_(False)
+    head = MtpHead(model, layers.attention, module.vocab_size, target.max_model_len, num_parameters)
     module.hidden_states = HiddenStates([module.model.base_model], (1,), nn.Identity())
-    return head
+    return head.eval().requires_grad_(False)
 
 
 def _mtp_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
@@ -155,15 +160,21 @@ def _read_tensors(target: LoadedModel, source: Source) -> dict[str, weights.Chec
     return as_model_of_one_layer(mtp)
 
 
-def _add_modules(model: PreTrainedModel) -> None:
-    """Add the modules that make the layer's input to the base model, on the meta device."""
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _add_modules(model: PreTrainedModel) -> int:
+    """Add the modules that make the layer's input to the base model, on the meta device; returns the layer's parameters."""
     base: Any = model.base_model
     size, make_norm, dtype = model.config.hidden_size, type(base.norm), base.norm.weight.dtype
     with torch.device("meta"):
         for name in ("enorm", "hnorm"):
             setattr(base, name, make_norm(size, eps=model.config.rms_norm_eps).to(dtype))
-        base.eh_proj = nn.Linear(2 * size, size, bias=False, dtype=dtype)
+        base.add_module("eh_proj", nn.Linear(2 * size, size, bias=False, dtype=dtype))
     base.requires_grad_(False)
+    own = (base.layers, base.norm, base.enorm, base.hnorm, base.eh_proj)
+    return sum(parameter.numel() for module in own for parameter in module.parameters())
 
 
 def _share(model: PreTrainedModel, target: LoadedModel) -> None:

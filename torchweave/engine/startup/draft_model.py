@@ -103,9 +103,8 @@ def _load_mtp(plan: Plan, target: LoadedModel, report: Report) -> MtpHead:
             )
         except ValueError as error:
             raise ValueError(f"speculative_config.method=mtp: {error}") from error
-    parameters = sum(each.numel() for each in head.own_tensors)
-    num_bytes = sum(each.nbytes for each in head.own_tensors)
-    report.event("draft_model", model=target.name, architecture="MTP", parameters=parameters, bytes=num_bytes, layers=1)
+    size = {"parameters": head.num_parameters, "bytes": head.num_bytes}
+    report.event("draft_model", model=target.name, architecture="MTP", **size, layers=1)
     return head
 
 

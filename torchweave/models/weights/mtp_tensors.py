@@ -2,8 +2,8 @@
 
 Two published forms:
 
-    DeepSeek, GLM     `model.layers.N.`, behind the N layers of the model: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, the layer
-    Mellum, Qwen      `mtp.`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and `layers.0.`
+    DeepSeek, GLM    `model.layers.N.`, behind the model's N layers: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, and a layer
+    Mellum, Qwen     `mtp.`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and `layers.0.`
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _RENAMED = {
     "shared_head.norm.": "norm.",
     "post_norm.": "norm.",
 }
-_KEPT = ("enorm.", "hnorm.", "eh_proj.", "norm.")
+_BASE_MODULES = ("enorm.", "hnorm.", "eh_proj.", "norm.")
+"""Modules of the base model there."""
 _SHARED = ("shared_head.", "embed_tokens.")
 """Copies of the model's embeddings and head."""
 
@@ -61,7 +62,7 @@ def as_model_of_one_layer(mtp: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
             part = new + part.removeprefix(old) if part.startswith(old) else part
         if part.startswith(_SHARED):
             continue
-        renamed[f"model.{part}" if part.startswith(_KEPT) else f"model.layers.0.{part}"] = tensor
+        renamed[f"model.{part}" if part.startswith(_BASE_MODULES) else f"model.layers.0.{part}"] = tensor
     return renamed
 
 
