@@ -76,6 +76,20 @@ def test_tokens_are_those_of_transformers_and_without_speculation(checkpoint: Pa
     assert [found[1][0][0], found[1][0][2]] == wanted
 
 
+def test_pauses_and_adaptive_drafts(tmp_path: Path) -> None:
+    """Paused rows start again with the hidden states of their blocks, and steps differ in their numbers of drafts."""
+    folder, found = write_checkpoint(tmp_path, "glm4_moe"), []
+    options: dict[str, Any] = {"num_kv_blocks": 24, "capacity_scheduler_policy": "max_utilization", "max_model_len": 96}
+    for config in (None, MTP, MTP | {"adaptive": True, "num_speculative_tokens": 4}):
+        with engine(folder, config, **options) as llm:
+            found.append([tokens(llm, [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]) for _ in range(2)])
+            scheduler = llm.engine.scheduler
+            scheduler.check()
+            assert scheduler.paused_total > 0 and scheduler.kv.num_free == scheduler.kv.num_blocks
+            assert (scheduler.speculation.num_drafts > 0) == (config is not None)
+    assert found[1] == found[0] and found[2] == found[0]
+
+
 def test_every_rank_drafts_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer is divided as the model is, with the embeddings and the head that the ranks share."""
     folder, found = write_checkpoint(tmp_path, "deepseek_v3"), []
