@@ -343,3 +343,9 @@ def test_drafts_by_an_engine_of_their_own_are_refused() -> None:
         assert options_of_file({f"speculative_config.{name}": True}) == {}
         with pytest.raises(ValueError, match=f"{name}=False has no equivalent: drafts are proposed in the step"):
             options_of_file({f"speculative_config.{name}": False})
+
+
+def test_mtp_as_tensorrt_llm_names_it() -> None:
+    given = {"decoding_type": "MTP", "num_nextn_predict_layers": 2}
+    options = options_of_file({f"speculative_config.{name}": value for name, value in given.items()})
+    assert options == {"speculative_config.method": "mtp", "speculative_config.num_speculative_tokens": 2}

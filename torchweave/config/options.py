@@ -60,7 +60,9 @@ ReasoningParser = Literal[
 ]
 PassNumerics = Literal["exact", "tolerance"]
 Executor = Literal["local", "torchrun", "ray"]
-SpeculativeMethod = Literal["ngram", "draft_model", "eagle3"]
+SpeculativeMethod = Literal["ngram", "draft_model", "eagle3", "mtp"]
+DRAFT_HEADS = ("eagle3", "mtp")
+"""Methods whose drafter takes the model's hidden states."""
 Runner = Literal["auto", "generate", "pooling"]
 PoolingType = Literal["last", "mean"]
 
@@ -146,8 +148,10 @@ class SpeculativeConfig:
     Attributes:
         method: drafter. `ngram` proposes the tokens that followed the last tokens of a request earlier in its prompt or answer
             (prompt lookup); `draft_model` those that a smaller model generates; `eagle3` those that an EAGLE-3 head predicts from
-            the model's hidden states. None: no speculation.
+            the model's hidden states; `mtp` those of the multi-token-prediction layer in the model's own checkpoint. None: no
+            speculation.
         model: of `draft_model`: a model with the same tokenizer; of `eagle3`: a head trained for the model. Named as `model` is.
+            `ngram` and `mtp` have none.
         num_speculative_tokens: most drafts per request and step. TensorRT-LLM: `max_draft_len`.
         prompt_lookup_max: longest run of last tokens that `ngram` looks for. TensorRT-LLM: `max_matching_ngram_size`.
         prompt_lookup_min: shortest run that `ngram` looks for.

@@ -70,6 +70,7 @@ TENSORRT_LLM_NAMES = {
     "scheduler_config.capacity_scheduler_policy": "capacity_scheduler_policy",
     "scheduler_config.context_chunking_policy": "context_chunking_policy",
     "speculative_config.decoding_type": "speculative_config.method",
+    "speculative_config.num_nextn_predict_layers": "speculative_config.num_speculative_tokens",
     "speculative_config.speculative_model": "speculative_config.model",
     "speculative_config.speculative_model_dir": "speculative_config.model",
     "max_seq_len": "max_model_len",

@@ -154,6 +154,8 @@ def _speculation(
     if requested is not None and requested <= rows:
         rows, why = requested, ""
     entries.note(prefix + "disable_by_batch_size", rows, why)
+    if speculative.method == "mtp":
+        entries.note(prefix + "model", config.model, "its checkpoint has the MTP layer")
     query_lens = _query_lens(query_len) if speculative.adaptive else (query_len,)
     return {"query_lens": query_lens, "max_drafting_rows": rows}
 

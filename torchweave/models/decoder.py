@@ -107,20 +107,20 @@ class _LayerOutputs:
 def _forward_and_collect(self: Any, *args: Any, **given: Any) -> Any:
     output = self.torchweave_inner(*args, **given)
     if self.torchweave_outputs.active:
-        self.torchweave_outputs.tensors.append(output[0] if isinstance(output, tuple) else output)
+        self.torchweave_outputs.tensors.append(output if isinstance(output, Tensor) else output[0])
     return output
 
 
 class HiddenStates(nn.Module):
-    """Collects the outputs of some decoder layers of an unmodified model during a forward, and combines them.
+    """Collects the outputs of some decoder layers of an unmodified model, or of its base model, and combines them.
 
     Args:
-        layers: the model's decoder layers, whose outputs are `[1, T, H]`, or a tuple of it and others.
+        layers: the model's decoder layers, whose outputs are `[1, T, H]`, or a tuple of it and others; or the base model alone.
         taken: which of them: n is the hidden state after n layers.
         combine: maps their concatenation `[T, len(taken) * H]` to the result.
     """
 
-    def __init__(self, layers: nn.ModuleList, taken: Sequence[int], combine: nn.Module) -> None:
+    def __init__(self, layers: Sequence[nn.Module] | nn.ModuleList, taken: Sequence[int], combine: nn.Module) -> None:
         super().__init__()
         self.combine = combine
         self._outputs = _LayerOutputs()
@@ -141,8 +141,8 @@ class HiddenStates(nn.Module):
 
     def forward(self) -> Tensor:
         """The result for the tokens of the forward that has just run."""
-        outputs = self._outputs.tensors
-        return self.combine(torch.cat([outputs[place][0] for place in self._order], -1))
+        outputs = [self._outputs.tensors[place][0] for place in self._order]
+        return self.combine(outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1))
 
     def end(self) -> None:
         """Forget the collected outputs; a forward that changes an object for good could not be captured."""

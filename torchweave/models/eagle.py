@@ -33,7 +33,7 @@ from torchweave.models.multimodal.support import decoder_of, text_config
 from torchweave.models.parallel.apply import plain_embedding
 from torchweave.models.resolve import read_json
 from torchweave.models.weights import read as weights
-from torchweave.ops.attention.op import LayerSpec
+from torchweave.ops.attention.op import LayerSpec, hidden_state_layer
 from torchweave.report import Report
 
 _LAYERS: dict[str, tuple[Any, Any]] = {
@@ -164,10 +164,10 @@ class EagleHead(DecoderStep):
         self.rotary_emb = make_rope(layer).to(device)
         freeze_rope(self, max_model_len, Report(show=False))
         self.requires_grad_(False)
-        heads, dim, half = layer.num_attention_heads, first.self_attn.head_dim, self.input_hidden_size // 2
+        heads, dim = layer.num_attention_heads, first.self_attn.head_dim
         self.attention_layers = [
             LayerSpec(layer.num_key_value_heads, dim, dim, heads),
-            LayerSpec(1, half, self.input_hidden_size - half, 1, index_keys=True),
+            hidden_state_layer(self.input_hidden_size),
         ]
 
     @property

@@ -31,6 +31,7 @@ from torchweave.models.pooling import auto_class, resolve_pooling
 from torchweave.models.position_hooks import POSITIONS_AFTER_PADDING
 from torchweave.models.resolve import Source, read_json, resolve, resolve_tokenizer
 from torchweave.models.weights import read as weights
+from torchweave.models.weights.mtp_tensors import split_mtp_tensors
 from torchweave.models.weights.quantized_checkpoint import (
     checkpoint_kv_cache_dtype,
     checkpoint_scheme,
@@ -149,7 +150,7 @@ def load(
     if no_images:
         report.event("images", served=False, why=no_images)
     resolved_dtype = _choose_dtype(dtype, config, device)
-    stored = weights.read_headers(source.folder) if source.folder is not None and load_format == "auto" else None
+    stored = _read_own_headers(source, config) if load_format == "auto" else None
     with report.stage("build model"):
         quant_scheme = resolve_scheme(source, quantization)
         model = build_on_meta(config, resolved_dtype, trust_remote_code, pooling)
@@ -157,7 +158,7 @@ def load(
         experts.check_dtype(model, resolved_dtype, device)
     length = _max_model_len(model.config, max_model_len)
     _check_ranks(model, layers, process_groups, pooling)
-    layers = _with_cache_scales(layers, stored, report)
+    layers = with_cache_scales(layers, stored, report)
     size = _model_size(model, pooling, length)
     plan = stage = whole = None
     if process_groups.tensor_parallel_size > 1:
@@ -181,6 +182,13 @@ def load(
     loaded = _make_loaded_model(load_spec, model, layers, size, process_groups, report)
     loaded.module.pooling = pooling
     return replace(loaded, no_images=no_images)
+
+
+def _read_own_headers(source: Source, config: PreTrainedConfig) -> dict[str, weights.CheckpointTensor]:
+    """The tensors of a checkpoint, without those of MTP layers, which are a drafter's (`torchweave.models.mtp`)."""
+    assert source.folder is not None, "_checked_source"
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    return split_mtp_tensors(weights.read_headers(source.folder), num_layers)[0]
 
 
 def _model_size(model: PreTrainedModel, pooling: Pooling | None, max_model_len: int) -> _ModelSize:
@@ -472,7 +480,7 @@ def _scaled_length(tokens: int, config: Any) -> int:
     return int(tokens * max(1.0, _rope(config).get("factor") or 1.0))
 
 
-def _with_cache_scales(
+def with_cache_scales(
     layers: ModelLayers, stored: dict[str, weights.CheckpointTensor] | None, report: Report
 ) -> ModelLayers:
     """Move the checkpoint's KV-cache scales from `stored` to the layers' specs."""

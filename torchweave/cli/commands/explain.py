@@ -57,6 +57,8 @@ def _print(facts: dict[str, Any]) -> None:
     print_table(
         "Model", ("fact", "value"), [(key, _figure(key, value)) for key, value in {**facts["model"], **capture}.items()]
     )
+    draft_model = facts["draft_model"].items()
+    print_table("Draft model", ("fact", "value"), [(key, _figure(key, value)) for key, value in draft_model])
     print_table("Quantization", ("fact", "value"), _quantization_rows(facts["quantization"]))
     print_table("Passes", ("pass", "stage", "numerics", "matches", "operations", "us saved", "near misses"), [
         (row["name"], row["stage"], row["numerics"], str(row["matches"]), f"{row['ops_before']} -> {row['ops_after']}",

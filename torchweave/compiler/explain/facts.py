@@ -23,6 +23,7 @@ def explain(plan: Plan | None, report: Report) -> Facts:
         "version": VERSION,
         "torchweave": _package_version(),
         "model": _last_event(report, "model_loaded") | _last_event(report, "model_adapted"),
+        "draft_model": _last_event(report, "draft_model"),
         "quantization": _last_event(report, "quantized"),
         "pipeline": _last_event(report, "pipeline_parallel"),
         "plan": [] if plan is None else [_entry(entry) for entry in plan.entries],

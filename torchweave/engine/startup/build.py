@@ -13,7 +13,7 @@ from torchweave.compiler.precompile.after_ready import watch_builds
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.compiler.runtime.forward import Forward
 from torchweave.config import ModelFacts, Plan, resolve
-from torchweave.config.options import EngineConfig
+from torchweave.config.options import DRAFT_HEADS, EngineConfig
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.distributed.symmetric_memory import enable_symmetric_memory
 from torchweave.engine.batch_manager import StepRunner
@@ -412,8 +412,8 @@ def _build_scheduler(
         supports_beams=not runner.recurrent_states,
         query_len=plan.query_len,
         max_drafting_rows=plan.max_drafting_rows,
-        drafts_by_model=config.speculative_config.method in ("draft_model", "eagle3"),
-        token_shift=int(config.speculative_config.method == "eagle3"),
+        drafts_by_model=config.speculative_config.method in ("draft_model", *DRAFT_HEADS),
+        token_shift=int(config.speculative_config.method in DRAFT_HEADS),
         run_ahead=plan.run_ahead,
         max_logprobs=config.max_logprobs,
         pooling=loaded.module.pooling,

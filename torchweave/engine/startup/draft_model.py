@@ -9,6 +9,7 @@ from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.eagle import EagleHead, load_eagle_head
 from torchweave.models.load import LoadedModel, load
+from torchweave.models.mtp import MtpHead, load_mtp_head
 from torchweave.models.multimodal.image_step import ImageDecoderStep
 from torchweave.models.resolve import resolve
 from torchweave.report import Report
@@ -24,11 +25,13 @@ def load_draft_model(
     Raises:
         ValueError: there is no such model, or it cannot draft for `target`.
     """
-    name = plan.config.speculative_config.model
+    name, method = plan.config.speculative_config.model, plan.config.speculative_config.method
     target.module.hidden_states = None  # of an engine before this one
+    if method == "mtp":
+        return _load_mtp(plan, target, report)
     if name is None:
         return None
-    if plan.config.speculative_config.method == "eagle3":
+    if method == "eagle3":
         return _load_head(name, plan, target, report)
     config, quiet = plan.config, Report(show=False)  # events and stages of loading are about the model
     with report.stage("loading the draft model"):
@@ -58,24 +61,50 @@ def load_draft_model(
     return draft.module
 
 
-def _load_head(name: str, plan: Plan, target: LoadedModel, report: Report) -> EagleHead:
+def _check_head_target(plan: Plan, target: LoadedModel) -> None:
+    """Reject a model whose hidden states a head cannot take."""
     module = target.module
     if module.recurrent_layers or module.rope_axes or isinstance(module, ImageDecoderStep):
         raise ValueError(
-            f"speculative_config.method=eagle3 is not supported for {target.name}, which has recurrent layers or takes images; "
-            "remove it"
+            f"speculative_config.method={plan.config.speculative_config.method} is not supported for {target.name}, which has "
+            "recurrent layers or takes images; remove it"
         )
+
+
+def _load_head(name: str, plan: Plan, target: LoadedModel, report: Report) -> EagleHead:
+    _check_head_target(plan, target)
     with report.stage("loading the draft head"):
         try:
             folder = resolve(name, plan.config.trust_remote_code).folder
             if folder is None:
                 raise ValueError("a draft head has weights; give a folder or a hub id")
-            head = load_eagle_head(folder, module, getattr(torch, plan.dtype), plan.max_model_len)
+            head = load_eagle_head(folder, target.module, getattr(torch, plan.dtype), plan.max_model_len)
         except ValueError as error:
             raise ValueError(f"{_OPTION}={name}: {error}") from error
     parameters = sum(each.numel() for each in head.parameters())
     num_bytes = sum(each.nbytes for each in head.parameters())
     report.event("draft_model", model=name, architecture="EAGLE-3", parameters=parameters, bytes=num_bytes, layers=1)
+    return head
+
+
+def _load_mtp(plan: Plan, target: LoadedModel, report: Report) -> MtpHead:
+    _check_head_target(plan, target)
+    config = plan.config
+    with report.stage("loading the MTP layer"):
+        try:
+            source = resolve(target.name, config.trust_remote_code, config.revision, config.download_dir)
+            head = load_mtp_head(
+                target,
+                source,
+                config.load_format,
+                config.trust_remote_code,
+                plan.quantization,
+                config.enable_expert_parallel,
+            )
+        except ValueError as error:
+            raise ValueError(f"speculative_config.method=mtp: {error}") from error
+    size = {"parameters": head.num_parameters, "bytes": head.num_bytes}
+    report.event("draft_model", model=target.name, architecture="MTP", **size, layers=1)
     return head
 
 

@@ -292,7 +292,7 @@ class PackedCheckpoint:
             if bias not in stored or name not in renamed or f"{renamed[name].removesuffix('weight')}bias" in wanted:
                 continue
             with safe_open(stored[bias].file, framework="pt") as tensors:
-                if not bool(tensors.get_tensor(bias).any()):
+                if not bool(tensors.get_tensor(stored[bias].name).any()):
                     del stored[bias]
 
 

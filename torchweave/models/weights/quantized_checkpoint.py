@@ -112,7 +112,7 @@ def pop_kv_cache_scales(stored: dict[str, CheckpointTensor]) -> dict[int, tuple[
             if layer is None or stored[name].shape not in ((), (1,)):
                 continue  # scales per head are not supported
             with safe_open(stored[name].file, framework="pt") as tensors:
-                scale = float(tensors.get_tensor(name))
+                scale = float(tensors.get_tensor(stored[name].name))
             if not (math.isfinite(scale) and scale > 0):
                 raise ValueError(f"{stored[name].file} has {name}={scale}: expected a finite number above 0.")
             scales_by_layer.setdefault(int(layer[1]), {}).setdefault(kind, scale)
@@ -340,7 +340,7 @@ def pop_scales(
         target = renamed.get(name.removesuffix(ending) + ".weight")
         if target is not None:
             kind = inputs if ending in INPUT_SCALES else weights
-            by_file.setdefault(entry.file, []).append((name, target.removesuffix(".weight"), kind))
+            by_file.setdefault(entry.file, []).append((entry.name, target.removesuffix(".weight"), kind))
     for file, entries in by_file.items():
         with safe_open(file, framework="pt") as tensors:
             for name, target, kind in entries:

@@ -288,13 +288,13 @@ def stream_weights(
                 for name in names:
                     advance(sizes[name], file.name)
                     if assembler is not None and name in pieces:
-                        part = tensors.get_slice(name)
+                        part = tensors.get_slice(stored[name].name)
                         if (whole := assembler.add(name, part, dtypes[pieces[name]], device)) is not None:
                             place(model, pieces[name], whole)
                         continue
-                    target = renamed[name]
+                    target, in_file = renamed[name], stored[name].name
                     shard = shards.get(target)
-                    tensor = tensors.get_tensor(name) if shard is None else shard.extract(tensors.get_slice(name))
+                    tensor = tensors.get_tensor(in_file) if shard is None else shard.extract(tensors.get_slice(in_file))
                     # Always copy: the model must not keep the file's pages mapped.
                     place(model, target, tensor.to(device=device, dtype=dtypes[target], copy=shard is None))
     model.tie_weights(missing_keys=all_names - {*renamed.values(), *pieces.values()}, recompute_mapping=False)

@@ -293,6 +293,12 @@ class LayerSpec:
         return self.num_kv_heads * (self.head_dim + self.value_dim) * (self.cache_dtype or dtype).itemsize
 
 
+def hidden_state_layer(hidden_size: int) -> LayerSpec:
+    """A layer of the KV cache that holds a model's hidden state of each token, `[hidden_size]`, for a draft head."""
+    half = hidden_size // 2
+    return LayerSpec(1, half, hidden_size - half, 1, index_keys=True)
+
+
 @dataclass(frozen=True)
 class AttentionMetadata:
     """Rows, tokens and cache slots of one step. The tensors are device tensors, whose addresses a CUDA graph may hold.
