@@ -18,7 +18,7 @@ from torchweave.engine.startup.image_encoder import compile_layers
 from torchweave.images import ImageInput
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.support import VERIFIED
-from torchweave.models.multimodal.vision_layers import Arguments, UnsupportedLayer, Signature, tower_layers
+from torchweave.models.multimodal.vision_layers import Arguments, Signature, UnsupportedLayer, tower_layers
 from torchweave.ops.attention.varlen import varlen_attention
 from torchweave.report import Report
 from torchweave.verify import image_zoo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torchweave.report import Report
 from torchweave.verify.verify import verify
 
 pytestmark = pytest.mark.gpu
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 METHODS: dict[str, dict[str, Any]] = DRAFTERS | {"adaptive": DRAFT_MODEL | {"adaptive": True}}
 MODELS = ["llama-tied", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm_moe_dsa"]
@@ -76,6 +78,23 @@ def test_adaptive_drafts_after_steps_without_drafts(monkeypatch: pytest.MonkeyPa
         ]
         assert answers[0] == answers[1]
         assert speculating.engine.scheduler.speculation.num_accepted_tokens > 0
+
+
+def test_a_first_start_builds_all_kernels_before_it_is_ready(tmp_path: Path) -> None:
+    """A head's prompts, steps with and without drafts, and what follows steps without them."""
+    head = {"method": "eagle3", "model": "demo-eagle", "num_speculative_tokens": 3, "disable_by_batch_size": 1}
+    sizes: dict[str, Any] = {"max_batch_size": 16, "max_num_tokens": 256, "num_kv_blocks": 400}
+    compile_config = TorchCompileConfig(compile_cache_dir=str(tmp_path), enable_inductor=True)
+    report = Report(show=False)
+    with LLM(
+        "demo", device="cuda", torch_compile_config=compile_config, speculative_config=head, report=report, **sizes
+    ) as llm:
+        for many, few in ((80, 30), (20, 120)):
+            params = [SamplingParams(max_tokens=count, seed=1, ignore_eos=True) for count in (many, few)]
+            llm.generate([TEXTS[1], TEXTS[4]], params)
+        llm.generate(TEXTS, GREEDY)
+        llm.generate([TEXTS[0]], GREEDY)
+    assert [event["what"] for event in report.select("compile_after_ready")] == []
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

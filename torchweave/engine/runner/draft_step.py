@@ -31,6 +31,8 @@ from torchweave.ops.speculation import (
     propose,
 )
 
+_DUMMY_CATCH_UPS = (1, 16, 256)
+"""Tokens of a row: forwards of few tokens, of a prompt's, and of the longest step, each of which may have kernels of its own."""
 MakeBoundary = Callable[[Tensor, Tensor, StepInputs, bool], BoundaryHandler]
 """The started boundary of a forward: `(slots, query_start, inputs, decode_only)`."""
 
@@ -173,6 +175,15 @@ class DraftStep:
         for begin in range(0, num_tokens, most):
             self._catch_up(self._model, slots, views, min(most, num_tokens - begin))
             finish_catch_up(self._state, slots, views)
+
+    def run_dummy_catch_ups(self, most_rows: int, query_len: int) -> None:
+        """Run `catch_up`, which is not recorded, while no slot is in use: its kernels are loaded before the first request."""
+        if self._model is None:
+            return
+        for rows in sorted({self.min_size, most_rows}):
+            views = self.buffers.rows(rows, query_len)
+            for tokens in _DUMMY_CATCH_UPS:
+                self.catch_up(self._state.slots[:rows], views, tokens)
 
     def note_mixed(self, slots: Tensor, query_start: Tensor, inputs: StepInputs) -> None:
         """Enter what `run_mixed` will compute into the slots, after `prepare` and before `advance`."""

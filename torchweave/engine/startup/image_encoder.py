@@ -26,8 +26,8 @@ from torchweave.models.multimodal.vision_layers import (
     INPUT_NAMES,
     Arguments,
     LayerCall,
-    UnsupportedLayer,
     Signature,
+    UnsupportedLayer,
     replace_forward,
     restore_forward,
     tower_layers,
@@ -116,7 +116,9 @@ def compile_layers(
                 _compile_group(group, [Arguments.of(*call) for call in calls], config, cache)
             error = max(map(_difference, map(encoder.features, images), expected))
             if error > _TOLERANCE.get(expected[0].dtype, 0.0):
-                raise UnsupportedLayer(f"its features differ by {error:.2g} of their norm from those of the eager encoder")
+                raise UnsupportedLayer(
+                    f"its features differ by {error:.2g} of their norm from those of the eager encoder"
+                )
         except (UnsupportedLayer, InvariantError, *ENCODER_ERRORS) as why:  # a TraceError is a ValueError
             report.event("image_encoder", compiled=0, why=" ".join(str(why).split()).rstrip("."))
             return
