@@ -23,7 +23,8 @@ from torchweave.compiler.ir.symbols import expression
 @contextmanager
 def record_branches() -> Iterator[None]:
     """Add a guard to the shape environment for each branch on sizes, and each `is_contiguous()`, that Dynamo traces."""
-    from torch._dynamo.variables import SymNodeVariable, TensorVariable, VariableTracker
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
     evaluate: Any = SymNodeVariable.evaluate_expr
     ask: Any = TensorVariable.method_is_contiguous
@@ -56,7 +57,7 @@ def record_branches() -> Iterator[None]:
 
 
 def _add_guard(shape_env: Any, guard: Any) -> None:
-    from torch.fx.experimental.symbolic_shapes import ShapeGuard
+    from torch._guards import ShapeGuard
 
     if getattr(guard, "free_symbols", None):
         shape_env.guards.append(ShapeGuard(guard, shape_env._get_sloc(), size_oblivious=False))
