@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 import torchweave
 from torchweave.config.options import TorchCompileConfig
@@ -171,10 +172,96 @@ def test_optional_arguments_before_tensors_keep_their_defaults() -> None:
         torchweave.compile(_Difference(), {"y": y}, config=FX)
 
 
+def _views_of_a_reshaped_copy(self: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    v = x.permute(1, 0).reshape(-1, 8)
+    return v.t(), v[:, 2:6], v[v.shape[0] // 2 :]
+
+
+def _parts_of_a_copy(self: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    v = (x.t() + 1).reshape(-1, 8)
+    return (*v.chunk(2, -1), x[x > 100].sum())
+
+
+@pytest.mark.parametrize("config", [FX, INDUCTOR])
+@pytest.mark.parametrize("forward", [_views_of_a_reshaped_copy, _parts_of_a_copy])
+def test_returned_views_have_the_strides_and_the_memory_of_eager_code(forward: Any, config: TorchCompileConfig) -> None:
+    """Inductor stores such a view densely, in memory of its own; see `result_views`."""
+    compiled = torchweave.compile(module_of(forward), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, config)
+    for rows in (2, 5, 17):
+        x = torch.randn(rows, 8)
+        results, expected = compiled(x), forward(None, x)
+        torch.testing.assert_close(results, expected)
+        assert [each.stride() for each in results] == [each.stride() for each in expected]
+        results[0].zero_(), expected[0].zero_()
+        torch.testing.assert_close(results, expected)
+
+
+@pytest.mark.parametrize("config", [FX, INDUCTOR])
+def test_overlapping_views_are_returned_as_views(config: TorchCompileConfig) -> None:
+    def forward(self: nn.Module, slice: Tensor) -> tuple[Tensor, ...]:  # the name of a builtin
+        v = (slice * 2).view(-1, 2, 4).transpose(0, 1)
+        return v, v.unfold(2, 2, 1), v[:, : v.shape[1] - 1, ..., None]
+
+    compiled = torchweave.compile(module_of(forward), {"slice": torch.randn(5, 8)}, {"slice": {0: "T"}}, config)
+    for rows in (2, 5, 17):
+        x = torch.randn(rows, 8)
+        results, expected = compiled(x), forward(None, x)  # type: ignore[arg-type]
+        results[0].add_(1), expected[0].add_(1)
+        torch.testing.assert_close(results, expected)
+        assert [each.stride() for each in results] == [each.stride() for each in expected]
+
+
+@pytest.mark.parametrize("config", [FX, INDUCTOR])
+def test_a_slice_that_begins_at_half_of_a_size_is_written(config: TorchCompileConfig) -> None:
+    """torch's fake `copy_` asks whether the slice has more than one row, which excluded 2."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        v = x * 2
+        v[v.shape[0] // 2 :] = x[v.shape[0] // 2 :]
+        v[v.shape[0] // 2 :, ::2].add_(x[v.shape[0] // 2 :, 1::2])
+        return v
+
+    compiled = torchweave.compile(module_of(forward), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, config)
+    for rows in (1, 2, 3, 4, 17):
+        x = torch.randn(rows, 8)
+        assert torch.equal(compiled(x), forward(None, x))  # type: ignore[arg-type]
+
+
+def test_casts_are_rounded_as_in_eager_code_where_inductor_is_told_to() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return (x.bfloat16() * 3 + x.bfloat16()).float().sum(0)
+
+    inputs = {"x": torch.randn(40, 8)}
+    compiled = torchweave.compile(module_of(forward), inputs, {"x": {0: "T"}}, INDUCTOR)
+    with inductor_config.patch(emulate_precision_casts=True):
+        emulated = torchweave.compile(module_of(forward), inputs, {"x": {0: "T"}}, INDUCTOR)
+    expected = forward(None, inputs["x"])  # type: ignore[arg-type]
+    torch.testing.assert_close(emulated(inputs["x"]), expected)
+    assert 0 < (compiled(inputs["x"]) - expected).abs().max() < 1
+
+
 def _branch(self: nn.Module, x: Tensor) -> Tensor:
     if x.shape[0] == 1:
         return x * 2
     return x + 1
+
+
+def _branch_after_contiguous(self: nn.Module, x: Tensor) -> Tensor:
+    if (y := x.t().contiguous().t()).shape[0] == 1:
+        return y * 2
+    return y + 1
+
+
+def _branch_on_contiguity(self: nn.Module, x: Tensor) -> Tensor:
+    if (y := x.t().contiguous().t()).is_contiguous():
+        return y * 2
+    return y + 1
+
+
+def _write_after_reshape(self: nn.Module, x: Tensor) -> Tensor:
+    y, m = (m := x * 1.0).t().reshape(-1, 4), m
+    m.zero_()
+    return y + 1
 
 
 def _squeeze(self: nn.Module, x: Tensor) -> Tensor:
@@ -185,6 +272,9 @@ def _squeeze(self: nn.Module, x: Tensor) -> Tensor:
     ("forward", "said"),
     [
         (_branch, r"forward takes another path at {file}:{line} \(`if x\.shape\[0\] == 1:`\)$"),
+        (_branch_after_contiguous, r"forward takes another path at {file}:{line} \(`if .*\.shape\[0\] == 1:`\)$"),
+        (_branch_on_contiguity, r"forward takes another path at {file}:{line} \(`if .*\.is_contiguous\(\):`\)$"),
+        (_write_after_reshape, r"forward takes another path at {file}:{line} \(`.*\.reshape\(-1, 4\), m`\)$"),
         (_squeeze, "forward drops a dimension by `squeeze` at {file}:{line}$"),
     ],
 )
@@ -219,6 +309,41 @@ def test_the_line_that_fixes_a_size_is_named() -> None:
         ValueError, match=rf"^{__file__}:{line}: T \(y dimension 0\) was fixed to 15 by `w = torch\.lins"
     ):
         torchweave.compile(module_of(_linspace), {"y": torch.zeros(15, 4)}, {"y": {0: "T"}}, FX)
+
+
+def next_positive_power_of_2(x: int) -> int:
+    """TensorRT-LLM's, without `bit_length`."""
+    if x < 1:
+        return 1
+    n = x - 1
+    for bits in (1, 2, 4, 8, 16, 32):
+        n |= n >> bits
+    return n + 1
+
+
+@pytest.mark.parametrize("config", [FX, INDUCTOR])
+def test_the_next_power_of_two_of_a_size(config: TorchCompileConfig) -> None:
+    def forward(self: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        size = next_positive_power_of_2(x.shape[0])
+        return nn.functional.pad(x, (0, 0, 0, size - x.shape[0])), x * size
+
+    compiled = torchweave.compile(module_of(forward), {"x": torch.randn(5, 4)}, {"x": {0: "T"}}, config)
+    for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33):
+        x = torch.randn(rows, 4)
+        for got, expected in zip(compiled(x), forward(None, x), strict=True):  # type: ignore[arg-type]
+            assert torch.equal(got, expected)
+
+
+def test_bit_length_of_a_size_is_refused_with_its_line() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return x * (1 << (x.shape[0] - 1).bit_length())
+
+    line = forward.__code__.co_firstlineno + 1
+    said = (
+        rf"^{__file__}:{line}: T \(x dimension 0\) was fixed to 5 by `return .*bit_length\(\)\)`, which needs a number"
+    )
+    with pytest.raises(ValueError, match=said):
+        torchweave.compile(module_of(forward), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, FX)
 
 
 @pytest.mark.parametrize("config", [FX, INDUCTOR])

@@ -208,3 +208,44 @@ def test_a_break_inside_a_model_of_transformers_is_the_only_finding(
     assert main.main(["doctor", f"{tmp_path / 'noisy.py'}:Noisy", "--input", "ids=int64[T]<50", "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["where"].endswith("noisy.py:5") and finding["rule"] == "data_dependent_control"
+
+
+SEED_MODULE = """import torch
+
+class TestCase(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, x, data):
+        y = x ** 2
+        if torch.sum(data) >= 4:
+            t = y
+        else:
+            t = y / 2
+        t = t + 10
+        return t
+
+test_case = TestCase()
+test_case = torch.compile(test_case, backend="eager")
+x = torch.randn(5)
+data = torch.ones(2, dtype=torch.int32)
+data[0] = 2
+data[1] = 2
+test_case(x, data)
+"""
+"""TensorRT-LLM's example of data-dependent control flow, which compiles and calls itself when it is imported."""
+
+
+@pytest.mark.parametrize("target", ["TestCase", "test_case"])
+def test_data_dependent_control_flow_of_a_file_is_one_finding(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "graph_break.py"
+    file.write_text(SEED_MODULE)
+    subject = f"{file}:{target}"
+    assert main.main(["doctor", subject, "--input", "x=float32[T]", "--input", "data=int32[2]"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(
+        r"^error +\S*graph_break\.py:9\n +the branch depends on a tensor's values  \[graph_break: data_dep", said
+    )
+    assert said.endswith(f"{subject}: 1 error\n")

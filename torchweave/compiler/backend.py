@@ -17,6 +17,7 @@ from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.size_ranges import size_range
 from torchweave.compiler.ir.symbols import DynamicDims
 from torchweave.compiler.partition.pipeline_stages import extract_pipeline_stage
+from torchweave.compiler.partition.result_views import separate_result_views
 from torchweave.compiler.partition.split import Piece, report_parts, select_splitting_ops, split
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager
@@ -51,8 +52,8 @@ def compile_graph(
         cache: stores captured graphs and built pieces between processes; None builds everything.
         passes: replaces the default passes and those that the config adds.
         lock_cache: entered around each use of the cache, so that of ranks with one cache one builds and the others load.
-        as_eager: exclude a size of 1 where eager code would drop the dimension. An engine's forward must not: its results have a
-            dimension of tokens.
+        as_eager: exclude a size of 1 where eager code would drop the dimension, and return views with eager code's strides and
+            shared memory. An engine's forward needs neither: its results have a dimension of tokens.
 
     Raises:
         TraceError: the forward cannot be captured, with the line and the cause.
@@ -74,6 +75,8 @@ def compile_graph(
         manager = PassManager(passes, config, table, num_ranks(graph))
         manager.run(graph, report)
         report_table(table, graph, report)
+        if as_eager:
+            separate_result_views(graph)
         # 4. Split at the boundary ops and splitting ops.
         graph.splitting_ops = select_splitting_ops(graph, config.splitting_ops)
         parts = split(graph)

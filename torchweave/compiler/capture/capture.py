@@ -21,6 +21,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
 from torchweave.compiler.cache.read_globals import globals_of
+from torchweave.compiler.capture.branches import record_branches
 from torchweave.compiler.capture.outputs import EXTRA_KEYWORDS, output_tree, record_side_effects
 from torchweave.compiler.capture.trace_once.clone_layers import (
     CloneError,
@@ -58,6 +59,7 @@ from torchweave.compiler.ir.symbols import (
     choose_size_hints,
     dynamic_shapes_mode,
     example,
+    fixed_sizes,
     mark,
     symbol_name,
     value,
@@ -212,6 +214,7 @@ def _trace(request: _Request) -> Any:
             rules,
             get_metrics_context(),
             dynamo_timed("torchweave_capture"),
+            record_branches(),
         ):
             return fullgraph_capture(request.module, request.arguments)
     except Exception as error:
@@ -347,8 +350,10 @@ def _specialization_cause(size: Any, graph: CapturedGraph) -> tuple[str, str]:
     """The location and the cause of a size that became a number, as recorded by the shape environment."""
     shape_env = getattr(graph.fake_mode, "shape_env", None)
     guards = [guard for guard in getattr(shape_env, "guards", []) if isinstance(guard.expr, sympy.Eq)]
+    fixed = fixed_sizes(shape_env)
     for guard in guards:
-        if size in guard.expr.args and any(side.is_symbol for side in guard.expr.args):
+        other = {symbol: fixed[str(symbol)] + 1 for symbol in guard.expr.free_symbols if fixed.get(str(symbol)) == size}
+        if other and guard.expr.xreplace(other) == False:  # noqa: E712  sympy's false is not False
             where, code = user_location(guard.sloc)
             return where, f" by `{code}`, which needs a number ({guard.expr})"
     return "", ": forward works for this size only"

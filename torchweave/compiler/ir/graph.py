@@ -129,6 +129,7 @@ class CapturedGraph(FakeGraph):
         boundary_ops: names of the ops at which the graph will be split.
         splitting_ops: names of further ones, which the config lists.
         globals: names of the globals that the traced code reads, `module:name`; none for a graph from the cache.
+        result_views: nodes behind the last piece: views that forward returns, and sizes of tensors that these need.
     """
 
     module: fx.GraphModule
@@ -141,6 +142,7 @@ class CapturedGraph(FakeGraph):
     boundary_ops: frozenset[str] = frozenset()
     splitting_ops: frozenset[str] = frozenset()
     globals: tuple[str, ...] = ()
+    result_views: frozenset[fx.Node] = frozenset()
 
     @cached_property
     def fake_ops(self) -> FakeOpCache:

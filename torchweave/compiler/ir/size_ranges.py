@@ -77,10 +77,15 @@ def _is_of_op(sloc: Any) -> bool:
 
 
 def _writes_to_views(graph: CapturedGraph) -> bool:
-    """Whether forward writes to a result that is a view or a copy depending on sizes, such as that of `contiguous()`."""
-    nodes = graph.graph.nodes
-    storages = {storage_id(node) for node in nodes if node.op == "call_method" and node.target in _COPIES_BY_SIZE}
-    return any(storage_id(argument) in storages for node in nodes for argument in mutated_args(node))
+    """Whether forward writes to a result that is a view or a copy depending on sizes, such as that of `contiguous()`, or
+    afterwards to the tensor that it is made from."""
+    storages: set[int | None] = set()
+    for node in graph.graph.nodes:
+        if node.op == "call_method" and node.target in _COPIES_BY_SIZE:
+            storages |= {storage_id(node), storage_id(node.args[0])}
+        if any(storage_id(argument) in storages for argument in mutated_args(node)):
+            return True
+    return False
 
 
 def _drops_dynamic_dim(node: fx.Node) -> bool:
@@ -139,7 +144,8 @@ def _is_of_convolution(sloc: Any) -> bool:
 
 def _is_branch(sloc: Any) -> bool:
     """Whether a branch in forward's own code made the guard, and not an operation of torch."""
-    return "/torch/_dynamo/" in str(getattr(sloc, "framework_loc", "")).replace("\\", "/")
+    place = str(getattr(sloc, "framework_loc", "")).replace("\\", "/")
+    return "/torch/_dynamo/" in place or "/compiler/capture/branches.py" in place
 
 
 def _valid_up_to(guard: Any, symbols: Mapping[str, str], equal: bool) -> int:

@@ -128,6 +128,25 @@ def dynamic_shapes_mode(mode: DynamicShapes) -> Iterator[None]:
     from torch.fx.experimental import _config
 
     symbolic_config: Any = _config
+    private: Any = torch
 
     with symbolic_config.patch(backed_size_oblivious=mode == "backed_size_oblivious"):
-        yield
+        private._debug_has_internal_overlap = _has_internal_overlap
+        try:
+            yield
+        finally:
+            private._debug_has_internal_overlap = _torch_has_internal_overlap
+
+
+_torch_has_internal_overlap: Any = torch._debug_has_internal_overlap  # type: ignore[attr-defined]
+
+
+def _has_internal_overlap(tensor: Tensor) -> int:
+    """torch's check of the target of `copy_` (1: elements share memory, 2: not known) without a guard on symbolic sizes.
+
+    torch's own asks of each size whether it is above 1, which would exclude the sizes at which a slice has one row.
+    """
+    if not free_symbols(tensor):
+        return _torch_has_internal_overlap(tensor)
+    sizes = zip(map(expression, tensor.shape), map(expression, tensor.stride()), strict=True)
+    return 1 if any(stride == 0 and size not in (0, 1) for size, stride in sizes) else 2

@@ -116,7 +116,7 @@ def _segments(graph: CapturedGraph) -> list[list[fx.Node] | BoundaryCall]:
         if op is not None:
             last = []
             segments += [BoundaryCall(op, node, *normalize_call(op, node.args, node.kwargs)), last]
-        elif node.op in ("placeholder", "output") or is_size(node):
+        elif node.op in ("placeholder", "output") or is_size(node) or node in graph.result_views:
             continue
         elif splits:
             own[node], last = [node], []

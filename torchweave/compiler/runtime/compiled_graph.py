@@ -156,6 +156,7 @@ class _ForwardGenerator:
         pieces = [part for part in self.parts if isinstance(part, Piece)]
         self.used_names |= {
             "tree",
+            "slice",
             *(f"piece_{piece.digest}" for piece in pieces),
             *(f"constants_{piece.index}" for piece in pieces),
         }
@@ -249,8 +250,9 @@ class _ForwardGenerator:
                 read = part.node.all_input_nodes
             last.update({node: position for node in read if node in last})
         (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
-        for node in output.all_input_nodes:
-            last.pop(node, None)
+        for node in (output, *self.graph.result_views):
+            for source in node.all_input_nodes:
+                last.pop(source, None)
         return last
 
     def _call_piece(self, piece: Piece) -> None:
@@ -291,10 +293,15 @@ class _ForwardGenerator:
             return self.names[node]
         if self.graph.constant(node) is not None:
             return self._bind_object(node.name, self._tensor(node), node)
-        assert is_size(node), f"{node} is not computed by any piece"
-        arguments = ", ".join(self._expression(argument) for argument in node.args)
+        assert is_size(node) or node in self.graph.result_views, f"{node} is not computed by any piece"
+        arguments = [self._expression(argument) for argument in node.args]
+        if node.op == "call_method":
+            called, arguments = f"{arguments[0]}.{node.target}", arguments[1:]
+        else:
+            called = self._bind_object(node.name, node.target, None)
+        arguments += [f"{name}={self._expression(argument)}" for name, argument in node.kwargs.items()]
         self.names[node] = self._unique_name(node.name)
-        self.lines.append(f"{self.names[node]} = {self._bind_object(node.name, node.target, None)}({arguments})")
+        self.lines.append(f"{self.names[node]} = {called}({', '.join(arguments)})")
         return self.names[node]
 
     def _tensor(self, node: fx.Node) -> Tensor:
@@ -315,6 +322,8 @@ class _ForwardGenerator:
         if isinstance(thing, (tuple, list)):
             inner = "".join(f"{self._expression(item)}, " for item in thing)
             return f"[{inner}]" if isinstance(thing, list) else f"({inner})"
+        if isinstance(thing, slice):
+            return f"slice({', '.join(self._expression(each) for each in (thing.start, thing.stop, thing.step))})"
         if thing is None or (isinstance(thing, (bool, int, str)) or (isinstance(thing, float) and thing - thing == 0)):
             return repr(thing)
         return self._bind_object("value", thing, None)
