@@ -67,7 +67,7 @@ print(files("torchweave.serving.http").joinpath("page.html").is_file())
         "demo",
         "--html",
         str(tmp_path / "report.html"),
-        "-O1",
+        "-cc.enable_inductor=false",
         cwd=tmp_path,
     )
     assert "<html" in (tmp_path / "report.html").read_text()
