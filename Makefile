@@ -27,9 +27,9 @@ help:
 demo: $(VENV)/.installed
 	@$(BIN)/torchweave generate demo '12+30=' '907-48=' 'sort: pear fig apple'
 
-# A file at a time on each of two processes, which take a core each.
+# A file at a time on each of two processes, which take a core each; tests/conftest.py orders the files.
 test: $(VENV)/.installed-test lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,12 +1,41 @@
-"""GPU tests skip themselves, with the reason, where there is no GPU."""
+"""GPU tests skip themselves, with the reason, where there is no GPU; files that take longest run first."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
+# Files of 25 s and more. A process of pytest-xdist takes a file at a time in this order (`--no-loadscope-reorder`, since files
+# with most tests are not those that take longest), so that no process ends alone with a long one.
+LONGEST_FIRST = (
+    "e2e/test_demo.py",
+    "engine/ranks/test_pipeline.py",
+    "engine/test_speculation.py",
+    "verify/test_zoo.py",
+    "serving/test_life_cycle.py",
+    "compiler/passes/test_models.py",
+    "serving/ipc/test_frontends.py",
+    "compiler/cache/test_cache.py",
+    "models/test_stages.py",
+    "models/test_trace_once.py",
+    "verify/test_verify.py",
+    "engine/test_eagle.py",
+    "engine/test_recurrent_models.py",
+    "e2e/test_demo_quantized.py",
+    "models/test_packed_checkpoint.py",
+    "distributed/test_launchers.py",
+    "serving/engine_client/test_replicas.py",
+    "e2e/test_wheel.py",
+    "compiler/runtime/test_compiled_graph.py",
+    "serving/test_ray_serve.py",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder, order = Path(__file__).parent, {file: at for at, file in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(folder).as_posix(), len(order)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

@@ -229,7 +229,7 @@ REQUESTS: list[tuple[str, Callable[[LLM], object], str]] = [
 ]
 
 
-LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from torchweave.engine.outputs import RequestOutput
 from torchweave.verify import zoo
 
 PLAIN = {"enable_inductor": False, "compile_cache": False}
+EAGER = {"enable_fullgraph": False}
+"""For tests that need an engine of their own, since a capture takes seconds."""
 SETTINGS: list[dict[str, Any]] = [
     {"beam_width": 2, "n": 1},
     {"beam_width": 4, "n": 4, "early_stopping": True},
@@ -87,7 +89,7 @@ DEMO_PARAMS = SamplingParams(beam_width=3, n=3, max_tokens=12, early_stopping=Tr
 
 
 def of_demo(**options: Any) -> tuple[LLM, list[RequestOutput]]:
-    with LLM("demo", device="cpu", dtype="float32", torch_compile_config=PLAIN, **options) as llm:
+    with LLM("demo", device="cpu", dtype="float32", torch_compile_config=EAGER, **options) as llm:
         found = llm.generate(DEMO * 3, DEMO_PARAMS)
         assert tokens(found[:3]) == tokens(found[3:6]) == tokens(found[6:])
         llm.engine.scheduler.kv.check()
@@ -142,7 +144,7 @@ def test_sliding_window_beams_equal_those_of_transformers(tmp_path: Path) -> Non
     settings = {"beam_width": 4, "n": 4, "early_stopping": True}
     params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=[7], **settings)  # type: ignore[arg-type]
     wanted = [by_transformers(model, prompt, 20, [7], settings) for prompt in prompts(70)]
-    with LLM(str(tmp_path), device="cpu", dtype="float32", block_size=8, torch_compile_config=PLAIN) as llm:
+    with LLM(str(tmp_path), device="cpu", dtype="float32", block_size=8, torch_compile_config=EAGER) as llm:
         assert llm.engine.scheduler.kv.num_groups > 1
         assert by_engine(llm, prompts(70), params) == wanted
         llm.engine.scheduler.check()

@@ -27,7 +27,9 @@ from torchweave.verify.verify import verify
 NUM_TOKENS = 8
 BIAS = {image_zoo.IMAGE_TOKEN: -100.0}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=BIAS)
-QUICK = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+COMPILED = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+EAGER = TorchCompileConfig(enable_fullgraph=False)
+"""For tests of what schedules and encodes images, since a capture takes seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +44,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[EncodedPr
     return folder, prompts, [answer.tokens for answer in answers]
 
 
-def engine(folder: Path, **options: Any) -> LLM:
-    options = {"num_kv_blocks": 64, **options}
-    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", torch_compile_config=QUICK, **options)
+def engine(folder: Path, compile_config: TorchCompileConfig = EAGER, **options: Any) -> LLM:
+    options = {"num_kv_blocks": 64, "torch_compile_config": compile_config, **options}
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", **options)
     report = Report(show=False)
     return LLM.from_loaded(load(folder, torch.float32, report=report, images=True), config, report)
 
@@ -53,7 +55,7 @@ def engine(folder: Path, **options: Any) -> LLM:
 def llm(qwen: Any) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_MIN_IMAGE_ROWS", 0)
-        running = engine(qwen[0], max_batch_size=4, max_num_tokens=10)
+        running = engine(qwen[0], COMPILED, max_batch_size=4, max_num_tokens=10)
     with running:
         yield running
 
@@ -138,7 +140,8 @@ def test_chunks_cut_no_image_whose_tokens_see_each_other(gemma: Any, backend: An
     folder, prompts, expected = gemma
     options: Any = {"attention_backend": backend, "context_chunking_policy": policy, "block_size": 4}
     options["num_kv_blocks"] = 400
-    with engine(folder, max_batch_size=4, max_num_tokens=36, **options) as llm:
+    compile_config = COMPILED if (backend, policy) == ("cpp", "first_come_first_served") else EAGER
+    with engine(folder, compile_config, max_batch_size=4, max_num_tokens=36, **options) as llm:
         for _ in range(2):  # the second time from cached prefixes, some of which end within an image
             assert tokens(llm, prompts) == expected
         assert llm.engine.scheduler.kv.reused_total
@@ -207,7 +210,7 @@ def test_a_model_without_its_tower_says_why(llava: Any) -> None:
         max_num_tokens=16,
         limit_mm_per_prompt={"image": 0},
         report=Report(show=False),
-        torch_compile_config={"enable_inductor": False, "compile_cache": False},
+        torch_compile_config=EAGER,
     ) as llm:
         assert not isinstance(llm.engine.loaded.module, ImageDecoderStep)
         assert llm.generate("12", GREEDY)[0].outputs[0].token_ids

@@ -40,8 +40,12 @@ def expected() -> list[list[int]]:
     return zoo.reference_tokens(zoo.build(zoo.zoo_model("lfm2")), prompts(9), 12)
 
 
-def engine(folder: Path, **options: Any) -> LLM:
-    compile_config = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+COMPILED = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+EAGER = TorchCompileConfig(enable_fullgraph=False)
+"""For tests of the scheduler and the KV cache, since a capture takes seconds; each model is compiled in one other test."""
+
+
+def engine(folder: Path, compile_config: TorchCompileConfig = EAGER, **options: Any) -> LLM:
     config = EngineConfig(
         model=str(folder), dtype="float32", device="cpu", torch_compile_config=compile_config, **options
     )
@@ -49,12 +53,11 @@ def engine(folder: Path, **options: Any) -> LLM:
     return LLM.from_loaded(load(folder, torch.float32, report=report), config, report)
 
 
-def engine_without_loop(folder: Path, **options: Any) -> Engine:
+def engine_without_loop(folder: Path, compile_config: TorchCompileConfig = EAGER, **options: Any) -> Engine:
     """An engine whose steps the test runs itself."""
     config = EngineConfig(
-        model=str(folder), dtype="float32", device="cpu", **options,
-        torch_compile_config=TorchCompileConfig(enable_inductor=False, compile_cache=False),
-    )  # fmt: skip
+        model=str(folder), dtype="float32", device="cpu", torch_compile_config=compile_config, **options
+    )
     report = Report(show=False)
     return build(config, report, load(folder, torch.float32, report=report))
 
@@ -65,7 +68,7 @@ def answers(llm: LLM, count: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def three_slots(folder: Path) -> Iterator[LLM]:
-    with engine(folder, max_batch_size=3, max_num_tokens=16, num_kv_blocks=64) as llm:
+    with engine(folder, COMPILED, max_batch_size=3, max_num_tokens=16, num_kv_blocks=64) as llm:
         yield llm
 
 
@@ -130,7 +133,8 @@ def test_a_shared_prefix_restores_states_and_blocks_together(name: str, tmp_path
     model, shared = zoo.build(zoo.zoo_model(name)), with_common_beginning()
     zoo.save(model, tmp_path)
     expected = zoo.reference_tokens(model, shared, 6)
-    with engine(tmp_path, max_batch_size=3, num_state_snapshots=6, **REUSE) as llm:
+    compile_config = EAGER if name == "lfm2" else COMPILED  # lfm2 is compiled for `three_slots`
+    with engine(tmp_path, compile_config, max_batch_size=3, num_state_snapshots=6, **REUSE) as llm:
         kv = llm.engine.scheduler.kv
         first, again = ([generate_one(llm, prompt) for prompt in shared] for _ in range(2))
         assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == expected
@@ -234,7 +238,7 @@ def test_mixed_requests_with_cancels_leave_every_state_slot_free(
 
 
 def test_padding_rows_touch_no_state(folder: Path) -> None:
-    built = engine_without_loop(folder, max_batch_size=3, **REUSE)
+    built = engine_without_loop(folder, COMPILED, max_batch_size=3, **REUSE)
     runner, scheduler = built.runner, built.scheduler
     for state in runner.recurrent_states:
         state.copy_(torch.randn(state.shape, generator=torch.Generator().manual_seed(1)))

@@ -1,30 +1,88 @@
 """Triton reads TRITON_INTERPRET when it is imported: interpreted kernels need a process of their own.
 
 TRITON_INTERPRET=1 PYTHONPATH=. python -m tests.ops.interpreted MODULE [argument...]
+
+Without a module the process reads such lists from standard input, as JSON, and forks for each, so that its imports are made once.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib
+import json
 import os
 import runpy
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+_PRELOAD = ("attention.op", "moe.experts", "quant.fp8_linear", "sampling.sample", "slot_state", "rope")
+"""Modules of `torchweave.ops` that are imported before a fork."""
+
 
 def run_interpreted(module: str, *arguments: str) -> None:
     """Run a module of tests in a process of its own, where Triton interprets its kernels on CPU tensors."""
     pytest.importorskip("triton")
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    try:
+        server.stdin.write(json.dumps([module, *arguments]) + "\n")
+        server.stdin.flush()
+        code, said = json.loads(server.stdout.readline())
+    except BaseException:  # its answer would be taken for that of the next call
+        server.kill()
+        _server.cache_clear()
+        raise
+    assert code == 0, said
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """The process that is forked; it ends with this one, at the end of its standard input."""
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.ops.interpreted", module, *arguments]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-m", "tests.ops.interpreted"]
+    server = subprocess.Popen(
+        command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(server.communicate)  # closes its standard input and waits for its end
+    return server
+
+
+def serve() -> None:
+    """Answer each list of a module and its arguments with the exit code and the output of a fork that runs it."""
+    for name in _PRELOAD:
+        importlib.import_module(f"torchweave.ops.{name}")
+    for line in sys.stdin:
+        with tempfile.TemporaryFile() as output:
+            child = os.fork()
+            if child == 0:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                sys.argv = json.loads(line)
+                code = 1
+                try:
+                    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+                    code = 0
+                except SystemExit as end:
+                    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+            _, status = os.waitpid(child, 0)
+            output.seek(0)
+            print(json.dumps([os.waitstatus_to_exitcode(status), output.read().decode()]), flush=True)
 
 
 def patch_once_a_launch() -> None:
@@ -81,5 +139,8 @@ def build_types_once() -> None:
 if __name__ == "__main__":
     patch_once_a_launch()
     build_types_once()
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    if len(sys.argv) == 1:
+        serve()
+    else:
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def test_pipeline_gives_the_tokens_of_one_rank_and_a_killed_stage_ends_all():
 
 
 def test_pp_with_tp_gives_the_tokens_of_one_rank(tmp_path: Path):
-    model = zoo.build(zoo.zoo_model("gpt2"))
+    entry = zoo.zoo_model("gpt2")
+    model = zoo.build(replace(entry, options=entry.options | {"n_layer": 2}))  # a layer in each stage
     zoo.save(model, tmp_path)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, zoo.VOCAB, (size,), generator=generator).tolist() for size in (3, 70, 21)]

@@ -1,25 +1,49 @@
-"""The built-in model with integer weights: its accuracy in 4 bits, and engines over checkpoints as tools publish them."""
+"""The built-in model with quantized weights: its accuracy in FP8 and 4 bits, and engines over checkpoints as tools publish them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import demo_tasks as tasks
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.test_demo_fp8 import accuracy
 from tests.models.packings import FORMS, write
 from torchweave import LLM, SamplingParams, TorchCompileConfig
+from torchweave.config.options import Quantization
 from torchweave.models.resolve import resolve
 from torchweave.report import Report
 from torchweave.verify import zoo
 
+NUM_QUESTIONS = 25  # of each task
+GREEDY = SamplingParams(temperature=0, max_tokens=120)
 PROMPTS = [[5, 17, 40, 22], [9, 31, 8, 60, 44, 71, 12]]
 
 
-def test_int4_keeps_the_accuracy_within_two_points() -> None:
-    assert accuracy("int4") >= accuracy(None) - 0.02
+def accuracy(quantization: Quantization | None) -> float:
+    config = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+    report = Report(show=False)
+    with LLM("demo", device="cpu", quantization=quantization, torch_compile_config=config, report=report) as llm:
+        asked = [one for task in tasks.TASKS for one in tasks.held_out_questions(task, NUM_QUESTIONS)]
+        outputs = llm.generate([tasks.plain_prompt(one) for one in asked], GREEDY)
+        assert not report.select("fallback")
+    said = [output.outputs[0].text.strip() for output in outputs]
+    return sum(one == other.answer.strip() for one, other in zip(said, asked, strict=True)) / len(asked)
+
+
+@pytest.fixture(scope="module")
+def full() -> float:
+    return accuracy(None)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block"])
+def test_fp8_keeps_the_accuracy_within_one_point(quantization: Quantization, full: float) -> None:
+    assert accuracy(quantization) >= full - 0.01
+
+
+def test_int4_keeps_the_accuracy_within_two_points(full: float) -> None:
+    assert accuracy("int4") >= full - 0.02
 
 
 @pytest.mark.parametrize("form", ["ct-int4-group-asymmetric", "awq", "gptq-int4-desc-act", "gptq-int8"])
