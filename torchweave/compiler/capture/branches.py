@@ -27,7 +27,7 @@ def record_branches() -> Iterator[None]:
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
     evaluate: Any = SymNodeVariable.evaluate_expr
-    ask: Any = TensorVariable.method_is_contiguous
+    is_contiguous: Any = TensorVariable.method_is_contiguous
 
     def evaluate_expr(self: Any, *args: Any) -> Any:
         if not isinstance(self.sym_num, torch.SymBool):
@@ -40,7 +40,7 @@ def record_branches() -> Iterator[None]:
         return answer
 
     def method_is_contiguous(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = ask(self, *args, **kwargs)
+        answer = is_contiguous(self, *args, **kwargs)
         fake = self.proxy.node.meta.get("example_value")
         of_another_format = any(isinstance(each, VariableTracker) for each in (*args, *kwargs.values()))
         if not of_another_format and isinstance(fake, Tensor) and answer is not None:
@@ -53,7 +53,7 @@ def record_branches() -> Iterator[None]:
         yield
     finally:
         SymNodeVariable.evaluate_expr = evaluate  # type: ignore[method-assign]
-        TensorVariable.method_is_contiguous = ask  # type: ignore[method-assign]
+        TensorVariable.method_is_contiguous = is_contiguous  # type: ignore[method-assign]
 
 
 def _add_guard(shape_env: Any, guard: Any) -> None:

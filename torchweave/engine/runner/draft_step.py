@@ -31,7 +31,7 @@ from torchweave.ops.speculation import (
     propose,
 )
 
-_DUMMY_CATCH_UPS = (1, 16, 256)
+_DUMMY_TOKENS = (1, 16, 256)
 """Tokens of a row: forwards of few tokens, of a prompt's, and of the longest step, each of which may have kernels of its own."""
 MakeBoundary = Callable[[Tensor, Tensor, StepInputs, bool], BoundaryHandler]
 """The started boundary of a forward: `(slots, query_start, inputs, decode_only)`."""
@@ -176,13 +176,13 @@ class DraftStep:
             self._catch_up(self._model, slots, views, min(most, num_tokens - begin))
             finish_catch_up(self._state, slots, views)
 
-    def run_dummy_catch_ups(self, most_rows: int, query_len: int) -> None:
+    def run_dummy_catch_up(self, most_rows: int, query_len: int) -> None:
         """Run `catch_up`, which is not recorded, while no slot is in use: its kernels are loaded before the first request."""
         if self._model is None:
             return
         for rows in sorted({self.min_size, most_rows}):
             views = self.buffers.rows(rows, query_len)
-            for tokens in _DUMMY_CATCH_UPS:
+            for tokens in _DUMMY_TOKENS:
                 self.catch_up(self._state.slots[:rows], views, tokens)
 
     def note_mixed(self, slots: Tensor, query_start: Tensor, inputs: StepInputs) -> None:

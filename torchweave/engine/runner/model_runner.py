@@ -335,7 +335,7 @@ class ModelRunner:
                     advance_bar(1, f"batch {rows}, {query_len} tokens each")
             assert self._draft_step is not None
             with torch.inference_mode(), self._on_stream():
-                self._draft_step.run_dummy_catch_ups(max(drafts), plan.query_len)
+                self._draft_step.run_dummy_catch_up(max(drafts), plan.query_len)
 
     def time_decode_graphs(self) -> list[tuple[int, int, float]]:
         """(rows, tokens of a row, seconds) of the recorded decode steps at powers of two, while no slot is in use."""

@@ -168,7 +168,7 @@ def without_hooks(layer: nn.Module) -> Iterator[None]:
 
 
 def use_varlen_attention(layers: Sequence[nn.Module]) -> Callable[[], None]:
-    """Let layers with `cu_seqlens` call `varlen_attention`, without host reads; returns a function that restores their attention."""
+    """Let layers with `cu_seqlens` call `varlen_attention`, without host reads; returns a function that restores theirs."""
     if not all("cu_seqlens" in inspect.signature(type(layer).forward).parameters for layer in layers):
         return lambda: None
     ALL_ATTENTION_FUNCTIONS.register(VARLEN_ATTENTION, _varlen_forward)
