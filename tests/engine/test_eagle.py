@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_speculation import EAGLE, TEXTS, engine
+from tests.engine.test_speculation import COMPILED, EAGLE, TEXTS, engine
 from tests.models.eagle_heads import demo_model, hidden_states_of, random_head, reference_drafts, write_head
 from torchweave import LLM, SamplingParams
 from torchweave.ops.slot_state import StepInputs
@@ -105,6 +105,6 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"method=eagle3 needs speculative_config.model, the name of the head"):
         engine({"method": "eagle3"})
     with pytest.raises(ValueError, match="method=eagle3 is not supported with pipeline_parallel_size=2"):
-        engine(speculation(tmp_path), pipeline_parallel_size=2)
+        engine(speculation(tmp_path), COMPILED, pipeline_parallel_size=2)
     with pytest.raises(ValueError, match=r"speculative_config.model=demo-draft: .* is no EAGLE-3 head, but has Llama"):
         engine({"method": "eagle3", "model": "demo-draft"})

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-import atexit, os, threading, time
+import atexit, os, threading
 from torchweave import LLM, SamplingParams
 
 @atexit.register  # before the engine's own, and therefore called after it
@@ -21,15 +21,15 @@ print("dropped", sum(len(each.token_ids) for each in LLM("demo", **FAST).stream(
 
 llm = LLM("demo", **FAST)
 answers = [[], []]
-begun = threading.Event()
+begun = [threading.Event(), threading.Event()]
 
-def generate():
-    for output in llm.stream("12+30=", LONG):
-        answers[0] += output.token_ids
-        begun.set()
+def generate(number, prompt):
+    for output in llm.stream(prompt, LONG):
+        answers[number] += output.token_ids
+        begun[number].set()
 
-threading.Thread(target=generate, daemon=True).start()
-begun.wait()
+threading.Thread(target=generate, args=(0, "12+30="), daemon=True).start()
+begun[0].wait()
 if (child := os.fork()) == 0:
     try:
         llm.generate("1+1=")
@@ -38,10 +38,9 @@ if (child := os.fork()) == 0:
     atexit.unregister(report)
     raise SystemExit(3)
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-last = threading.Thread(target=lambda: answers[1].extend(llm.generate("1+1=", LONG)[0].outputs[0].token_ids), daemon=True)
+last = threading.Thread(target=generate, args=(1, "1+1="), daemon=True)
 last.start()
-while not llm.engine.scheduler.num_active:
-    time.sleep(0.001)
+begun[1].wait()
 print("end")
 """
 

@@ -27,7 +27,7 @@ def test_builds_after_ready_are_reported(
 ) -> None:
     heard: list[bool] = []
     monkeypatch.setattr(knobs.compilation, "listener", lambda *, cache_hit, **_: heard.append(cache_hit))
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a knob that was set once reads no variable any more
     monkeypatch.setattr(after_ready, "_reports", type(after_ready._reports)())
     torch.compile(lambda x: x, backend="eager")  # imports Dynamo
     report = Report(show=False)
