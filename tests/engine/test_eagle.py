@@ -52,7 +52,7 @@ def test_drafts_are_those_of_plain_torch(tmp_path: Path, monkeypatch: pytest.Mon
     config = speculation(write_head(tmp_path, weights), synthetic_acceptance=0.6, disable_by_batch_size=4)
     options = {"block_size": 4, "max_model_len": 80, "max_batch_size": 6, "max_num_tokens": 24}
     texts = [text for text in TEXTS if text != "copy: a b a b a b a b a b"]
-    with engine(config, **options) as llm:
+    with engine(config, COMPILED, **options) as llm:
         seen = record_drafts(llm, monkeypatch)
         params = [GREEDY, GREEDY, SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.2), SEEDED, SEEDED]
         for prompts in (texts, texts, texts[:2]):
@@ -93,7 +93,7 @@ def test_every_rank_drafts_alike() -> None:
     """Each has the whole head, which reads the embeddings that the ranks share; a head that read others would draft badly."""
     found, accepted = [], []
     for ranks in (1, 2):
-        with engine(EAGLE, tensor_parallel_size=ranks, dtype="float32", cpu_kv_cache_gib=0.02) as llm:
+        with engine(EAGLE, COMPILED, tensor_parallel_size=ranks, dtype="float32", cpu_kv_cache_gib=0.02) as llm:
             outputs = llm.generate([*TEXTS, "copy: tensor"], [GREEDY, SEEDED, GREEDY, GREEDY, SEEDED, GREEDY, GREEDY])
             found.append([output.outputs[0].token_ids for output in outputs])
             accepted.append(llm.engine.scheduler.speculation.num_accepted_tokens)
