@@ -172,3 +172,6 @@ def test_arguments_that_depend_on_the_image_are_refused() -> None:
     assert signature.matches(Arguments.of((torch.zeros(9, 8), x), {}))
     assert not signature.matches(Arguments.of((torch.zeros(9, 7), x), {}))
     assert not signature.matches(Arguments.of((torch.zeros(1, 8), x), {}))
+    signature.limits = (2, 8)
+    assert signature.matches(Arguments.of((torch.zeros(8, 8), x), {}))
+    assert not signature.matches(Arguments.of((torch.zeros(9, 8), x), {}))

@@ -150,6 +150,8 @@ def _compile_group(
             passes=(),  # each constant is a weight of the layer, which those of another layer can replace
             as_eager=True,
         )
+    low, high = compiled.sizes
+    signature.limits = (max(low, signature.limits[0]), high)
     names = {tensor.data_ptr(): name for name, tensor in _weights(first).items()}
     for layer in group:
         weights = _weights(layer)

@@ -16,7 +16,7 @@ from torchweave.models.multimodal.support import image_token_id
 
 NO_ROPE_OFFSETS = np.empty((0, 0), np.int32)
 ENCODER_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
-"""What towers raise for images that they do not take."""
+"""Errors that towers raise for images they reject."""
 _TORCH_DTYPES = {
     name: getattr(torch, name)
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -74,7 +74,7 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def features(self, image: ImageInput) -> Tensor:
-        """What the tower and projector make of an image, `[rows, width of the pool]`; raises what the model raises."""
+        """Features of an image from tower and projector, `[rows, width of the pool]`; raises one of `ENCODER_ERRORS`."""
         pool = self._step.image_rows
         return image_features(self.model, {name: _to_device(array, pool) for name, array in image.tensors.items()})
 

@@ -7,6 +7,7 @@ goes, compute the same for every image, and equal layers share one compiled forw
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ INPUT_NAMES = tuple(inspect.signature(LayerCall.forward).parameters)[1:]
 
 
 def _description(layer: nn.Module) -> Any:
-    """What two layers have in common if one compiled forward serves both."""
+    """Classes, plain attributes and shapes of a layer; layers with equal descriptions share one compiled forward."""
 
     def plain(module: nn.Module) -> Any:
         return {
@@ -207,12 +208,20 @@ def _varlen_forward(
 
 @dataclass
 class Signature:
-    """The calls that a compiled layer takes: the arguments without tensors, and the sizes of the tensors by name or number."""
+    """The calls that a compiled layer takes.
+
+    Attributes:
+        structure: the arguments, with places for their tensors.
+        sizes, dtypes: of each tensor; a dynamic size by its name.
+        dynamic: names of the dynamic sizes, by input and dimension.
+        limits: smallest and largest value of a dynamic size.
+    """
 
     structure: Any
     sizes: tuple[tuple[int | str, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     dynamic: dict[str, dict[int, str]] = field(default_factory=dict)
+    limits: tuple[int, int] = (2, sys.maxsize)
 
     @staticmethod
     def of(examples: Sequence[Arguments]) -> Signature:
@@ -250,9 +259,9 @@ class Signature:
                 return False
             for size, expected in zip(tensor.shape, sizes, strict=True):
                 known = values.setdefault(expected, size) if isinstance(expected, str) else expected
-                if size != known or (isinstance(expected, str) and size < 2):
+                if size != known:
                     return False
-        return True
+        return all(self.limits[0] <= size <= self.limits[1] for size in values.values())
 
 
 def replace_forward(layer: nn.Module, signature: Signature, compiled: Callable[..., Any]) -> None:
