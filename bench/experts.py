@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchweave.models.weights.int_linear import NVFP4, IntScheme, quantize_int_weight
+from torchweave.models.weights.int_linear import MXFP4, NVFP4, IntScheme, quantize_int_weight
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing
 from torchweave.ops.moe.experts import ExpertForm, ExpertsCall, activate
 from torchweave.ops.moe.fused_experts import GemmConfig, Grouped, Rows, Strategy, Tiles, choose, run
 from torchweave.ops.quant.fp8 import GROUP, scale_from_amax, to_fp8
 from torchweave.ops.quant.int_linear import dequantize_int
-from torchweave.ops.quant.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 
 BYTES = {
     "bfloat16": 2.0,
@@ -43,6 +42,7 @@ BYTES = {
     "nvfp4": 0.5 + 1 / 16,
 }
 """Bytes of a weight with its scales."""
+SCHEMES = {"int4": IntScheme(), "mxfp4": MXFP4, "nvfp4": NVFP4}
 
 
 @dataclass(frozen=True)
@@ -103,22 +103,25 @@ TILES_DOWN = [
     (64, 128, 4, 3),
     (128, 128, 8, 3),
 ]
+WORDS_UP = [(4, 2048, 2, 1), (4, 2048, 1, 1), (4, 1024, 2, 1), (8, 2048, 4, 1), (2, 2048, 2, 1), (8, 512, 2, 1)]
+WORDS_DOWN = [(8, 1024, 1, 1), (4, 1024, 1, 1), (16, 1024, 1, 1), (8, 1024, 2, 1), (16, 1024, 2, 1), (8, 512, 1, 1)]
 WIDE_UP = [(64, 64, 8, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 3)]
 WIDE_DOWN = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3), (64, 64, 4, 4)]
 
 
-def starts(tokens: int, model: Model) -> Iterator[tuple[Rows | Tiles, list[GemmConfig], list[GemmConfig]]]:
-    """Start of the search for a token count: a method, and the candidates of its two products."""
+def starts(tokens: int, model: Model, words: bool) -> Iterator[tuple[Rows | Tiles, list[GemmConfig], list[GemmConfig]]]:
+    """Start of the search for a token count: a method, and the candidates of its two products; words: of packed weights."""
 
     def products(options: list[tuple[int, int, int, int]]) -> list[GemmConfig]:
         return [GemmConfig(*option) for option in options]
 
-    ups, downs = products(ROWS_UP), products(ROWS_DOWN)
+    ups, downs = (products(WORDS_UP), products(WORDS_DOWN)) if words else (products(ROWS_UP), products(ROWS_DOWN))
     if tokens <= 4 and not model.form.transposed:
         yield Rows(ups[0], downs[0]), ups, downs
     mean = tokens * model.top_k / model.num_experts
     for block_m, up, down, low, high in (
         (16, TILES_UP, TILES_DOWN, 0, 16), (32, TILES_UP, TILES_DOWN, 4, 32), (64, WIDE_UP, WIDE_DOWN, 16, 1e9),
+        (128, WIDE_UP, WIDE_DOWN, 64, 1e9),
     ):  # fmt: skip
         if low <= mean <= high:
             ups, downs = products(up), products(down)
@@ -163,9 +166,9 @@ def make_layers(model: Model) -> list[ExpertsCall]:
 
 def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Packing]:
     """A weight `[E, rows, width]` as `torchweave::quantized_experts` takes it, its scales, its values in bfloat16, and the rest."""
-    if kind not in ("int4", "nvfp4"):
-        return (*in_bytes(weight, kind), PLAIN)
-    scheme = IntScheme() if kind == "int4" else NVFP4
+    if kind not in SCHEMES:
+        return (*in_fp8(weight, kind), PLAIN)
+    scheme = SCHEMES[kind]
     parts = [quantize_int_weight(each, scheme) for each in weight]
     values = [
         dequantize_int(each.w, each.scale, None, weight.shape[2], each.group, torch.bfloat16, each.row_scale)
@@ -176,11 +179,8 @@ def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Packin
     return w, scale, torch.stack(values), Packing(None, rows, scheme.group)
 
 
-def in_bytes(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of MXFP4 and FP8."""
-    if kind == "mxfp4":
-        q, scale = quantize_mxfp4(weight)
-        return q, scale, dequantize_mxfp4(q, scale, torch.bfloat16)
+def in_fp8(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of FP8."""
     if kind == "fp8":
         scale = scale_from_amax(weight.abs().amax(2, keepdim=True))
         wide = scale
@@ -265,9 +265,7 @@ class Bench:
         chosen = self._chosen(tokens)
         for strategy in dict.fromkeys((Grouped(), chosen) if self.weights == "bfloat16" else (chosen,)):
             self._try(tokens, calls, right, strategy)
-        for strategy, ups, downs in starts(tokens, self.model):
-            if isinstance(strategy, Rows) and self.weights != "bfloat16":
-                continue
+        for strategy, ups, downs in starts(tokens, self.model, self.weights in SCHEMES):
             strategy = self._best(tokens, calls, right, [replace(strategy, up=up) for up in ups])
             if strategy is not None:
                 strategy = self._best(tokens, calls, right, [replace(strategy, down=down) for down in downs])
@@ -276,8 +274,8 @@ class Bench:
 
     def _chosen(self, tokens: int) -> Strategy:
         shape = (self.model.num_experts, self.model.width, self.model.inner)
-        quantized = self.weights != "bfloat16"
-        return choose(tokens, self.model.top_k, shape, torch.bfloat16, self.model.form.transposed, quantized)
+        weight_dtype = None if self.weights == "bfloat16" else self.layers[0].up.dtype
+        return choose(tokens, self.model.top_k, shape, torch.bfloat16, self.model.form.transposed, weight_dtype)
 
     def _best(self, tokens: int, calls: list[ExpertsCall], right: Tensor, ways: list[Strategy]) -> Strategy | None:
         timed = [
@@ -327,7 +325,7 @@ class Bench:
         jobs = {}
         for count in tokens:
             jobs.setdefault(str(self._chosen(count)), (self._chosen(count), count))
-            for strategy, ups, downs in starts(count, self.model):
+            for strategy, ups, downs in starts(count, self.model, self.weights in SCHEMES):
                 for number in range(max(len(ups), len(downs))):
                     one = replace(strategy, up=ups[number % len(ups)], down=downs[number % len(downs)])
                     jobs.setdefault(str(one), (one, count))
@@ -385,7 +383,7 @@ def main() -> None:
         bench.at(tokens)
     print(table(bench.results))
     failed = [r for r in bench.results if "error" in r]
-    print("\n".join(f"failed: T={r['tokens']} {r['strategy']}: {r['error']}" for r in failed))
+    print("\n".join(f"failed: T={r['tokens']} {r['way']}: {r['error']}" for r in failed))
     print(f"{len(bench.results)} measurements in {time.monotonic() - started:.1f} s")
     if arguments.json:
         command = ["git", "rev-parse", "--short", "HEAD"]

@@ -15,7 +15,8 @@ from tests.models.paged import paged_tokens
 from tests.models.test_parallel import part_of, prompts
 from torchweave.models import load
 from torchweave.models.load import model_facts
-from torchweave.ops.quant.mxfp4 import dequantize_mxfp4
+from torchweave.ops.quant.int_linear import dequantize_int
+from torchweave.ops.quant.mxfp4 import MX_BLOCK
 from torchweave.report import Report
 from torchweave.verify import zoo
 
@@ -55,7 +56,9 @@ def values_of(model: Any, name: str) -> Tensor:
     """The numbers `[E, in, out]` of a parameter."""
     owner, _, leaf = name.rpartition(".")
     scale = getattr(model.get_submodule(owner), f"{leaf}_scale")
-    return dequantize_mxfp4(model.get_parameter(name), scale, torch.float32).transpose(1, 2)
+    width = scale.shape[2] * MX_BLOCK
+    experts = zip(model.get_parameter(name), scale, strict=True)
+    return torch.stack([dequantize_int(w, s, None, width, MX_BLOCK, torch.float32).t() for w, s in experts])
 
 
 def test_a_checkpoint_is_read(tmp_path: Path) -> None:

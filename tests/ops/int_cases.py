@@ -130,3 +130,9 @@ def fp4_operands(
         None if each is None else each.to(device) for each in (x, pack_int4(codes), scale, row_scale, added, values)
     )
     return Fp4Operands(*tensors)  # type: ignore[arg-type]
+
+
+def mxfp4_values(q: Tensor, s: Tensor) -> Tensor:
+    """Float32 `[..., K]` of MXFP4: bytes `[..., K / 2]`, the even channel in the low half, and exponents `[..., K / 32]`."""
+    codes = torch.stack((q & 15, q >> 4), -1).flatten(-2)
+    return (CODES[codes.long()] * torch.exp2(s.double() - 127).repeat_interleave(32, -1)).float()

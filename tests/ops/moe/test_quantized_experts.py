@@ -1,4 +1,4 @@
-"""Experts in MXFP4 and FP8: rounding, the op against float64 on the values of its weights, and its kernels without a GPU."""
+"""Experts in FP8 and packed: rounding, the op against float64 on the values of its weights, and its kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.int_cases import mxfp4_values
 from tests.ops.interpreted import run_interpreted
 from tests.ops.moe.experts_cases import call_of, cases, expected
-from torchweave.models.weights.int_linear import NVFP4, IntScheme, quantize_int_weight
+from torchweave.models.weights.int_linear import MXFP4, NVFP4, IntScheme, quantize_int_weight
 from torchweave.ops.kernels.moe.packing import Packing
 from torchweave.ops.moe.experts import ExpertsCall
-from torchweave.ops.moe.fused_experts import Tiles, choose, run
+from torchweave.ops.moe.fused_experts import GemmConfig, Rows, Tiles, choose, run
 from torchweave.ops.moe.quantized_experts import quantized_experts
 from torchweave.ops.quant.int_linear import dequantize_int
-from torchweave.ops.quant.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from torchweave.ops.quant.mxfp4 import quantize_mxfp4
 
 GPT_OSS: dict[str, Any] = {"biased": True, "interleaved": True, "alpha": 1.702, "limit": 1.0, "width": 96, "inner": 64}
 SHAPES = {
@@ -28,13 +29,14 @@ SHAPES = {
 }
 
 
-FORMATS = ("mxfp4", "fp8", "fp8_per_block")
+FORMATS = ("fp8", "fp8_per_block")
 PACKED = {
     "int4": IntScheme(4, 32),
     "int4-channel": IntScheme(4, 0),
     "int4-zero": IntScheme(4, 64),
     "int8": IntScheme(8, 32),
     "int8-zero": IntScheme(8, 64),
+    "mxfp4": MXFP4,
     "nvfp4": NVFP4,
 }
 """Formats in the layout of `torchweave::int_linear`."""
@@ -42,10 +44,7 @@ EVERY = (*FORMATS, *PACKED)
 
 
 def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight `[E, rows, width]` in a format, its scales, and its values in its dtype."""
-    if kind == "mxfp4":
-        q, scale = quantize_mxfp4(weight)
-        return q, scale, dequantize_mxfp4(q, scale, weight.dtype)
+    """A weight `[E, rows, width]` in FP8, its scales, and its values in its dtype."""
     experts, rows, width = weight.shape
     blocks = (rows // 128, -(-width // 128)) if kind == "fp8_per_block" else (rows, 1)
     scale = torch.rand(experts, *blocks, generator=torch.Generator().manual_seed(rows)) + 0.5
@@ -73,7 +72,7 @@ def in_words(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Packing, Tensor
     return w, scale, Packing(zero, row_scale, PACKED[kind].group), values.view(experts, rows, width)
 
 
-def packed(case: dict[str, Any], kind: str = "mxfp4") -> tuple[ExpertsCall, ExpertsCall]:
+def packed(case: dict[str, Any], kind: str) -> tuple[ExpertsCall, ExpertsCall]:
     """The call with weights in a format, and the same with their values in x's dtype."""
     call = call_of(case)
     if kind in PACKED:
@@ -108,13 +107,13 @@ def test_every_number_is_rounded_to_the_nearest_code() -> None:
     assert q.shape == (5, 64) and s.shape == (5, 4) and q.dtype == s.dtype == torch.uint8
     blocks, scale = x.unflatten(1, (4, 32)), torch.ldexp(torch.ones(5, 4), s.int() - 127)[..., None]
     nearest = ((blocks.abs() / scale)[..., None] - codes).abs().amin(-1) * scale
-    values = dequantize_mxfp4(q, s, torch.float32).unflatten(1, (4, 32))
+    values = mxfp4_values(q, s).unflatten(1, (4, 32))
     torch.testing.assert_close((values - blocks).abs(), nearest, rtol=1e-5, atol=0)
     assert bool((blocks.abs().amax(-1, keepdim=True) / scale < 8).all()) and bool((values.sign() * blocks >= 0).all())
     zeros, s = quantize_mxfp4(torch.zeros(1, 32))
-    assert not dequantize_mxfp4(zeros, s, torch.float32).any()
+    assert not mxfp4_values(zeros, s).any()
     exact = torch.tensor([0.5, -6, 3, 1.5] * 8)[None] * 2.0**-9
-    assert torch.equal(dequantize_mxfp4(*quantize_mxfp4(exact), torch.bfloat16).float(), exact)
+    assert torch.equal(mxfp4_values(*quantize_mxfp4(exact)), exact)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -128,9 +127,11 @@ def test_on_a_cpu(kind: str, tokens: int) -> None:
         torch.testing.assert_close(quantized_experts(*arguments(call)).double(), expected(plain), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 64, 8192])
-def test_tiles_run_at_every_token_count(tokens: int) -> None:
-    assert isinstance(choose(tokens, 4, (32, 2880, 2880), torch.bfloat16, quantized=True), Tiles)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.float8_e4m3fn])
+def test_rows_run_with_few_tokens_and_tiles_with_more(dtype: torch.dtype) -> None:
+    chosen = {n: type(choose(n, 4, (32, 2880, 2880), torch.bfloat16, weight_dtype=dtype)) for n in (1, 2, 3, 64, 8192)}
+    few = Tiles if dtype == torch.int8 else Rows
+    assert chosen == {1: few, 2: few, 3: Tiles, 64: Tiles, 8192: Tiles}
 
 
 def test_opcheck() -> None:
@@ -147,18 +148,20 @@ def test_opcheck() -> None:
 def check_kernels(kinds: tuple[str, ...]) -> None:
     """In Triton's interpreter: a width that is no multiple of a tile's, and experts of another rank.
 
-    The first form of experts runs with a single token, and in bytes with tiles of another size, too.
+    FP8 runs with tiles of another size, too.
     """
     from tests.ops.moe.interpreted_experts import TILES
 
     wide = tuple(replace(each, up=replace(each.up, block_k=64), down=replace(each.down, block_k=64)) for each in TILES)
+    rows = Rows(GemmConfig(4, 128, 2, 1), GemmConfig(4, 128, 2, 1))
     for kind in kinds:
         for number, shape in enumerate(shapes(kind)):
-            for tokens in (1, 19) if number == 0 else (19,):
+            for tokens in (2, 19):
                 case = cases(tokens, **shape)
                 case["index"][0, 0] = 77
                 call, plain = packed(case, kind)
-                for strategy in wide[: 2 if number == 0 and kind in ("mxfp4", "fp8") else 1]:
+                tiles = wide[: 2 if number == 0 and kind == "fp8" else 1]
+                for strategy in tiles if tokens > 2 else (wide[0] if kind.startswith("int8") else rows,):
                     out = torch.full_like(call.out, torch.nan)
                     run(replace(call, out=out), strategy)
                     torch.testing.assert_close(out.double(), expected(plain), rtol=1e-4, atol=1e-4)
@@ -184,6 +187,25 @@ def test_kernels_build_for_hopper(kind: str) -> None:
     for launch in launches[1:3]:
         compiled = compile_for_hopper(launch)
         assert "mma" in compiled.asm["ptx"] and compiled.metadata.shared <= 227 << 10
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY if not kind.startswith("int8")])
+def test_kernels_of_few_tokens_build_for_hopper(kind: str) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels.moe import experts_gemv, experts_grouped_gemm
+
+    call, _ = packed(cases(1, **(GPT_OSS | {"width": 1408, "inner": 640, "dtype": torch.bfloat16})), kind)
+    strategy = choose(1, 4, (32, 2880, 2880), torch.bfloat16, weight_dtype=call.up.dtype)
+    names = (f"{name}_{side}_kernel" for name in ("rows", "words") for side in ("up", "down"))
+    with recorded(experts_gemv, *names) as launches, recorded(experts_grouped_gemm, "combine_kernel"):
+        run(call, strategy)
+    assert len(launches) == 2
+    for launch in launches:
+        in_words = call.up.dtype == torch.int32
+        given = replace(launch, kwargs=launch.kwargs | {"ASSEMBLY": True}) if in_words else launch
+        compiled = compile_for_hopper(given)
+        assert not in_words or "lop3" in compiled.asm["ptx"]
 
 
 if __name__ == "__main__":

@@ -69,10 +69,12 @@ def fp4() -> None:
             ("split", 9, 544, 2),
             ("tile", 9, 352, 1),
             ("split", 2, 32, 1),
+            ("row", 2, 544, 1),
         ):
             made = fp4_operands(kind, tokens, 21, width, bias=kind == "nvfp4")
             out = torch.full((tokens, 24), torch.nan)[:, :21]
-            config = IntConfig(kernel, 16, 2, 2, block_t=8, programs=programs, hopper=False)  # type: ignore[arg-type]
+            depth = 32 if kernel == "row" else 2
+            config = IntConfig(kernel, 16, 2, depth, block_t=8, programs=programs, hopper=False)  # type: ignore[arg-type]
             config.run(made.x, made.w, made.scale, None, made.bias, made.group, out, made.row_scale)
             torch.testing.assert_close(out.double(), made.expected(), rtol=1e-5, atol=1e-4)
         out = torch.full((21, 544), torch.nan)

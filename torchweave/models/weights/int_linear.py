@@ -226,7 +226,7 @@ class ExpertWeights(Protocol):
     def targets(self) -> frozenset[str]: ...
 
 
-def _store_experts(model: nn.Module, name: str, packed: IntWeight) -> None:
+def store_experts(model: nn.Module, name: str, packed: IntWeight) -> None:
     """Set the parameter `name` of experts to packed weights; group 0: one scale a row."""
     set_tensor(model, name, packed.w)
     owner, _, leaf = name.rpartition(".")
@@ -273,14 +273,14 @@ class IntQuantizer(Quantizer):
         module: Any = model.get_submodule(owner)
         if module.is_transposed or not runs_as_op(module):
             raise ValueError(f"This checkpoint has {name} packed, which is not supported for {type(module).__name__}.")
-        _store_experts(model, name, self._experts.merged.pop(name))
+        store_experts(model, name, self._experts.merged.pop(name))
 
     def round_experts(self, model: nn.Module, name: str, weight: Tensor) -> None:
         parts = [quantize_int_weight(each, self.scheme) for each in weight]
         w, scale = torch.stack([each.w for each in parts]), torch.stack([each.scale for each in parts])
         rows = [each.row_scale for each in parts if each.row_scale is not None]
         row_scale = torch.stack(rows) if rows else None
-        _store_experts(model, name, IntWeight(w, scale, None, None, self.scheme.group, row_scale))
+        store_experts(model, name, IntWeight(w, scale, None, None, self.scheme.group, row_scale))
 
     def make_linear(self, name: str, linear: Any, weight: Tensor) -> nn.Module:
         packed = quantize_int_weight(weight, self.scheme) if self._packed is None else self._packed.pop(name)

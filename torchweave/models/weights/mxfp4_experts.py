@@ -1,8 +1,8 @@
 """Experts in MXFP4: the checkpoints of gpt-oss, and rounding to the nearest at load time.
 
 A checkpoint has `experts.gate_up_proj_blocks` uint8 `[E, 2 I, K / 32, 16]` and `..._scales` uint8 `[E, 2 I, K / 32]` for the
-model's `experts.gate_up_proj` `[E, K, 2 I]`, and the same of `down_proj`. Their bytes are already in the layout of
-`torchweave::quantized_experts`; linears, norms and the router are not quantized.
+model's `experts.gate_up_proj` `[E, K, 2 I]`, and the same of `down_proj`. They are packed for the kernels on the device
+(`torchweave.ops.quant.int_linear`); linears, norms and the router are not quantized.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.experts import expert_weights
+from torchweave.models.weights.int_linear import IntWeight, store_experts
 from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE
 from torchweave.models.weights.read import CheckpointTensor, set_tensor
 from torchweave.models.weights.shards import TensorShard
+from torchweave.ops.quant.int_linear import pack_int4
 from torchweave.ops.quant.mxfp4 import MX_BLOCK, quantize_mxfp4
 from torchweave.report import Report
 
@@ -69,9 +71,7 @@ class Mxfp4Quantizer:
             q, scale = tensor, self._scales.pop(name)
         else:
             q, scale = quantize_mxfp4(tensor.transpose(1, 2) if self._transposed[name] else tensor)
-        set_tensor(model, name, q)
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner).register_buffer(f"{leaf}_scale", scale)
+        store_experts(model, name, IntWeight(_pack(q), scale, None, None, MX_BLOCK))
 
     def apply(self, model: nn.Module, device: torch.device) -> None:
         """Quantize a loaded model, moving one weight at a time to the device."""
@@ -85,9 +85,14 @@ class Mxfp4Quantizer:
             scheme=Mxfp4Scheme().name,
             source="checkpoint" if self._scales is not None else "weights as they were loaded",
             linears=len(self._transposed),
-            parameters=sum(2 * model.get_parameter(name).numel() for name in self._transposed),
+            parameters=sum(MX_BLOCK * model.get_buffer(f"{name}_scale").numel() for name in self._transposed),
             excluded={"not experts of a mixture": ["all other layers"]},
         )
+
+
+def _pack(q: Tensor) -> Tensor:
+    """int32 `[E, rows, .]` for the kernels of bytes `[E, rows, K / 2]`, an expert at a time: packing takes 20 times its bytes."""
+    return torch.stack([pack_int4(torch.stack((each & 15, each >> 4), -1).flatten(1)) for each in q])
 
 
 @dataclass

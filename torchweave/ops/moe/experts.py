@@ -16,7 +16,6 @@ from torch import Tensor
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing
 from torchweave.ops.quant.fp8 import GROUP
 from torchweave.ops.quant.int_linear import dequantize_int
-from torchweave.ops.quant.mxfp4 import dequantize_mxfp4
 from torchweave.ops.registry import define
 
 PACKED_DTYPES = (torch.int32, torch.int8)
@@ -102,8 +101,6 @@ def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, packing: Pack
     if weight.dtype in PACKED_DTYPES:
         zero, row_scale = packing.of(e)
         return dequantize_int(weight, scale, zero, width, packing.group or width, dtype, row_scale)
-    if weight.dtype == torch.uint8:
-        return dequantize_mxfp4(weight, scale, dtype)
     if scale.shape[0] != weight.shape[0]:
         scale = scale.repeat_interleave(GROUP, 0)[: weight.shape[0]]
     if scale.shape[1] > 1:

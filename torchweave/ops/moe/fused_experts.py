@@ -1,9 +1,10 @@
 """Routed experts on a GPU: three strategies, chosen by the number of tokens and the weights' shape, in bounded memory.
 
-rows     one or two tokens: each chosen expert's rows are read once, at memory bandwidth. Two launches.
+rows     one or two tokens: each chosen expert's rows are read once, at memory bandwidth. Two launches, three for 4-bit
+         weights. Not for 8-bit integers.
 tiles    up to a few tokens an expert: pairs are grouped by expert on the device, and a program multiplies rows of one expert's
          weight by all of its tokens on tensor cores. Four launches.
-grouped  many tokens an expert: `torch._grouped_mm` between fused gathers. Six launches.
+grouped  many tokens an expert: `torch._grouped_mm` between fused gathers. Six launches. For weights that are not quantized.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.moe.experts import ExpertsCall
+from torchweave.ops.quant.fp8 import FP8
 
 WORKSPACE_BYTES = 512 << 20
 """Temporaries of one chunk of tokens; a larger step runs in chunks, which leaves the memory to the KV cache.
@@ -43,7 +45,10 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class Rows:
-    """One or two tokens, element by element; `dependent`: by programmatic dependent launch."""
+    """One or two tokens, element by element; `dependent`: by programmatic dependent launch.
+
+    Of 4-bit weights the words of an iteration hold `block_k` numbers, a multiple of 128.
+    """
 
     up: GemmConfig
     down: GemmConfig
@@ -69,9 +74,13 @@ Strategy = Rows | Tiles | Grouped
 
 ROW_TOKENS = 2
 _ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 3), dependent=True)
+_FP8_ROWS = Rows(GemmConfig(4, 1024, 4, 2), GemmConfig(4, 128, 4, 2), dependent=True)
+_WORD_ROWS = Rows(GemmConfig(4, 2048, 1, 1), GemmConfig(8, 1024, 1, 1), dependent=True)
 _TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4), dependent=True)
 _MIDDLE_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=64, dependent=True)
 _WIDE_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=64)
+_WIDE_FP8_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=128)
+_WIDE_WORD_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=128)
 _FEW_PAIRS, _MORE_PAIRS = 8, 32
 """Pairs of token and expert for each expert, up to which its tokens fill one narrow tile, or reading weights dominates."""
 
@@ -82,23 +91,25 @@ def choose(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     transposed: bool = False,
-    quantized: bool = False,
+    weight_dtype: torch.dtype | None = None,
 ) -> Strategy:
-    """The strategy for a number of tokens and experts of `shape`: their number, K and I.
+    """The strategy for a number of tokens and experts of `shape`: their number, K and I; weight_dtype: of quantized weights.
 
     Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading
-    the weights dominates; tiles always if the weights are quantized. On an H100, experts of Qwen3-30B-A3B
+    the weights dominates; then grouped, or wide tiles if the weights are quantized. On an H100, experts of Qwen3-30B-A3B
     (bench/results/experts_h100_202611.json): rows 27.5 against tiles 36.1 us at one token, tiles 362 against grouped 436 at 32,
     458 against 509 at 512; 1910 against 944 at 4096.
     """
     num_experts, width, inner = shape
-    if num_tokens <= ROW_TOKENS and not transposed and not quantized:
-        return _ROWS
+    if num_tokens <= ROW_TOKENS and not transposed and weight_dtype != torch.int8:
+        return {None: _ROWS, torch.int32: _WORD_ROWS}.get(weight_dtype, _FP8_ROWS)
     if num_tokens * top_k <= _FEW_PAIRS * num_experts:
         return _TILES
     if num_tokens * top_k <= _MORE_PAIRS * num_experts and dtype.itemsize == 2:
         return _MIDDLE_TILES
-    if dtype == torch.bfloat16 and width % 8 == 0 and inner % 8 == 0 and not quantized:
+    if weight_dtype is not None:
+        return _WIDE_FP8_TILES if weight_dtype == FP8 else _WIDE_WORD_TILES
+    if dtype == torch.bfloat16 and width % 8 == 0 and inner % 8 == 0:
         return Grouped()
     return _WIDE_TILES
 
@@ -110,8 +121,8 @@ def run(call: ExpertsCall, strategy: Strategy | None = None, workspace: int = WO
     call = _with_contiguous_rows(call)
     shape = (call.num_experts, call.x.shape[1], call.inner)
     if strategy is None:
-        quantized = call.up_scale is not None
-        strategy = choose(call.num_tokens, call.top_k, shape, call.x.dtype, call.form.transposed, quantized)
+        weight_dtype = None if call.up_scale is None else call.up.dtype
+        strategy = choose(call.num_tokens, call.top_k, shape, call.x.dtype, call.form.transposed, weight_dtype)
         strategy = _supported_strategy(strategy, call)
     size = tokens_per_chunk(call, strategy, workspace)
     for begin in range(0, call.num_tokens, size):
@@ -169,29 +180,19 @@ def _activation(call: ExpertsCall) -> dict[str, Any]:
 
 
 def _rows(call: ExpertsCall, strategy: Rows) -> None:
-    from torchweave.ops.kernels.moe.experts_gemv import launch_rows_down, launch_rows_up
+    from torchweave.ops.kernels.moe import experts_gemv as kernels
 
+    down = _launch(strategy.down) | {"dependent": strategy.dependent}
     h = call.x.new_empty(call.index.numel(), call.inner)
-    launch_rows_up(
-        call.x,
-        call.index,
-        call.up,
-        call.up_bias,
-        h,
-        **_activation(call),
-        **_launch(strategy.up),
-        dependent=strategy.dependent,
-    )
-    launch_rows_down(
-        h,
-        call.index,
-        call.weight,
-        call.down,
-        call.down_bias,
-        call.out,
-        **_launch(strategy.down),
-        dependent=strategy.dependent,
-    )
+    first = (call.x, call.index, call.up, call.up_bias, h, call.up_scale, call.up_packing)
+    kernels.launch_rows_up(*first, **_activation(call), **_launch(strategy.up), dependent=strategy.dependent)
+    if call.down_scale is None or call.down.dtype == FP8:
+        second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale)
+        kernels.launch_rows_down(*second, **down)
+        return
+    y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
+    kernels.launch_words_down(h, call.index, call.down, y, call.down_scale, call.down_packing, **down)
+    _combine(call, y, dependent=strategy.dependent)
 
 
 def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
@@ -220,9 +221,14 @@ def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
     kernels.launch_tiles_down(
         h, down, y, ends, rows, call.down_scale, call.down_packing, **_launch(strategy.down), **tile
     )
-    kernels.launch_combine(
-        y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out, dependent=strategy.dependent
-    )
+    _combine(call, y, dependent=strategy.dependent)
+
+
+def _combine(call: ExpertsCall, y: Tensor, *, dependent: bool) -> None:
+    """Sum rows `[T k, K]` of pairs, weighted."""
+    from torchweave.ops.kernels.moe.experts_grouped_gemm import launch_combine
+
+    launch_combine(y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out, dependent=dependent)
 
 
 def _grouped(call: ExpertsCall) -> None:

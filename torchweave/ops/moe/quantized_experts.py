@@ -1,8 +1,8 @@
-"""`torchweave::quantized_experts`: `torchweave::experts` with weights in MXFP4, as gpt-oss stores them, in FP8, or packed.
+"""`torchweave::quantized_experts`: `torchweave::experts` with weights in FP8, or packed: integers, MXFP4, NVFP4.
 
-Activations keep their 16 bits. On a CPU the chosen experts are dequantized one by one. On a GPU tokens are grouped by expert at
-every token count ("tiles" of `fused_experts`), and the kernels turn a tile of a weight into 16 bits, which is exact, before they
-multiply it; scales of FP8 and of integers are applied to sums of at most 128 products in float32.
+Activations keep their 16 bits. On a CPU the chosen experts are dequantized one by one. On a GPU "rows" and "tiles" of
+`fused_experts` run: the kernels turn numbers of a weight into 16 bits or float32, which is exact, before they multiply them;
+scales are applied to sums of at most 128 products in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torchweave.ops.moe.experts import (
     dense_experts,
     loop_over_experts,
 )
-from torchweave.ops.quant.fp8 import FP8
 from torchweave.ops.quant.int_linear import kernels_support
 from torchweave.ops.registry import define
 
@@ -52,9 +51,9 @@ def quantized_experts(
     """`sum_j weight[t, j] * expert[index[t, j]](x[t])`: `[T, K]` of x's dtype; the rest is as in `torchweave::experts`.
 
     Args:
-        up, up_scale: MXFP4: uint8 `[E, 2 I, K / 2]` and `[E, 2 I, K / 32]`, see `torchweave.ops.quant.mxfp4`. FP8: e4m3
-            `[E, 2 I, K]` and float32 `[E, 2 I, 1]`, or `[E, 2 I / 128, ceil(K / 128)]` by blocks of 128 x 128, whole ones in each
-            half. Packed: int32 or int8 as `w` of `torchweave::int_linear` for each expert, with its `scale`. I rows when not gated.
+        up, up_scale: FP8: e4m3 `[E, 2 I, K]` and float32 `[E, 2 I, 1]`, or `[E, 2 I / 128, ceil(K / 128)]` by blocks of
+            128 x 128, whole ones in each half. Packed: int32 or int8 as `w` of `torchweave::int_linear` for each expert, with its
+            `scale`. I rows when not gated.
         down, down_scale: the same of `[E, K, I]`; K / 128 is rounded up.
         group, up_zero, down_zero, up_row_scale, down_row_scale: of packed weights, as `torchweave::int_linear` takes them for each
             expert; group 0: one scale a row.
@@ -75,9 +74,9 @@ def quantized_experts(
 
 
 def _has_kernels(call: ExpertsCall) -> bool:
-    """Whether tiles multiply by these weights on a GPU."""
+    """Whether the kernels multiply by these weights on a GPU."""
     if call.up.dtype not in PACKED_DTYPES:
-        return call.x.dtype == torch.bfloat16 or (call.x.dtype == torch.float16 and call.up.dtype == FP8)
+        return call.x.dtype in (torch.bfloat16, torch.float16)
     assert call.up_scale is not None
     return all(
         kernels_support(width, call.up_packing.group or width, call.x.dtype, call.up_scale.dtype)

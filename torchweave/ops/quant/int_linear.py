@@ -82,7 +82,7 @@ def dequantize_int(
     if scale.dtype in E2M1_SCALES:
         q = torch.tensor((*VALUES, *(-value for value in VALUES)), device=w.device)[unpack_int4(w, width).int()]
         by = (
-            torch.ldexp(torch.ones((), device=w.device), scale.int() - 127)
+            torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - 127)
             if scale.dtype == torch.uint8
             else scale.float()
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchweave.ops.quant.nvfp4 import VALUES, nearest_codes
+from torchweave.ops.quant.nvfp4 import nearest_codes
 
 MX_BLOCK = 32
 """Channels that share a scale."""
@@ -24,11 +24,3 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     scaled = torch.ldexp(blocks, (_BIAS - s)[..., None])
     codes = (nearest_codes(scaled.abs()) | (scaled.signbit().to(torch.uint8) << 3)).flatten(-2)
     return codes[..., ::2] | (codes[..., 1::2] << 4), s.to(torch.uint8)
-
-
-def dequantize_mxfp4(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values `[..., K]` of q `[..., K / 2]` and s `[..., K / 32]`."""
-    codes = torch.stack((q & 15, q >> 4), -1).flatten(-2)
-    values = torch.tensor(VALUES + tuple(-value for value in VALUES), dtype=torch.float32, device=q.device)
-    blocks = values[codes.int()].unflatten(-1, (-1, MX_BLOCK))
-    return torch.ldexp(blocks, s.int()[..., None] - _BIAS).flatten(-2).to(dtype)

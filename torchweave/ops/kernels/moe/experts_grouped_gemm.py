@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 from torchweave.ops.kernels.moe.experts_gemv import activation, gated_activation
-from torchweave.ops.kernels.moe.packing import PLAIN, Packing
-from torchweave.ops.kernels.quant.int_linear import add_block, e2m1, format_of, parameter
+from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packed_arguments
+from torchweave.ops.kernels.quant.int_linear import add_block, parameter
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
@@ -74,30 +74,6 @@ def _product(
         a = tl.load(weights[:, None] + here[None, :] * k_stride, mask=inside[:, None] & left[None, :], other=0.0)
         b = tl.load(inputs[None, :] + here[:, None], mask=left[:, None] & real[None, :], other=0.0)
         total = tl.dot(a, b, total)
-    return total
-
-
-@triton.jit
-def _mxfp4_product(
-    weights, scales, inputs, inside, real,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """`_product` of rows in MXFP4: bytes of an even and an odd input, which are multiplied apart, and a scale for 16 bytes."""
-    k, block = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K // 32)
-    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
-        here = start // 2 + k
-        left = here < WIDTH // 2
-        code = tl.load(weights[:, None] + here[None, :], mask=inside[:, None] & left[None, :], other=0).to(tl.int32)
-        at = start // 32 + block
-        exponent = tl.load(scales[:, None] + at[None, :], mask=inside[:, None] & (at < WIDTH // 32)[None, :], other=0)
-        scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, :, None]
-        scale = tl.reshape(tl.broadcast_to(scale, [ROWS, BLOCK_K // 32, 16]), [ROWS, BLOCK_K // 2])
-        mask = left[:, None] & real[None, :]
-        even = tl.load(inputs[None, :] + 2 * here[:, None], mask=mask, other=0.0)
-        odd = tl.load(inputs[None, :] + 2 * here[:, None] + 1, mask=mask, other=0.0)
-        total = tl.dot((e2m1(code) * scale).to(even.dtype), even, total, input_precision="ieee")
-        total = tl.dot((e2m1(code >> 4) * scale).to(odd.dtype), odd, total, input_precision="ieee")
     return total
 
 
@@ -200,9 +176,7 @@ def tiles_up_kernel(
         real = position < end
         token = tl.load(rows + position, mask=real, other=0) // TOP
         inputs = x + token.to(tl.int64) * x_stride
-        if FORMAT == "mxfp4":
-            total = _mxfp4_product(weights, weight_scales, inputs, inside, real, WIDTH, ROWS, BLOCK_M, BLOCK_K)
-        elif FORMAT == "fp8":
+        if FORMAT == "fp8":
             total = _fp8_product(weights, weight_scales, inputs, inside, real, GROUPS, WIDTH, ROWS, BLOCK_M, BLOCK_K)
         elif FORMAT == "byte":
             total = _byte_product(
@@ -254,9 +228,7 @@ def tiles_down_kernel(
         position = start + tl.arange(0, BLOCK_M)
         real = position < end
         inputs = h + position.to(tl.int64) * INNER
-        if FORMAT == "mxfp4":
-            total = _mxfp4_product(weights, weight_scales, inputs, inside, real, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
-        elif FORMAT == "fp8":
+        if FORMAT == "fp8":
             total = _fp8_product(weights, weight_scales, inputs, inside, real, GROUPS, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
         elif FORMAT == "byte":
             total = _byte_product(
@@ -349,28 +321,21 @@ def launch_sort_pairs(
 
 def _format(weight: Tensor, scales: Tensor | None, packing: Packing, width: int, block_k: int) -> dict[str, Any]:
     """Arguments of the tile kernels for a weight `[E, rows, .]` and its scales, if it has any; width: its inputs."""
-    plain = {"GROUP": 1, "ZERO": False, "BY_ROW": False, "ASSEMBLY": False, "BLOCK_K": block_k}
-    if scales is None:
-        return plain | {"scale_rows": 0, "FORMAT": "", "SCALE_BLOCK": 1, "GROUPS": 1}
-    groups = scales.shape[2]
-    if weight.dtype in (torch.int32, torch.int8):
-        words, group = weight.dtype == torch.int32, packing.group or width
-        return {
-            "scale_rows": 0, "FORMAT": format_of(scales) if words else "byte", "SCALE_BLOCK": 1, "GROUP": group,
-            "GROUPS": groups, "ZERO": packing.zero is not None, "BY_ROW": packing.row_scale is not None,
-            "ASSEMBLY": weight.is_cuda and supports_pdl(weight.device),
-            "BLOCK_K": block_k if groups == 1 else min(block_k, group),
-        }  # fmt: skip
-    return plain | {
-        "scale_rows": scales.shape[1], "FORMAT": "mxfp4" if weight.dtype == torch.uint8 else "fp8",
-        "SCALE_BLOCK": 1 if scales.shape[1] == weight.shape[1] else 128, "GROUPS": groups,
+    if scales is not None and weight.dtype in (torch.int32, torch.int8):
+        packed = packed_arguments(weight, scales, packing, width)
+        del packed["PARTS"]
+        if weight.dtype == torch.int8:
+            packed |= {"FORMAT": "byte"}
+        block_k = block_k if packed["GROUPS"] == 1 else min(block_k, packed["GROUP"])
+        return packed | {"scale_rows": 0, "SCALE_BLOCK": 1, "BLOCK_K": block_k}
+    return fp8_scales(weight, scales) | {
+        "zeros": weight, "row_scales": weight, "FORMAT": "" if scales is None else "fp8", "GROUP": 1, "ZERO": False,
+        "BY_ROW": False, "ASSEMBLY": False, "BLOCK_K": block_k,
     }  # fmt: skip
 
 
-def _parameters(weight: Tensor, scales: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales, zero points and scales of rows of the tile kernels, or another tensor in place of one that is not there."""
-    present = (scales, packing.zero, packing.row_scale)
-    return tuple(weight if each is None else each for each in present)  # type: ignore[return-value]
+def _strides(weight: Tensor) -> dict[str, int]:
+    return dict(zip(("expert_stride", "row_stride", "k_stride"), weight.stride(), strict=True))
 
 
 def launch_tiles_up(
@@ -384,8 +349,8 @@ def launch_tiles_up(
     """
     inner = h.shape[1]
     tiles_up_kernel[(cdiv(inner, block_n), up.shape[0])](
-        x, up, *_parameters(up, scales, packing), x if bias is None else bias, h, ends, rows, inner, x.stride(0), *up.stride(),
-        **_format(up, scales, packing, x.shape[1], block_k),
+        x, up, bias=x if bias is None else bias, h=h, ends=ends, rows=rows, inner=inner, x_stride=x.stride(0),
+        **_strides(up), **_format(up, scales, packing, x.shape[1], block_k),
         WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n,
         DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
@@ -398,7 +363,7 @@ def launch_tiles_down(
 ) -> None:  # fmt: skip
     """h [T k, I] by position, down as [E, K, I] with any strides, y [T k, K] by pair."""
     tiles_down_kernel[(cdiv(down.shape[1], block_n), down.shape[0])](
-        h, down, *_parameters(down, scales, packing), y, ends, rows, down.shape[1], *down.stride(),
+        h, down, y=y, ends=ends, rows=rows, num_outputs=down.shape[1], **_strides(down),
         **_format(down, scales, packing, h.shape[1], block_k), INNER=h.shape[1], BLOCK_M=block_m, BLOCK_N=block_n,
         DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Triton kernels for products with weights in 4 or 8 bits: the layouts are those of `torchweave.ops.quant.int_linear`.
 
-`row_kernel` (4 bits, few tokens) turns nibbles into floats by one LOP3 each: `1 + q * 2 ** (p - 23)` with the nibble at bit p
-of the mantissa; the input is scaled by `2 ** (23 - p)` instead, and what the ones add is subtracted. `split_kernel` (4 bits) makes
+`row_kernel` (4 bits, few tokens) multiplies element by element. It turns integers into floats by one LOP3 each:
+`1 + q * 2 ** (p - 23)` with the nibble at bit p of the mantissa; the input is scaled by `2 ** (23 - p)` instead, and what the ones
+add is subtracted. `split_kernel` (4 bits) makes
 16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a program share its rows and divide K, or (SPLIT 1)
 share its inputs and divide its rows. `byte_kernel` is the same for 8 bits. Several programs may divide K too; then
 `add_kernel` adds their sums.
@@ -102,70 +103,154 @@ def _parameter_group(block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAR
 
 
 @triton.jit
-def _input(x, k, odd, J: tl.constexpr, WIDTH: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Input J of every word as float32, the same scaled for its nibble, and what the ones of floats and q - 8 add to it."""
+def _input(x, k, odd, J: tl.constexpr, WIDTH: tl.constexpr, AS_FLOATS: tl.constexpr):
+    """Input J of every word as float32, and the same scaled for its nibble where nibbles are mantissas of floats."""
     value = tl.load(x + k + J * 16, mask=k + J * 16 < WIDTH, other=0.0).to(tl.float32)
-    if ASSEMBLY:
-        scaled = value * tl.where(odd, ODD_SCALES[J % 4], EVEN_SCALES[J % 4])
-        return value, scaled, scaled
+    if AS_FLOATS:
+        return value, value * tl.where(odd, ODD_SCALES[J % 4], EVEN_SCALES[J % 4])
     else:  # noqa: RET505
-        return value, value, value * 0.0
+        return value, value
 
 
 @triton.jit
-def _row_words(words, first, c, COUNT: tl.constexpr):
-    return tl.load(words + first, mask=(first + c < COUNT)[None, :], other=0, eviction_policy="evict_first")
+def row_words(words, first, c, count):
+    """Words `[first, first + BLOCK_W)` of rows at `words [BLOCK_N, BLOCK_W]`, which have `count` words."""
+    return tl.load(words + first, mask=(first + c < count)[None, :], other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _row_nibbles(tile, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr):
+def _row_nibbles(tile, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Eight float32 tiles: of word c of a block, input `16 * j + c`."""
-    if ASSEMBLY:
+    if ASSEMBLY and FORMAT == "int":
         return tl.inline_asm_elementwise(FLOATS, _16_OUTPUTS, [tile], dtype=(tl.float32,) * 8, is_pure=True, pack=2)
-    else:  # noqa: RET505
+    elif ASSEMBLY:  # noqa: RET505
+        a0, a1, a2, a3, a4, a5, a6, a7 = nibbles(tile, FORMAT, 1, BLOCK_N, BLOCK_W, tl.bfloat16, ASSEMBLY)
+        return (
+            a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32),
+            a4.to(tl.float32), a5.to(tl.float32), a6.to(tl.float32), a7.to(tl.float32),
+        )  # fmt: skip
+    else:
         even, odd = tl.split(tl.reshape(tile, [BLOCK_N, BLOCK_W // 2, 2]))
         shape: tl.constexpr = [BLOCK_N, BLOCK_W]
         return (
-            tl.reshape(_shifted_pair(even, 0), shape).to(tl.float32),
-            tl.reshape(_shifted_pair(even, 1), shape).to(tl.float32),
-            tl.reshape(_shifted_pair(even, 2), shape).to(tl.float32),
-            tl.reshape(_shifted_pair(even, 3), shape).to(tl.float32),
-            tl.reshape(_shifted_pair(odd, 0), shape).to(tl.float32),
-            tl.reshape(_shifted_pair(odd, 1), shape).to(tl.float32),
-            tl.reshape(_shifted_pair(odd, 2), shape).to(tl.float32),
-            tl.reshape(_shifted_pair(odd, 3), shape).to(tl.float32),
+            _row_nibble(even, 0, shape, FORMAT),
+            _row_nibble(even, 1, shape, FORMAT),
+            _row_nibble(even, 2, shape, FORMAT),
+            _row_nibble(even, 3, shape, FORMAT),
+            _row_nibble(odd, 0, shape, FORMAT),
+            _row_nibble(odd, 1, shape, FORMAT),
+            _row_nibble(odd, 2, shape, FORMAT),
+            _row_nibble(odd, 3, shape, FORMAT),
         )
 
 
 @triton.jit
-def _row_parameter(
-    pointer, rows, first, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_W: tl.constexpr
-):
-    """Scales or zero points `[BLOCK_N, BLOCK_W / 4]` of each run of four words, float32."""
-    block = (first + tl.arange(0, BLOCK_W // 4) * 4) // WORDS
-    group = _parameter_group(block, part, GROUP, GROUPS, PARTS)
-    loaded = tl.load(pointer + rows[:, None] * GROUPS + group[None, :], mask=(group < GROUPS)[None, :], other=0)
-    return loaded.to(tl.float32)
+def _row_nibble(word, J: tl.constexpr, shape: tl.constexpr, FORMAT: tl.constexpr):
+    """Numbers of input J as float32: q, or of e2m1."""
+    pair = tl.reshape(_shifted_pair(word, J), shape)
+    return pair.to(tl.float32) if FORMAT == "int" else e2m1(pair)
 
 
 @triton.jit
-def _row_add(
-    total, part, sums, by, zero, rows, first, index, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ZERO: tl.constexpr,
+def row_parameter(
+    pointer, rows, first, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """Scales or zero points `[BLOCK_N, BLOCK_W / 4]` of each run of four words."""
+    block = (first + tl.arange(0, BLOCK_W // 4) * 4) // WORDS
+    group = _parameter_group(block, part, GROUP, GROUPS, PARTS)
+    return tl.load(pointer + rows[:, None] * GROUPS + group[None, :], mask=(group < GROUPS)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_row_input(
+    total, part, ones, inputs, by, value, x, k, odd, scale, zero, rows, first, J: tl.constexpr, FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """total plus products `part [BLOCK_N, BLOCK_W]` of inputs `sums` of one group, with its scale `by` and zero point."""
-    runs = tl.sum(tl.reshape(part, [BLOCK_N, BLOCK_W // 4, 4]), 2)
+    """The sums with input J of every word; after the last input of a group, `total` with its products times their scale.
+
+    part `[BLOCK_N, BLOCK_W]` sums products of a group, ones `[BLOCK_W]` what the ones of floats and q - 8 add to each row of it,
+    and inputs `[BLOCK_W]` its inputs, which the zero point multiplies.
+    """
+    AS_FLOATS: tl.constexpr = ASSEMBLY and FORMAT == "int"
+    given, scaled = _input(x, k, odd, J, WIDTH, AS_FLOATS)
+    part += value * scaled[None, :]
+    if AS_FLOATS:
+        ones += scaled
     if ZERO:
-        inputs = tl.sum(tl.reshape(sums, [BLOCK_W // 4, 4]), 1)
-        runs -= _row_parameter(zero, rows, first, index, GROUP, GROUPS, PARTS, BLOCK_W) * inputs[None, :]
-    return total + runs * by
+        inputs += given
+    elif FORMAT == "int":
+        ones += 8.0 * given
+    if (J + 1) * PARTS % 8 == 0:
+        GROUP_OF_BLOCK: tl.constexpr = J * PARTS // 8
+        if FORMAT == "int":
+            part -= ones[None, :]
+        runs = tl.sum(tl.reshape(part, [BLOCK_N, BLOCK_W // 4, 4]), 2)
+        if ZERO:
+            point = row_parameter(zero, rows, first, GROUP_OF_BLOCK, GROUP, GROUPS, PARTS, BLOCK_W).to(tl.float32)
+            runs -= point * tl.sum(tl.reshape(inputs, [BLOCK_W // 4, 4]), 1)[None, :]
+        total += runs * scale_value(by)
+        if J < 7:
+            by = row_parameter(scale, rows, first, GROUP_OF_BLOCK + 1, GROUP, GROUPS, PARTS, BLOCK_W)
+        part, ones, inputs = tl.zeros_like(part), tl.zeros_like(ones), tl.zeros_like(inputs)
+    return total, part, ones, inputs, by
+
+
+@triton.jit
+def add_row_words(
+    total, by, tile, x, first, c, scale, zero, rows,
+    FORMAT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """total `[BLOCK_N, BLOCK_W / 4]` plus products of the words `tile`, from word `first` of each row, and the inputs at x.
+
+    `by`: scales of the first group of each block (`row_parameter`).
+    """
+    k, odd = (first + c) // WORDS * BLOCK + c % WORDS, c % 2 == 1
+    part, ones = tl.zeros([BLOCK_N, BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32)
+    inputs = tl.zeros([BLOCK_W], tl.float32)
+    v0, v1, v2, v3, v4, v5, v6, v7 = _row_nibbles(tile, FORMAT, BLOCK_N, BLOCK_W, ASSEMBLY)
+    total, part, ones, inputs, by = _add_row_input(
+        total, part, ones, inputs, by, v0, x, k, odd, scale, zero, rows, first, 0, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        BLOCK_N, BLOCK_W, ASSEMBLY,
+    )  # fmt: skip
+    total, part, ones, inputs, by = _add_row_input(
+        total, part, ones, inputs, by, v1, x, k, odd, scale, zero, rows, first, 1, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        BLOCK_N, BLOCK_W, ASSEMBLY,
+    )  # fmt: skip
+    total, part, ones, inputs, by = _add_row_input(
+        total, part, ones, inputs, by, v2, x, k, odd, scale, zero, rows, first, 2, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        BLOCK_N, BLOCK_W, ASSEMBLY,
+    )  # fmt: skip
+    total, part, ones, inputs, by = _add_row_input(
+        total, part, ones, inputs, by, v3, x, k, odd, scale, zero, rows, first, 3, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        BLOCK_N, BLOCK_W, ASSEMBLY,
+    )  # fmt: skip
+    total, part, ones, inputs, by = _add_row_input(
+        total, part, ones, inputs, by, v4, x, k, odd, scale, zero, rows, first, 4, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        BLOCK_N, BLOCK_W, ASSEMBLY,
+    )  # fmt: skip
+    total, part, ones, inputs, by = _add_row_input(
+        total, part, ones, inputs, by, v5, x, k, odd, scale, zero, rows, first, 5, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        BLOCK_N, BLOCK_W, ASSEMBLY,
+    )  # fmt: skip
+    total, part, ones, inputs, by = _add_row_input(
+        total, part, ones, inputs, by, v6, x, k, odd, scale, zero, rows, first, 6, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        BLOCK_N, BLOCK_W, ASSEMBLY,
+    )  # fmt: skip
+    total, part, ones, inputs, by = _add_row_input(
+        total, part, ones, inputs, by, v7, x, k, odd, scale, zero, rows, first, 7, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        BLOCK_N, BLOCK_W, ASSEMBLY,
+    )  # fmt: skip
+    return total
 
 
 @triton.jit(do_not_specialize=["num_outputs", "out_stride"])
 def row_kernel(
-    x, w, scale, zero, bias, out, num_outputs, out_stride,
+    x, w, scale, zero, bias, out, row_scale, num_outputs, out_stride, FORMAT: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, N tiles): one token times BLOCK_N whole rows of w; programs of one tile share its rows in the L2 cache."""
     COUNT: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK * WORDS
@@ -173,66 +258,22 @@ def row_kernel(
     rows, c = tl.minimum(row, num_outputs - 1), tl.arange(0, BLOCK_W)
     x += tl.program_id(0).to(tl.int64) * WIDTH
     words = w + rows.to(tl.int64)[:, None] * COUNT + c[None, :]
-    odd = c % 2 == 1
-    tile = _row_words(words, 0, c, COUNT)
-    by = _row_parameter(scale, rows, 0, 0, GROUP, GROUPS, PARTS, BLOCK_W)
+    tile = row_words(words, 0, c, COUNT)
+    by = row_parameter(scale, rows, 0, 0, GROUP, GROUPS, PARTS, BLOCK_W)
     pdl_wait(DEPENDENT)
     total = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
     for first in tl.static_range(0, COUNT, BLOCK_W):
         if first + BLOCK_W < COUNT:
-            ahead = _row_words(words, first + BLOCK_W, c, COUNT)
-            by_ahead = _row_parameter(scale, rows, first + BLOCK_W, 0, GROUP, GROUPS, PARTS, BLOCK_W)
-        k = (first + c) // WORDS * BLOCK + c % WORDS
-        x0, s0, o0 = _input(x, k, odd, 0, WIDTH, ASSEMBLY)
-        x1, s1, o1 = _input(x, k, odd, 1, WIDTH, ASSEMBLY)
-        x2, s2, o2 = _input(x, k, odd, 2, WIDTH, ASSEMBLY)
-        x3, s3, o3 = _input(x, k, odd, 3, WIDTH, ASSEMBLY)
-        x4, s4, o4 = _input(x, k, odd, 4, WIDTH, ASSEMBLY)
-        x5, s5, o5 = _input(x, k, odd, 5, WIDTH, ASSEMBLY)
-        x6, s6, o6 = _input(x, k, odd, 6, WIDTH, ASSEMBLY)
-        x7, s7, o7 = _input(x, k, odd, 7, WIDTH, ASSEMBLY)
-        a, b, d, e = x0 + x1, x2 + x3, x4 + x5, x6 + x7
-        p, q, r, u = o0 + o1, o2 + o3, o4 + o5, o6 + o7
-        if not ZERO:
-            p, q, r, u = p + 8.0 * a, q + 8.0 * b, r + 8.0 * d, u + 8.0 * e
-        if PARTS == 1:
-            a, p = (a + b) + (d + e), (p + q) + (r + u)
-        if PARTS == 2:
-            a, p, d, r = a + b, p + q, d + e, r + u
-        v0, v1, v2, v3, v4, v5, v6, v7 = _row_nibbles(tile, BLOCK_N, BLOCK_W, ASSEMBLY)
-        part = v0 * s0[None, :] - p[None, :]
-        part += v1 * s1[None, :]
-        if PARTS == 4:
-            total = _row_add(total, part, a, by, zero, rows, first, 0, GROUP, GROUPS, PARTS, BLOCK_N, BLOCK_W, ZERO)
-            by = _row_parameter(scale, rows, first, 1, GROUP, GROUPS, PARTS, BLOCK_W)
-            part = v2 * s2[None, :] - q[None, :]
-        else:
-            part += v2 * s2[None, :]
-        part += v3 * s3[None, :]
-        if PARTS > 1:
-            total = _row_add(
-                total, part, b if PARTS == 4 else a, by, zero, rows, first, PARTS // 2 - 1, GROUP, GROUPS, PARTS,
-                BLOCK_N, BLOCK_W, ZERO,
-            )  # fmt: skip
-            by = _row_parameter(scale, rows, first, PARTS // 2, GROUP, GROUPS, PARTS, BLOCK_W)
-            part = v4 * s4[None, :] - r[None, :]
-        else:
-            part += v4 * s4[None, :]
-        part += v5 * s5[None, :]
-        if PARTS == 4:
-            total = _row_add(total, part, d, by, zero, rows, first, 2, GROUP, GROUPS, PARTS, BLOCK_N, BLOCK_W, ZERO)
-            by = _row_parameter(scale, rows, first, 3, GROUP, GROUPS, PARTS, BLOCK_W)
-            part = v6 * s6[None, :] - u[None, :]
-        else:
-            part += v6 * s6[None, :]
-        part += v7 * s7[None, :]
-        total = _row_add(
-            total, part, a if PARTS == 1 else d if PARTS == 2 else e, by, zero, rows, first, PARTS - 1, GROUP, GROUPS,
-            PARTS, BLOCK_N, BLOCK_W, ZERO,
+            ahead = row_words(words, first + BLOCK_W, c, COUNT)
+            by_ahead = row_parameter(scale, rows, first + BLOCK_W, 0, GROUP, GROUPS, PARTS, BLOCK_W)
+        total = add_row_words(
+            total, by, tile, x, first, c, scale, zero, rows, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO, BLOCK_N, BLOCK_W, ASSEMBLY,
         )  # fmt: skip
         if first + BLOCK_W < COUNT:
             tile, by = ahead, by_ahead
     result = tl.sum(total, 1)
+    if BY_ROW:
+        result *= tl.load(row_scale + rows)
     if HAS_BIAS:
         result += tl.load(bias + rows).to(tl.float32)
     at = out + tl.program_id(0).to(tl.int64) * out_stride + row
@@ -525,22 +566,19 @@ def launch(
         "HAS_BIAS": bias is not None and not divided, "num_warps": config.num_warps, **dependent,
     }  # fmt: skip
     operands = (x, w, scale, scale if zero is None else zero, scale if bias is None else bias, to)
+    by_row = scale if row_scale is None else row_scale
+    in_words = {"FORMAT": format_of(scale), "BY_ROW": row_scale is not None, "PARTS": parts, "ASSEMBLY": hopper}
     if config.kernel == "row":
         words = min(config.depth, next_power_of_2(cdiv(width, 128) * 16))
-        row_kernel[(tokens, tiles)](
-            *operands, outputs, out.stride(0), PARTS=parts, BLOCK_W=words, ASSEMBLY=hopper, **constants
-        )
+        row_kernel[(tokens, tiles)](*operands, by_row, outputs, out.stride(0), BLOCK_W=words, **in_words, **constants)
         return
     grid, sizes = (tiles, cdiv(tokens, config.block_t), config.programs), (tokens, outputs, to.stride(-2))
     constants |= {
         "TOKENS": config.block_t, "SPLIT": 1 if config.kernel == "tile" else config.num_warps, "num_stages": config.depth,
     }  # fmt: skip
     if w.dtype == torch.int32:
-        by_row = scale if row_scale is None else row_scale
-        split_kernel[grid](
-            *operands, by_row, *sizes, FORMAT=format_of(scale), BY_ROW=row_scale is not None, PARTS=parts,
-            ROUND=config.rounded and zero is None, ASSEMBLY=hopper, **constants,
-        )  # fmt: skip
+        rounded = config.rounded and zero is None
+        split_kernel[grid](*operands, by_row, *sizes, ROUND=rounded, **in_words, **constants)
     else:
         byte_kernel[grid](*operands, *sizes, BLOCK_K=min(group, 128) if groups > 1 else 128, **constants)
     if divided:
