@@ -265,12 +265,19 @@ class Bench:
         chosen = self._chosen(tokens)
         for strategy in dict.fromkeys((Grouped(), chosen) if self.weights == "bfloat16" else (chosen,)):
             self._try(tokens, calls, right, strategy)
-        for strategy, ups, downs in starts(tokens, self.model, self.weights in SCHEMES):
+        for strategy, ups, downs in self._starts(tokens):
             strategy = self._best(tokens, calls, right, [replace(strategy, up=up) for up in ups])
             if strategy is not None:
                 strategy = self._best(tokens, calls, right, [replace(strategy, down=down) for down in downs])
             if strategy is not None:
                 self._try(tokens, calls, right, replace(strategy, dependent=True))
+
+    def _starts(self, tokens: int) -> Iterator[tuple[Rows | Tiles, list[GemmConfig], list[GemmConfig]]]:
+        """`starts`, without tiles of several scales an iteration."""
+        for strategy, ups, downs in starts(tokens, self.model, self.weights in SCHEMES):
+            if self.weights == "fp8_per_block" and isinstance(strategy, Tiles):
+                ups, downs = ([each for each in given if each.block_k <= GROUP] for given in (ups, downs))
+            yield strategy, ups, downs
 
     def _chosen(self, tokens: int) -> Strategy:
         shape = (self.model.num_experts, self.model.width, self.model.inner)
@@ -325,7 +332,7 @@ class Bench:
         jobs = {}
         for count in tokens:
             jobs.setdefault(str(self._chosen(count)), (self._chosen(count), count))
-            for strategy, ups, downs in starts(count, self.model, self.weights in SCHEMES):
+            for strategy, ups, downs in self._starts(count):
                 for number in range(max(len(ups), len(downs))):
                     one = replace(strategy, up=ups[number % len(ups)], down=downs[number % len(downs)])
                     jobs.setdefault(str(one), (one, count))
