@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.models.eagle_heads import demo_model, hidden_states_of, random_head, reference_drafts, write_head
-from torchweave.models.eagle import default_taken, load_eagle_head, read_eagle_config
+from torchweave.models.drafters.eagle import default_taken, load_eagle_head, read_eagle_config
 from torchweave.models.load import LoadedModel, load
 
 TOKENS = [1, *range(20, 41), 57, 30]

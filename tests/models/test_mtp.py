@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 from tests.models.mtp_checkpoints import MODELS, needs_mtp, reference_drafts, transformers_models, write_checkpoint
+from torchweave.models.drafters.mtp import MtpHead, load_mtp_head
 from torchweave.models.load import LoadedModel, load
-from torchweave.models.mtp import MtpHead, load_mtp_head
 from torchweave.models.resolve import resolve
 from torchweave.models.weights.mtp_tensors import as_model_of_one_layer, split_mtp_tensors
 from torchweave.models.weights.quantize import Fp8Linear

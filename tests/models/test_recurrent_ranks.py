@@ -15,7 +15,7 @@ from tests.models.test_parallel import part_of, prompts
 from tests.ranks import run_ranks
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import LoadedModel, load
-from torchweave.models.recurrent import is_recurrent
+from torchweave.models.hooks.recurrent import is_recurrent
 from torchweave.report import Report
 from torchweave.verify import zoo
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tests.models.paged import paged_tokens
 from torchweave.models import load
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.position_hooks import POSITION_HOOKS
-from torchweave.models.recurrent import hook_recurrent_layers
+from torchweave.models.hooks.positions import POSITION_HOOKS
+from torchweave.models.hooks.recurrent import hook_recurrent_layers
 from torchweave.verify import zoo
 
 

@@ -1,7 +1,4 @@
-"""Instance hooks for experts outside transformers' experts interface, which select tokens on the host.
-
-Each hook sets a bound method on one module, as those in `torchweave.models.hooks`.
-"""
+"""Instance hooks for experts outside transformers' experts interface, which select tokens on the host."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from torchweave.models.adapt import adapt
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep, HiddenStates
-from torchweave.models.hooks import freeze_rope
+from torchweave.models.hooks.rope import freeze_rope
 from torchweave.models.load import LoadedModel, build_on_meta, read_config, with_cache_scales
 from torchweave.models.materialize import WeightLoadSpec, load_dummy_weights, load_weights
 from torchweave.models.parallel import shard_model

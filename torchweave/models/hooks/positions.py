@@ -1,7 +1,6 @@
 """Instance hooks for decoders that number the tokens of their input: they take the engine's positions instead.
 
-The tokens of a step belong to many requests, so an index into the input is not a position. Each hook sets a bound method on one
-module, as those in `torchweave.models.hooks`.
+The tokens of a step belong to many requests, so an index into the input is not a position.
 """
 
 from __future__ import annotations

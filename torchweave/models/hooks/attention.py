@@ -1,7 +1,4 @@
-"""Instance hooks for classes whose whole attention is outside transformers' attention interface.
-
-Each hook sets a bound method on one module, as those in `torchweave.models.hooks`.
-"""
+"""Instance hooks for attention outside transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torchweave.models.attention import UnsupportedModel, attention_forward, layer_number
-from torchweave.models.recurrent import with_globals
+from torchweave.models.hooks.recurrent import with_globals
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
@@ -331,7 +328,100 @@ def _hook_zamba(module: Any) -> None:
             layer.shared_transf.self_attn.layer_idx = index
 
 
+def _make_attn_method(scale: Callable[[nn.Module], float], heads_first: bool) -> Callable[..., Any]:
+    """A replacement of `_attn(query, key, value, mask)`, all `[1, H, T, D]`; `heads_first` keeps that layout in the output."""
+
+    def _attn(self: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Any:
+        window = getattr(self, "torchweave_window", 0)
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        out, _ = attention_forward(self, query, key, value, attention_mask, scaling=scale(self), sliding_window=window)
+        return (out.transpose(1, 2) if heads_first else out), None
+
+    return _attn
+
+
+def _falcon_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Tensor | None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Falcon's attention: fused q/k/v `[1, T, (H + 2 KH) D]`, rotary, one KV head per group (or in all)."""
+    module: Any = self
+    tokens, head_dim = hidden_states.shape[1], module.head_dim
+    fused = module.query_key_value(hidden_states)
+    if module.new_decoder_architecture:
+        groups = module.num_kv_heads
+        fused = fused.view(1, tokens, groups, module.num_heads // groups + 2, head_dim)
+        query, key, value = fused[:, :, :, :-2].flatten(2, 3), fused[:, :, :, -2], fused[:, :, :, -1]
+    elif module.multi_query:  # not `_split_heads`, whose index lists are copied from the host in each step
+        fused = fused.view(1, tokens, module.num_heads + 2, head_dim)
+        query, key, value = fused[:, :, :-2], fused[:, :, -2:-1], fused[:, :, -1:]
+    else:
+        query, key, value = module._split_heads(fused)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    assert position_embeddings is not None, "the hook rejects Falcon without RoPE"
+    rotate = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
+    query, key = rotate(query, key, *position_embeddings)
+    out, _weights = attention_forward(self, query, key, value, attention_mask)
+    return module.dense(out.reshape(1, tokens, module.num_heads * head_dim)), None
+
+
+def _hook_falcon(module: Any) -> None:
+    if module.config.alibi:
+        raise UnsupportedModel(
+            "falcon with ALiBi rounds its bias by position to bfloat16 in every dtype, which the attention op does not; choose a "
+            "Falcon with rotary positions."
+        )
+    module.forward = types.MethodType(_falcon_forward, module)
+
+
+def _hook_attn_method(scale: Callable[[Any], float], heads_first: bool = True) -> Callable[[nn.Module], None]:
+    replacement = _make_attn_method(scale, heads_first)
+
+    def hook(module: Any) -> None:
+        module._attn = types.MethodType(replacement, module)
+
+    return hook
+
+
+def _hook_gpt_neo(module: Any) -> None:
+    """GPT-Neo: unscaled scores, layer index `layer_id`, local attention in a mask buffer."""
+    module.layer_idx = module.layer_id
+    module.torchweave_window = module.config.window_size if module.attention_type == "local" else 0
+    _hook_attn_method(lambda _: 1.0)(module)
+
+
+def _hook_mask_window(module: Any) -> None:
+    """Read the sliding window, which these models apply in their mask only, from the config."""
+    module.torchweave_window = module.config.sliding_window or 0
+
+
+def _llama4_layer_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
+    """The original layer with token positions passed to its attention."""
+    positions = given["position_ids"]
+    return type(self).forward(self, hidden_states, *args, token_positions=positions, **given)
+
+
+def _hook_llama4_layer(module: Any) -> None:
+    """Llama 4 scales queries of layers without RoPE by their index in the input; use their positions instead."""
+    inner = module.self_attn
+    if inner.attn_temperature_tuning and not inner.use_rope:
+        inner.attn_temperature_tuning = False
+        inner.torchweave_temperature = (float(inner.attn_scale), float(inner.floor_scale))
+        module.forward = types.MethodType(_llama4_layer_forward, module)
+
+
 ATTENTION_HOOKS: dict[str, Callable[[Any], None]] = {
+    "FalconAttention": _hook_falcon,
+    "GPTJAttention": _hook_attn_method(lambda m: m.head_dim**-0.5),
+    "CodeGenAttention": _hook_attn_method(lambda m: m.head_dim**-0.5),
+    "GPTNeoSelfAttention": _hook_gpt_neo,
+    "Llama4TextDecoderLayer": _hook_llama4_layer,
+    "PhimoeAttention": _hook_mask_window,
+    "GPTNeoXJapaneseAttention": _hook_attn_method(lambda m: 1.0 / float(m.norm_factor)),
     "BigBirdModel": _check_big_bird,
     "BigBirdSelfAttention": _hook_bert,
     "GitSelfAttention": _hook_bert,

@@ -28,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from torchweave.models import attention
 from torchweave.models.decoder import DecoderStep, HiddenStates
-from torchweave.models.hooks import freeze_rope
+from torchweave.models.hooks.rope import freeze_rope
 from torchweave.models.multimodal.support import decoder_of, text_config
 from torchweave.models.parallel.apply import plain_embedding
 from torchweave.models.resolve import read_json
