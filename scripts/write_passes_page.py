@@ -2,10 +2,10 @@
 
 python scripts/write_passes_page.py [--output docs/passes.md]
 
-Measurements in `bench/results`: `passes_*.json`, gain of each pass in a whole engine (bench/passes.py); `fusions_*.json`, the
-operations of a pattern alone (bench/fusions.py); `rank_passes_*.json` and `collectives-*.json`, layers and sums over several GPUs
-(bench/rank_passes.py, bench/collectives.py); `reinplace_*.json` (bench/reinplace.py). Also the tables shipped with the package
-(bench/linear.py, the tuner), whose entries name a pass, or the op that it inserts, as `subject`.
+Measurements in `bench/results`: `passes_*.json`, gain of each pass in a whole engine; `fusions_*.json`, the operations of a pattern
+alone; `rank_passes_*.json`, layers over several GPUs; `reinplace_*.json` (each by the file of that name in bench/compiler);
+`collectives-*.json`, sums over several GPUs (bench/kernels/collectives.py). Also the tables shipped with the package
+(bench/kernels/linear.py, the tuner), whose entries name a pass, or the op that it inserts, as `subject`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SUMS = {
     "all_reduce_norm_fp4": ("nccl + norm fp4", "norm fp4 in one"),
     "userbuffers_prologue": ("norm in one", "norm in one, user buffer"),
 }
-"""Names in bench/collectives.py of the variants without and with a pass."""
+"""Names in bench/kernels/collectives.py of the variants without and with a pass."""
 
 HEAD = """# Passes
 
@@ -46,9 +46,9 @@ free, as in a BLAS); `tolerance` passes drop or add a rounding within the bound 
 `pass_numerics=tolerance`. `torchweave explain MODEL` lists every pass with its matches, its near-misses and their reasons, and
 its duration.
 
-A pass that was measured in whole steps of this kind of GPU (`bench/passes.py --table`: engines with and without it in turns) runs
-only at token counts where it gained more than the noise. *gain*, *within noise* and *loss* say so row by row; *one run* is a
-figure without a stated noise, which decides nothing.
+A pass that was measured in whole steps of this kind of GPU (`bench/compiler/passes.py --table`: engines with and without it in
+turns) runs only at token counts where it gained more than the noise. *gain*, *within noise* and *loss* say so row by row; *one run*
+is a figure without a stated noise, which decides nothing.
 
     -cc.disabled_passes=small_linears    disable a pass
     -cc.enabled_passes=NAME              enable a pass without a measurement that it pays, or with numerics tolerance
@@ -248,7 +248,7 @@ def _read(folder: Path, pattern: str = "*.json") -> Iterator[tuple[str, dict[str
 
 
 def _results(each: Pass) -> Iterator[Row]:
-    """Results of bench/passes.py: time per token of a whole engine, by default and without the pass."""
+    """Results of bench/compiler/passes.py: time per token of a whole engine, by default and without the pass."""
     for source, result in _read(RESULTS, "passes_*.json"):
         engines, model = result["results"], result["environment"]["model"].removeprefix("shape:")
         result = engines.get(f"without {each.name}", {"ms": {}})
@@ -259,7 +259,7 @@ def _results(each: Pass) -> Iterator[Row]:
 
 
 def _fusions(each: Pass) -> Iterator[Row]:
-    """Results of bench/fusions.py: Inductor's code for the operations, and the op that the pass inserts within it."""
+    """Results of bench/compiler/fusions.py: Inductor's code for the operations, and the op that the pass inserts within it."""
     for source, result in _read(RESULTS, "fusions_*.json"):
         times = {
             (row["model"], row["fusion"], row["tokens"], row["build"]): row["microseconds"] for row in result["results"]
@@ -272,7 +272,7 @@ def _fusions(each: Pass) -> Iterator[Row]:
 
 
 def _collectives(each: Pass) -> Iterator[Row]:
-    """Results of bench/collectives.py: NCCL's sum and the operations behind it, and both in one launch."""
+    """Results of bench/kernels/collectives.py: NCCL's sum and the operations behind it, and both in one launch."""
     before, after = SUMS.get(each.name, ("", ""))
     for source, result in _read(RESULTS, "collectives-*.json"):
         for width in sorted({row["width"] for row in result["results"]}):
@@ -285,7 +285,7 @@ def _collectives(each: Pass) -> Iterator[Row]:
 
 
 def _ranks(each: Pass) -> Iterator[Row]:
-    """Results of bench/rank_passes.py: a layer with a pass, and the form before it."""
+    """Results of bench/compiler/rank_passes.py: a layer with a pass, and the form before it."""
     before = {"fused": "apart", "userbuffers_prologue": "fused"}
     name = "fused" if each.name == "all_reduce_norm" else each.name
     for source, result in _read(RESULTS, "rank_passes_*.json"):
@@ -295,7 +295,7 @@ def _ranks(each: Pass) -> Iterator[Row]:
 
 
 def _reinplace(each: Pass) -> Iterator[Row]:
-    """Results of bench/reinplace.py: a graph with two ops that write into one tensor."""
+    """Results of bench/compiler/reinplace.py: a graph with two ops that write into one tensor."""
     for source, result in _read(RESULTS, "reinplace_*.json") if each.name == "reinplace" else ():
         for row in result["results"]:
             what = f"two ops that write into one T x {result['width']}, {result['device']}"

@@ -211,7 +211,7 @@ def test_malformed_table_is_rejected(text: str) -> None:
 
 
 def test_table_round_trips() -> None:
-    for table in (Table("cpu"), Table(GPU, (entry(1), entry(2, "")), "bench/linear.py")):
+    for table in (Table("cpu"), Table(GPU, (entry(1), entry(2, "")), "bench/kernels/linear.py")):
         assert Table.read(table.write()) == table
 
 

@@ -1,6 +1,6 @@
 """FP8 on a GPU: quantization and products against cuBLAS in bf16 and FP8, in a CUDA graph with cold weights.
 
-    python bench/fp8.py --json bench/results/fp8_h100_202611.json [--tokens 1 2 4] [--shapes qkv down] [--part products]
+    python bench/kernels/fp8.py --json bench/results/fp8_h100_202611.json [--tokens 1 2 4] [--shapes qkv down] [--part products]
 
 A sample replays a graph that runs the product on 256 MB of distinct weights (or 4 products). Candidates: cuBLAS in bf16,
 `_scaled_mm` (scales per row with fast and exact accumulation; 1 x 128 by 128 x 128 blocks), and configurations of Torchweave's
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import torchweave.ops.quant.fp8_fused  # noqa: F401  (defines the fused ops)
 from torchweave.ops.quant.fp8 import FP8, GROUP, quantize
 from torchweave.ops.quant.fp8_linear import Fp8Config, block_scales, choose, scaled_mm_blocks, scaled_mm_rows

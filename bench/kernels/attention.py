@@ -1,6 +1,6 @@
 """Times of the attention kernels inside CUDA graphs, over a KV cache larger than the L2 cache.
 
-    python -m bench.attention --out attention.json [--only decode|prefill|mixed] [--defaults]
+    python -m bench.kernels.attention --out attention.json [--only decode|prefill|mixed] [--defaults]
 
 A number is one layer's call, KV write included. Decode is compared with the bytes of keys and values over copy bandwidth, prefill
 with causal operations per second. One run compares every launch configuration; `--defaults` takes only the backend's choice. For
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--defaults", action="store_true", help="time only the backend's default configurations")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("bench.attention needs a CUDA GPU")
+        sys.exit("bench.kernels.attention needs a CUDA GPU")
     torch.manual_seed(0)
     results: list[dict[str, Any]] = []
     for kind, run in (("prefill", prefill_results), ("decode", decode_results), ("mixed", mixed_results)):
@@ -279,7 +279,7 @@ def main() -> None:
             for result in run(args.block_size, args.defaults):
                 results.append(result)
                 record = {
-                    "command": " ".join(["python -m bench.attention", *sys.argv[1:]]),
+                    "command": " ".join(["python -m bench.kernels.attention", *sys.argv[1:]]),
                     "gpu": torch.cuda.get_device_name(),
                     "torch": torch.__version__,
                     "triton": triton.__version__,

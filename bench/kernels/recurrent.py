@@ -1,6 +1,6 @@
 """Times of the recurrent ops inside CUDA graphs, over states larger than the L2 cache.
 
-    python -m bench.recurrent --out recurrent.json [--only decode|prefill] [--models qwen3-next,falcon-h1,...]
+    python -m bench.kernels.recurrent --out recurrent.json [--only decode|prefill] [--models qwen3-next,falcon-h1,...]
 
 A number is one layer's call. Beside it stand the bytes that the call must move (states read and written once, inputs read and
 results written once) over copy bandwidth, and fla-core's function for the same inputs where it is installed.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.attention import graph_us
+from bench.kernels.attention import graph_us
 from torchweave.ops.attention.op import AttentionMetadata
 from torchweave.ops.recurrent.op import run_recurrent_op, state_shape
 

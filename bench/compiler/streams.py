@@ -1,6 +1,7 @@
 """MoE layers on one and on several streams, in one run: gain of automatic multi-stream execution on a GPU.
 
-    python bench/streams.py --json bench/results/streams_h100_202611.json [--models qwen2-moe-a2.7b] [--tokens 1 8 32] [--fx]
+    python bench/compiler/streams.py [--models qwen2-moe-a2.7b] [--tokens 1 8 32] [--fx] \
+        --json bench/results/streams_h100_202611.json
 
 Each model is a few layers of its shape with random weights, split at an attention that only copies, so the piece between two
 attentions is measured: output projection, norms, router, routed and shared experts, q/k/v with their norms. It is compiled once per
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import torchweave.ops.moe.experts  # noqa: F401  (defines torchweave::experts)
 from torchweave.compiler import compile_graph
 from torchweave.compiler.runtime.cuda_graphs import GraphPool, record

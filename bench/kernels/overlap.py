@@ -1,6 +1,6 @@
 """Overlap of a product with the all-reduce of its previous part: a layer's down projection, all-reduce and norm.
 
-    python bench/overlap.py --json bench/results/overlap-2x_h200_202611.json
+    python bench/kernels/overlap.py --json bench/results/overlap-2x_h200_202611.json
 
 Starts a process on each of two GPUs. A CUDA graph holds six layers; graphs are replayed in turn, and a time is the median
 over rounds of the slowest rank's, in microseconds per layer. `serial` is the engine's form: the product, then all-reduce,
@@ -27,7 +27,7 @@ import torch.distributed._symmetric_memory as symm
 import torch.multiprocessing as mp
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.distributed.process_groups import (
     ProcessGroupCommunicator,
     ProcessGroups,

@@ -1,8 +1,8 @@
 """Matrix products of few tokens on a GPU: cuBLAS against Torchweave's kernels, with the neighbouring ops of a decoder layer.
 
-    python bench/linear.py --json bench/results/linear_h100_202611.json [--models 1b 8b] [--tokens 1 2 4] [--dtype float16]
-    python bench/linear.py --weights int4 [--group 128] [--zero_points]   # weights in 4 bits, or int8; see bench/int_linear.py
-    python bench/linear.py --read bench/results/linear*_h100_202611.json --table torchweave/compiler/tuning/tables/KIND.json
+    python bench/kernels/linear.py --json bench/results/linear_h100_202611.json [--models 1b 8b] [--tokens 1 2 4] [--dtype float16]
+    python bench/kernels/linear.py --weights int4 [--group 128] [--zero_points]   # weights in 4 bits, or int8; see int_linear.py
+    python bench/kernels/linear.py --read bench/results/linear*_h100_202611.json --table torchweave/compiler/tuning/tables/KIND.json
 
 A candidate is a CUDA graph over 256 MB of distinct weights, so that caches stay cold; the graphs of a row's candidates are replayed
 in turn (torchweave/compiler/tuning/measure.py). The first is cuBLAS with separate kernels for the neighbouring ops, the reference
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import int_linear
 
 from torchweave.compiler.tuning.linears import FUSED_TOKENS, TOKENS, LinearShape, candidates, cold_weights

@@ -1,9 +1,9 @@
 """Cost of KV-cache formats inside CUDA graphs, and bandwidth of block copies to and from host memory.
 
-    python -m bench.kv_cache --out kv_cache.json [--quick]
+    python -m bench.kernels.kv_cache --out kv_cache.json [--quick]
 
-Decode and prefill are one layer's call, KV write included, as in `bench.attention`, over caches in bfloat16 and FP8 in one run;
-`ratio` is relative to bfloat16. Copies are timed alone and next to a replayed decode graph, whose slow-down is reported.
+Decode and prefill are one layer's call, KV write included, as in `bench.kernels.attention`, over caches in bfloat16 and FP8 in one
+run; `ratio` is relative to bfloat16. Copies are timed alone and next to a replayed decode graph, whose slow-down is reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.attention import COLD_BYTES, COPY_GB_PER_S, HEADS, make, time_us
+from bench.kernels.attention import COLD_BYTES, COPY_GB_PER_S, HEADS, make, time_us
 from torchweave.engine.kv_cache.block_copy import CudaBlockCopier
 from torchweave.ops.attention.backends.triton import TritonBackend
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES

@@ -1,7 +1,7 @@
 """Image-text models with dummy weights: decoding beside the text decoder alone, an image to the first token, the
 encoder with and without compiled layers, images a second.
 
-    python bench/images.py --models shape:qwen3-vl-8b shape:gemma-3-4b --json bench/results/images_h100_202611.json
+    python bench/engine/images.py --models shape:qwen3-vl-8b shape:gemma-3-4b --json bench/results/images_h100_202611.json
 
 The text decoder and the image-text model are built one after the other. Images are random arrays in the form that
 the model's processor returns, so a time to first token begins at the engine, as for prompts of token ids; `processor_ms` is what

@@ -1,6 +1,6 @@
 """All-reduce times: NCCL, one-shot and two-shot over symmetric memory, alone and fused with norm and quantization.
 
-    python bench/collectives.py --ranks 2 --json bench/results/collectives-2x_h200_202611.json
+    python bench/kernels/collectives.py --ranks 2 --json bench/results/collectives-2x_h200_202611.json
 
 Starts a process per GPU. A CUDA graph holds many calls on distinct operands; graphs are replayed in turn, and a time is the median
 over rounds of the slowest rank's, in microseconds per call. The table ends with the resulting size limits, as
@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.distributed.process_groups import (
     ProcessGroupCommunicator,
     ProcessGroups,

@@ -1,6 +1,6 @@
 """Gain of each fusion, and whether Inductor makes it redundant: four builds of the same operations, in CUDA graphs.
 
-    python bench/fusions.py --json bench/results/fusions_h100_202611.json [--models 1b 8b] [--tokens 1 8 32 256 2048]
+    python bench/compiler/fusions.py --json bench/results/fusions_h100_202611.json [--models 1b 8b] [--tokens 1 8 32 256 2048]
 
 Builds: `fx` separate operations; `fx fused` Torchweave's kernel; `inductor` Inductor's code; `inductor kept` Inductor's code
 with the op kept. A graph holds a call on each of many copies of the operands, so that caches stay cold; the graphs of all
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.compiler import compile_graph
 from torchweave.compiler.passes.manager import default_passes
 from torchweave.compiler.runtime.forward import call_op

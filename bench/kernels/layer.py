@@ -1,10 +1,11 @@
 """A whole decoder layer at few tokens, in a CUDA graph over many layers' weights: current kernels against fused, dependent ones.
 
-    python bench/linear.py --json /tmp/linear.json && python bench/layer.py --linears /tmp/linear.json --json /tmp/layer.json
+    python bench/kernels/linear.py --json /tmp/linear.json
+    python bench/kernels/layer.py --linears /tmp/linear.json --json /tmp/layer.json
 
 Variants: Inductor's code for norm, gate and residual between plain products; the same with dependent launches; products with
-fused epilogues. Each product uses the best configuration of bench/linear.py for its variant. Attention runs over a paged cache of
-192 keys per row. A number is one layer: the graph's time over its layers.
+fused epilogues. Each product uses the best configuration of bench/kernels/linear.py for its variant. Attention runs over a paged
+cache of 192 keys per row. A number is one layer: the graph's time over its layers.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.linear import SUBJECTS, kind
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from bench.kernels.linear import SUBJECTS, kind
 from torchweave.compiler.tuning.measure import GraphClock
 from torchweave.ops.attention.backends.triton import DecodeConfig, TritonBackend
 from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, LayerKVCache, LayerSpec, run_attention
@@ -50,7 +51,7 @@ class Variant:
 
     Attributes:
         fused: products take the norm, the gate and the residual in.
-        kinds: which configurations a product may take, by `bench.linear.kind`; empty: what the op chooses by its rule.
+        kinds: which configurations a product may take, by `bench.kernels.linear.kind`; empty: what the op chooses by its rule.
         attention: dependent launch of attention, as in DecodeConfig.
         inductor_dependent: of the kernels of Inductor.
     """
@@ -252,7 +253,7 @@ def compare(model: str, tokens: int, layers: list[Layer], linears: list[dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--linears", type=Path, required=True, help="JSON file of bench/linear.py")
+    parser.add_argument("--linears", type=Path, required=True, help="JSON file of bench/kernels/linear.py")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", nargs="+", choices=list(SPECS), default=list(SPECS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])

@@ -1,6 +1,6 @@
 """Microseconds of a sampling step inside a CUDA graph, by batch size and kind of sampling.
 
-    python bench/sampling.py [--vocab 128256] [--rows 1 8 64 256] [--json FILE]
+    python bench/kernels/sampling.py [--vocab 128256] [--rows 1 8 64 256] [--json FILE]
 
 Logits are bfloat16 and, as in a decode step, in the L2 cache. "peaked" logits resemble a trained model's (few tokens hold the
 mass); "flat" logits are the worst case of the top-p search.
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.ops.sampling.sample import sample
 from torchweave.ops.slot_state import SlotState
 

@@ -1,6 +1,6 @@
 """Cost of requests with penalties or grammars for the rest of the batch: milliseconds per token of the others.
 
-    python bench/mixed_batch.py [--model demo] [--others 8] [--beside 0 1 8] [--tokens 200] [--rounds 7] [--json FILE]
+    python bench/engine/mixed_batch.py [--model demo] [--others 8] [--beside 0 1 8] [--tokens 200] [--rounds 7] [--json FILE]
 
 `others` are plain greedy requests. `plain` adds more of them (the cost of a larger batch), the baseline for `penalties` (all
 three, a bias and a bad word) and `grammar` (a JSON schema). Requests with a grammar join every second step. Rounds cycle
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave import LLM, SamplingParams
 from torchweave.bench.result import environment
 from torchweave.engine.request import StructuredOutputs

@@ -1,6 +1,6 @@
 """Gain of the reinplace pass: a functional graph with two in-place candidates, with and without the pass.
 
-    python bench/reinplace.py --json bench/results/reinplace_cpu_202611.json [--width 4096]
+    python bench/compiler/reinplace.py --json bench/results/reinplace_cpu_202611.json [--width 4096]
 
 None of Torchweave's ops mutates its arguments within a piece; ops of a user's model may. The graph creates a tensor `[T,
 width]`, and an op adds two others to it. The median of 30 rounds of 20 calls, both forms in turn, as FX code.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.compiler.ir.symbols import dynamic_shapes_mode
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.testing import T, graph_of

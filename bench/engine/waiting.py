@@ -1,6 +1,6 @@
 """Scheduling cost of long prompts and waiting requests, without a device: milliseconds per scheduled step.
 
-    python bench/waiting.py [--json FILE]
+    python bench/engine/waiting.py [--json FILE]
 
 `new`: a prompt without a cached prefix arrives while eight requests decode. `cached`: a prompt with a cached prefix. `full
 cache`: 150 requests with a common prefix, most of which wait for blocks.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.bench.result import environment
 from torchweave.engine.kv_cache.block_manager import AttentionWindow, BlockManager
 from torchweave.engine.request import InferenceRequest, SamplingParams

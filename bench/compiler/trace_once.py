@@ -1,6 +1,6 @@
 """Compare a cold start with and without tracing repeated layers once: seconds to the first token of a tiny model, on a CPU.
 
-    python bench/trace_once.py --json bench/results/trace-once_cpu_202611.json [--layers 16 48 80] [--rounds 2]
+    python bench/compiler/trace_once.py --json bench/results/trace-once_cpu_202611.json [--layers 16 48 80] [--rounds 2]
 
 Each start is a process with empty caches; starts with and without alternate. `cpu_seconds` covers the process and its children.
 """
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def start_once(layers: int, trace_once: bool, folder: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Quality of load-balancing policies over replicas: a simulation, seconds for thousands of requests.
 
-    python bench/routing.py [--replicas 4] [--json FILE]
+    python bench/serving/routing.py [--replicas 4] [--json FILE]
 
 A replica has the costs of an 8B model on an H100: `STEP` per step, plus costs per prefilled prompt token, per decoding
 request, and per token of its context. Prefill is first come, first served, with at most 8,192 tokens per step, 1,024 next to
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.bench.result import environment
 from torchweave.serving.engine_client.load_balancer import (
     PREFIX_CHUNK,

@@ -1,6 +1,6 @@
 """Cost of lowering a piece, and the speed of each lowered form as FX code: host time of a call on a CPU.
 
-    python bench/lowering.py --json bench/results/lowering_cpu_202611.json [--model llama]
+    python bench/compiler/lowering.py --json bench/results/lowering_cpu_202611.json [--model llama]
 
 The piece between two attention ops of a tiny model for 7 tokens, where host time dominates. Forms: captured Torch IR; ATen with
 composite ops, the form for passes; AOTAutograd's ATen without composites; the same with Inductor's decompositions. The best of 60
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.codegen.lower import as_piece, lower
 from torchweave.compiler.codegen.pieces import build_fx
@@ -131,7 +131,7 @@ def main() -> None:
     if args.json:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         head = {
-            "command": f"bench/lowering.py --json {args.json}",
+            "command": f"bench/compiler/lowering.py --json {args.json}",
             "commit": commit.stdout.strip(),
             "model": args.model,
         }

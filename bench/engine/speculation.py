@@ -1,9 +1,10 @@
 """Speculation: accepted drafts and tokens a second with each drafter, against the engine without one.
 
-python bench/speculation.py [--rounds 3]
+python bench/engine/speculation.py [--rounds 3]
     The built-in model with its draft model and with prompt lookup, on its copying task and on the others, on a CPU.
 
-python bench/speculation.py --model shape:llama-8b --draft-model shape:llama-1b --json bench/results/speculation_h100_202611.json
+python bench/engine/speculation.py --model shape:llama-8b --draft-model shape:llama-1b \
+        --json bench/results/speculation_h100_202611.json
     Random weights on a GPU, whose drafts are kept with a given probability. The cost of steps: of plain ones, of steps that always
     verify 1 or 3 drafts of which none is kept, and of those with a draft model or an EAGLE-3 head; then tokens a second with an
     adaptive number of drafts, none of which or so many are kept that three drafts yield 3.0 tokens a step.
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import demo_tasks as tasks
 

@@ -1,6 +1,6 @@
 """Cost of a streamed token in the HTTP process: the server over a fake engine, with clients that only read.
 
-    python bench/streaming.py [--streams 128] [--tokens 200] [--json bench/results/streaming_h100_202611.json]
+    python bench/serving/streaming.py [--streams 128] [--tokens 200] [--json bench/results/streaming_h100_202611.json]
 
 Each step yields a token per stream; the next starts when all are sent. Times are CPU microseconds per token of the process,
 split into user time (Python and the event loop) and system time (sending).
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.engine.request import Output, Response
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
@@ -30,7 +30,7 @@ from torchweave.serving.http.app import create_app
 from torchweave.serving.ipc import messages
 from torchweave.utils import gc
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOKENS = np.arange(20, 100, dtype=np.int32)  # ids of the demo model with printable text
 CLIENT = """
 import selectors, socket, sys

@@ -1,6 +1,6 @@
 """Host-device transfers at the start and end of a step: added time with copies and with kernels.
 
-    python bench/step_ends.py [--json FILE]
+    python bench/kernels/step_ends.py [--json FILE]
 
 A busy-wait graph replaces the model. Steps are launched ahead so that the device never waits for the host; results are microseconds
 per step beyond the graph alone, on the device and on the host.
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.bench.result import environment
 from torchweave.engine.runner.step_buffers import packed_size
 from torchweave.ops.kernels.step_io import launch_scatter

@@ -1,7 +1,7 @@
 """Soak test with clients that disconnect at random: memory must stay flat and all blocks be free at the end.
 
     torchweave serve MODEL &
-    python bench/soak.py --pid $! [--base_url http://127.0.0.1:8000] [--seconds 600] [--streams 100] [--json FILE]
+    python bench/serving/soak.py --pid $! [--base_url http://127.0.0.1:8000] [--seconds 600] [--streams 100] [--json FILE]
 
 About six in ten clients disconnect before their response ends: a tenth of them within 10 ms, the others within three seconds.
 Samples the memory of the server's process tree and, from nvidia-smi, of the GPU every few seconds. Exit code 1 if a response
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.bench.result import environment
 from torchweave.bench.serving.http import HttpClient
 

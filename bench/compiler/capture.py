@@ -1,6 +1,6 @@
 """Capture time by model depth: seconds of the `capture` event of the first start of a process, on a CPU.
 
-    python bench/capture.py --json bench/results/capture_cpu_202611.json [--model llama] [--layers 16 32] [--rounds 5]
+    python bench/compiler/capture.py --json bench/results/capture_cpu_202611.json [--model llama] [--layers 16 32] [--rounds 5]
 
 Each sample compiles a tiny model of the architecture in a new process with an empty compile cache. Depths alternate; medians are
 compared.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.compiler import compile_graph
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.config.options import TorchCompileConfig
@@ -85,7 +85,8 @@ def main() -> None:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         layers = " ".join(map(str, args.layers))
         head = {
-            "command": f"bench/capture.py --json {args.json} --model {args.model} --layers {layers} --rounds {args.rounds}",
+            "command": f"bench/compiler/capture.py --json {args.json} --model {args.model} --layers {layers} "
+            f"--rounds {args.rounds}",
             "commit": commit.stdout.strip(),
             "model": args.model,
         }

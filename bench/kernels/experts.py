@@ -1,7 +1,7 @@
 """Routed experts on a GPU: torch's grouped matmul against Torchweave's kernels, in a CUDA graph with cold weights.
 
-    python bench/experts.py --json bench/results/experts_h100_202611.json [--model mixtral-8x7b] [--tokens 1 2 4]
-    python bench/experts.py --weights mxfp4 --model gpt-oss-20b      # or fp8, fp8_per_block, int4, nvfp4
+    python bench/kernels/experts.py --json bench/results/experts_h100_202611.json [--model mixtral-8x7b] [--tokens 1 2 4]
+    python bench/kernels/experts.py --weights mxfp4 --model gpt-oss-20b      # or fp8, fp8_per_block, int4, nvfp4
 
 A sample replays a graph that runs the op on several layers' weights with different random routings, so that the experts come from
 memory instead of a cache. `torch` is the plain path: sort, gather, two grouped matmuls, weighted sum. Candidates vary the first
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.models.weights.int_linear import NVFP4, IntScheme, quantize_int_weight
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing
 from torchweave.ops.moe.experts import ExpertForm, ExpertsCall, activate

@@ -1,6 +1,6 @@
 """Wall time of prompts beside the time of their kernels: how far a prefill is bound by the host.
 
-    python bench/prompts.py [--model shape:qwen3-0.6b] [--prompts 16 ... 16384 16x1024] [--plain] [--json FILE]
+    python bench/engine/prompts.py [--model shape:qwen3-0.6b] [--prompts 16 ... 16384 16x1024] [--plain] [--json FILE]
 
 Prompts (`16x1024`: 16 at once) are random token ids with one output token, and weights are random. `wall` is `LLM.generate` until
 the token is on the host, `host` the time in which the loop launches the prompts' steps, `kernels` the time in which at least one
@@ -22,7 +22,7 @@ import torch
 from torch.autograd.profiler_util import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.bench.profile import kernel_gaps
 from torchweave.bench.protocol import Workload
 from torchweave.bench.result import environment

@@ -1,6 +1,6 @@
 """Inter-token latency while prompts are prefilled, by mixed step sizes: a simulation, seconds per minute of traffic.
 
-    python bench/mixed_steps.py [--rates 75 100 120] [--json FILE]
+    python bench/engine/mixed_steps.py [--rates 75 100 120] [--json FILE]
 
 Uses the scheduler's rule and the traffic of `torchweave bench serve`. A step costs about as much as that of a 1B model on an H100,
 derived from client-side gaps: by its recorded size, or by its rows without prefill. Host time is excluded.
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.bench.result import environment
 from torchweave.bench.serving.workload import Lengths, arrivals
 from torchweave.engine.scheduler.policies import step_token_budget

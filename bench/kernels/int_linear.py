@@ -1,6 +1,6 @@
-"""Products with weights in 4 or 8 bits on a GPU: Torchweave's kernels against cuBLAS in 16 bits; run by bench/linear.py.
+"""Products with weights in 4 or 8 bits on a GPU: Torchweave's kernels against cuBLAS in 16 bits; run by bench/kernels/linear.py.
 
-    python bench/linear.py --weights int4 [--group 128] [--models 1b 8b] [--tokens 1 2 4 8 16 32 64 256]
+    python bench/kernels/linear.py --weights int4 [--group 128] [--models 1b 8b] [--tokens 1 2 4 8 16 32 64 256]
 
 A candidate is a CUDA graph over 256 MB of distinct weights, so that caches stay cold; candidates of a row are replayed in turn. The
 first is cuBLAS on 16-bit weights; "blas" dequantizes the weight and multiplies by cuBLAS; the chosen configuration is marked.

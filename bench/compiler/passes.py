@@ -1,6 +1,6 @@
 """Gain of each pass: milliseconds of steps with and without it, in one run and in turns.
 
-    python bench/passes.py --model shape:llama-1b --json bench/results/passes_llama-1b_h100_202611.json [--batch_sizes 1 8]
+    python bench/compiler/passes.py --model shape:llama-1b --json bench/results/passes_llama-1b_h100_202611.json [--batch_sizes 1 8]
         [--prompts 512 2048] [--passes rotary_attention ...] [--table torchweave/compiler/tuning/tables/GPU.json] [--fx]
 
 An engine with default passes and one that lacks a pass exist side by side and are measured in turns, for every matching pass or
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.bench.protocol import Sizes, Workload, decode
 from torchweave.bench.result import environment
 from torchweave.compiler.tuning.measure import timing_of

@@ -1,6 +1,6 @@
 """Gain of rank fusions, user buffers and row-wise norms on a decoder layer, by token count, in one run.
 
-    python bench/rank_passes.py --ranks 2 --json bench/results/rank_passes_2x_h200_202611.json [--shape llama-8b] [--fp8]
+    python bench/compiler/rank_passes.py --ranks 2 --json bench/results/rank_passes_2x_h200_202611.json [--shape llama-8b] [--fp8]
 
 Each form compiles the same layers (output projection, MLP, two norms; attention is a copy) with different passes: separate
 collectives, fused, with user buffers, with a row-sharded residual, with row-wise norms. CUDA graphs of all forms are replayed in
@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.compiler import CompiledGraph, compile_graph
 from torchweave.compiler.passes.collectives.user_buffers import table_shape
 from torchweave.compiler.runtime.forward import call_op
