@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("trained")
-    command = [sys.executable, str(ROOT / "scripts/train_demo.py"), "--out", str(folder / "demo")]
+    command = [sys.executable, str(ROOT / "scripts/demo/train_demo.py"), "--out", str(folder / "demo")]
     command += ["--draft-out", str(folder / "draft"), "--report", str(folder / "report.json"), "--preset", "tiny"]
     command += [
         "--device",

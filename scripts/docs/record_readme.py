@@ -1,6 +1,6 @@
 """Record docs/demo.svg, the terminal picture of the README, from a run of the built-in model.
 
-python scripts/record_readme.py [--output docs/demo.svg]
+python scripts/docs/record_readme.py [--output docs/demo.svg]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     "torchweave generate demo '12+30=' '907-48=' 'sort: pear fig apple'",
     "echo 'reverse: stone' | torchweave generate demo",

@@ -3,7 +3,7 @@
 Stations of a request are listed here by file and symbol, described by the first paragraph of a docstring; the rooms below show the
 imports of the files. A station that does not exist in the code is an error, which a test detects.
 
-    python scripts/draw_architecture.py [--output docs/architecture.svg]
+    python scripts/docs/draw_architecture.py [--output docs/architecture.svg]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchweave"
 ROOMS = ("cli", "serving", "engine", "models", "compiler", "distributed", "ops", "config", "report")
 
@@ -134,7 +134,7 @@ def draw() -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
             'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif">',
-            "<!-- made by scripts/draw_architecture.py -->",
+            "<!-- made by scripts/docs/draw_architecture.py -->",
             f"<defs>{marker}</defs>",
             f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
             *parts,

@@ -1,6 +1,6 @@
 """Write the table of peers' requirements in docs/serving.md, from `tests/serving/peers`.
 
-python scripts/write_peer_requirements.py
+python scripts/docs/write_peer_requirements.py
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "serving.md"
 BEGIN, END = "<!-- requirements: begin -->", "<!-- requirements: end -->"
 

@@ -1,6 +1,6 @@
 """Write the newest results of bench/results/*.json per model, weights and device into the table of README.md.
 
-python scripts/results_table.py
+python scripts/docs/results_table.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 NONE_YET = "No results are committed yet."
 

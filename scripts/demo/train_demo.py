@@ -1,8 +1,8 @@
 """Train the built-in models: `demo`, and the smaller `demo_draft` with the same tokenizer.
 
-    python scripts/train_demo.py --out torchweave/models/demo --draft-out torchweave/models/demo_draft --seconds 300
+    python scripts/demo/train_demo.py --out torchweave/models/demo --draft-out torchweave/models/demo_draft --seconds 300
 
-`scripts/demo_tasks.py` generates the text; nothing is read or downloaded. The saved folders are loaded again and graded on
+`scripts/demo/demo_tasks.py` generates the text; nothing is read or downloaded. The saved folders are loaded again and graded on
 held-out questions. Exit code 1 if `demo` misses a required accuracy.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import demo_tasks as tasks
 import torch
@@ -140,7 +140,9 @@ def describe(options: argparse.Namespace, arguments: list[str] | None, seconds: 
     """Where and how the models were trained, so that anyone can do it again."""
     device = torch.device(options.device)
     return {
-        "command": shlex.join(["python", "scripts/train_demo.py", *(sys.argv[1:] if arguments is None else arguments)]),
+        "command": shlex.join(
+            ["python", "scripts/demo/train_demo.py", *(sys.argv[1:] if arguments is None else arguments)]
+        ),
         "seed": options.seed,
         "seconds": round(seconds, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",

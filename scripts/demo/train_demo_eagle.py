@@ -1,6 +1,6 @@
 """Train an EAGLE-3 head of the built-in model: 7 minutes on a GPU.
 
-    python scripts/train_demo_eagle.py --out torchweave/models/demo_eagle --seconds 420 --tokens-per-step 16384
+    python scripts/demo/train_demo_eagle.py --out torchweave/models/demo_eagle --seconds 420 --tokens-per-step 16384
 
 The head learns what `demo` would answer: its loss is the cross entropy to the model's distributions, behind the head's first step
 and, as in EAGLE-3's training-time test, behind steps that take its own hidden states. It is saved in the form of `speculators`.
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
 from demo_data import Stream
