@@ -18,6 +18,7 @@ LONGEST_FIRST = (
     "compiler/passes/test_models.py",
     "serving/ipc/test_frontends.py",
     "compiler/cache/test_cache.py",
+    "compiler/cache/test_cold_starts.py",
     "models/test_stages.py",
     "models/test_trace_once.py",
     "verify/test_verify.py",
