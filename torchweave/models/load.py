@@ -29,7 +29,7 @@ from torchweave.models.multimodal.image_step import make_step
 from torchweave.models.multimodal.support import attention_at_load, image_rejection, image_text_class, takes_images
 from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
 from torchweave.models.pooling import auto_class, resolve_pooling
-from torchweave.models.resolve import Source, read_json, resolve, resolve_tokenizer
+from torchweave.models.resolve import Source, read_json, reject_draft_head, resolve, resolve_tokenizer
 from torchweave.models.weights import read as weights
 from torchweave.models.weights.mtp_tensors import split_mtp_tensors
 from torchweave.models.weights.quantized_checkpoint import (
@@ -294,6 +294,8 @@ def read_config(source: Source, trust_remote_code: bool = False, images: bool = 
 def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
     raw = source.config if source.folder is None else read_json(source.folder / "config.json")
     assert raw is not None
+    if source.folder is not None:
+        reject_draft_head(source.name, source.folder)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str | None):
         raise ValueError(f"The config of {source.name!r} has model_type={model_type!r}: expected a name; correct it.")

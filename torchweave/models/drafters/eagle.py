@@ -28,10 +28,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from torchweave.models import attention
 from torchweave.models.decoder import DecoderStep, HiddenStates
+from torchweave.models.drafters.head import DraftHead
 from torchweave.models.hooks.rope import freeze_rope
 from torchweave.models.multimodal.support import decoder_of, text_config
 from torchweave.models.parallel.apply import plain_embedding
-from torchweave.models.resolve import read_json
+from torchweave.models.resolve import is_eagle_head, read_json
 from torchweave.models.weights import read as weights
 from torchweave.ops.attention.op import LayerSpec, hidden_state_layer
 from torchweave.report import Report
@@ -75,16 +76,16 @@ def read_eagle_config(folder: Path) -> EagleConfig:
     """
     raw = read_json(folder / "config.json")
     names = [name for name in raw.get("architectures") or () if isinstance(name, str)]
-    if raw.get("speculators_model_type") == "eagle3":
-        layer = raw.get("transformer_layer_config")
-    elif "speculators_model_type" not in raw and any("eagle3" in name.lower() for name in names):
-        layer = {name: value for name, value in raw.items() if name not in ("architectures", "eagle_config")}
-    else:
+    if not is_eagle_head(raw):
         kind = raw.get("speculators_model_type") or ", ".join(names) or "no architecture"
         raise ValueError(
             f"{folder} is no EAGLE-3 head, but has {kind}; give a folder whose config.json has speculators_model_type=eagle3 or an "
             "architecture such as LlamaForCausalLMEagle3"
         )
+    if "speculators_model_type" in raw:
+        layer = raw.get("transformer_layer_config")
+    else:
+        layer = {name: value for name, value in raw.items() if name not in ("architectures", "eagle_config")}
     model_type = layer.get("model_type", "llama") if isinstance(layer, dict) else None
     if model_type not in _LAYERS:
         raise ValueError(f"The head {folder} has a layer of {model_type}; those of {', '.join(_LAYERS)} are supported")
@@ -112,10 +113,8 @@ def read_eagle_config(folder: Path) -> EagleConfig:
     )
 
 
-class EagleHead(DecoderStep):
-    """An EAGLE-3 head over the flattened tokens of a step; over several ranks each has all of it.
-
-    Its first attention layer is that of the KV cache, the second keeps the model's hidden states.
+class EagleHead(DraftHead):
+    """An EAGLE-3 head; over several ranks each has all of it.
 
     Args:
         config: of the head.
@@ -175,17 +174,10 @@ class EagleHead(DecoderStep):
         """Maps the model's concatenated hidden states to this head's input."""
         return nn.Sequential(*(each for each in (self.input_norm, self.fc) if each is not None))
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         self, input_ids: Tensor, positions: Tensor, logits_index: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[N, V]` and hidden states `[N, H]` at logits_index; -inf for tokens that the head does not predict.
-
-        Args:
-            input_ids: int64 `[T]`, the token behind each position.
-            positions: int64 `[T]`.
-            logits_index: int64 `[N]`.
-            hidden: `[T, H]`, combined hidden states of the model at these positions, or the head's own.
-        """
+        """See `DraftHead`; logits are -inf for tokens that the head does not predict, the model's hidden states are combined."""
         layer: Any = self.layers[0]
         residual, normed = hidden[None], layer.hidden_norm(hidden[None])
         if self._norm_before_residual:

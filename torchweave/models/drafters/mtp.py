@@ -24,7 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchweave.models.adapt import adapt
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.decoder import DecoderStep, HiddenStates
+from torchweave.models.decoder import HiddenStates
+from torchweave.models.drafters.head import DraftHead
 from torchweave.models.hooks.rope import freeze_rope
 from torchweave.models.load import LoadedModel, build_on_meta, read_config, with_cache_scales
 from torchweave.models.materialize import WeightLoadSpec, load_dummy_weights, load_weights
@@ -38,10 +39,8 @@ from torchweave.ops.attention.op import LayerSpec, hidden_state_layer
 from torchweave.report import Report
 
 
-class MtpHead(DecoderStep):
-    """An MTP layer over the flattened tokens of a step.
-
-    Its first attention layer is that of the KV cache, the second keeps the model's hidden states.
+class MtpHead(DraftHead):
+    """An MTP layer.
 
     Args:
         model: of the target's class, with one layer; its base model has `enorm`, `hnorm` and `eh_proj`.
@@ -71,17 +70,10 @@ class MtpHead(DecoderStep):
         others = {id(tensor) for module in shared for tensor in _tensors(module)}
         return sum(tensor.nbytes for tensor in _tensors(self.model) if id(tensor) not in others)
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         self, input_ids: Tensor, positions: Tensor, logits_index: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[N, V]` and hidden states `[N, H]` at logits_index.
-
-        Args:
-            input_ids: int64 `[T]`, the token behind each position.
-            positions: int64 `[T]`.
-            logits_index: int64 `[N]`.
-            hidden: `[T, H]`, last hidden states of the model at these positions, or the head's own.
-        """
+        """See `DraftHead`; the model's hidden states are its last ones."""
         base: Any = self.model.base_model
         both = torch.cat([base.enorm(base.embed_tokens(input_ids)), base.hnorm(hidden)], -1)
         given = {"inputs_embeds": base.eh_proj(both)[None], "position_ids": (positions + 1)[None], "use_cache": False}
