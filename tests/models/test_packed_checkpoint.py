@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.packings import CODES, FORMS, Form, change_config, tensors_and_values, write
 from tests.models.paged import paged_tokens
-from tests.models.test_parallel import part_of, prompts
+from tests.models.test_parallel import join_experts, part_of, prompts
 from tests.ops.collectives.collective_cases import mirrored
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
@@ -403,14 +403,7 @@ def test_ranks_cut_packed_experts(expert_parallel: bool, tmp_path: Path) -> None
     whole = load(tmp_path, torch.float32).module.model
     parts = [part_of(tmp_path, rank, expert_parallel=expert_parallel).module.model for rank in range(2)]
     for leaf in ("gate_up_proj", "down_proj"):
-        own = [expert_values(part, 1, leaf) for part in parts]
-        if expert_parallel:
-            joined = torch.cat(own)
-        elif leaf == "down_proj":
-            joined = torch.cat(own, 2)
-        else:
-            halves = [part.chunk(2, 1) for part in own]
-            joined = torch.cat([halves[0][0], halves[1][0], halves[0][1], halves[1][1]], 1)
+        joined = join_experts([expert_values(part, 1, leaf) for part in parts], leaf, expert_parallel)
         assert torch.equal(joined, expert_values(whole, 1, leaf)), leaf
 
 

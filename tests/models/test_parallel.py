@@ -45,6 +45,16 @@ def part_of(source: Any, rank: int, size: int = 2, **options: Any) -> LoadedMode
         )
 
 
+def join_experts(own: list[torch.Tensor], leaf: str, expert_parallel: bool) -> torch.Tensor:
+    """The experts `[E, ...]` of a whole model from the parts of two ranks."""
+    if expert_parallel:
+        return torch.cat(own)
+    if leaf == "down_proj":
+        return torch.cat(own, 2)
+    (gate, up), (other_gate, other_up) = (part.chunk(2, 1) for part in own)
+    return torch.cat([gate, other_gate, up, other_up], 1)
+
+
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in (3, 70)]

@@ -502,7 +502,7 @@ def test_experts_in_fp8_are_merged_with_their_scales(how: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_ranks_cut_fp8_experts_with_their_scales(expert_parallel: bool, tmp_path: Path) -> None:
-    from tests.models.test_parallel import part_of
+    from tests.models.test_parallel import join_experts, part_of
 
     zoo.save(zoo.build(zoo.zoo_model("qwen3_moe")), tmp_path)
     file = tmp_path / "model.safetensors"
@@ -520,14 +520,7 @@ def test_ranks_cut_fp8_experts_with_their_scales(expert_parallel: bool, tmp_path
     whole = load(tmp_path).module.model
     parts = [part_of(tmp_path, rank, expert_parallel=expert_parallel).module.model for rank in range(2)]
     for leaf in ("gate_up_proj", "down_proj"):
-        own = [values(part, leaf) for part in parts]
-        if expert_parallel:
-            joined = torch.cat(own)
-        elif leaf == "down_proj":
-            joined = torch.cat(own, 2)
-        else:
-            halves = [part.chunk(2, 1) for part in own]
-            joined = torch.cat([halves[0][0], halves[1][0], halves[0][1], halves[1][1]], 1)
+        joined = join_experts([values(part, leaf) for part in parts], leaf, expert_parallel)
         assert torch.equal(joined, values(whole, leaf)), leaf
 
 
