@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.compiler.passes.test_small_linears import decoder
+from tests.compiler.passes.torch_ir.test_small_linears import decoder
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step
 from torchweave.compiler import CompileCache, CompiledGraph, autotune, compile_graph
 from torchweave.compiler.autotune import Module, tune_module

@@ -11,7 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
-from tests.models.mtp_checkpoints import MODELS, needs_mtp, reference_drafts, transformers_models, write_checkpoint
+from tests.models.drafters.mtp_checkpoints import (
+    MODELS,
+    needs_mtp,
+    reference_drafts,
+    transformers_models,
+    write_checkpoint,
+)
 from torchweave.models.drafters.mtp import MtpHead, load_mtp_head
 from torchweave.models.load import LoadedModel, load
 from torchweave.models.resolve import resolve

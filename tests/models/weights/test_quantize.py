@@ -502,7 +502,7 @@ def test_experts_in_fp8_are_merged_with_their_scales(how: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_ranks_cut_fp8_experts_with_their_scales(expert_parallel: bool, tmp_path: Path) -> None:
-    from tests.models.test_parallel import join_experts, part_of
+    from tests.models.parallel.test_parallel import join_experts, part_of
 
     zoo.save(zoo.build(zoo.zoo_model("qwen3_moe")), tmp_path)
     file = tmp_path / "model.safetensors"

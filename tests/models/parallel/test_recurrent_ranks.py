@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.models.paged import paged_tokens
-from tests.models.test_parallel import part_of, prompts
+from tests.models.parallel.test_parallel import part_of, prompts
 from tests.ranks import run_ranks
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import LoadedModel, load

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from tests.models.packings import CODES, FORMS, Form, change_config, tensors_and_values, write
 from tests.models.paged import paged_tokens
-from tests.models.test_parallel import join_experts, part_of, prompts
+from tests.models.parallel.test_parallel import join_experts, part_of, prompts
+from tests.models.weights.packings import CODES, FORMS, Form, change_config, tensors_and_values, write
 from tests.ops.collectives.collective_cases import mirrored
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
@@ -472,7 +472,7 @@ def test_linears_are_quantised_at_load(quantization: str, name: str, tmp_path: P
 
 def test_forms_are_documented() -> None:
     """docs/quantization.md lists every form that is tested here."""
-    page = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
     assert [name for name in FORMS if f"`{name}`" not in page] == []
 
 

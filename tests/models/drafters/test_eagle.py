@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.eagle_heads import demo_model, hidden_states_of, random_head, reference_drafts, write_head
+from tests.models.drafters.eagle_heads import demo_model, hidden_states_of, random_head, reference_drafts, write_head
 from torchweave.models.drafters.eagle import default_taken, load_eagle_head, read_eagle_config
 from torchweave.models.load import LoadedModel, load
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compiler.passes.rank_blocks import Block, D, inputs, part, weights, whole
+from tests.compiler.passes.collectives.rank_blocks import Block, D, inputs, part, weights, whole
 from tests.ops.collectives.collective_cases import mirrored
 from tests.ranks import run_ranks
 from torchweave.compiler import CompiledGraph, compile_graph

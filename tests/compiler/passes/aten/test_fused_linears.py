@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.compiler.passes.test_small_linears import decoder
+from tests.compiler.passes.torch_ir.test_small_linears import decoder
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step
 from torchweave.compiler import compile_graph
 from torchweave.compiler.passes.aten import gated_activation as gate

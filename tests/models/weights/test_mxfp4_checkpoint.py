@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models.packings import change_config
 from tests.models.paged import paged_tokens
-from tests.models.test_parallel import part_of, prompts
+from tests.models.parallel.test_parallel import part_of, prompts
+from tests.models.weights.packings import change_config
 from torchweave.models import load
 from torchweave.models.load import model_facts
 from torchweave.ops.quant.mxfp4 import dequantize_mxfp4
