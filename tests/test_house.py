@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -18,8 +19,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchweave"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+CODE = [path for folder in ("torchweave", "bench", "scripts") for path in (ROOT / folder).rglob("*.py")]
 PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_LINES, MAX_FUNCTION_LINES = 600, 60
+MAX_MODULES = 14  # of a folder, besides __init__.py
 MAX_KERNEL_LINES = 90  # a kernel shares no locals with a helper: splitting one costs registers
 
 
@@ -27,8 +30,9 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+def script(path: str) -> ModuleType:
+    name = path.rpartition("/")[2]
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{path}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -55,6 +59,13 @@ def test_files_and_functions_are_short():
         and node.end_lineno - node.lineno >= _limit(path) + _docstring_lines(node)
     ]
     assert not long_files and not long_functions
+
+
+def test_folders_of_code_are_not_crowded():
+    counts = Counter(path.parent for path in CODE if path.name != "__init__.py")
+    assert len(counts) >= 40
+    crowded = {name_of(folder): count for folder, count in counts.items() if count > MAX_MODULES}
+    assert not crowded, "group them into sub-folders by subject"
 
 
 def _limit(path: Path) -> int:
@@ -145,7 +156,7 @@ def test_links_resolve(page: Path):
 
 
 def test_the_picture_is_drawn_from_code_that_exists():
-    drawing = script("draw_architecture")
+    drawing = script("docs/draw_architecture")
     picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
     for station in (*drawing.START, *drawing.STEP):
         assert drawing.paragraph(station)
@@ -162,8 +173,8 @@ def test_the_reference_names_every_option():
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     known = {*options_of(EngineConfig), *options_of(SamplingParams)} - {"model"}
     missing = [name for name in sorted(known) if f"`--{name}`" not in page]
-    assert not missing, "run scripts/write_cli_reference.py"
-    assert page == script("write_cli_reference").page(), "run scripts/write_cli_reference.py"
+    assert not missing, "run scripts/docs/write_cli_reference.py"
+    assert page == script("docs/write_cli_reference").page(), "run scripts/docs/write_cli_reference.py"
     headings = [line for line in page.splitlines() if line.startswith("## ")]
     assert len(headings) == len(set(headings)), "a link to one of two finds the first"
 
@@ -173,7 +184,7 @@ def test_the_page_of_passes_is_current_and_whole():
     from torchweave.compiler.passes.manager import default_passes
 
     page = (ROOT / "docs" / "passes.md").read_text(encoding="utf-8")
-    assert page == script("write_passes_page").page(), "run scripts/write_passes_page.py"
+    assert page == script("docs/write_passes_page").page(), "run scripts/docs/write_passes_page.py"
     for each in default_passes():
         missing = [part for part in ("Before", "After", "When", "Numerics", "Pays") if part not in document(each)]
         assert not missing, f"the docstring of {each.name} has no {', '.join(missing)}"
@@ -203,7 +214,7 @@ def test_identifiers_have_known_words():
 
 
 def test_results_become_a_table():
-    results = script("results_table")
+    results = script("docs/results_table")
     environment = {"device": "GPU", "versions": {}}
     result = {
         "scenario": "suite", "model": "m", "dtype": "bfloat16", "environment": environment,
@@ -219,7 +230,7 @@ def test_results_become_a_table():
         results.replaced("no marks", "new")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     newest = results.table(results.read(ROOT / "bench" / "results"))
-    assert readme == results.replaced(readme, newest), "run scripts/results_table.py"
+    assert readme == results.replaced(readme, newest), "run scripts/docs/results_table.py"
 
 
 def test_decisions_are_numbered_and_whole():

@@ -1,4 +1,4 @@
-"""`bench/soak.py`: malformed responses and processes that exit during the run."""
+"""`bench/serving/soak.py`: malformed responses and processes that exit during the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pytest
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak", Path(__file__).parents[2] / "bench" / "soak.py")
+    path = Path(__file__).parents[2] / "bench" / "serving" / "soak.py"
+    spec = importlib.util.spec_from_file_location("soak", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["soak"] = module

@@ -172,6 +172,8 @@ FAULTS = [
     (["generate", "demo", "x", "--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
     (["generate", "demo", "x", "--config", "/nowhere.yaml"], "config file /nowhere.yaml cannot be read"),
     (["generate", "/nowhere/at/all", "x"], "/nowhere/at/all"),
+    (["generate", "demo-eagle", "x"], "add --speculative_config.method eagle3 --speculative_config.model demo-eagle"),
+    (["explain", "demo-eagle"], "demo-eagle is an EAGLE-3 draft head and no model"),
     (["generate", "demo", "x", "-cc.enable_inducter=1"], "did you mean --torch_compile_config.enable_inductor?"),
     (["generate", "demo", "x", "--max_model_len", "0"], "max_model_len=0 must be at least 1"),
     (["generate", "demo", "x", "--tp", "0"], "tensor_parallel_size=0 must be at least 1"),

@@ -1,4 +1,4 @@
-"""Modules of transformers, compiled as `scripts/module_matrix.py` compiles all of its modules."""
+"""Modules of transformers, compiled as `scripts/docs/module_matrix.py` compiles all of its modules."""
 
 from __future__ import annotations
 

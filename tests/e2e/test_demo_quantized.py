@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.models.packings import FORMS, write
+from tests.models.weights.packings import FORMS, write
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.config.options import Quantization
 from torchweave.models.resolve import resolve

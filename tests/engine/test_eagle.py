@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine.test_speculation import COMPILED, EAGLE, TEXTS, engine
-from tests.models.eagle_heads import demo_model, hidden_states_of, random_head, reference_drafts, write_head
+from tests.models.drafters.eagle_heads import demo_model, hidden_states_of, random_head, reference_drafts, write_head
 from torchweave import LLM, SamplingParams
 from torchweave.ops.slot_state import StepInputs
 from torchweave.ops.speculation import DraftRows

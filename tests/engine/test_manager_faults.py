@@ -19,15 +19,19 @@ from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN
 
 
 class Lost(BaseException):
-    """Not even an Exception."""
+    """Not even an Exception, as SystemExit and asyncio's CancelledError."""
 
 
-def test_a_failing_response_stops_its_request_and_not_the_others() -> None:
+FAULTS = pytest.mark.parametrize("fault", [RuntimeError("gone"), Lost("gone")], ids=lambda f: type(f).__name__)
+
+
+@FAULTS
+def test_a_failing_response_stops_its_request_and_not_the_others(fault: BaseException) -> None:
     h = Harness()
 
     def fails(request_id: int, output: Output, final: bool) -> None:
         if request_id == 1:
-            raise RuntimeError("the client is gone")
+            raise fault
 
     h.before_send = fails
     with h.manager:
@@ -38,9 +42,10 @@ def test_a_failing_response_stops_its_request_and_not_the_others() -> None:
     assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
-def test_failing_batch_response_callback_stops_its_requests() -> None:
+@FAULTS
+def test_failing_batch_response_callback_stops_its_requests(fault: BaseException) -> None:
     with (h := Harness(together=True)).manager:
-        h.faults["send_responses"] = RuntimeError("the socket is gone")
+        h.faults["send_responses"] = fault
         h.ask(1, [1], streaming=True, max_tokens=80)
         while h.order.count("send_responses") < 2 or h.scheduler.num_active:
             time.sleep(0.001)
@@ -51,21 +56,49 @@ def test_failing_batch_response_callback_stops_its_requests() -> None:
     assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
-@pytest.mark.parametrize("callback", ["get_requests", "poll_stop", "return_stats"])
-def test_a_failing_callback_costs_no_request(callback: str) -> None:
-    with (h := Harness(sizes={"max_model_len": 500, "num_blocks": 200})).manager:
+@FAULTS
+@pytest.mark.parametrize("callback", ["get_requests", "notify_state_changes", "poll_stop", "return_stats"])
+def test_a_failing_callback_costs_no_request(callback: str, fault: BaseException) -> None:
+    sizes = {"max_model_len": 500, "num_blocks": 200}
+    with (h := Harness(sizes=sizes, notify_state_changes=lambda _: h._note("notify_state_changes"))).manager:
         h.ask(1, [1], streaming=True, max_tokens=300)
         while not h.received[1]:
             time.sleep(0.001)
-        h.faults[callback] = RuntimeError("not now")
+        h.faults[callback] = fault
         seen = len(h.order)
-        while len(h.order) < seen + 10:
+        h.ask(2, [2], max_tokens=20)
+        while len(h.order) < seen + 10 or callback not in h.order[seen:]:
             time.sleep(0.001)
         del h.faults[callback]
-        h.ask(2, [2], max_tokens=20)
         h.wait_final(1, 2)
     assert h.tokens(1) == expected([1], 300) and h.tokens(2) == expected([2], 20)
     assert h.manager.failure is None
+
+
+@pytest.mark.parametrize("callback", ["get_requests", "send_response"])
+def test_a_callback_that_fails_after_the_device_costs_no_other_answer(callback: str) -> None:
+    h = Harness(sizes={"max_model_len": 500, "num_blocks": 200})
+    for number in (1, 2):
+        h.ask(number, [number], streaming=True, max_tokens=400)
+    while not (h.received[1] and h.received[2]):
+        time.sleep(0.001)
+
+    def fails(request_id: int, output: Output, final: bool) -> None:
+        if final and request_id == 1:
+            raise Lost("the client is gone")
+
+    def broken(*_: object) -> None:
+        if callback == "get_requests":
+            h.faults[callback] = Lost("the queue broke")
+        else:
+            h.before_send = fails
+        raise RuntimeError("the device is gone")
+
+    h.runner.collect = broken  # type: ignore[method-assign]
+    h.wait_final(2)
+    h.manager.shutdown(timeout=10)
+    assert "the device is gone" in h.received[2][-1][2] and not h.manager.alive
+    assert h.scheduler.kv.num_free == h.scheduler.kv.num_blocks
 
 
 def test_ids_to_stop_may_be_an_array() -> None:

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from tests.engine.test_eagle import record_drafts
-from tests.models.mtp_checkpoints import MODELS, needs_mtp, reference_drafts, transformers_models, write_checkpoint
+from tests.models.drafters.mtp_checkpoints import (
+    MODELS,
+    needs_mtp,
+    reference_drafts,
+    transformers_models,
+    write_checkpoint,
+)
 from torchweave import LLM, SamplingParams
 from torchweave.compiler.explain.facts import explain
 from torchweave.report import Report

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweave
+from tests.compiler.runtime.test_recorded_calls import SUMS, ReadsOnTheHost, reasons
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -32,10 +33,6 @@ def compiled(module: nn.Module, inputs: dict[str, Tensor], inductor: bool = True
     config = TorchCompileConfig(enable_inductor=inductor, compile_cache=False, splitting_ops=options.pop("cut", ()))
     report, dynamic = Report(show=False), {name: {0: "T"} for name in inputs if name != "scale"}
     return torchweave.compile(module, inputs, dynamic, config, report, cuda_graphs=True, **options), report
-
-
-def reasons(report: Report) -> list[str]:
-    return [each["why"] for each in report.select("warning") if each["what"] == "cuda_graphs"]
 
 
 @pytest.mark.parametrize("inductor", [True, False], ids=["inductor", "fx"])
@@ -108,25 +105,9 @@ def test_random_numbers_differ_between_replays() -> None:
         assert not any(torch.equal(result, other) for other in results[:index])
 
 
-SUMS: list[float] = []
-
-
-@torch.library.custom_op("gpu_recorded::host_sum", mutates_args=("out",))
-def host_sum(x: Tensor, out: Tensor) -> None:
-    SUMS.append(float(x.sum()))  # waits for the device
-    out.fill_(SUMS[-1])
-
-
-class ReadsOnTheHost(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        host_sum(x * 2, out)
-        return out + x
-
-
 def test_an_op_that_reads_on_the_host_runs_between_graphs_as_a_splitting_op() -> None:
     example = torch.randn(8, 3, device=DEVICE)
-    call, report = compiled(ReadsOnTheHost(), {"x": example}, cut=("gpu_recorded::host_sum",))
+    call, report = compiled(ReadsOnTheHost(), {"x": example}, cut=("recorded_calls::host_sum",))
     SUMS.clear()
     for number in range(1, 6):
         x = torch.randn(4, 3, device=DEVICE)

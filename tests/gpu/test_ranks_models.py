@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models.paged import paged_tokens
-from tests.models.test_parallel import prompts
+from tests.models.parallel.test_parallel import prompts
 from tests.ranks import run_ranks
 from torchweave import LLM, SamplingParams
 from torchweave.distributed.process_groups import ProcessGroups

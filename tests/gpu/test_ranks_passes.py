@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compiler.passes.rank_blocks import Block, inputs, part, weights, whole
+from tests.compiler.passes.collectives.rank_blocks import Block, inputs, part, weights, whole
 from tests.ranks import run_ranks
 from torchweave.compiler import CompiledGraph, compile_graph
 from torchweave.compiler.runtime.forward import call_op

@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.ranks.pipeline_cases import agreed, asked, assert_alike
 from tests.gpu.ranks_engine import check_life, options
-from tests.models.test_parallel import prompts
+from tests.models.parallel.test_parallel import prompts
 from torchweave import LLM, SamplingParams
 from torchweave.verify import zoo
 

@@ -13,11 +13,12 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from tests.models.paged import paged_tokens
-from torchweave.models import UnsupportedModel, load, recurrent
+from torchweave.models import UnsupportedModel, load
 from torchweave.models.adapt import adapt, install_ops
 from torchweave.models.attention import attention_forward
 from torchweave.models.decoder import DecoderStep
-from torchweave.models.hooks import freeze_rope
+from torchweave.models.hooks import recurrent
+from torchweave.models.hooks.rope import freeze_rope
 from torchweave.models.load import build_on_meta
 from torchweave.report import Report
 from torchweave.verify import zoo

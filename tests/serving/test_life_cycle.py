@@ -30,6 +30,7 @@ from tests.serving.running import (
     serving,
     wait_until,
 )
+from torchweave import LLM, TorchCompileConfig
 
 KEY = {"Authorization": "Bearer sesame"}
 
@@ -201,6 +202,25 @@ def test_starting_server_reports_progress_and_its_engine_exits_with_it() -> None
         process.kill()
         process.communicate()
     assert wait_until(lambda: not name(engine).startswith(ENGINE_NAME))
+
+
+def test_two_servers_start_on_one_cold_compile_cache(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    compiled = ("--device", "cpu", "-O2", "-cc.enable_inductor=false", f"-cc.compile_cache_dir={tmp_path / 'cache'}")
+
+    def ask(number: int) -> str:
+        with serving(*compiled) as server:
+            started.wait(200)
+            answer = server.client().completions.create(model="demo", prompt=f"{number}+30=", temperature=0)
+            return answer.choices[0].text
+
+    started = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(ask, (12, 13))) == ["42", "43"]
+    assert capfd.readouterr().err == "", "no warning"
+    config = TorchCompileConfig(enable_inductor=False, compile_cache_dir=str(tmp_path / "cache"))
+    with LLM("demo", device="cpu", cpu_kv_cache_gib=0.02, torch_compile_config=config) as warm:
+        assert [each["source"] for each in warm.report.select("capture")] == ["cache"]
+    assert [path.suffix for path in (tmp_path / "cache").glob("*/*")] == [".weave"]
 
 
 def test_http_process_does_not_import_torch(server: ServerProcess) -> None:

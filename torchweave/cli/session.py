@@ -37,7 +37,7 @@ def _check_tokenizer(config: EngineConfig, chat: bool) -> None:
     Raises:
         ValueError: there is none.
     """
-    from torchweave.models.resolve import resolve, resolve_tokenizer  # imports torch
+    from torchweave.models.resolve import reject_draft_head, resolve, resolve_tokenizer  # imports torch
 
     hub = {"trust_remote_code": config.trust_remote_code, "download_dir": config.download_dir}
     if config.tokenizer is not None:
@@ -46,6 +46,8 @@ def _check_tokenizer(config: EngineConfig, chat: bool) -> None:
         folder = resolve(config.model, revision=config.revision, **hub).folder
     tokenizer = Tokenizer.from_folder(folder, config.trust_remote_code)
     if tokenizer is None:
+        if config.tokenizer is None and folder is not None:
+            reject_draft_head(config.model, folder)
         raise ValueError(
             f"{config.model} has no tokenizer, and this command takes text; pass --tokenizer with the folder or hub id of its "
             "tokenizer, or give token ids to `torchweave.LLM(...).generate`"

@@ -81,7 +81,7 @@ _MEASURED_LIMITS: dict[tuple[str, int], KernelSizeLimits] = {
         1 * MIB, 512 * KIB, 512 * KIB, 1 * MIB, 16 * MIB, "bench/results/collectives-4x_h200_202611.json"
     ),
 }
-"""By GPU and number of ranks; measured with bench/collectives.py."""
+"""By GPU and number of ranks; measured with bench/kernels/collectives.py."""
 
 
 def size_limits_for(gpu: str, size: int) -> KernelSizeLimits | None:

@@ -229,7 +229,7 @@ class GenerationLoop:
             return
         try:
             self._callbacks.notify_state_changes(state_changes)
-        except Exception:
+        except BaseException:
             self._log_callback_error("notify_state_changes", "these state changes are not reported")
 
     def _idle(self) -> None:
@@ -257,7 +257,7 @@ class GenerationLoop:
         try:
             for request in self._callbacks.get_requests(room):
                 self._add_request(request)
-        except Exception:
+        except BaseException:
             self._log_callback_error("get_requests", "the requests in flight continue")
 
     def _add_request(self, request: InferenceRequest) -> None:
@@ -315,7 +315,7 @@ class GenerationLoop:
         try:
             request_ids = poll_stop()
             stops = [int(each) for each in request_ids] if request_ids is not None else []
-        except Exception:
+        except BaseException:
             self._log_callback_error("poll_stop", "no request is cancelled")
             return
         if stops:
@@ -347,7 +347,7 @@ class GenerationLoop:
         self._num_new = self._num_completed = 0
         try:
             self._callbacks.return_stats(iteration_stats(step, self._scheduler.kv, facts))
-        except Exception:
+        except BaseException:
             self._log_callback_error("return_stats", "these statistics are lost")
 
     # -- responses -----------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ class GenerationLoop:
             return
         try:
             send_all(responses)
-        except Exception:
+        except BaseException:
             self._log_callback_error("send_responses", "the requests of this call are cancelled")
             self._cancel_all(response.id for response in responses if not response.final)
 
@@ -371,7 +371,7 @@ class GenerationLoop:
         assert self._callbacks.send_response is not None
         try:
             self._callbacks.send_response(response.id, response.output, response.final, response.error)
-        except Exception:
+        except BaseException:
             self._log_callback_error("send_response", f"request {response.id} is cancelled")
             if not response.final:
                 self._cancel_all([response.id])
@@ -382,7 +382,10 @@ class GenerationLoop:
             self._send(self._scheduler.cancel(request_id))
 
     def _log_callback_error(self, callback: str, effect: str) -> None:
-        """Log the current exception, at most once a second per callback."""
+        """Log the current exception, at most once a second per callback.
+
+        Callers catch every exception: asyncio's CancelledError, of a future that a callback reads, is no `Exception`.
+        """
         now = time.monotonic()
         if now - self._last_logged.get(callback, float("-inf")) >= _LOG_INTERVAL_SECONDS:
             self._last_logged[callback] = now
@@ -398,7 +401,7 @@ class GenerationLoop:
         """Answer the requests of one more `get_requests` call with an error after a failure, so that no client waits forever."""
         try:
             requests = list(self._callbacks.get_requests(-1))
-        except Exception:
+        except BaseException:
             self._log_callback_error("get_requests", "the engine had already failed")
             return
         self._send([refusal(request.id, f"The engine failed: {self.failure}") for request in requests])

@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 from torchweave.models import attention, experts
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import supports_logits_to_keep
-from torchweave.models.hooks import disable_dynamic_rope, disable_padding_warnings, hook_attention
-from torchweave.models.indexers import hook_indexers
+from torchweave.models.hooks.indexers import hook_indexers
+from torchweave.models.hooks.install import disable_padding_warnings, hook_attention
+from torchweave.models.hooks.positions import is_position_hooked
+from torchweave.models.hooks.recurrent import VERIFIED, count_hooked, hook_recurrent_layers, recurrent_kinds
+from torchweave.models.hooks.rope import disable_dynamic_rope
 from torchweave.models.multimodal.image_step import make_step
 from torchweave.models.multimodal.support import decoder_of, text_config
-from torchweave.models.position_hooks import is_position_hooked
-from torchweave.models.recurrent import VERIFIED, count_hooked, hook_recurrent_layers, recurrent_kinds
 from torchweave.ops.attention.op import LayerSpec
 from torchweave.ops.recurrent.op import RECURRENT_OPS, RecurrentSpec
 from torchweave.report import Report

@@ -22,14 +22,14 @@ from torchweave.models import experts
 from torchweave.models.adapt import ModelLayers, adapt, check_config, vocab_size
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
-from torchweave.models.hooks import freeze_rope
+from torchweave.models.hooks.positions import POSITIONS_AFTER_PADDING
+from torchweave.models.hooks.rope import freeze_rope
 from torchweave.models.materialize import WeightLoadSpec, causal_lm_class, is_mapped, load_dummy_weights, load_weights
 from torchweave.models.multimodal.image_step import make_step
 from torchweave.models.multimodal.support import attention_at_load, image_rejection, image_text_class, takes_images
 from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
 from torchweave.models.pooling import auto_class, resolve_pooling
-from torchweave.models.position_hooks import POSITIONS_AFTER_PADDING
-from torchweave.models.resolve import Source, read_json, resolve, resolve_tokenizer
+from torchweave.models.resolve import Source, read_json, reject_draft_head, resolve, resolve_tokenizer
 from torchweave.models.weights import read as weights
 from torchweave.models.weights.mtp_tensors import split_mtp_tensors
 from torchweave.models.weights.quantized_checkpoint import (
@@ -185,7 +185,7 @@ def load(
 
 
 def _read_own_headers(source: Source, config: PreTrainedConfig) -> dict[str, weights.CheckpointTensor]:
-    """The tensors of a checkpoint, without those of MTP layers, which are a drafter's (`torchweave.models.mtp`)."""
+    """The tensors of a checkpoint, without those of MTP layers, which are a drafter's (`torchweave.models.drafters.mtp`)."""
     assert source.folder is not None, "_checked_source"
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     return split_mtp_tensors(weights.read_headers(source.folder), num_layers)[0]
@@ -294,6 +294,8 @@ def read_config(source: Source, trust_remote_code: bool = False, images: bool = 
 def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
     raw = source.config if source.folder is None else read_json(source.folder / "config.json")
     assert raw is not None
+    if source.folder is not None:
+        reject_draft_head(source.name, source.folder)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str | None):
         raise ValueError(f"The config of {source.name!r} has model_type={model_type!r}: expected a name; correct it.")

@@ -370,6 +370,27 @@ def _local_source(name: str | Path, text: str) -> Source | None:
     return None
 
 
+def is_eagle_head(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE-3 head, in either published form."""
+    names = config.get("architectures") or ()
+    if "speculators_model_type" in config:
+        return config["speculators_model_type"] == "eagle3"
+    return any("eagle3" in name.lower() for name in names if isinstance(name, str))
+
+
+def reject_draft_head(name: str, folder: Path) -> None:
+    """Reject a folder that is no model of its own.
+
+    Raises:
+        ValueError: it is a draft head.
+    """
+    if is_eagle_head(read_json(folder / "config.json")):
+        raise ValueError(
+            f"{name} is an EAGLE-3 draft head and no model: it drafts for the model that it was trained for. Name that model, and "
+            f"add --speculative_config.method eagle3 --speculative_config.model {name}."
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; ValueError if the file holds none."""
     content = _read_json(path)

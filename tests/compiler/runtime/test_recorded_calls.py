@@ -187,7 +187,7 @@ SUMS: list[float] = []
 
 @torch.library.custom_op("recorded_calls::host_sum", mutates_args=("out",))
 def host_sum(x: Tensor, out: Tensor) -> None:
-    SUMS.append(float(x.sum()))
+    SUMS.append(float(x.sum()))  # on a GPU it waits for the device
     out.fill_(SUMS[-1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.compiler.passes.test_small_linears import decoder
+from tests.compiler.passes.torch_ir.test_small_linears import decoder
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step
 from torchweave.compiler import CompileCache, CompiledGraph, autotune, compile_graph
 from torchweave.compiler.autotune import Module, tune_module
@@ -35,7 +36,9 @@ from torchweave.compiler.tuning.table import (
     store_tuned,
 )
 from torchweave.config.options import EngineConfig, TorchCompileConfig
+from torchweave.engine.startup import tune as tuning_of_an_engine
 from torchweave.engine.startup.tune import tune as tune_engine
+from torchweave.models.weights.quantize import Fp8Linear
 from torchweave.ops.linear import LinearFusion
 from torchweave.ops.linear_config import LinearConfig, default_choices, parse_choices, select_config
 from torchweave.report import Report
@@ -211,7 +214,7 @@ def test_malformed_table_is_rejected(text: str) -> None:
 
 
 def test_table_round_trips() -> None:
-    for table in (Table("cpu"), Table(GPU, (entry(1), entry(2, "")), "bench/linear.py")):
+    for table in (Table("cpu"), Table(GPU, (entry(1), entry(2, "")), "bench/kernels/linear.py")):
         assert Table.read(table.write()) == table
 
 
@@ -337,3 +340,23 @@ def test_a_gated_pass_runs_where_a_table_says_that_it_pays() -> None:
 def test_tuning_needs_a_gpu_and_says_so() -> None:
     with pytest.raises(ValueError, match="nothing can be tuned here: candidates are timed on a GPU"):
         tune_engine(EngineConfig("demo", device="cpu"), Report(show=False))
+
+
+def test_the_model_is_tuned_as_the_engine_loads_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With its quantization: products with FP8 weights have other candidates than those with bfloat16 weights."""
+    resolve_plan, modules = tuning_of_an_engine.resolve_plan, list[nn.Module]()
+
+    def measure(module: nn.Module, *_: Any, **__: Any) -> Table:
+        modules.append(module)
+        return Table(GPU)
+
+    monkeypatch.setattr(
+        tuning_of_an_engine, "resolve_plan", lambda config: dataclasses.replace(resolve_plan(config), tune=True)
+    )
+    monkeypatch.setattr(tuning_of_an_engine, "tune_model", measure)
+    config = EngineConfig(
+        "demo", device="cpu", quantization="fp8",
+        torch_compile_config=TorchCompileConfig(compile_cache_dir=str(tmp_path / "cache")),
+    )  # fmt: skip
+    tune_engine(config, Report(show=False))
+    assert any(isinstance(each, Fp8Linear) for each in modules[0].modules())

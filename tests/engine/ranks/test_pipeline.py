@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +14,7 @@ import pytest
 import torch
 
 from tests.engine.ranks.pipeline_cases import agreed, asked, assert_alike
-from tests.engine.ranks.test_ranks import LIMIT, LONG, OPTIONS, answers, gone
+from tests.engine.ranks.test_ranks import OPTIONS, answers, kill_while_it_generates
 from torchweave.compiler.errors import TraceError
 from torchweave.compiler.explain.facts import as_json, explain, schema
 from torchweave.config import DeviceFacts, ModelFacts, resolve
@@ -55,14 +52,7 @@ def test_pipeline_gives_the_tokens_of_one_rank_and_a_killed_stage_ends_all():
         assert answers(llm) == expected
         assert_alike(asked(llm), all_asked)
         assert agreed(llm, 2)
-        pid = int(llm.report.select("rank")[0]["process"])
-        stream = llm.stream_all(["Once upon", "The"], LONG)
-        next(stream)
-        begin = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match=rf"Rank 1 \(process {pid}\) has ended unexpectedly"):
-            list(stream)
-        assert gone(pid) and time.monotonic() - begin < LIMIT
+        kill_while_it_generates(llm)
 
 
 def test_pp_with_tp_gives_the_tokens_of_one_rank(tmp_path: Path):

@@ -79,10 +79,10 @@ def test_all_ranks_run_the_same_steps_and_a_killed_one_ends_all():
         assert answers(llm) == expected
         assert agreed(llm, steps=48)
         assert llm.report.select("rank")[0]["device"] == "cpu"
-        _kill_while_it_generates(llm)
+        kill_while_it_generates(llm)
 
 
-def _kill_while_it_generates(llm: LLM) -> None:
+def kill_while_it_generates(llm: LLM) -> None:
     pid = other_rank(llm)
     stream = llm.stream_all(["Once upon", "The"], LONG)
     next(stream)

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tests.ops.moe.routing_cases import FORMS, arguments, dense
+from tests.ops.moe.routing_cases import FORMS, PLAIN, arguments, dense
 from torchweave.ops.kernels.moe.routing import launch_route
 from torchweave.ops.moe.routing import route
-
-DEFAULTS = {
-    "num_groups": 1,
-    "top_groups": 1,
-    "group_best": 1,
-    "fill": 0.0,
-    "renormalize": False,
-    "epsilon": 0.0,
-    "scale": 1.0,
-}
 
 
 def by_kernel(logits, bias, top_k, **form):
     weights, index = torch.full((len(logits), top_k), torch.nan), torch.full((len(logits), top_k), -1)
-    launch_route(logits, bias, weights, index, **DEFAULTS | form)
+    launch_route(logits, bias, weights, index, **PLAIN | form)
     return weights, index
 
 

@@ -17,6 +17,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"score": "softmax", "num_groups": 4, "top_groups": 2, "fill": 0.0, "scale": 16.0},
     "three_groups": _V3 | {"num_groups": 3, "top_groups": 1, "biased": True},
 }
+PLAIN: dict[str, Any] = {
+    "num_groups": 1,
+    "top_groups": 1,
+    "group_best": 1,
+    "fill": 0.0,
+    "renormalize": False,
+    "epsilon": 0.0,
+    "scale": 1.0,
+}
+"""What a launch gets where a form does not say otherwise."""
 
 
 def arguments(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ops.interpreted import run_interpreted
-from tests.ops.moe.routing_cases import FORMS, arguments
+from tests.ops.moe.routing_cases import FORMS, PLAIN, arguments
 from torchweave.ops.moe.routing import route
 
 
@@ -41,16 +41,7 @@ def test_kernel_builds_for_hopper(form: str) -> None:
 
     given = arguments(FORMS[form], 4, 128, 8, torch.bfloat16)
     weights, index = torch.empty(4, 8, dtype=given.pop("dtype", torch.float32)), torch.empty(4, 8, dtype=torch.int64)
-    plain = {
-        "num_groups": 1,
-        "top_groups": 1,
-        "group_best": 1,
-        "fill": 0.0,
-        "renormalize": False,
-        "epsilon": 0.0,
-        "scale": 1.0,
-    }
     logits, bias, _ = given.pop("logits"), given.pop("bias"), given.pop("top_k")
     with recorded(routing, "route_kernel") as launches:
-        routing.launch_route(logits, bias, weights, index, **plain | given)
+        routing.launch_route(logits, bias, weights, index, **PLAIN | given)
     assert "bar.sync" not in compile_for_hopper(launches[0]).asm["ptx"], "one warp a token has nobody to wait for"

@@ -26,9 +26,9 @@ def test_requirement(server: ServerProcess, requirement: Requirement) -> None:
 
 
 def test_the_page_counts_them() -> None:
-    spec = importlib.util.spec_from_file_location("page", ROOT / "scripts" / "write_peer_requirements.py")
+    spec = importlib.util.spec_from_file_location("page", ROOT / "scripts" / "docs" / "write_peer_requirements.py")
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run scripts/write_peer_requirements.py"
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run scripts/docs/write_peer_requirements.py"
     assert sum(each.missing is None for each in REQUIREMENTS) >= 0.95 * len(REQUIREMENTS)

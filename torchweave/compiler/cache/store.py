@@ -10,6 +10,7 @@ is executed when it is loaded, so a folder that other users can write to is refu
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -308,7 +309,11 @@ class InductorCacheDir:
 
     def _fall_back(self, error: Exception) -> None:
         assert self._cache is not None
-        message = " ".join(str(error).split())[:300]
-        self._cache.warn_not_stored(f"compiled CPU code is not stored in {self._cache.folder / CODE_FOLDER}: {message}")
+        message = " ".join(str(error).split())
+        if (full := os.strerror(errno.ENOSPC)) in message:  # behind a C++ compiler's command and its first errors
+            message = full
+        self._cache.warn_not_stored(
+            f"compiled CPU code is not stored in {self._cache.folder / CODE_FOLDER}: {message[:300]}"
+        )
         self._redirect.close()
         self._cache = None

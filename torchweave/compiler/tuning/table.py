@@ -34,7 +34,8 @@ STREAMS, COMPILE_SIZES = "streams", "compile_sizes"
 """Subjects besides passes: a piece over several streams, and a piece built for one size. Their shape is the piece's digest."""
 
 STEPS = "steps"
-"""Shapes that begin so, such as `steps/llama-1b`: whole steps of a model with (`on`) and without a pass, by bench/passes.py."""
+"""Shapes that begin so, such as `steps/llama-1b`: whole steps of a model with (`on`) and without a pass
+(bench/compiler/passes.py)."""
 
 
 class DamagedTable(ValueError):

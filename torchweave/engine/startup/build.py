@@ -112,7 +112,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
     if config.symmetric_memory:
         enable_symmetric_memory(process_groups, report)
 
-    loaded, plan = _load(config, report, loaded, process_groups)
+    loaded, plan = load_model(config, report, loaded, process_groups)
     draft = load_draft_model(plan, loaded, report, process_groups)
     cache_spec, plan = _kv_cache_spec(loaded, plan, draft)
     windows = cache_spec.layout.windows
@@ -165,9 +165,14 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
 # -- 1. load -----------------------------------------------------------------------------------------------------------
 
 
-def _load(
+def load_model(
     config: EngineConfig, report: Report, loaded: LoadedModel | None, process_groups: ProcessGroups
 ) -> tuple[LoadedModel, Plan]:
+    """Load this rank's part of the model as the config says, unless it is `loaded` already, and resolve the plan.
+
+    Raises:
+        ValueError: the model or an option is not supported.
+    """
     device = config.device if process_groups.size == 1 else process_groups.device
     plan = resolve(config, device_facts(device, process_groups.rank), _model_facts(config, loaded))
     if loaded is None:

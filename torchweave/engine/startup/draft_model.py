@@ -7,9 +7,9 @@ import torch
 from torchweave.config import Plan
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models.decoder import DecoderStep
-from torchweave.models.eagle import EagleHead, load_eagle_head
+from torchweave.models.drafters.eagle import EagleHead, load_eagle_head
+from torchweave.models.drafters.mtp import MtpHead, load_mtp_head
 from torchweave.models.load import LoadedModel, load
-from torchweave.models.mtp import MtpHead, load_mtp_head
 from torchweave.models.multimodal.image_step import ImageDecoderStep
 from torchweave.models.resolve import resolve
 from torchweave.report import Report

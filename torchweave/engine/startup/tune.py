@@ -9,9 +9,9 @@ import torch
 from torchweave.compiler.cache.store import open_cache
 from torchweave.compiler.tuning.table import Table
 from torchweave.config.options import EngineConfig
-from torchweave.engine.startup.build import resolve_plan
+from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.engine.startup.build import load_model, resolve_plan
 from torchweave.engine.startup.compile_model import effective_compile_config, tune_model
-from torchweave.models.load import load
 from torchweave.report import Report
 
 
@@ -24,21 +24,12 @@ def tune(config: EngineConfig, report: Report, *, remeasure: bool = False) -> Ta
     Raises:
         ValueError: the model or an option is not supported, there is no GPU, or the compile cache cannot be written.
     """
-    plan = resolve_plan(replace(config, torch_compile_config=replace(config.torch_compile_config, tune=True)))
+    config = replace(config, torch_compile_config=replace(config.torch_compile_config, tune=True))
+    plan = resolve_plan(config)
     if not plan.tune:
         why = next(entry.why for entry in plan.entries if entry.name == "torch_compile_config.tune")
         raise ValueError(f"nothing can be tuned here: {why}")
-    loaded = load(
-        config.model,
-        getattr(torch, plan.dtype),
-        plan.device,
-        load_format=config.load_format,
-        trust_remote_code=config.trust_remote_code,
-        report=report,
-        max_model_len=plan.max_model_len,
-        revision=config.revision,
-        download_dir=config.download_dir,
-    )
+    loaded, plan = load_model(config, report, None, ProcessGroups.single_rank())
     compile_config = effective_compile_config(plan)
     cache = open_cache(compile_config, report)
     if cache is None:

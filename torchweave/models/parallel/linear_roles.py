@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from torchweave.models.recurrent import is_recurrent
+from torchweave.models.hooks.recurrent import is_recurrent
 
 Role = Literal["columns", "rows"]
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel, layer_number
 from torchweave.models.experts import is_experts_module, runs_as_op
+from torchweave.models.hooks.recurrent import is_recurrent
 from torchweave.models.parallel.fused_qkv import FUSED, layout_of
 from torchweave.models.parallel.linear_roles import (
     KV,
@@ -26,7 +27,6 @@ from torchweave.models.parallel.linear_roles import (
     roles,
 )
 from torchweave.models.parallel.recurrent_layers import shard_recurrent_layer
-from torchweave.models.recurrent import is_recurrent
 from torchweave.models.weights.shards import HeadSharding, Range, Ranges, TensorShard, even_shard, padded_shard
 from torchweave.ops.attention.op import LayerSpec
 

@@ -150,7 +150,7 @@ _FULL, _HALF = 192, 80
 def _kinds(num_tokens: int, width: int, bits: int, e2m1: bool) -> tuple[IntConfig, ...]:
     """Configurations for weights of few and of many rows, or of any number, by the number of tokens.
 
-    Measured on an H100 with 1, 8 and 32 tokens and the shapes of Llama 8B (bench/linear.py --weights int4).
+    Measured on an H100 with 1, 8 and 32 tokens and the shapes of Llama 8B (bench/kernels/linear.py --weights int4).
     """
     if bits == 4 and num_tokens <= ROW_KERNEL_MAX_TOKENS and not e2m1:
         return (_ROW_WIDE,) if width > _WIDE else (_ROW_FEW_ROWS, _ROW)

@@ -7,7 +7,7 @@ Before                                             After
 When      both operands have the shape and dtype of h, and the add has no alpha. Where nothing else reads h, the op is
           `torchweave.rms_norm_of_sum`, which does not write h.
 Numerics  exact.
-Pays      a launch and two passes over the hidden state in an FX build; see bench/fusions.py.
+Pays      a launch and two passes over the hidden state in an FX build; see bench/compiler/fusions.py.
 """
 
 from __future__ import annotations

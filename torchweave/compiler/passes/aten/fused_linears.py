@@ -12,9 +12,9 @@ When      W is a parameter for which `torchweave.ops.linear` has kernels; nothin
           has no alpha and does not broadcast or widen; tokens lie in one dimension. A linear takes a gate or a residual, not both.
 Numerics  exact: same roundings; only the summation order differs.
 Pays      up to 32 tokens on a GPU, where a launch costs as much as its computation: five dependent launches a layer remain. A
-          table of measurements selects the kernel by token count (`compiler/tuning`); see bench/layer.py. Beyond that the BLAS
-          computes most linears, and a residual add apart from the norm behind it costs a launch: 32 of them took 50 us of a step
-          of 48 rows on Llama 1B (H100).
+          table of measurements selects the kernel by token count (`compiler/tuning`); see bench/kernels/layer.py. Beyond that the
+          BLAS computes most linears, and a residual add apart from the norm behind it costs a launch: 32 of them took 50 us of a
+          step of 48 rows on Llama 1B (H100).
 """
 
 from __future__ import annotations

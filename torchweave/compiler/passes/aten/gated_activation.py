@@ -9,7 +9,7 @@ Two tensors gate and up become `torchweave.gated_activation_pair(gate, up, ...)`
 When      the activation is silu, gelu, tanh gelu, relu or sigmoid; gate and up have one shape and dtype; nothing else reads the
           activation or, in the merged form, the halves.
 Numerics  exact.
-Pays      a launch and two passes over [T, I] in an FX build; see bench/fusions.py.
+Pays      a launch and two passes over [T, I] in an FX build; see bench/compiler/fusions.py.
 """
 
 from __future__ import annotations

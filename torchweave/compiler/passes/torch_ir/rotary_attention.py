@@ -9,7 +9,7 @@ When      on a GPU, where the decode kernel rotates the values that it loads; q 
           `norm_dialects` and the same for both (Qwen 3, Gemma 3); else it stays in the piece.
 Numerics  exact.
 Pays      one launch a layer in a decode graph of more than a few rows, two with norms; in mixed steps the launch that writes
-          the cache rotates as well. See bench/fusions.py.
+          the cache rotates as well. See bench/compiler/fusions.py.
 """
 
 from __future__ import annotations

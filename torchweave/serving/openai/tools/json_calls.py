@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from torchweave.serving.openai.tools.base import ArgumentsDelta, Call, ParserDelta
+from torchweave.serving.openai.tools.base import Call, ParserDelta
 from torchweave.serving.openai.tools.json_scanner import JsonCallScanner, JsonValueScanner
-from torchweave.serving.openai.tools.parsers import MarkedCallsParser
+from torchweave.serving.openai.tools.parsers import HeadedCallsParser, MarkedCallsParser
 
 _BETWEEN = " \t\r\n,;[]"
 _MAX_HEAD = 512
@@ -110,7 +110,7 @@ class JambaParser(MarkedJsonParser):
     _OPEN, _CLOSE = "<tool_calls>", "</tool_calls>"
 
 
-class HeadedJsonParser(MarkedCallsParser):
+class HeadedJsonParser(HeadedCallsParser):
     """A section of calls, each a head with the function's name and then its arguments as JSON."""
 
     _CLOSE: str
@@ -120,7 +120,6 @@ class HeadedJsonParser(MarkedCallsParser):
     def __init__(self, known: Collection[str]) -> None:
         super().__init__(known)
         self._in_section = False
-        self._value: JsonValueScanner | None = None
 
     def _step(self, pieces: list[ParserDelta]) -> bool:
         if self._value is not None:
@@ -148,16 +147,6 @@ class HeadedJsonParser(MarkedCallsParser):
         self._num_calls += 1
         self._buffer, self._value = self._buffer[len(head) :], JsonValueScanner()
         return True
-
-    def _read_arguments(self, value: JsonValueScanner, pieces: list[ParserDelta]) -> bool:
-        end = 0
-        while end < len(self._buffer) and not value.done:
-            value.take(self._buffer[end])
-            end += 1
-        pieces.append(ArgumentsDelta(self._num_calls - 1, self._buffer[:end]))
-        self._buffer = self._buffer[end:]
-        self._value = None if value.done else value
-        return bool(self._buffer)
 
     def finish(self) -> list[ParserDelta]:
         waits = self._in_section and self._value is None

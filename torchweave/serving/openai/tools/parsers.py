@@ -57,6 +57,24 @@ class MarkedCallsParser(ABC):
         return self._text_buffer.text(rest) + self._text_buffer.finish(had_calls=self._num_calls > 0)
 
 
+class HeadedCallsParser(MarkedCallsParser):
+    """Parser of answers in which the function's name comes before its arguments, a JSON value."""
+
+    def __init__(self, known: Collection[str]) -> None:
+        super().__init__(known)
+        self._value: JsonValueScanner | None = None  # of the current arguments
+
+    def _read_arguments(self, value: JsonValueScanner, pieces: list[ParserDelta]) -> bool:
+        end = 0
+        while end < len(self._buffer) and not value.done:
+            value.take(self._buffer[end])
+            end += 1
+        pieces.append(ArgumentsDelta(self._num_calls - 1, self._buffer[:end]))
+        self._buffer = self._buffer[end:]
+        self._value = None if value.done else value
+        return bool(self._buffer)
+
+
 class HermesParser(MarkedCallsParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several of them, with text before (Hermes, Qwen)."""
 
@@ -182,7 +200,7 @@ class JsonObjectsParser:
         return self._as_text(self._head) if self._num_calls == 0 else []
 
 
-class MistralParser(MarkedCallsParser):
+class MistralParser(HeadedCallsParser):
     """`[TOOL_CALLS]` followed by a JSON list of calls, or one or more of `name{...}`, `name[ARGS]{...}` and
     `name[CALL_ID]id[ARGS]{...}`, each after the marker."""
 
@@ -191,7 +209,6 @@ class MistralParser(MarkedCallsParser):
     def __init__(self, known: Collection[str]) -> None:
         super().__init__(known)
         self._list: JsonObjectsParser | None = None
-        self._value: JsonValueScanner | None = None  # of the current arguments
         self._in_name = False
 
     def feed(self, text: str) -> list[ParserDelta]:
@@ -226,17 +243,6 @@ class MistralParser(MarkedCallsParser):
         self._value = JsonValueScanner()
         self._buffer = self._buffer[len(name) :]
         return True
-
-    def _read_arguments(self, value: JsonValueScanner, pieces: list[ParserDelta]) -> bool:
-        end = 0
-        while end < len(self._buffer) and not value.done:
-            value.take(self._buffer[end])
-            end += 1
-        pieces.append(ArgumentsDelta(self._num_calls - 1, self._buffer[:end]))
-        self._buffer = self._buffer[end:]
-        if value.done:
-            self._value = None
-        return bool(self._buffer)
 
     def _of_list(self, pieces: list[ParserDelta]) -> list[ParserDelta]:
         """Convert the deltas of the list parser to deltas of the whole answer."""
