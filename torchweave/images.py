@@ -146,8 +146,8 @@ def read_data_url(url: str) -> bytes:
     head, comma, content = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
         raise ValueError(
-            f"The image URL {url[:40]!r} is no data URL; send the image itself, as data:image/png;base64,..., since a server "
-            "fetches from hosts of allowed_media_hosts only."
+            f"The image URL {url[:40]!r} is no data URL of an image; send the image itself, as data:image/png;base64,..., since "
+            "a server fetches from hosts of allowed_media_hosts only."
         )
     try:
         return base64.b64decode(content, validate=True)
