@@ -83,13 +83,14 @@ def test_page_lists_finished_requests_and_draws_charts(server: ServerProcess, pa
 
 
 def test_page_fits_narrow_screens_and_has_a_dark_scheme(page: Page, server: ServerProcess) -> None:
-    for width in (360, 390, 768, 1280):
+    for width in (360, 390, 768, 1000, 1101, 1280):
         page.size(width, 800)
         time.sleep(0.1)
         assert page.run("document.documentElement.scrollWidth") <= width
         outside = page.run(
-            "[...document.querySelectorAll('td, .tiles b, .head span, dd')].filter(each => each.getBoundingClientRect().right"
-            " > innerWidth || each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).display !== 'inline')"
+            "[...document.querySelectorAll('td, .tiles b, .tiles span, .tiles i, .head span, dd')].filter(each => "
+            "each.getBoundingClientRect().right > innerWidth || each.scrollWidth > each.clientWidth + 1"
+            " && getComputedStyle(each).display !== 'inline')"
             ".map(each => each.textContent)"
         )
         assert outside == [], f"at {width} px"
