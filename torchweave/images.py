@@ -255,7 +255,7 @@ def _as_image(image: Any) -> Any:
     if not isinstance(image, pillow.Image):
         raise ValueError(f"An image must be a PIL.Image, but is {type(image).__name__}.")
     check_size(image)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def message_content(content: Any) -> Any:
