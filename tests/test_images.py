@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 import zlib
@@ -10,11 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.image_model import data_url, encoded, picture
-from torchweave.images import ImageInput, ImageLimits, ImageProcessor, message_content, open_image, read_data_url
+from torchweave import images
+from torchweave.images import (
+    ImageInput,
+    ImageLimits,
+    ImageProcessor,
+    message_content,
+    open_image,
+    read_data_url,
+    split_images,
+)
 from torchweave.models.resolve import resolve
 
 
@@ -28,11 +39,33 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
 
 
+def run_length_encoded(width: int, height: int) -> bytes:
+    """A BMP of which Pillow decodes one end of line after the other, pixel by pixel in Python."""
+    palette, data = bytes(1024), b"\1\1" + bytes(2 * height)
+    sizes = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, len(data), 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 1078 + len(data), 0, 0, 1078) + sizes + palette + data
+
+
+def progressive(extra_scans: int) -> bytes:
+    """A JPEG whose last scan is repeated."""
+    content = encoded_with(picture(0), "JPEG", progressive=True)
+    return content[:-2] + (b"\xff\xda" + content.rpartition(b"\xff\xda")[2][:-2]) * extra_scans + content[-2:]
+
+
+def encoded_with(image: Any, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
 def test_images_are_decoded() -> None:
     image = picture(0)
     assert np.array_equal(np.asarray(open_image(encoded(image))), np.asarray(image))
     assert open_image(encoded(image.convert("L"), "JPEG")).mode == "RGB"
-    assert read_data_url(data_url(b"abc")) == b"abc"
+    assert read_data_url(data_url(b"abc")) == b"abc" == read_data_url("DATA:image/PNG;BASE64,YWJj")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright
+    assert open_image(encoded_with(image, "JPEG", exif=exif)).size == image.size[::-1]
 
 
 @pytest.mark.parametrize(
@@ -45,11 +78,32 @@ def test_images_are_decoded() -> None:
         (bomb(60000, 60000), "too many pixels"),
         (bomb(64, 64), "cannot be decoded"),
         (encoded(picture(0), "TIFF"), r"send a whole PNG, JPEG, WEBP, GIF or BMP file"),
+        (encoded(picture(0, 201, 1)), "longer side may have at most 200 times the pixels of the shorter one"),
+        (encoded(picture(0, 1, 201)), "longer side may have at most 200 times"),
+        (run_length_encoded(5000, 5000), "run-length encoded"),
+        (progressive(60), "more than 64 scans"),
     ],
 )
 def test_broken_and_large_images_are_refused(content: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         open_image(content)
+
+
+def test_narrow_images_and_progressive_ones_are_decoded() -> None:
+    assert open_image(encoded(picture(0, 200, 1))).size == (200, 1)
+    assert open_image(progressive(50)).size == (40, 50)
+    preview = b"\xff\xe1" + struct.pack(">H", 2 + 600) + b"\xff\xda" * 300
+    whole = encoded(picture(0), "JPEG")
+    assert open_image(whole[:2] + preview + whole[2:]).size == (40, 50), "what looks like scans in the metadata is none"
+
+
+def test_the_images_of_a_conversation_share_a_limit_of_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_PROMPT_PIXELS", 5000)
+    part = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(0)))}}
+    message = {"role": "user", "content": [part, part]}
+    assert len(split_images([message], 9)[1]) == 2
+    with pytest.raises(ValueError, match="and 5000 in all images of a prompt"):
+        split_images([message, message], 9)
 
 
 @pytest.mark.parametrize(

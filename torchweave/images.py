@@ -10,6 +10,7 @@ import binascii
 import hashlib
 import io
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,14 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 MAX_IMAGE_PIXELS = 1 << 25
 """Largest image that is decoded: 128 MiB in memory."""
+MAX_PROMPT_PIXELS = 1 << 27
+"""Pixels of all images of a conversation, which are in memory at the same time."""
+_MAX_ASPECT_RATIO = 200
+"""Processors scale the shorter side to a fixed length, the longer one with it; Qwen2-VL's has the same limit."""
+_MAX_SCANS = 64
+"""Each scan of a progressive JPEG costs a pass over all pixels; encoders write about ten."""
+_JPEG_SEGMENT = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")  # markers without a length, and stuffed bytes, are none
+_END_OF_IMAGE, _START_OF_SCAN = b"\xd9", b"\xda"
 
 
 @dataclass(frozen=True)
@@ -96,10 +105,10 @@ def _digest(tensors: Mapping[str, np.ndarray]) -> bytes:
 
 
 def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """Decode a file to an RGB image of Pillow; its size is checked before its pixels are decoded.
+    """Decode a file to an RGB image of Pillow; what its pixels cost is checked before they are decoded.
 
     Raises:
-        ValueError: the file is damaged, too large, or no image.
+        ValueError: the file is damaged, too large, too slow to decode, or no image.
     """
     pillow, exif = _import_pillow()
     try:
@@ -107,9 +116,11 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
             warnings.simplefilter("ignore")
             with pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
                 check_size(image, max_pixels)
+                _check_decoder(image, data)
                 image.load()
-                return exif(image).convert("RGB")
-    except _TooLarge:
+                exif(image, in_place=True)
+                return image.convert("RGB")
+    except _TooCostly:
         raise
     except pillow.DecompressionBombError:
         raise ValueError(f"The image has too many pixels; send one of at most {max_pixels}.") from None
@@ -119,17 +130,42 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
         ) from error
 
 
-class _TooLarge(ValueError):
+class _TooCostly(ValueError):
     pass
 
 
-def check_size(image: Any, max_pixels: int) -> None:
-    """Raise ValueError for an image of more than `max_pixels` pixels."""
+def check_size(image: Any, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
+    """Raise ValueError for an image of more than `max_pixels` pixels, or one that is too narrow."""
     width, height = image.size
     if width * height > max_pixels:
-        raise _TooLarge(
-            f"The image has {width} x {height} pixels, but at most {max_pixels} are allowed; send a smaller one."
+        raise _TooCostly(
+            f"The image has {width} x {height} pixels, but at most {MAX_IMAGE_PIXELS} are allowed, and {MAX_PROMPT_PIXELS} in all "
+            "images of a prompt; send a smaller one."
         )
+    if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
+        raise _TooCostly(
+            f"The image has {width} x {height} pixels, but its longer side may have at most {_MAX_ASPECT_RATIO} times the pixels "
+            "of the shorter one; send a part of it."
+        )
+
+
+def _check_decoder(image: Any, data: bytes) -> None:
+    """Raise ValueError for a file of few bytes that takes long to decode, whatever its size in pixels."""
+    if any(
+        tile[0] in _import_pillow()[0].DECODERS for tile in image.tile
+    ):  # written in Python, which stops other threads
+        raise _TooCostly("The BMP file is run-length encoded; send an uncompressed one, or a PNG file.")
+    if data.startswith(b"\xff\xd8") and _has_more_scans(data, _MAX_SCANS):
+        raise _TooCostly(f"The JPEG file has more than {_MAX_SCANS} scans; save it with fewer, or send a PNG file.")
+
+
+def _has_more_scans(data: bytes, most: int) -> bool:
+    """Whether a JPEG has more than `most` scans before its end; those of previews in its metadata are not counted."""
+    scans, at = 0, 2
+    while scans <= most and (found := _JPEG_SEGMENT.search(data, at)) and found[1] != _END_OF_IMAGE:
+        scans += found[1] == _START_OF_SCAN
+        at = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
+    return scans > most
 
 
 def blank_image(width: int, height: int) -> Any:
@@ -144,10 +180,10 @@ def read_data_url(url: str) -> bytes:
         ValueError: another URL, or invalid base64.
     """
     head, comma, content = url.partition(",")
-    if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
+    if not re.fullmatch(r"data:image/.*;base64", head, re.IGNORECASE) or not comma:
         raise ValueError(
-            f"The image URL {url[:40]!r} is no data URL; send the image itself, as data:image/png;base64,..., since a server "
-            "fetches from hosts of allowed_media_hosts only."
+            f"The image URL {url[:40]!r} is no data URL of an image; send the image itself, as data:image/png;base64,..., since "
+            "a server fetches from hosts of allowed_media_hosts only."
         )
     try:
         return base64.b64decode(content, validate=True)
@@ -155,7 +191,7 @@ def read_data_url(url: str) -> bytes:
         raise ValueError(f"The image's data URL is not valid base64 ({error}); send the whole file.") from None
 
 
-def _import_pillow() -> tuple[Any, Callable[[Any], Any]]:
+def _import_pillow() -> tuple[Any, Callable[..., Any]]:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
@@ -172,9 +208,9 @@ def split_images(messages: Sequence[Mapping[str, Any]], max_images: int) -> tupl
     An image part is `{"type": "image", "image": PIL.Image}` or OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`.
 
     Raises:
-        ValueError: an image cannot be decoded, or a part is of another kind.
+        ValueError: an image cannot be decoded, the images are too large together, or a part is of another kind.
     """
-    texts, images = [], []
+    texts, images, pixels_left = [], [], MAX_PROMPT_PIXELS
     for message in messages:
         content = message.get("content")
         if not isinstance(content, (list, tuple)):
@@ -186,15 +222,17 @@ def split_images(messages: Sequence[Mapping[str, Any]], max_images: int) -> tupl
                 raise ValueError(
                     f"The conversation has more than {max_images} images (limit_mm_per_prompt); send fewer."
                 )
-            image = _part_image(part)
-            images += [] if image is None else [image]
+            image = _part_image(part, min(pixels_left, MAX_IMAGE_PIXELS))
+            if image is not None:
+                images.append(image)
+                pixels_left -= image.width * image.height
             parts.append({"type": "image"} if image is not None else part)
         texts.append({**message, "content": parts})
     return texts, images
 
 
-def _part_image(part: Any) -> Any:
-    """The image of a content part; None for a text part."""
+def _part_image(part: Any, max_pixels: int) -> Any:
+    """The image of a content part, of at most `max_pixels` pixels; None for a text part."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image":
         return _as_image(part.get("image"))
@@ -205,7 +243,7 @@ def _part_image(part: Any) -> Any:
             raise ValueError(
                 'An image_url part is {"type": "image_url", "image_url": {"url": ...}}; this one has no URL.'
             )
-        return open_image(read_data_url(url))
+        return open_image(read_data_url(url), max_pixels)
     if kind == "text" and isinstance(part.get("text"), str):
         return None
     raise ValueError("A content part is a text, an image or an image_url; this one is none of them.")
@@ -216,8 +254,8 @@ def _as_image(image: Any) -> Any:
     pillow, _ = _import_pillow()
     if not isinstance(image, pillow.Image):
         raise ValueError(f"An image must be a PIL.Image, but is {type(image).__name__}.")
-    check_size(image, MAX_IMAGE_PIXELS)
-    return image.convert("RGB")
+    check_size(image)
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def message_content(content: Any) -> Any:

@@ -1,9 +1,10 @@
 """Soak test with clients that disconnect at random: memory must stay flat and all blocks be free at the end.
 
     torchweave serve MODEL &
-    python bench/serving/soak.py --pid $! [--base_url http://127.0.0.1:8000] [--seconds 600] [--streams 100] [--json FILE]
+    python bench/serving/soak.py --pid $! [--base_url http://127.0.0.1:8000] [--seconds 600] [--streams 100] [--images] [--json FILE]
 
 About six in ten clients disconnect before their response ends: a tenth of them within 10 ms, the others within three seconds.
+With `--images` each request is a chat about an image that no other has, of 32 to 1,024 pixels a side.
 Samples the memory of the server's process tree and, from nvidia-smi, of the GPU every few seconds. Exit code 1 if a response
 was incomplete, a block is in use two seconds after the last request, or something was compiled.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import glob
+import io
 import json
 import os
 import random
@@ -35,12 +38,14 @@ class Soak:
     """Attributes:
     counts: answers that were `begun`, those that came `whole`, were `left` or `left_before` their first token, or `failed`.
     faults: what was said where one failed.
+    images: send chats with an image each.
     """
 
     http: HttpClient
     model: str
     prompt_len: tuple[int, int]
     max_tokens: tuple[int, int]
+    images: bool = False
     draw: random.Random = field(default_factory=lambda: random.Random(5))
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -57,21 +62,32 @@ class Soak:
 
     async def _one(self) -> str:
         draw, heard = self.draw, list[bytes]()
-        prompt = [draw.randrange(10, 100) for _ in range(draw.randint(*self.prompt_len))]
-        length = draw.randint(*self.max_tokens)
-        asked = {"model": self.model, "prompt": prompt, "max_tokens": length, "stream": True, "ignore_eos": True}
+        path, asked = self._chat() if self.images else self._completion()
+        asked |= {"model": self.model, "max_tokens": draw.randint(*self.max_tokens), "stream": True, "ignore_eos": True}
         stays = None if draw.random() > 0.6 else draw.random() * 0.01 if draw.random() < 0.1 else draw.random() ** 2 * 3
         try:
             async with asyncio.timeout(stays):
-                status = await self.http.post(
-                    "/v1/completions", json.dumps(asked).encode(), lambda part, _: heard.append(part)
-                )
+                status = await self.http.post(path, json.dumps(asked).encode(), lambda part, _: heard.append(part))
         except TimeoutError:
             return "left" if heard else "left_before"
         answer = b"".join(heard)
         if status == 200 and answer.rstrip().endswith(b"data: [DONE]"):
             return "whole"
         return self._failed(f"{status}: {answer.decode(errors='replace')[-300:]}")
+
+    def _completion(self) -> tuple[str, dict[str, Any]]:
+        count = self.draw.randint(*self.prompt_len)
+        return "/v1/completions", {"prompt": [self.draw.randrange(10, 100) for _ in range(count)]}
+
+    def _chat(self) -> tuple[str, dict[str, Any]]:
+        from PIL import Image
+
+        pixels = Image.frombytes("RGB", (8, 8), self.draw.randbytes(192))
+        file = io.BytesIO()
+        pixels.resize((self.draw.randint(32, 1024), self.draw.randint(32, 1024))).save(file, "JPEG")
+        url = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in the image?"}]
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}
 
     def _failed(self, why: str) -> str:
         self.faults.append(why)
@@ -117,7 +133,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
     longest = model["max_model_len"]
     prompt_len = args.prompt_len or (min(65, longest // 3), min(1023, longest * 2 // 3 - 1))
     max_tokens = args.max_tokens or (min(32, longest // 6), min(496, longest // 3))
-    it = Soak(http, model["id"], tuple(prompt_len), tuple(max_tokens))
+    it = Soak(http, model["id"], tuple(prompt_len), tuple(max_tokens), args.images)
     begin = time.monotonic()
     streams = [asyncio.create_task(it.stream(begin + args.seconds)) for _ in range(args.streams)]
     series = []
@@ -152,7 +168,8 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         "scenario": "soak",
         "environment": environment(live["model"]["device"]),  # the server runs on this machine
         "streams": args.streams,
-        "prompt_len": prompt_len,
+        "prompt_len": None if args.images else prompt_len,
+        "images": args.images,
         "max_tokens": max_tokens,
         "faults": it.faults[:20],
         "end": last,
@@ -166,6 +183,7 @@ def main() -> None:
     parser.add_argument("--base_url", default="http://127.0.0.1:8000")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--streams", type=int, default=100)
+    parser.add_argument("--images", action="store_true", help="send chats with an image each in place of token ids")
     parser.add_argument("--prompt_len", type=int, nargs=2, help="default: 65 1023, up to two thirds of max_model_len")
     parser.add_argument("--max_tokens", type=int, nargs=2, help="default: 32 496, up to a third of it")
     parser.add_argument("--json", type=Path)

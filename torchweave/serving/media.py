@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import ipaddress
 import re
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 
@@ -22,6 +24,11 @@ from torchweave.images import has_images
 from torchweave.serving.errors import ApiError
 
 _PORTS = {"http": 80, "https": 443}
+_MAX_URL_CHARS = 8192
+"""Splitting a URL of megabytes takes seconds, which the event loop would wait."""
+_MAX_FETCHES = 64
+"""Images fetched at the same time by an HTTP process; further ones wait, within their time limit."""
+_LOOKUP_THREADS = 4
 _READ_BYTES = 1 << 16
 _MAX_HEAD_BYTES = 1 << 16
 _SAFE = "/%:@!$&'()*+,;=~-._?"  # characters of a request target that are not quoted
@@ -39,7 +46,7 @@ def is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
             return is_public(str(ip.ipv4_mapped))
-        if any(ip in tunnel for tunnel in _TUNNELS):
+        if ip.is_site_local or any(ip in tunnel for tunnel in _TUNNELS):
             return False
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
@@ -58,6 +65,9 @@ class MediaFetcher:
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._ssl: ssl.SSLContext | None = None
+        self._slots = asyncio.Semaphore(_MAX_FETCHES)
+        # Not the loop's threads, on which other requests wait for their grammars: a lookup may take long.
+        self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="torchweave-lookup")
 
     async def resolve(self, messages: list[dict[str, Any]], max_images: int) -> list[dict[str, Any]]:
         """The messages with data URLs in place of addresses; `max_images`: of a conversation.
@@ -85,7 +95,11 @@ class MediaFetcher:
     async def _fetch(self, url: str, budget: _Budget) -> str:
         """The content of an address as a data URL."""
         parts, host, port = self._checked(url)
-        address = await _resolve(host, port)
+        async with self._slots:
+            return await self._fetch_from(parts, host, port, budget)
+
+    async def _fetch_from(self, parts: SplitResult, host: str, port: int, budget: _Budget) -> str:
+        address = await _resolve(host, port, self._lookups)
         context = self._context() if parts.scheme == "https" else None
         name = host if context is not None else None
         try:
@@ -103,6 +117,8 @@ class MediaFetcher:
 
     def _checked(self, url: str) -> tuple[SplitResult, str, int]:
         """Split an address whose host is allowed."""
+        if len(url) > _MAX_URL_CHARS:
+            raise _refusal(f"has {len(url)} characters, but at most {_MAX_URL_CHARS} are allowed")
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -169,10 +185,11 @@ def _replaced(message: dict[str, Any], fetched: Mapping[str, str]) -> dict[str, 
     return {**message, "content": parts}
 
 
-async def _resolve(host: str, port: int) -> str:
+async def _resolve(host: str, port: int, threads: Executor) -> str:
     """The first IP address of a host; none of its addresses may be private."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        lookup = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(threads, lookup)
     except (OSError, UnicodeError):
         raise _refusal(f"cannot be fetched: the host {host[:80]!r} is unknown") from None
     addresses = [str(each[4][0]) for each in found]

@@ -19,8 +19,10 @@ from tests.engine import fake
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, StructuredOutputs
-from torchweave.engine.sampling.structured_output import rejection_reason
+from torchweave.engine.sampling.structured_output import Constraint, GrammarManager, rejection_reason
+from torchweave.models.resolve import resolve
 from torchweave.report import Report
+from torchweave.tokenizer import Tokenizer
 
 PLAIN = TorchCompileConfig(enable_fullgraph=False)  # starts at once; what is tested is behind the model
 HOT = SamplingParams(temperature=1.5, max_tokens=80, seed=1)
@@ -291,6 +293,18 @@ def test_invalid_grammar_gives_a_one_line_error(llm: LLM, how: dict[str, Any], w
 def test_grammar_and_allowed_token_ids_conflict(llm: LLM) -> None:
     with pytest.raises(ValueError, match="give one of them"):
         llm.generate(PROMPTS[0], form(replace(HOT, allowed_token_ids=[3]), regex="a"))
+
+
+@pytest.mark.parametrize("vocab_size", [104, 105, 128, 129, 300])
+def test_logits_may_be_wider_than_the_tokenizer(vocab_size: int) -> None:
+    """llguidance cannot read the built-in model's tokenizer file, so each token is passed to it."""
+    tokenizer = Tokenizer(resolve("demo").folder)
+    grammars = GrammarManager(tokenizer, vocab_size, ())
+    constraint = Constraint(SamplingParams(structured_outputs=StructuredOutputs(regex="7+")), grammars.eos)
+    grammars._compile(constraint)
+    assert not constraint.error and len(constraint.mask) == -(-vocab_size // 32)
+    allowed = np.flatnonzero(np.unpackbits(constraint.mask.view(np.uint8), bitorder="little"))
+    assert allowed.tolist() == tokenizer.encode("7", False)
 
 
 def test_missing_llguidance_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:

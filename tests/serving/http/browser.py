@@ -98,10 +98,11 @@ class Page:
             assert time.monotonic() < end, f"not within {seconds} seconds: {code}"
             time.sleep(0.05)
 
-    def screenshot(self, path: Path) -> None:
-        height = self.run("document.documentElement.scrollHeight")
+    def screenshot(self, path: Path, height: int = 0, scale: float = 1.0) -> None:
+        """Write the whole page, or its first `height` pixels, with `scale` pixels for each."""
+        height = height or self.run("document.documentElement.scrollHeight")
         width = self.run("innerWidth")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": scale}
         found = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(found["data"]))
 

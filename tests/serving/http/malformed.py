@@ -26,7 +26,7 @@ import httpx
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 TIMEOUT = 60.0
 WORKERS = 12
-_KNOWN = {"model": "demo", "prompt": "12+30=", "temperature": 0, "max_tokens": 8}
+KNOWN_PROMPT = {"model": "demo", "prompt": "12+30=", "temperature": 0, "max_tokens": 8}
 
 
 @dataclass
@@ -187,7 +187,7 @@ def cut_short(draw: random.Random) -> Case:
 
 def odd_head(draw: random.Random) -> Case:
     path = draw.choice((*PATHS, "/", "/live", "/metrics", "/health", "/v1/models", "/v1/models/%2e%2e/%00", "/nothing"))
-    body = json.dumps(_KNOWN).encode()
+    body = json.dumps(KNOWN_PROMPT).encode()
     length = f"Content-Length: {len(body)}\r\nConnection: close\r\n".encode()
     rest = b"Host: localhost\r\n" + length + b"\r\n" + body
     get = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n".encode()
@@ -235,23 +235,35 @@ def leaves(draw: random.Random) -> Case:
     return Case("leaves", data, leave_after=draw.choice((-1, 0, 1, 20, 150, 400, 900, 3000)), must_answer=False)
 
 
-KINDS: tuple[tuple[Callable[[random.Random], Case], int], ...] = (
+Kinds = tuple[tuple[Callable[[random.Random], Case], int], ...]
+KINDS: Kinds = (
     (odd_field, 40), (spoilt_text, 20), (odd_body, 6), (odd_framing, 8), (cut_short, 8), (odd_head, 12), (slow, 3),
     (leaves, 12),
 )  # fmt: skip
 
 
-def cases(count: int, seed: int) -> list[Case]:
-    draw = random.Random(seed)
-    kinds, weights = zip(*KINDS, strict=True)
-    return [draw.choices(kinds, weights)[0](draw) for _ in range(count)]
+@dataclass
+class Workload:
+    """Cases of some kinds, each with its weight, and a decent request, which has the same answer before and after them."""
+
+    kinds: Kinds
+    path: str
+    known: dict[str, Any]
+
+    def cases(self, count: int, seed: int) -> list[Case]:
+        draw = random.Random(seed)
+        kinds, weights = zip(*self.kinds, strict=True)
+        return [draw.choices(kinds, weights)[0](draw) for _ in range(count)]
+
+
+TEXT = Workload(KINDS, "/v1/completions", KNOWN_PROMPT)
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
 
 
-async def send(case: Case, host: str, port: int) -> int:
-    """The status of the (last) answer; 0: closed without one; -1: the client left.
+async def send(case: Case, host: str, port: int) -> tuple[int, str]:
+    """The status of the (last) answer, and its body; 0: closed without one; -1: the client left.
 
     Raises:
         TimeoutError: the server neither answered nor closed.
@@ -265,19 +277,19 @@ async def send(case: Case, host: str, port: int) -> int:
                 await writer.drain()
                 await asyncio.sleep(case.pause)
             if case.leave_after == -1:
-                return -1
+                return -1, ""
             if case.leave_after is None and not case.must_answer and not case.pause:
                 with contextlib.suppress(OSError):  # the server may have hung up already, with or without an answer
                     writer.write_eof()
-            return await _status(reader, case.leave_after)
+            return await _answer(reader, case.leave_after)
         except (ConnectionError, asyncio.IncompleteReadError):
-            return 0
+            return 0, ""
         finally:
             with contextlib.suppress(ConnectionError):
                 writer.transport.abort()
 
 
-async def _status(reader: asyncio.StreamReader, leave_after: int | None) -> int:
+async def _answer(reader: asyncio.StreamReader, leave_after: int | None) -> tuple[int, str]:
     answer = b""
     while leave_after is None or len(answer) < leave_after:
         part = await reader.read(65536)
@@ -285,16 +297,30 @@ async def _status(reader: asyncio.StreamReader, leave_after: int | None) -> int:
             break
         answer = (answer + part)[:200_000]
     line = answer.split(b"\r\n", 1)[0].split(b" ")
-    return int(line[1]) if len(line) > 1 and line[1].isdigit() else (0 if leave_after is None else -1)
+    body = answer.partition(b"\r\n\r\n")[2].decode("utf-8", "replace")
+    return int(line[1]) if len(line) > 1 and line[1].isdigit() else (0 if leave_after is None else -1), body
 
 
-async def attack(url: str, count: int, seed: int, tell: Callable[[str], None] = lambda _: None) -> Found:
+def is_sentence(body: str) -> bool:
+    """Whether the body of an error has a message of one paragraph, which is a sentence."""
+    if body == "Invalid HTTP request received.":  # uvicorn's
+        return True
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return message.endswith((".", "?")) and "\n" not in message
+
+
+async def attack(
+    url: str, count: int, seed: int, tell: Callable[[str], None] = lambda _: None, workload: Workload = TEXT
+) -> Found:
     """Send `count` malformed requests, several at a time, and see that the server is none the worse for it."""
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None
-    found, work = Found(), list(enumerate(cases(count, seed)))
+    found, work = Found(), list(enumerate(workload.cases(count, seed)))
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT) as http:
-        before = await known(http)
+        before = await known(http, workload)
         assert before[0] == 200, f"the known prompt is answered {before}"
 
         async def worker() -> None:
@@ -302,7 +328,7 @@ async def attack(url: str, count: int, seed: int, tell: Callable[[str], None] = 
                 number, case = work.pop()
                 found.kinds[case.kind] += 1
                 try:
-                    status = await send(case, parts.hostname or "", parts.port or 0)
+                    status, body = await send(case, parts.hostname or "", parts.port or 0)
                 except TimeoutError:
                     found.faults.append(
                         f"case {number} of seed {seed}, {case.kind}: no answer in {TIMEOUT:g} s: {case.data[:400]!r}"
@@ -313,20 +339,22 @@ async def attack(url: str, count: int, seed: int, tell: Callable[[str], None] = 
                     found.faults.append(
                         f"case {number} of seed {seed}, {case.kind}: status {status}: {case.data[:400]!r}"
                     )
-                if number % 500 == 250 and (after := await known(http)) != before:
+                if status == 400 and body and case.leave_after is None and not is_sentence(body):
+                    found.faults.append(f"case {number} of seed {seed}, {case.kind}: no sentence: {body[:400]!r}")
+                if number % 500 == 250 and (after := await known(http, workload)) != before:
                     found.faults.append(f"after case {number} of seed {seed} the known prompt is answered {after!r}")
                 if number % 500 == 0:
                     tell(f"{number} left, {len(found.faults)} faults")
 
         await asyncio.gather(*(worker() for _ in range(WORKERS)))
         found.faults += await _left_behind(http)
-        if (after := await known(http)) != before:
+        if (after := await known(http, workload)) != before:
             found.faults.append(f"the known prompt is answered {after!r}, before it was {before!r}")
     return found
 
 
-async def known(http: httpx.AsyncClient) -> Any:
-    answer = await http.post("/v1/completions", json=_KNOWN)
+async def known(http: httpx.AsyncClient, workload: Workload) -> Any:
+    answer = await http.post(workload.path, json=workload.known)
     return answer.status_code, answer.json().get("choices")
 
 
@@ -346,16 +374,14 @@ async def _left_behind(http: httpx.AsyncClient) -> list[str]:
         await asyncio.sleep(0.2)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Send malformed requests to a server of the demo model.", allow_abbrev=False
-    )
+def main(workload: Workload = TEXT) -> int:
+    parser = argparse.ArgumentParser(description="Send malformed requests to a running server.", allow_abbrev=False)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     begin = time.monotonic()
-    found = asyncio.run(attack(args.url, args.count, args.seed, print))
+    found = asyncio.run(attack(args.url, args.count, args.seed, print, workload))
     print(f"{args.count} requests in {time.monotonic() - begin:.1f} s; statuses {dict(sorted(found.statuses.items()))}")
     print(f"kinds {dict(found.kinds)}")
     for fault in found.faults[:40]:

@@ -8,9 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from tests.serving.watched import watched
 from torchweave.engine.request import SamplingParams
+from torchweave.images import ImageLimits
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.responses import EventStream, full_response
+from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.answer_parser import AnswerFormat
 from torchweave.serving.openai.generation import AnswerStream, Delta
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest
@@ -141,3 +144,63 @@ def test_events_with_text_alone_are_like_all_others() -> None:
 def body_of(event: bytes) -> dict[str, Any]:
     assert event.startswith(b"data: ") and event.endswith(b"\n\n") and event.count(b"\n\n") == 1
     return json.loads(event[len(b"data: ") :])
+
+
+class SlowTokenizer:
+    """Encodes images for ever."""
+
+    chat_template = ""
+    begun = ended = 0
+
+    async def chat(self, messages: list[Any], **_: Any) -> list[int]:
+        self.begun += 1
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.ended += 1
+        return [1]
+
+
+URL = "data:image/png;base64,AA"
+CHAT = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}]}]}
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
+MESSAGES = {"messages": [{"role": "user", "content": [BLOCK]}]}
+INPUT = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/tokenize", CHAT),
+        ("/v1/messages", MESSAGES | {"max_tokens": 1}),
+        ("/v1/messages/count_tokens", MESSAGES),
+        ("/v1/responses", INPUT),
+    ],
+)
+def test_no_image_is_processed_for_a_client_that_left(path: str, body: dict[str, Any]) -> None:
+    """Also in a short body: its image may be large, or at an address."""
+    app, client, _ = watched(state="ready")
+    client.model = ModelCard("demo", None, "D", "float32", "cpu", None, 1, 512, 4, 104, 1, 16, images=ImageLimits(7, 3))
+    tokenizer = app.state.service.tokenizer = SlowTokenizer()
+    text = json.dumps(body).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(text))]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "state": {}}
+    received: list[Any] = [{"type": "http.request", "body": text, "more_body": False}]
+
+    async def receive() -> Any:
+        if received:
+            return received.pop()
+        while not tokenizer.begun:
+            await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        pass
+
+    async def run() -> None:
+        async with asyncio.timeout(5):
+            await app(scope, receive, send)
+
+    asyncio.run(run())
+    assert tokenizer.begun == tokenizer.ended == 1

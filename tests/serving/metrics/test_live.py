@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.serving.watched import STATS, asking, record_some_requests, watched
+from torchweave.images import ImageLimits
 from torchweave.serving.engine_client.request_metrics import (
     HISTORY_SECONDS,
     NUM_PAGE_ROWS,
@@ -20,7 +22,8 @@ from torchweave.serving.engine_client.request_metrics import (
     RequestRecord,
     visible_requests,
 )
-from torchweave.serving.http.routes import page
+from torchweave.serving.http.routes import _POLICY, page
+from torchweave.serving.ipc.messages import ModelCard
 
 EXPLANATION = {
     "passes": [
@@ -65,7 +68,7 @@ def test_live_has_every_key_that_the_page_reads(ready: bool):
     assert len(read) > 40
     optional = set() if ready else {name for name in read if name.startswith("model.")}  # not known before
     optional |= {f"model.{name}" for name in ("architecture", "num_parameters", "dtype", "device", "max_model_len")}
-    optional |= {"model.quantization", "model.max_batch_size"}
+    optional |= {"model.quantization", "model.max_batch_size", "model.max_images"}
     for name in read - optional:
         at: Any = found
         for part in name.split("."):
@@ -98,6 +101,16 @@ def test_live_reports_requests_and_steps():
         "graphs": [{"step": "decode", "kind": "whole", "sizes": [1, 2]}, {"step": "mixed", "kind": "piecewise", "sizes": [64]}],
         "fallbacks": ["piece x"], "compiles_after_ready": 0,
     }  # fmt: skip
+
+
+def test_live_reports_how_many_images_a_prompt_may_have():
+    """The prompt box takes images of such a model."""
+    app, client, _ = watched(state="ready")
+    card = ModelCard("demo", None, "D", "float32", "cpu", None, 1, 512, 4, 104, 1, 16)
+    for images, most in ((ImageLimits(7, 3), 3), (ImageLimits(), 0)):
+        client.model = dataclasses.replace(card, images=images)
+        app.state.live._built_at = float("-inf")
+        assert live(app)["model"]["max_images"] == most
 
 
 def test_live_reports_accepted_drafts():
@@ -165,6 +178,14 @@ def test_concurrent_requests_share_one_live_snapshot():
     assert len(set(asyncio.run(ask()))) == 1 == len(made)
     clock.now += 1
     assert asyncio.run(service.text()) and len(made) == 2
+
+
+def test_the_prompt_box_has_a_hidden_control_for_images():
+    """A script shows it where `/live` tells that the model takes images."""
+    assert re.search(
+        r'<div class="images" id="images" hidden>.*<input type="file" id="file" accept="image/\*" multiple>', page()
+    )
+    assert '$("images").hidden = !model.max_images;' in page() and "img-src data:" in _POLICY
 
 
 class References(HTMLParser):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import openai
 import pytest
 
 from tests import image_model
+from tests.serving.http.malformed import attack
+from tests.serving.http.malformed_images import IMAGES, KINDS
 from tests.serving.running import ServerProcess, serving
 
 TEXT: Any = {"type": "text", "text": "what"}
@@ -178,6 +181,13 @@ def test_what_cannot_be_shown_is_refused_in_a_sentence(llava: ServerProcess, par
     response = ask(llava, parts)
     message = response.json()["error"]["message"]
     assert response.status_code == 400 and why in message and message.endswith("."), response.text
+
+
+def test_malformed_images_leak_nothing(llava: ServerProcess) -> None:
+    """A few of the cases of `python -m tests.serving.http.malformed_images`."""
+    found = asyncio.run(attack(llava.url, count=60, seed=2, workload=IMAGES))
+    assert not found.faults, "\n".join(found.faults[:3])
+    assert len(found.kinds) == len(KINDS) and found.statuses[400] > 20 and found.statuses[200] > 10
 
 
 def test_a_model_of_texts_says_that_it_takes_no_images(server: ServerProcess) -> None:

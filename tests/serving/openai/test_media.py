@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import gzip
+import socket
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +16,7 @@ import pytest
 
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.config.validate import check_server
+from torchweave.images import open_image
 from torchweave.serving import media
 from torchweave.serving.errors import ApiError
 from torchweave.serving.media import MediaFetcher, is_public
@@ -23,7 +29,8 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n"
     [
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
         "255.255.255.255", "240.0.0.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:127.0.0.1",
-        "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::", "2001:0:a00:1::", "::10.0.0.1", "2001:db8::1", "no address",
+        "::ffff:10.0.0.1", "::ffff:0:7f00:1", "fec0::1", "64:ff9b::a00:1",
+        "2002:a00:1::", "2001:0:a00:1::", "::10.0.0.1", "2001:db8::1", "no address",
     ],
 )  # fmt: skip
 def test_private_addresses_are_not_public(address: str) -> None:
@@ -78,6 +85,15 @@ def local_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media, "is_public", lambda _: True)
 
 
+def look_up_as(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], list[str]]) -> None:
+    """Names have these addresses."""
+
+    def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in answer()]
+
+    monkeypatch.setattr(media.socket, "getaddrinfo", getaddrinfo)
+
+
 def test_nothing_private_is_fetched_even_from_an_allowed_host() -> None:
     with pytest.raises(ApiError, match="has a private address"):
         fetch(OK + b"\r\nsecret")
@@ -87,15 +103,60 @@ def test_nothing_private_is_fetched_even_from_an_allowed_host() -> None:
 
 
 def test_a_name_with_one_private_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def getaddrinfo(*_: Any, **__: Any) -> list[Any]:
-        return [(2, 1, 6, "", (address, 80)) for address in ("93.184.215.14", "10.0.0.1")]
-
-    async def run() -> None:
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
-        await media._resolve("a.example", 80)
-
+    look_up_as(monkeypatch, lambda: ["93.184.215.14", "10.0.0.1"])
     with pytest.raises(ApiError, match="has a private address"):
-        asyncio.run(run())
+        resolve(["http://a.example/"], "a.example")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.1", "2130706433", "0x7f.0.0.1", "0177.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]"],
+)
+def test_a_listed_host_of_any_spelling_is_not_fetched_from_if_it_is_private(host: str) -> None:
+    with pytest.raises(ApiError, match=r"has a private address|is unknown"):
+        resolve([f"http://{host}/"], host.strip("[]"))
+
+
+@pytest.mark.usefixtures("local_is_public")
+def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection goes to the address that was checked, also if the name has another one a moment later."""
+    answers = [["127.0.0.1"], ["10.0.0.1"]]
+    look_up_as(monkeypatch, lambda: answers.pop(0))
+    assert fetch(OK + b"\r\nabc") == [b"abc"] and answers == [["10.0.0.1"]]
+
+
+def test_a_slow_lookup_takes_no_thread_of_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's own threads, on which grammars are checked, are free while many lookups hang."""
+    hanging = threading.Event()
+
+    def wait() -> list[str]:
+        hanging.wait(10)
+        return []
+
+    look_up_as(monkeypatch, wait)
+
+    async def run() -> float:
+        fetcher = MediaFetcher(["a.example"], 1000, 0.5)
+        messages = [{"role": "user", "content": [part("http://a.example/")]}]
+        fetches = [asyncio.create_task(fetcher.resolve(messages, 1)) for _ in range(100)]
+        await asyncio.sleep(0.1)
+        begin = time.monotonic()
+        await asyncio.to_thread(lambda: None)
+        seconds = time.monotonic() - begin
+        refusals = await asyncio.gather(*fetches, return_exceptions=True)
+        hanging.set()
+        assert all("took longer than 0.5 seconds" in str(each) for each in refusals)
+        return seconds
+
+    assert asyncio.run(run()) < 0.3
+
+
+@pytest.mark.parametrize("url", ["http://a.example/" + "\u00e9" * 4_000_000, "http://" + "\ufdfa" * 2_600_000])
+def test_a_long_url_does_not_stop_the_event_loop(url: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ApiError, match="characters, but at most 8192 are allowed"):
+        resolve([url], "a.example")
+    assert time.monotonic() - begin < 0.5
 
 
 @pytest.mark.usefixtures("local_is_public")
@@ -131,6 +192,90 @@ def test_other_answers_are_refused_in_a_sentence(answer: bytes, why: str) -> Non
 
 
 @pytest.mark.usefixtures("local_is_public")
+def test_what_is_no_image_is_refused_by_the_decoder() -> None:
+    """Compressed content is not decompressed, and a content type is not believed."""
+    bomb = gzip.compress(bytes(10_000_000))
+    for head, body in (
+        (b"Content-Encoding: gzip\r\n", bomb), (b"", b"<html></html>"), (b"Content-Type: text/html\r\n", b"<svg/>"),
+    ):  # fmt: skip
+        [content] = fetch(OK + head + b"\r\n" + body, max_bytes=100_000)
+        assert content == body
+        with pytest.raises(ValueError, match="cannot be decoded"):
+            open_image(content)
+
+
+@pytest.mark.usefixtures("local_is_public")
+@pytest.mark.parametrize(
+    ("begin", "drip", "pause", "why"),
+    [
+        (b"HTTP/1.1 200 OK\r\na: ", b"a", 0.02, "took longer than 0.5 seconds"),
+        (OK + b"\r\n", b"a", 0.02, "took longer than 0.5 seconds"),
+        (OK + b"Content-Length: 9999999999999\r\n\r\n", b"a" * 65536, 0.0, "more bytes than allowed"),
+        (
+            OK + b"Transfer-Encoding: chunked\r\n\r\n",
+            b"1;" + b"x" * 1000 + b"\r\na\r\n",
+            0.0,
+            "more bytes than allowed",
+        ),
+        (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * 1000, 0.0, "head of the answer is too long|answered no HTTP"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.0, r"no image \(status 100\)"),
+    ],
+)
+def test_an_answer_without_end_stops_no_other_client(begin: bytes, drip: bytes, pause: float, why: str) -> None:
+    """It is refused in bounded time, and the event loop goes on meanwhile."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            writer.write(begin)
+            while True:
+                writer.write(drip)
+                await writer.drain()
+                await asyncio.sleep(pause)
+
+    async def longest_pause() -> float:
+        async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            fetcher = MediaFetcher([f"localhost:{port}"], 1_000_000, 0.5)
+            messages = [{"role": "user", "content": [part(f"http://localhost:{port}/")]}]
+            asking = asyncio.create_task(fetcher.resolve(messages, 4))
+            longest, last, begin = 0.0, time.monotonic(), time.monotonic()
+            while not asking.done():
+                await asyncio.sleep(0.005)
+                longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            assert last - begin < 3
+            with pytest.raises(ApiError, match=why):
+                await asking
+            return longest
+
+    assert asyncio.run(longest_pause()) < 0.4
+
+
+@pytest.mark.usefixtures("local_is_public")
+def test_many_requests_share_a_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "_MAX_FETCHES", 3)
+    now = most = 0
+
+    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.02)
+        now -= 1
+        writer.write(OK + b"\r\nabc")
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            fetcher = MediaFetcher([f"localhost:{port}"], 1000, 5.0)
+            urls = [part(f"http://localhost:{port}/{number}") for number in range(4)]
+            await asyncio.gather(*(fetcher.resolve([{"role": "user", "content": urls}], 4) for _ in range(3)))
+
+    asyncio.run(run())
+    assert most == 3
+
+
+@pytest.mark.usefixtures("local_is_public")
 def test_the_images_of_a_request_share_the_limits() -> None:
     with pytest.raises(ApiError, match="more bytes than allowed"):
         fetch(OK + b"\r\n" + b"x" * 600, count=2)
@@ -145,6 +290,13 @@ def test_the_images_of_a_request_share_the_limits() -> None:
         ("http://a.example:8080/", "which this server does not fetch from"),
         ("http://a.example.evil.example/", "which this server does not fetch from"),
         ("http://a.example@evil.example/", "no user name"),
+        ("http://user:secret@a.example/", "no user name"),
+        ("http://@a.example/", "no user name"),
+        ("http://a.example./", "which this server does not fetch from"),
+        ("http://a.example:0/", "which this server does not fetch from"),
+        ("http://2130706433/", "which this server does not fetch from"),
+        ("http://[::ffff:127.0.0.1]/", "which this server does not fetch from"),
+        ("http://a.example%2eevil/", "is invalid"),
         ("http://a.example:x/", "is invalid"),
         ("http://[::1/", "is invalid"),
         ("http:///a", "is invalid"),

@@ -333,16 +333,20 @@ class GrammarManager:
                     raise ValueError("no JSON")
                 self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos))
             except ValueError:  # llguidance cannot read this tokenizer: pass each token
-                adapter = TokenizerWrapper(TokenizerAdapter(self._vocabulary, self.eos[0]))
+                adapter = TokenizerWrapper(TokenizerAdapter(self._vocabulary, self.eos[0], self.vocab_size))
                 self._tokenizer = LLTokenizer(adapter, n_vocab=self.vocab_size, eos_token=list(self.eos))
         return self._tokenizer
 
 
 class TokenizerAdapter:
-    """A tokenizer in the format of llguidance's `TokenizerWrapper`: the text of each token."""
+    """A tokenizer in the format of llguidance's `TokenizerWrapper`: the text of each token of the logits.
 
-    def __init__(self, vocabulary: Vocabulary, eos: int) -> None:
+    Logits may be wider than the tokenizer, whose masks llguidance then makes too short, whatever `n_vocab` is.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, eos: int, vocab_size: int) -> None:
         token_bytes = vocabulary.token_bytes()
+        token_bytes += [None] * (vocab_size - len(token_bytes))
         self.eos_token_id = eos
         self.bos_token_id = None
         self.special_token_ids = [token for token, text in enumerate(token_bytes) if text is None]

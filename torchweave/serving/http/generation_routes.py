@@ -27,7 +27,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
     _check_stream_options(body)
-    answer_stream, answer_format = await unless_disconnected(start_chat(service, body), request)
+    answer_stream, answer_format = await unless_disconnected(start_chat(service, body), request, body.has_images)
     builder = ChatResponseBuilder(answer_stream, body, _id(body, request), name, answer_format)
     return await respond(request, bool(body.stream), answer_stream, builder)
 
@@ -52,7 +52,8 @@ async def chat_completion_batch(body: ChatBatchRequest, request: Request) -> Res
 async def messages(body: MessagesRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
-    answer_stream, answer_format = await unless_disconnected(start_chat(service, body.to_chat()), request)
+    chat = body.to_chat()
+    answer_stream, answer_format = await unless_disconnected(start_chat(service, chat), request, chat.has_images)
     builder = MessagesBuilder(answer_stream, answer_format, request.scope[REQUEST_ID], name)
     return await respond(request, bool(body.stream), answer_stream, builder)
 
@@ -62,7 +63,8 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> JSONRespon
     service = service_of(request)
     service.check_model(body.model)
     chat = body.to_chat()
-    ids = await encode(service, chat, resolve_tool_use(service, chat).tools)
+    encoding = encode(service, chat, resolve_tool_use(service, chat).tools)
+    ids = await unless_disconnected(encoding, request, chat.has_images)
     return JSONResponse({"input_tokens": len(ids)})
 
 

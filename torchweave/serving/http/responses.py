@@ -124,14 +124,19 @@ async def cancel_on_disconnect(work: Coroutine[Any, Any, Value], receive: Receiv
         await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def unless_disconnected(work: Coroutine[Any, Any, Value], request: Request) -> Value:
+async def unless_disconnected(work: Coroutine[Any, Any, Value], request: Request, has_images: bool = False) -> Value:
     """Return the result of `work`, which ends early if the client disconnects. The body of `request` has been read.
+
+    Args:
+        has_images: the work takes long, however short the body is.
 
     Raises:
         ApiError: the client disconnected.
     """
     length = header(request.scope, b"content-length")
-    if length.isdigit() and int(length[:20]) <= _LONG_BODY:  # soon done, and a task for each costs as much
+    if (
+        not has_images and length.isdigit() and int(length[:20]) <= _LONG_BODY
+    ):  # soon done, and a task for each costs as much
         return await work
     result = await cancel_on_disconnect(work, request.receive)
     if result is None:

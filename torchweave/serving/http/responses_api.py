@@ -35,7 +35,8 @@ async def create(body: ResponsesRequest, request: Request) -> Response:
     history = [] if previous is None else _stored(service, previous, "previous_response_id").items
     response = new_response(body, name)
     check_text(json.dumps([response, body.items], ensure_ascii=False))  # both are returned or stored as UTF-8
-    answer_stream, answer_format = await unless_disconnected(start_chat(service, body.to_chat(history)), request)
+    chat = body.to_chat(history)
+    answer_stream, answer_format = await unless_disconnected(start_chat(service, chat), request, chat.has_images)
 
     def finished(response: dict[str, Any]) -> None:
         if body.store:

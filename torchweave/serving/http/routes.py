@@ -14,7 +14,7 @@ import torchweave
 from torchweave.engine.request import SamplingParams
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.http.chat_template import check_vocabulary, encode
-from torchweave.serving.http.responses import timeout_error
+from torchweave.serving.http.responses import timeout_error, unless_disconnected
 from torchweave.serving.openai.protocol import AnyTokenizeRequest, DetokenizeRequest, TokenizeRequest
 from torchweave.serving.service import Service, public_name, service_of
 
@@ -142,7 +142,7 @@ async def tokenize(body: AnyTokenizeRequest, request: Request) -> dict[str, Any]
         ids = await tokenizer.encode(body.prompt, body.add_special_tokens)
     else:
         tools = [tool.definition for tool in body.tools] if body.tools else None
-        ids = await encode(service, body, tools)
+        ids = await unless_disconnected(encode(service, body, tools), request, body.has_images)
     texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}
 

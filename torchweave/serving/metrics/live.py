@@ -113,6 +113,7 @@ class Live:
         if card is not None:
             names = ("architecture", "dtype", "device", "quantization", "num_parameters", "max_model_len")
             model |= {name: getattr(card, name) for name in names} | {"text": card.folder is not None}
+            model["max_images"] = card.images.max_images
             model["max_batch_size"] = sum(each.model.max_batch_size for each in self._engines if each.model is not None)
         return model
 

@@ -264,6 +264,11 @@ class ChatTemplate(Body):
     chat_template: str | None = None
     add_special_tokens: bool = False  # the template writes them
 
+    @property
+    def has_images(self) -> bool:
+        """Whether a message has images; contents of texts alone have been joined."""
+        return any(isinstance(message.content, list) for message in self.messages)
+
 
 class ChatRequest(ChatTemplate, Generation):
     """Body of `/v1/chat/completions`."""
