@@ -227,6 +227,67 @@ def test_a_slice_that_begins_at_half_of_a_size_is_written(config: TorchCompileCo
         assert torch.equal(compiled(x), forward(None, x))  # type: ignore[arg-type]
 
 
+def _write_columns(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x * 2, x.shape[0]
+    m[n // 2 :, 1:5] = x[n // 2 :, 1:5]
+    m[n // 2 :, 1:3], m[: n // 2, 6] = 2.0, x[: n // 2, 0]
+    return m
+
+
+def _write_later_columns(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x @ x.t(), x.shape[0]
+    m[:, n // 2 :] = x[:, :1]
+    m[n // 3 :, n // 2 :] *= 3
+    return m
+
+
+def _add_to_a_range(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x * 2, x.shape[0]
+    a, b, c = n // 3, n - 1, n // 4
+    m[a:b, 2:] += x[a:b, 2:]
+    m[c:, None, 1:3] += 1
+    return m
+
+
+def _write_from_the_end(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x * 2, x.shape[0]
+    m[-n:, 1:3] = 0.5
+    m[-(n // 2) - 1 :, 2:] *= x[-(n // 2) - 1 :, 2:]
+    m[1 - n :, ::2] -= 1
+    return m
+
+
+def _write_other_columns_than_a_view(self: nn.Module, x: Tensor) -> Tensor:
+    m = x @ x.t() @ x
+    m[x.shape[0] // 3 :, 2:] += 1
+    return m.cumsum(0)
+
+
+def _narrow(self: nn.Module, x: Tensor) -> Tensor:
+    half = x.shape[0] // 2
+    return x.narrow(0, half, 1) * torch.cat([x[half:], x[:half]]) + torch.cat([x[half:], x[:half]])[:1]
+
+
+@pytest.mark.parametrize("config", [FX, INDUCTOR], ids=["fx", "inductor"])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        _write_columns,
+        _write_later_columns,
+        _add_to_a_range,
+        _write_from_the_end,
+        _write_other_columns_than_a_view,
+        _narrow,
+    ],
+)
+def test_slices_that_begin_at_a_part_of_a_size(forward: Any, config: TorchCompileConfig) -> None:
+    """torch does not know that a half of a size is no larger than the size, and asks whether such slices have two rows."""
+    compiled = torchweave.compile(module_of(forward), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, config)
+    for rows in (1, 2, 3, 4, 5, 8, 17):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(compiled(x), forward(None, x))
+
+
 def test_casts_are_rounded_as_in_eager_code_where_inductor_is_told_to() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return (x.bfloat16() * 3 + x.bfloat16()).float().sum(0)

@@ -73,7 +73,9 @@ class CopyBeforeWrite(CustomGraphPass):
                 node.update_arg(1, copy)
 
     def uuid(self) -> Any:
-        return hashlib.sha256(Path(__file__).read_bytes()).digest()
+        """The key of the pass in Inductor's caches, with that of `overlaps`, which changes Inductor's code as well."""
+        here = Path(__file__)
+        return hashlib.sha256(here.read_bytes() + here.with_name("overlaps.py").read_bytes()).digest()
 
 
 def _is_indexed_and_read(node: fx.Node) -> bool:
