@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
 import torchweave
+from torchweave.compiler import TraceError
 from torchweave.config.options import TorchCompileConfig
 
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
@@ -257,6 +258,13 @@ def _write_from_the_end(self: nn.Module, x: Tensor) -> Tensor:
     return m
 
 
+def _half_from_the_end(self: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    m, n = x * 2, x.shape[0]
+    m[-(n // 2) :, 2:] += 1
+    m[n - 3 :, ::2] = 0.0
+    return m[-(n // 2) :] + 1, m[: -(n // 2)] * 2
+
+
 def _write_other_columns_than_a_view(self: nn.Module, x: Tensor) -> Tensor:
     m = x @ x.t() @ x
     m[x.shape[0] // 3 :, 2:] += 1
@@ -286,6 +294,41 @@ def test_slices_that_begin_at_a_part_of_a_size(forward: Any, config: TorchCompil
     for rows in (1, 2, 3, 4, 5, 8, 17):
         x = torch.randn(rows, 8)
         torch.testing.assert_close(compiled(x), forward(None, x))
+
+
+def _add_another_size(self: nn.Module, x: Tensor) -> Tensor:
+    return x + x.new_ones(7, 8)
+
+
+def _concatenate_other_columns(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([x, x.t()])
+
+
+def _view_as_three_columns(self: nn.Module, x: Tensor) -> Tensor:
+    return x.view(-1, 3)
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (
+            _add_another_size,
+            r"`add` with symbolic sizes: The size of tensor a \(s\d+\) must match the size of tensor b \(7\) at .*; leave",
+        ),
+        (
+            _concatenate_other_columns,
+            r"`cat` with symbolic sizes: Sizes of tensors must match except in dimension 0\. Expected 8 .*; leave",
+        ),
+        (
+            _view_as_three_columns,
+            r"`view` with symbolic sizes: shape '\[-1, 3\]' is invalid for input of size 8\*s\d+; leave",
+        ),
+    ],
+)
+def test_an_operation_that_fails_for_symbolic_sizes_is_named(forward: Any, said: str) -> None:
+    with pytest.raises(TraceError, match=rf"test_foreign_modules\.py:\d+: torch cannot run {said}") as error:
+        torchweave.compile(module_of(forward), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, FX)
+    assert "FakeTensor" not in str(error.value)
 
 
 def test_casts_are_rounded_as_in_eager_code_where_inductor_is_told_to() -> None:

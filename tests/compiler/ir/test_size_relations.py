@@ -28,7 +28,7 @@ S = sympy.Symbol("S", positive=True, integer=True)
         (FloorDiv(T, 2) >= 1, None),  # not for 1
         (T - 1000 * FloorDiv(T, 1000) < 999, None),
         (2000 - T > 0, None),  # for small sizes only
-        (6144 * T - 4096 >= 2048 * FloorDiv(T, 2), True),
+        (2048 * FloorDiv(T, 2) <= 6144 * T - 4096, True),
         (FloorDiv(T, 2) <= S, None),
         (FloorDiv(T * T, 2) <= T, None),
     ],

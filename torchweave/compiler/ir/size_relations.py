@@ -48,6 +48,12 @@ def static_answer(condition: torch.SymBool) -> bool | None:
     return decide(expr)
 
 
+def index_from_the_beginning(size: Any, index: Any) -> Any:
+    """The index of a slice, as eager code reads it, where its sign differs between sizes: `-(T // 2)` is 0 for T = 1."""
+    is_negative = torch.sym_min(1, torch.sym_max(0, -index))
+    return torch.sym_max(0, torch.sym_min(size, index + size * is_negative))
+
+
 @functools.lru_cache(1024)
 def decide(condition: Any) -> bool | None:
     """As `static_answer`, of sympy's expression of a condition."""
