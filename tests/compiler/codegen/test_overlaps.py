@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweave
-from torchweave.compiler.codegen.overlaps import overlapping
+from torchweave.compiler.codegen.overlaps import find_overlap
 from torchweave.config.options import TorchCompileConfig
 
 
@@ -28,7 +28,7 @@ def test_views_that_share_an_element_overlap() -> None:
             )
             for _ in range(2)
         )
-        found = overlapping([one, other])
+        found = find_overlap([one, other])
         shared = set(one.flatten().tolist()) & set(other.flatten().tolist())
         assert found == {0, 1} if shared else found in ({0, 1}, set())
         disjoint += not found
@@ -48,7 +48,7 @@ def test_views_that_share_an_element_overlap() -> None:
 )
 def test_rows_and_columns_of_a_matrix(one: Any, other: Any, overlap: bool) -> None:
     matrix = torch.zeros(6, 8)
-    assert overlapping([one(matrix), other(matrix)]) == ({0, 1} if overlap else set())
+    assert find_overlap([one(matrix), other(matrix)]) == ({0, 1} if overlap else set())
 
 
 @pytest.mark.parametrize("dynamic", [{"x": {0: "T"}}, {}])

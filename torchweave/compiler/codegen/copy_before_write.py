@@ -31,7 +31,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torchweave.compiler.codegen.opaque_writes import OPAQUE, OPAQUE_CLONE
-from torchweave.compiler.codegen.slice_indices import resolve_slice_indices
+from torchweave.compiler.codegen.slice_indices import resolve_slices
 from torchweave.compiler.ir.symbols import value
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ class CopyBeforeWrite(CustomGraphPass):
     """See the module's text; runs on Inductor's graph after its own simplifications and before it writes in place."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        resolve_slice_indices(graph)
+        resolve_slices(graph)
         read = {source for node in graph.nodes if node.target in _INDEXED_READS for source in _index_sources(node)}
         for node in list(graph.nodes):
             if node.target in OPAQUE and (read & _index_sources(node) or _is_indexed_and_read(node)):

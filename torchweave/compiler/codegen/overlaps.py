@@ -17,20 +17,20 @@ from torch import Tensor
 
 
 @contextmanager
-def exact_overlaps() -> Iterator[None]:
-    """Answer Inductor's question in the body by `overlapping`."""
+def exact_overlap() -> Iterator[None]:
+    """Answer Inductor's question in the body by `find_overlap`."""
     from torch._inductor.fx_passes import reinplace
 
     inductor: Any = reinplace
     of_torch = inductor.compute_overlapping_tensors
-    inductor.compute_overlapping_tensors = overlapping
+    inductor.compute_overlapping_tensors = find_overlap
     try:
         yield
     finally:
         inductor.compute_overlapping_tensors = of_torch
 
 
-def overlapping(views: Sequence[Tensor]) -> set[int]:
+def find_overlap(views: Sequence[Tensor]) -> set[int]:
     """Positions of the views of one storage that may share an element with another one, by fake tensors."""
     pairs = itertools.combinations(range(len(views)), 2)
     return {position for pair in pairs if not _are_disjoint(*(views[each] for each in pair)) for position in pair}
@@ -39,9 +39,11 @@ def overlapping(views: Sequence[Tensor]) -> set[int]:
 def _are_disjoint(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype:
         return False
-    ranges = [(view.storage_offset(), view.storage_offset() + _extent(view)) for view in (one, other)]
-    return _is_beside(*ranges) or any(
-        _is_beside(*(_columns(view, row) for view in (one, other)), below=row)
+    first, other_first = one.storage_offset(), other.storage_offset()
+    if _is_separate((first, first + _extent(one)), (other_first, other_first + _extent(other))):
+        return True
+    return any(
+        _is_separate(_columns(one, row), _columns(other, row), below=row)
         for row in one.stride()
         if isinstance(row, int) and row > 1 and row in other.stride()
     )
@@ -50,12 +52,11 @@ def _are_disjoint(one: Tensor, other: Tensor) -> bool:
 def _columns(view: Tensor, row: int) -> tuple[Any, Any]:
     """The first and the last column of a view that is a part of a matrix with rows of this length."""
     first = view.storage_offset() % row
-    return first, first + _extent(view, without_multiples_of=row)
+    return first, first + _extent(view, row=row)
 
 
-def _extent(view: Tensor, without_multiples_of: int = 0) -> Any:
-    """The distance from the first to the last element, along dimensions whose stride is no multiple of a number."""
-    row = without_multiples_of
+def _extent(view: Tensor, row: int = 0) -> Any:
+    """The distance from the first to the last element, along dimensions whose stride is no multiple of the length of rows."""
     return sum(
         (size - 1) * stride
         for size, stride in zip(view.shape, view.stride(), strict=True)
@@ -63,7 +64,7 @@ def _extent(view: Tensor, without_multiples_of: int = 0) -> Any:
     )
 
 
-def _is_beside(one: tuple[Any, Any], other: tuple[Any, Any], below: int | None = None) -> bool:
+def _is_separate(one: tuple[Any, Any], other: tuple[Any, Any], below: int | None = None) -> bool:
     """Whether one range ends before the other begins, and both end below a number."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
 

@@ -127,7 +127,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     from torch._inductor import standalone_compile
 
     from torchweave.compiler.codegen.copy_before_write import CopyBeforeWrite
-    from torchweave.compiler.codegen.overlaps import exact_overlaps
+    from torchweave.compiler.codegen.overlaps import exact_overlap
 
     patches = {
         **inductor_options(config),
@@ -139,7 +139,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     with (
         torch.no_grad(),
         dynamic_shapes_mode(config.dynamic_shapes),
-        exact_overlaps(),
+        exact_overlap(),
         tracing(context),
         warnings.catch_warnings(),
     ):

@@ -24,7 +24,7 @@ _DIM = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2}
 """Position of the dimension in a slice's arguments; start and end follow it."""
 
 
-def resolve_slice_indices(graph: fx.Graph) -> None:
+def resolve_slices(graph: fx.Graph) -> None:
     """See the module's text."""
     for node in list(graph.nodes):
         at = _DIM.get(node.target)
@@ -32,12 +32,12 @@ def resolve_slice_indices(graph: fx.Graph) -> None:
             continue
         dim = node.args[at] if len(node.args) > at else 0
         for position in (at + 1, at + 2):
-            if len(node.args) > position and _is_of_either_sign(node.args[position]):
+            if len(node.args) > position and _has_unknown_sign(node.args[position]):
                 with graph.inserting_before(node):
-                    node.update_arg(position, _from_the_beginning(node.args[0], dim, node.args[position]))
+                    node.update_arg(position, _resolve_index(node.args[0], dim, node.args[position]))
 
 
-def _is_of_either_sign(index: Any) -> bool:
+def _has_unknown_sign(index: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
     number = value(index) if isinstance(index, fx.Node) else None
@@ -46,8 +46,8 @@ def _is_of_either_sign(index: Any) -> bool:
     return not statically_known_true(number >= 0) and not statically_known_true(number < 0)
 
 
-def _from_the_beginning(tensor: fx.Node, dim: int, index: fx.Node) -> fx.Node:
-    """Nodes of `size_relations.index_from_the_beginning`."""
+def _resolve_index(tensor: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+    """Nodes of `size_relations.resolve_index`."""
 
     def call(target: Callable[..., Any], *args: Any) -> fx.Node:
         node = index.graph.call_function(target, args)

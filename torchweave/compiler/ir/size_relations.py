@@ -34,7 +34,7 @@ _HOLDS: dict[Any, Callable[[int, int], bool]] = {
 """Whether a relation holds for a difference of its sides that changes by `step` from one q to the next, for all of them."""
 
 
-class _UndecidedError(Exception):
+class _UnknownError(Exception):
     """A part of a relation is none of those that the module's text names."""
 
 
@@ -48,7 +48,7 @@ def static_answer(condition: torch.SymBool) -> bool | None:
     return decide(expr)
 
 
-def index_from_the_beginning(size: Any, index: Any) -> Any:
+def resolve_index(size: Any, index: Any) -> Any:
     """The index of a slice, as eager code reads it, where its sign differs between sizes: `-(T // 2)` is 0 for T = 1."""
     is_negative = torch.sym_min(1, torch.sym_max(0, -index))
     return torch.sym_max(0, torch.sym_min(size, index + size * is_negative))
@@ -59,22 +59,22 @@ def decide(condition: Any) -> bool | None:
     """As `static_answer`, of sympy's expression of a condition."""
     if isinstance(condition, (sympy.And, sympy.Or)):
         answers = {decide(each) for each in condition.args}
-        decisive = isinstance(condition, sympy.Or)  # one true part decides an `or`, one false part an `and`
-        return decisive if decisive in answers else None if None in answers else not decisive
+        final = isinstance(condition, sympy.Or)  # one true part decides an `or`, one false part an `and`
+        return final if final in answers else None if None in answers else not final
     if type(condition) not in _HOLDS or len(condition.free_symbols) != 1:
         return None
     try:
         period = _period(condition)
         constants = sum(_magnitude(side, period) for side in condition.args)
-        settled = period * 2 * constants if condition.has(Min, Max) else 0
-        if settled + 2 * period > _MAX_SIZES:
+        limit = period * 2 * constants if condition.has(Min, Max) else 0
+        if limit + 2 * period > _MAX_SIZES:
             return None
-        sizes = range(1, settled + 2 * period + 1)
+        sizes = range(1, limit + 2 * period + 1)
         differences = [_value(condition.lhs, size) - _value(condition.rhs, size) for size in sizes]
-    except _UndecidedError:
+    except _UnknownError:
         return None
-    # Of the sizes up to `settled` each is looked at itself, of those above a first one of each remainder and the slope of its line.
-    steps = [0] * settled + [differences[at + period] - differences[at] for at in range(settled, settled + period)]
+    # Of the sizes up to `limit` each is looked at itself, of those above a first one of each remainder and the slope of its line.
+    steps = [0] * limit + [differences[at + period] - differences[at] for at in range(limit, limit + period)]
     for kind, answer in ((type(condition), True), (type(sympy.Not(condition)), False)):
         if all(_HOLDS[kind](difference, step) for difference, step in zip(differences, steps, strict=False)):
             return answer
@@ -89,7 +89,7 @@ def _period(part: Any) -> int:
 
 def _divisor(part: Any) -> int:
     if not part.args[1].is_Integer or part.args[1] < 1:
-        raise _UndecidedError
+        raise _UnknownError
     return int(part.args[1])
 
 
@@ -108,7 +108,7 @@ def _magnitude(part: Any, period: int) -> int:
         return inner[0] + _divisor(part)
     if isinstance(part, (Min, Max)):
         return max(inner)
-    raise _UndecidedError
+    raise _UnknownError
 
 
 def _value(part: Any, size: int) -> int:

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from torchweave.compiler.ir.size_relations import index_from_the_beginning, static_answer
+from torchweave.compiler.ir.size_relations import resolve_index, static_answer
 from torchweave.config.options import DynamicShapes
 
 DynamicDims = Mapping[str, Mapping[int, str]]
@@ -148,7 +148,7 @@ def dynamic_shapes_mode(mode: DynamicShapes) -> Iterator[None]:
     def complete_index(size: Any, index: Any) -> Any:
         found = slice_index(size, index)
         if found is None and not symbolic_shapes.free_unbacked_symbols((size, index)):
-            return index_from_the_beginning(size, index)
+            return resolve_index(size, index)
         return found
 
     def copy_without_guards(fake_mode: Any, *args: Any, **kwargs: Any) -> Any:
