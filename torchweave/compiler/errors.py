@@ -63,7 +63,8 @@ def trace_error(error: BaseException) -> TraceError:
 def _one_line_message(error: BaseException) -> str:
     if failed := _FAILED_OPERATION.search(f"{error}\n"):
         name = re.sub(r"<(?:built-in )?(?:function|method) (\w+).*", r"\1", failed["target"])
-        why = " ".join(re.sub(r": hint = \d+", "", failed["why"]).replace("\\n", " ").split())
+        why = re.sub(r": hint = \d+|^/\S+\.(cpp|h):\d+: ", "", failed["why"])  # also a file of torch's build
+        why = " ".join(why.replace("\\n", " ").split())
         if why.count(")") > why.count("("):  # a slip in torch's own text
             why = why.removesuffix(")")
         return (
