@@ -1,7 +1,7 @@
 """Soak test with clients that disconnect at random: memory must stay flat and all blocks be free at the end.
 
     torchweave serve MODEL &
-    python bench/serving/soak.py --pid $! [--base_url http://127.0.0.1:8000] [--seconds 600] [--streams 100] [--images] [--json FILE]
+    python bench/serving/soak.py --pid $! [--base_url URL] [--seconds 600] [--streams 100] [--images] [--json FILE]
 
 About six in ten clients disconnect before their response ends: a tenth of them within 10 ms, the others within three seconds.
 With `--images` each request is a chat about an image that no other has, of 32 to 1,024 pixels a side.

@@ -256,9 +256,10 @@ def lm_eval_completions(url: str) -> str:
 
 
 def _sum_type() -> Any:
-    from pydantic import BaseModel, Field
+    from pydantic import BaseModel, ConfigDict, Field
 
     class Sum(BaseModel):
+        model_config = ConfigDict(extra="forbid")  # else the small model writes properties of its own up to max_tokens
         total: int = Field(ge=0, le=99)
 
     return Sum

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
 import torchweave
+from torchweave.compiler import TraceError
 from torchweave.config.options import TorchCompileConfig
 
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
@@ -225,6 +226,109 @@ def test_a_slice_that_begins_at_half_of_a_size_is_written(config: TorchCompileCo
     for rows in (1, 2, 3, 4, 17):
         x = torch.randn(rows, 8)
         assert torch.equal(compiled(x), forward(None, x))  # type: ignore[arg-type]
+
+
+def _write_columns(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x * 2, x.shape[0]
+    m[n // 2 :, 1:5] = x[n // 2 :, 1:5]
+    m[n // 2 :, 1:3], m[: n // 2, 6] = 2.0, x[: n // 2, 0]
+    return m
+
+
+def _write_later_columns(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x @ x.t(), x.shape[0]
+    m[:, n // 2 :] = x[:, :1]
+    m[n // 3 :, n // 2 :] *= 3
+    return m
+
+
+def _add_to_a_range(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x * 2, x.shape[0]
+    a, b, c = n // 3, n - 1, n // 4
+    m[a:b, 2:] += x[a:b, 2:]
+    m[c:, None, 1:3] += 1
+    return m
+
+
+def _write_from_the_end(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x * 2, x.shape[0]
+    m[-n:, 1:3] = 0.5
+    m[-(n // 2) - 1 :, 2:] *= x[-(n // 2) - 1 :, 2:]
+    m[1 - n :, ::2] -= 1
+    return m
+
+
+def _half_from_the_end(self: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    m, n = x * 2, x.shape[0]
+    m[-(n // 2) :, 2:] += 1
+    m[n - 3 :, ::2] = 0.0
+    return m[-(n // 2) :] + 1, m[: -(n // 2)] * 2
+
+
+def _write_other_columns_than_a_view(self: nn.Module, x: Tensor) -> Tensor:
+    m = x @ x.t() @ x
+    m[x.shape[0] // 3 :, 2:] += 1
+    return m.cumsum(0)
+
+
+def _narrow(self: nn.Module, x: Tensor) -> Tensor:
+    half = x.shape[0] // 2
+    return x.narrow(0, half, 1) * torch.cat([x[half:], x[:half]]) + torch.cat([x[half:], x[:half]])[:1]
+
+
+@pytest.mark.parametrize("config", [FX, INDUCTOR], ids=["fx", "inductor"])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        _write_columns,
+        _write_later_columns,
+        _add_to_a_range,
+        _write_from_the_end,
+        _write_other_columns_than_a_view,
+        _narrow,
+    ],
+)
+def test_slices_that_begin_at_a_part_of_a_size(forward: Any, config: TorchCompileConfig) -> None:
+    """torch does not know that a half of a size is no larger than the size, and asks whether such slices have two rows."""
+    compiled = torchweave.compile(module_of(forward), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, config)
+    for rows in (1, 2, 3, 4, 5, 8, 17):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(compiled(x), forward(None, x))
+
+
+def _add_another_size(self: nn.Module, x: Tensor) -> Tensor:
+    return x + x.new_ones(7, 8)
+
+
+def _concatenate_other_columns(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([x, x.t()])
+
+
+def _view_as_three_columns(self: nn.Module, x: Tensor) -> Tensor:
+    return x.view(-1, 3)
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (
+            _add_another_size,
+            r"`add` with symbolic sizes: The size of tensor a \(s\d+\) must match the size of tensor b \(7\) at .*; leave",
+        ),
+        (
+            _concatenate_other_columns,
+            r"`cat` with symbolic sizes: Sizes of tensors must match except in dimension 0\. Expected 8 .*; leave",
+        ),
+        (
+            _view_as_three_columns,
+            r"`view` with symbolic sizes: shape '\[-1, 3\]' is invalid for input of size 8\*s\d+; leave",
+        ),
+    ],
+)
+def test_an_operation_that_fails_for_symbolic_sizes_is_named(forward: Any, said: str) -> None:
+    with pytest.raises(TraceError, match=rf"test_foreign_modules\.py:\d+: torch cannot run {said}") as error:
+        torchweave.compile(module_of(forward), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, FX)
+    assert "FakeTensor" not in str(error.value)
 
 
 def test_casts_are_rounded_as_in_eager_code_where_inductor_is_told_to() -> None:

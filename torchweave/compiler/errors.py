@@ -16,6 +16,13 @@ VIEW_MUTATION_HINT = (
     "`unfold`, or compute a new tensor"
 )
 
+_FAILED_OPERATION = re.compile(
+    r"failed to run FX node with fake tensors: call_\w+ (?P<target>.+?)\(\*.*?: got \w+\((?P<quote>['\"])(?P<why>.*?)"
+    r"(?P=quote)?\)\n",
+    re.DOTALL,
+)
+"""Dynamo's message of an operation that raises for fake tensors."""
+
 
 class CompileError(ValueError):
     """A module cannot be compiled.
@@ -54,6 +61,16 @@ def trace_error(error: BaseException) -> TraceError:
 
 
 def _one_line_message(error: BaseException) -> str:
+    if failed := _FAILED_OPERATION.search(f"{error}\n"):
+        name = re.sub(r"<(?:built-in )?(?:function|method) (\w+).*", r"\1", failed["target"])
+        why = re.sub(r": hint = \d+|^/\S+\.(cpp|h):\d+: ", "", failed["why"])  # also a file of torch's build
+        why = " ".join(why.replace("\\n", " ").split())
+        if why.count(")") > why.count("("):  # a slip in torch's own text
+            why = why.removesuffix(")")
+        return (
+            f"torch cannot run `{name}` with symbolic sizes: {why.rstrip('.')}; leave a size that it is not valid for out of "
+            "`dynamic`, or put it into a custom op"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     title = lines[0] if lines else type(error).__name__
     for line in lines:

@@ -31,6 +31,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torchweave.compiler.codegen.opaque_writes import OPAQUE, OPAQUE_CLONE
+from torchweave.compiler.codegen.slice_indices import resolve_slices
 from torchweave.compiler.ir.symbols import value
 
 aten = torch.ops.aten
@@ -56,6 +57,7 @@ class CopyBeforeWrite(CustomGraphPass):
     """See the module's text; runs on Inductor's graph after its own simplifications and before it writes in place."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        resolve_slices(graph)
         read = {source for node in graph.nodes if node.target in _INDEXED_READS for source in _index_sources(node)}
         for node in list(graph.nodes):
             if node.target in OPAQUE and (read & _index_sources(node) or _is_indexed_and_read(node)):
@@ -73,7 +75,9 @@ class CopyBeforeWrite(CustomGraphPass):
                 node.update_arg(1, copy)
 
     def uuid(self) -> Any:
-        return hashlib.sha256(Path(__file__).read_bytes()).digest()
+        """The key of the pass in Inductor's caches, with all that changes Inductor's code beside it."""
+        files = [Path(__file__).with_name(name) for name in (Path(__file__).name, "overlaps.py", "slice_indices.py")]
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
 def _is_indexed_and_read(node: fx.Node) -> bool:

@@ -127,6 +127,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     from torch._inductor import standalone_compile
 
     from torchweave.compiler.codegen.copy_before_write import CopyBeforeWrite
+    from torchweave.compiler.codegen.overlaps import exact_overlap
 
     patches = {
         **inductor_options(config),
@@ -135,7 +136,13 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     }
     begin = time.monotonic()
     context = TracingContext(piece.fake_mode)
-    with torch.no_grad(), dynamic_shapes_mode(config.dynamic_shapes), tracing(context), warnings.catch_warnings():
+    with (
+        torch.no_grad(),
+        dynamic_shapes_mode(config.dynamic_shapes),
+        exact_overlap(),
+        tracing(context),
+        warnings.catch_warnings(),
+    ):
         # Models compute RoPE in float32 on purpose; the hint to use TF32 would only clutter the terminal.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         try:

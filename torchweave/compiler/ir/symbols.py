@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from torchweave.compiler.ir.size_relations import resolve_index, static_answer
 from torchweave.config.options import DynamicShapes
 
 DynamicDims = Mapping[str, Mapping[int, str]]
@@ -124,18 +125,48 @@ def mark(tensor: Tensor, dims: Mapping[int, str], mode: DynamicShapes) -> None:
 
 @contextlib.contextmanager
 def dynamic_shapes_mode(mode: DynamicShapes) -> Iterator[None]:
-    """Trace and build under the rules of one `dynamic_shapes` mode."""
-    from torch.fx.experimental import _config
+    """Trace and build under the rules of one `dynamic_shapes` mode, with torch's answers about sizes completed.
+
+    torch leaves relations such as `T // 2 <= T` and the sign of indices such as `-(T // 2)` open (see `size_relations`), and adds
+    guards where it looks for elements of the target of a copy that share memory.
+    """
+    from torch._subclasses import fake_impls
+    from torch.fx.experimental import _config, symbolic_shapes
 
     symbolic_config: Any = _config
+    shapes: Any = symbolic_shapes
     private: Any = torch
+    static_eval, has_overlap = shapes._static_eval_sym_bool, private._debug_has_internal_overlap
+    fakes: Any = fake_impls
+    fake_ops, slice_index = fakes.op_implementations_dict, fakes._compute_slice_index
+    fake_copy = fake_ops[torch.ops.aten.copy.default]
+
+    def complete_answer(condition: Any) -> bool | None:
+        answer = static_eval(condition)
+        return static_answer(condition) if answer is None else answer
+
+    def complete_index(size: Any, index: Any) -> Any:
+        found = slice_index(size, index)
+        if found is None and not symbolic_shapes.free_unbacked_symbols((size, index)):
+            return resolve_index(size, index)
+        return found
+
+    def copy_without_guards(fake_mode: Any, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if fake_mode.shape_env is None else fake_mode.shape_env.suppress_guards():
+            return fake_copy(fake_mode, *args, **kwargs)
 
     with symbolic_config.patch(backed_size_oblivious=mode == "backed_size_oblivious"):
         private._debug_has_internal_overlap = _has_internal_overlap
+        shapes._static_eval_sym_bool = complete_answer
+        fake_ops[torch.ops.aten.copy.default] = copy_without_guards
+        fakes._compute_slice_index = complete_index
         try:
             yield
         finally:
-            private._debug_has_internal_overlap = _torch_has_internal_overlap
+            private._debug_has_internal_overlap = has_overlap
+            shapes._static_eval_sym_bool = static_eval
+            fake_ops[torch.ops.aten.copy.default] = fake_copy
+            fakes._compute_slice_index = slice_index
 
 
 _torch_has_internal_overlap: Any = torch._debug_has_internal_overlap  # type: ignore[attr-defined]
