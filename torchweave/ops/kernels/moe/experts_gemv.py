@@ -246,7 +246,10 @@ def words_down_kernel(
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """y[pair, N], unweighted: a program computes BLOCK_N columns of one pair; programs of a token would wait for its experts."""
+    """y[pair, N], unweighted: a program computes BLOCK_N columns of one pair.
+
+    A program for all experts of a token, as in `rows_down_kernel`, has too few loads in flight.
+    """
     COUNT: tl.constexpr = (INNER + BLOCK - 1) // BLOCK * WORDS
     pair = tl.program_id(1)
     n, c = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
