@@ -3,7 +3,7 @@
     torchweave serve demo --chat_template scripts/docs/client_matrix.jinja --port 8000 &
     torchweave serve demo --runner pooling --port 8001 & export POOLING_URL=http://127.0.0.1:8001
     python -m venv clients && clients/bin/pip install openai anthropic langchain-openai litellm instructor \
-        llama-index-llms-openai-like pydantic-ai-slim[openai] openai-agents outlines guidance lm_eval[api]
+        llama-index-llms-openai-like pydantic-ai-slim[openai] openai-agents outlines guidance lm_eval[api] guidellm
     clients/bin/python scripts/docs/client_matrix.py http://127.0.0.1:8000 --write docs/serving.md
 
 Each row is a function; what it returns was seen to work, and an exception is the reason why a client does not. A client that is not
@@ -14,14 +14,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 MODEL = "demo"
+TOKENIZER = Path(__file__).parents[2] / "torchweave" / "models" / "demo"
 QUESTION = "12+30="
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 TOOL: Any = {
@@ -38,7 +43,6 @@ TOOL: Any = {
 }
 BEGIN, END = "<!-- clients: begin -->", "<!-- clients: end -->"
 NOT_RUN = {
-    "guidellm": "not run: it needs a data set or its generator's tokenizer from the hub",
     "vllm": "`vllm bench serve` is not run: the package needs a GPU build; `torchweave bench serve` speaks the same protocol",
 }
 Check = Callable[[str], str]
@@ -255,6 +259,28 @@ def lm_eval_completions(url: str) -> str:
     return '`loglikelihood`, `generate_until`, `tokenizer_backend="remote"`'
 
 
+@client("guidellm", "run, synthetic text")
+def guidellm_run(url: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        options = {
+            "backend": f"kind=openai_http,target={url}",
+            "profile": "kind=concurrent,streams=2",
+            "constraint": "kind=max_requests,count=8",
+            "tokenizer": f"kind=huggingface_auto,model={TOKENIZER}",
+            "data": "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
+            "output": f"kind=json,path={result}",
+        }
+        command = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console"]
+        command += [part for name, value in options.items() for part in (f"--{name}", value)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        if ran.returncode:
+            raise RuntimeError(ran.stderr.strip()[-160:])
+        requests = json.loads(result.read_text(encoding="utf-8"))["benchmarks"][0]["requests"]
+    expect((len(requests["successful"]), len(requests["errored"])), (8, 0))
+    return "concurrent requests; its tokenizer is the model's folder"
+
+
 def _sum_type() -> Any:
     from pydantic import BaseModel, ConfigDict, Field
 
@@ -302,7 +328,7 @@ def main() -> None:
         kept = {re.match(r"\| [^|]* \| [^|]* \|", row)[0]: row for row in old.strip().splitlines()[2:]}  # type: ignore[index]
         merged = {**kept, **found} if args.only else found
         order = [f"| {package} | {what} |" for package, what, _ in CHECKS]
-        order += [key for key in merged if key not in order]
+        order += [f"| {package} | - |" for package in NOT_RUN]
         lines = [
             "| client | part | version | result |",
             "|---|---|---|---|",
