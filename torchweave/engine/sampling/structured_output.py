@@ -69,7 +69,7 @@ def _format_error(structured: StructuredOutputs, message: str) -> str:
     name = next(name for name in fields if getattr(structured, name) is not None)
     message = " ".join(message.split())
     message = message if len(message) <= _MAX_ERROR_CHARS else message[: _MAX_ERROR_CHARS - 3] + "..."
-    return f"structured_outputs.{name} cannot be used: {message}"
+    return f"structured_outputs.{name} cannot be used: {message}{'' if message.endswith('.') else '.'}"
 
 
 def _limits() -> Any:
