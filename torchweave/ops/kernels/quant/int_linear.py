@@ -169,22 +169,20 @@ def _add_row_input(
 ):  # fmt: skip
     """The sums with input J of every word; after the last input of a group, `total` with its products times their scale.
 
-    part `[BLOCK_N, BLOCK_W]` sums products of a group, ones `[BLOCK_W]` what the ones of floats and q - 8 add to each row of it,
-    and inputs `[BLOCK_W]` its inputs, which the zero point multiplies.
+    part `[BLOCK_N, BLOCK_W]` sums products of a group, ones `[BLOCK_W]` what the ones of floats add to each row of it, and inputs
+    `[BLOCK_W]` its inputs, which the zero point multiplies, 8 where there is none.
     """
     AS_FLOATS: tl.constexpr = ASSEMBLY and FORMAT == "int"
     given, scaled = _input(x, k, odd, J, WIDTH, AS_FLOATS)
     part += value * scaled[None, :]
     if AS_FLOATS:
         ones += scaled
-    if ZERO:
+    if FORMAT == "int":
         inputs += given
-    elif FORMAT == "int":
-        ones += 8.0 * given
     if (J + 1) * PARTS % 8 == 0:
         GROUP_OF_BLOCK: tl.constexpr = J * PARTS // 8
         if FORMAT == "int":
-            part -= ones[None, :]
+            part -= (ones if ZERO else ones + 8.0 * inputs)[None, :]
         runs = tl.sum(tl.reshape(part, [BLOCK_N, BLOCK_W // 4, 4]), 2)
         if ZERO:
             point = row_parameter(zero, rows, first, GROUP_OF_BLOCK, GROUP, GROUPS, PARTS, BLOCK_W).to(tl.float32)
