@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from torch import Tensor
 
 from torchweave.models.decoder import DecoderStep
@@ -13,6 +15,7 @@ class DraftHead(DecoderStep):
     Its first attention layer is that of the KV cache, the second keeps the model's hidden states.
     """
 
+    @abstractmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, positions: Tensor, logits_index: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -24,4 +27,3 @@ class DraftHead(DecoderStep):
             logits_index: int64 `[N]`.
             hidden: `[T, H]`, hidden states of the model at these positions, or the head's own.
         """
-        raise NotImplementedError
