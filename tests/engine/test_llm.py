@@ -124,7 +124,7 @@ def test_answers_are_counted_and_ids_are_taken_as_prompts(fresh: LLM) -> None:
 def test_an_idle_engine_costs_less_than_a_hundredth_of_a_core(llm: LLM) -> None:
     llm.generate("1+1=", GREEDY)
     shares = list[float]()
-    while len(shares) < 5 and min(shares, default=1.0) >= 0.01:  # what earlier tests of this process still do is not idleness
+    while len(shares) < 5 and min(shares, default=1.0) >= 0.01:  # earlier tests of this process may leave work behind
         time.sleep(0.2)
         begin, used = time.monotonic(), time.process_time()
         time.sleep(1)
