@@ -90,7 +90,7 @@ def test_long_bodies_are_refused(guarded: ServerProcess) -> None:
         yield from [b'{"prompt": "', *([b"a" * 500] * 20), b'"}']
 
     headers = {"Content-Type": "application/json"} | KEY
-    assert httpx.post(f"{guarded.url}/v1/completions", content=in_parts(), headers=headers).status_code == 413
+    assert guarded.request("POST", "/v1/completions", content=in_parts(), headers=headers).status_code == 413
 
 
 def test_tokens_of_a_request_are_limited(guarded: ServerProcess) -> None:

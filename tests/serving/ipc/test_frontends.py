@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -120,7 +119,7 @@ EVERYTHING: list[tuple[str, str, bytes | None]] = [
 def test_every_frontend_answers_alike(three: ServerProcess, method: str, path: str, body: bytes | None) -> None:
     def seen() -> tuple[int, dict[str, str], bytes]:
         headers = {"X-Request-Id": "mine"} | ({} if body is None else {"Content-Type": "application/json"})
-        found = httpx.request(method, three.url + path, content=body, headers=headers, timeout=30)
+        found = three.request(method, path, content=body, headers=headers)
         kept = {name: value for name, value in found.headers.items() if name != "date"}
         return found.status_code, kept, found.content
 
@@ -136,7 +135,7 @@ def test_a_body_that_only_the_first_one_understands_is_streamed_by_it(three: Ser
     )
     for _ in range(8):
         headers = {"Content-Type": "application/any+json"}
-        found = httpx.post(f"{three.url}/v1/completions", content=body, headers=headers, timeout=30)
+        found = three.request("POST", "/v1/completions", content=body, headers=headers)
         assert found.status_code == 200 and found.text.endswith("data: [DONE]\n\n"), found.text
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
 import openai
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
@@ -193,7 +192,7 @@ def test_metrics_count_the_reasons_that_clients_are_told(server: ServerProcess, 
 
 def test_metrics_count_what_was_asked(server: ServerProcess):
     """Known traffic through a real server, read back from its metrics."""
-    before = values_of(httpx.get(f"{server.url}/metrics").text)
+    before = values_of(server.get("/metrics").text)
     client = server.client()
     for prompt in ("12+30=", "1+1=", "copy: a b"):
         client.completions.create(model="demo", prompt=prompt, temperature=0, max_tokens=6)
@@ -202,8 +201,8 @@ def test_metrics_count_what_was_asked(server: ServerProcess):
     )
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="demo", prompt=[5] * 4000)
-    after = values_of(httpx.get(f"{server.url}/metrics").text)
-    live = httpx.get(f"{server.url}/live").json()
+    after = values_of(server.get("/metrics").text)
+    live = server.get("/live").json()
     found = {key: value - before.get(key, 0) for key, value in after.items()}
     assert answer.usage is not None and answer.usage.completion_tokens == 18
     assert after["engine_up", ()] == 1

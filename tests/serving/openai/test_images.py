@@ -116,7 +116,9 @@ def test_the_responses_api_takes_input_images(llava: ServerProcess) -> None:
 
 
 def test_anthropics_api_takes_image_blocks(llava: ServerProcess) -> None:
-    messages = anthropic.Anthropic(base_url=llava.url, api_key="none", max_retries=0, timeout=60).messages
+    http = anthropic.DefaultHttpxClient(verify=False)
+    client = anthropic.Anthropic(base_url=llava.url, api_key="none", max_retries=0, timeout=60, http_client=http)
+    messages = client.messages
     asked: dict[str, Any] = {"model": "llava", "max_tokens": NUM_TOKENS, "extra_body": {"temperature": 0}}
     image = block(image_model.encoded(image_model.picture(0)))
     turns: Any = [{"role": "user", "content": [image, TEXT]}]
