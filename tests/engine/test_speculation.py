@@ -196,8 +196,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         LLM(str(tmp_path), device="cpu", speculative_config=SPECULATION, torch_compile_config=EAGER)
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-@pytest.mark.parametrize("name", ["mixtral", "gemma2"])
+@pytest.mark.parametrize(("name", "method"), [("mixtral", "ngram"), ("gemma2", "draft_model")])
 def test_models_have_the_tokens_of_transformers(name: str, method: Any) -> None:
     """Experts, and windows beside dense layers; `torchweave models verify --num_speculative_tokens` runs the others.
 

@@ -527,7 +527,7 @@ from tests.compiler.toy import *
 from torchweave.compiler import CompileCache, compile_graph
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.report import Report
-report, module = Report(show=False), toy(layers=2, hidden=32)
+report, module = Report(show=False), toy(layers=1, hidden=32)
 want = module(*step(9, 4))
 cache = CompileCache(sys.argv[1], report)
 compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, cache=cache, report=report)
@@ -553,6 +553,6 @@ def test_moved_folder_gives_a_warm_start_in_another_process(tmp_path: Path) -> N
         return done.stdout.strip().splitlines()[-2:]
 
     how, generators = run(tmp_path / "cache", "one")
-    assert how == "dynamo ['inductor', 'inductor', 'inductor'] 0" and "compile_fx" in generators
+    assert how == "dynamo ['inductor', 'inductor'] 0" and "compile_fx" in generators
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
-    assert run(tmp_path / "elsewhere", "two") == ["cache ['cache', 'cache', 'cache'] 0", "[]"]
+    assert run(tmp_path / "elsewhere", "two") == ["cache ['cache', 'cache'] 0", "[]"]
