@@ -71,7 +71,7 @@ class _Group:
 
     def abort(self) -> None:
         self.over.set()
-        assert all(over.wait(5) for over in self.running), "another group's kernel still waits for who is gone"
+        assert all(over.wait(60) for over in self.running), "another group's kernel still waits for who is gone"
         self.running.append(self.over)
 
 
@@ -80,7 +80,7 @@ def test_groups_are_aborted_together():
     groups = {name: _Group(running) for name in ("tp", "pp", "pp_previous")}
     begin = time.monotonic()
     abort_groups(ProcessGroups(size=4, groups=groups))
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 30
     assert len(running) == 6, "each was aborted once, to its end"
 
 

@@ -54,7 +54,8 @@ def wait_for_failure(worker_group: WorkerGroup) -> RankFailure:
     return cause
 
 
-def test_workers_get_the_same_messages_and_exit_on_request():
+def test_workers_get_the_same_messages_and_exit_on_request(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torchweave.distributed.worker_group._END_SECONDS", 120.0)
     with worker_group_of("", "") as (worker_group, processes):
         worker_group.wait_until_joined()
         worker_group.wait_until_built()
@@ -62,7 +63,7 @@ def test_workers_get_the_same_messages_and_exit_on_request():
         assert worker_group.digests(LIMIT) == [b"one", b"one"]
         begin = time.monotonic()
         worker_group.close()
-        assert time.monotonic() - begin < 4 and worker_group.failure is None  # they ended by themselves
+        assert time.monotonic() - begin < 60 and worker_group.failure is None  # they ended by themselves
         assert all(map(is_gone, processes))
 
 

@@ -216,9 +216,9 @@ def test_the_automaton_finds_what_a_search_for_each_string_finds() -> None:
 
 def test_the_time_for_a_token_does_not_depend_on_the_number_of_stop_strings() -> None:
     it = answer(stop=[f"{number:016d}" for number in range(1000)])
-    begin = time.perf_counter()
+    begin = time.thread_time()
     it.add(ids("0123456789" * 2000), None)
-    assert time.perf_counter() - begin < 2  # 20 seconds with a search for each string
+    assert time.thread_time() - begin < 2  # 20 seconds with a search for each string
     assert it.token_ids == ids("0123456789" * 2000)
 
 

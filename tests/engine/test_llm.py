@@ -293,17 +293,23 @@ def test_draining_shutdown_finishes_queued_requests(fresh: LLM, right: dict[str,
     fresh.shutdown()  # once more is nothing
 
 
+@pytest.fixture
+def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers that are not notified would look at the engine after the end of the test."""
+    for module in ("client", "llm"):
+        monkeypatch.setattr(f"torchweave.engine.{module}._POLL_SECONDS", 120.0)
+
+
+@pytest.mark.usefixtures("no_polling")
 def test_immediate_shutdown_is_an_error_for_all_callers(fresh: LLM) -> None:
     whole, streamed = in_threads(
         lambda: fresh.generate(["copy: "] * 20, LONG), lambda: list(fresh.stream("copy: ", LONG))
     )
     assert wait_until(lambda: steps(fresh) > 2 and fresh.engine.scheduler.num_waiting > 0)
-    begin = time.monotonic()
     fresh.shutdown(drain=False)
     for future in (whole, streamed):
         with pytest.raises(RuntimeError, match="shut down"):
-            future.result(timeout=20)
-    assert time.monotonic() - begin < 0.9, "they waited for their next look at the engine"
+            future.result(timeout=60)
     assert is_empty(fresh)
 
 
@@ -325,6 +331,7 @@ def test_unreferenced_engine_shuts_down(loaded: LoadedModel) -> None:
     assert wait_until(lambda: not manager.alive)
 
 
+@pytest.mark.usefixtures("no_polling")
 def test_device_failure_is_raised_for_every_caller(fresh: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = fresh.engine.runner
     launch, launched = runner.launch, queue.SimpleQueue[int]()
@@ -344,13 +351,13 @@ def test_device_failure_is_raised_for_every_caller(fresh: LLM, monkeypatch: pyte
     assert len(futures) == 3
     for future in futures:
         with pytest.raises(RuntimeError, match="engine failed: the device is gone") as error:
-            future.result(timeout=20)
+            future.result(timeout=60)
         assert str(error.value.__cause__) == "the device is gone"
     assert wait_until(lambda: not fresh.manager.alive)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="has ended: the device is gone"):
         fresh.generate("12+30=", GREEDY)
-    assert time.monotonic() - begin < 0.9, "it waited for its next look at the engine"
+    assert time.monotonic() - begin < 60, "it waited for its next look at the engine"
     fresh.shutdown()  # does not wait for answers that will not come
     assert is_empty(fresh)
 

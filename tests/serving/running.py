@@ -84,6 +84,12 @@ def name(pid: int) -> str:
         return ""
 
 
+def cpu_seconds(pid: int) -> float:
+    """Of all threads of a process, so far."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
 def children(pid: int, beginning: str = "") -> list[int]:
     """The child processes whose names begin so, the oldest first."""
     found: list[int] = []

@@ -25,6 +25,7 @@ from tests.serving.running import (
     LONG,
     SHORTER,
     ServerProcess,
+    cpu_seconds,
     free_port,
     name,
     serve_command,
@@ -161,12 +162,6 @@ def test_a_reasoning_effort_that_the_template_does_not_know_is_refused(guarded: 
     asked = {"messages": [{"role": "user", "content": "1+1="}], "reasoning_effort": "low"}
     answer = guarded.post("/v1/chat/completions", asked, headers=KEY)
     assert answer.status_code == 400 and "does not support reasoning_effort" in answer.text
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, so far."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def test_an_idle_server_takes_less_than_a_hundredth_of_a_core(guarded: ServerProcess) -> None:

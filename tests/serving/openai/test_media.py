@@ -148,15 +148,15 @@ def test_a_slow_lookup_takes_no_thread_of_other_requests(monkeypatch: pytest.Mon
         assert all("took longer than 0.5 seconds" in str(each) for each in refusals)
         return seconds
 
-    assert asyncio.run(run()) < 0.3
+    assert asyncio.run(run()) < 5, "look-ups, which wait for 10 seconds, hold the threads of others"
 
 
 @pytest.mark.parametrize("url", ["http://a.example/" + "\u00e9" * 4_000_000, "http://" + "\ufdfa" * 2_600_000])
 def test_a_long_url_does_not_stop_the_event_loop(url: str) -> None:
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(ApiError, match="characters, but at most 8192 are allowed"):
         resolve([url], "a.example")
-    assert time.monotonic() - begin < 0.5
+    assert time.process_time() - begin < 0.5
 
 
 @pytest.mark.usefixtures("local_is_public")
