@@ -23,7 +23,6 @@ LONGEST_FIRST = (
     "compiler/passes/test_models.py",
     "serving/ipc/test_frontends.py",
     "compiler/cache/test_cache.py",
-    "compiler/cache/test_cold_starts.py",
     "models/parallel/test_stages.py",
     "models/test_trace_once.py",
     "verify/test_verify.py",
@@ -33,7 +32,6 @@ LONGEST_FIRST = (
     "models/weights/test_packed_checkpoint.py",
     "distributed/test_launchers.py",
     "serving/engine_client/test_replicas.py",
-    "e2e/test_wheel.py",
     "compiler/runtime/test_compiled_graph.py",
     "serving/test_ray_serve.py",
 )
