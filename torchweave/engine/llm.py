@@ -41,6 +41,7 @@ from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.images import EncodedPrompt, ImageProcessor, has_images
 from torchweave.report import Report
 from torchweave.utils import gc
+from torchweave.utils.suggest import suggest_keywords
 
 if TYPE_CHECKING:
     from torchweave.distributed.launchers.local import WorkerPool
@@ -133,6 +134,7 @@ class LLM:
 
     # -- complete outputs ----------------------------------------------------------------------------------------------
 
+    @suggest_keywords
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -191,6 +193,7 @@ class LLM:
             metrics=metrics if self._with_metrics else None,
         )
 
+    @suggest_keywords
     def chat(
         self,
         messages: Messages | Sequence[Messages],

@@ -184,7 +184,9 @@ def open_cache(
     except OSError as error:
         why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         report.event(
-            "warning", what="compile cache", why=f"disabled, so that every start compiles again: {error.filename}: {why}"
+            "warning",
+            what="compile cache",
+            why=f"disabled, so that every start compiles again: {error.filename}: {why}",
         )
         return None
 
