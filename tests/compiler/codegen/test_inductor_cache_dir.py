@@ -72,7 +72,7 @@ def test_full_disk_of_inductors_own_folder_is_one_sentence(tmp_path: Path, repor
     cache = CompileCache(tmp_path, report) if cached else None
     with (
         InductorCacheDir(cache) as code,
-        pytest.raises(ValueError, match="^Inductor cannot write to .*: No space left .*; free"),
+        pytest.raises(ValueError, match=r"^Inductor cannot write to .*: No space left .*; free"),
     ):
         code.run(fail)
 
