@@ -15,10 +15,10 @@ _WORDS_CLOSE = 0.7
 """Of two words: one is the other, misspelt."""
 
 
-_NO_LORA = "LoRA adapters are not supported: merge the adapter into the checkpoint, and leave it out"
+_NO_ADAPTER = "LoRA adapters are not supported: merge the adapter into the checkpoint, and leave it out"
 _NO_TLS = "the server speaks plain HTTP: put a proxy (nginx, Caddy) before it for TLS"
 VLLM_NAMES = {
-    **dict.fromkeys(("enable_lora", "lora_request", "lora_modules", "max_loras", "max_lora_rank"), _NO_LORA),
+    **dict.fromkeys(("enable_lora", "lora_request", "lora_modules", "max_loras", "max_lora_rank"), _NO_ADAPTER),
     **dict.fromkeys(("ssl_certfile", "ssl_keyfile"), _NO_TLS),
     "best_of": "request n answers with logprobs=0 and take the largest cumulative_logprob",
     "cpu_offload_gb": "weights stay on the device: quantize them (quantization) or use several GPUs (tensor_parallel_size)",
