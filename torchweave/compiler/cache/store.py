@@ -182,12 +182,8 @@ def open_cache(
     try:
         return CompileCache(cache_dir(config.compile_cache_dir), report, wait)
     except OSError as error:
-        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        report.event(
-            "warning",
-            what="compile cache",
-            why=f"disabled, so that every start compiles again: {error.filename}: {why}",
-        )
+        why = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error
+        report.event("warning", what="compile cache", why=f"disabled, so that every start compiles again: {why}")
         return None
 
 
