@@ -9,6 +9,7 @@ import copy
 import functools
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,20 @@ def import_without_torch() -> None:
 
 class TextTooLong(ValueError):
     """A text has more tokens than `max_model_len` even if every token is the longest of the vocabulary; it is not encoded."""
+
+
+_GENERATION_TAG = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
+"""Tag of transformers around the assistant's text, which Jinja does not know."""
+
+
+def check_chat_template(text: str, what: str) -> None:
+    """Raise ValueError with the line where `what` is not valid Jinja."""
+    import jinja2  # needed with a template of the user's only
+
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", text))
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{what} is not valid Jinja: line {error.lineno}: {error.message}") from None
 
 
 def check_text(text: str) -> None:
@@ -241,7 +256,9 @@ class Tokenizer:
         Raises:
             ValueError: the model has no chat template, or the template rejects the messages.
         """
-        if not variables.get("chat_template") and not self.has_chat_template():
+        if variables.get("chat_template"):
+            check_chat_template(variables["chat_template"], "chat_template")
+        elif not self.has_chat_template():
             raise ValueError(f"The tokenizer in {self.folder} has no chat template; use generate with plain text.")
         if not isinstance(messages, Iterable) or not all(
             isinstance(message, Mapping) and "role" in message for message in messages

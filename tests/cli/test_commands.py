@@ -183,6 +183,7 @@ FAULTS = [
         "api_key_file /nowhere cannot be read: No such file or directory",
     ),
     (["serve", "demo", "--chat_template", "/"], "chat_template / cannot be read: Is a directory"),
+    (["chat", "demo", "--runner", "pooling", "-O0"], "computes embeddings, no text"),
     (["doctor", "demo", "--tp", "2"], "Leave out --tp and --pp"),
     (["models", "verify"], "give --all"),
     (["models", "list", "llama"], "`torchweave models list` takes no llama; remove it"),
@@ -219,6 +220,12 @@ def test_invalid_input_prints_one_line_and_exits_with_2(
     captured = capsys.readouterr()
     assert sentence in captured.err and "[Errno" not in captured.err and len(captured.err.splitlines()) == 1
     assert captured.err.startswith("torchweave: ") and captured.out == ""
+
+
+def test_broken_chat_template_is_refused_before_the_server_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "chat.jinja").write_text("a\n{% if b %}")
+    assert main(["serve", "demo", "--port", "0", "--chat_template", str(tmp_path / "chat.jinja")]) == 2
+    assert "chat.jinja is not valid Jinja: line 2: Unexpected end of template" in capsys.readouterr().err
 
 
 def test_dead_rank_prints_one_line_and_exits_with_1(monkeypatch: Lines, capsys: pytest.CaptureFixture[str]):

@@ -89,7 +89,7 @@ def test_values_convert_to_the_annotated_type(name: str, text: Any, value: Any):
         ("limit", "3.5", "it takes a whole number or null"),
         ("limit", 3.5, "it takes a whole number or null"),
         ("limit", True, "it takes a whole number or null"),
-        ("kind", "facny", "one of plain, fancy; did you mean fancy?"),
+        ("kind", "facny", "one of plain, fancy; did you mean 'fancy'?"),
         ("sizes", "1,x", "a list of whole numbers or null"),
         ("sizes", [1, True], "a list of whole numbers or null"),
         ("title", 3, "it takes text"),

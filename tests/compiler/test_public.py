@@ -376,3 +376,12 @@ def test_bad_uses_of_compile_are_one_sentence() -> None:
         assert words in str(caught.value) and "\n" not in str(caught.value)
     compiled = torchweave.compile(nn.ReLU(), {"input": x}, config=FX)
     torch.testing.assert_close(compiled(input=x), torch.relu(x))
+
+
+def test_config_may_be_a_dict() -> None:
+    module, x = nn.Linear(4, 4), torch.ones(2, 4)
+    compiled = torchweave.compile(module, {"input": x}, config={"enable_inductor": False, "compile_cache": False})
+    torch.testing.assert_close(compiled(x), module(x))
+    assert repr(compiled) == "CompiledModule(inputs=(input), pieces=1)"
+    with pytest.raises(ValueError, match=r"unknown option enable_inducter; did you mean enable_inductor\?"):
+        torchweave.compile(module, {"input": x}, config={"enable_inducter": False})

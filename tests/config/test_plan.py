@@ -50,6 +50,13 @@ def entry(plan: Plan, name: str):
     return found
 
 
+def test_backend_in_place_of_the_preferred_one_has_its_reason():
+    device = replace(CPU, attention=(AttentionFacts("cpp", 0, refusal="no C++ compiler was found"), TORCH))
+    found = entry(plan_of(device), "attention_backend")
+    assert (found.effective, found.why) == ("torch", "cpp: no C++ compiler was found")
+    assert entry(plan_of(CPU), "attention_backend").why == "preferred on CPU"
+
+
 def test_defaults_on_a_gpu():
     plan = plan_of()
     assert (plan.dtype, plan.max_batch_size, plan.max_num_tokens, plan.max_model_len) == ("bfloat16", 512, 8192, 4096)

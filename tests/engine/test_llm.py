@@ -178,6 +178,13 @@ def test_variables_of_the_template_are_given_by_vllms_name_too(llm: LLM) -> None
         llm.chat(question, GREEDY, chat_template=template, more="30")  # type: ignore[call-arg]
 
 
+def test_tools_are_refused_by_a_template_without_them(llm: LLM) -> None:
+    question = [{"role": "user", "content": "1"}]
+    with pytest.raises(ValueError, match="template of this model does not support tools"):
+        llm.chat(question, GREEDY, tools=[{"type": "function"}])
+    assert repr(llm) == "LLM('demo-draft', device='cpu', dtype='float32')"
+
+
 def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:
     tokenizer, question = llm.get_tokenizer(), [{"role": "user", "content": "12+30="}]
     assert tokenizer.apply_chat_template(question, add_generation_prompt=True).input_ids == llm.encode_chat(question)

@@ -155,6 +155,10 @@ def test_chat_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
     without = Tokenizer(tmp_path)
     with pytest.raises(ValueError, match="no chat template"):
         without.chat(messages)
+    with pytest.raises(ValueError, match=r"chat_template is not valid Jinja: line 2: Unexpected end of template"):
+        without.chat(messages, chat_template="a\n{% if b %}")
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert without.chat(messages, chat_template=marked) == without.encode("Hello", add_special_tokens=False)
 
 
 def test_files_are_read_at_the_first_use_only(tmp_path: Path) -> None:

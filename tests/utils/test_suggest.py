@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from torchweave import LLM, SamplingParams
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest
-from torchweave.utils.suggest import did_you_mean
+from torchweave.utils.suggest import did_you_mean, suggest_value
 
 KNOWN = [*ChatRequest.model_fields, *CompletionRequest.model_fields]
 
@@ -31,3 +34,25 @@ def test_a_misspelt_name_is_recognised(name: str, suggestion: str) -> None:
 )
 def test_a_name_that_shares_words_with_another_is_not_that_one(name: str) -> None:
     assert did_you_mean(name, KNOWN, "leave it out") == "leave it out"
+
+
+def test_a_name_of_vllm_has_what_to_do_in_its_place() -> None:
+    assert "merge the adapter" in did_you_mean("enable_lora", ["enable_fullgraph"], "leave it out")
+    assert suggest_value("quantization", "awq", ["fp8"]).endswith("leave it out")
+    assert suggest_value("dtype", "awq", ["fp8"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("best_of", "largest cumulative_logprob"),
+        ("tempreature", "did you mean temperature"),
+        ("colour", "it takes n, "),
+    ],
+)
+def test_an_unknown_sampling_parameter_is_refused_with_a_suggestion(name: str, words: str) -> None:
+    values: dict[str, Any] = {name: 1}
+    with pytest.raises(TypeError, match=f"SamplingParams got an unexpected keyword argument '{name}'; .*{words}"):
+        SamplingParams(**values)
+    with pytest.raises(TypeError, match=r"LLM\.generate got .* 'lora_request'; LoRA adapters are not supported"):
+        LLM.generate(object(), "hi", lora_request=None)  # type: ignore[arg-type, call-arg]

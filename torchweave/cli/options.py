@@ -23,6 +23,7 @@ import yaml
 
 from torchweave.config.options import read_text_file
 from torchweave.config.plan import format_value
+from torchweave.utils.suggest import VLLM_NAMES, suggest_value
 
 Config = TypeVar("Config")
 
@@ -159,6 +160,8 @@ def unknown_option(name: str, known: Iterable[str], dashes: str = "") -> str:
     names = list(known)
     if within := [full for full in names if full.startswith(f"{name}.")]:
         return f"{dashes}{name} is a group of options; set one of them, such as {dashes}{within[0]}"
+    if name in VLLM_NAMES:
+        return f"unknown option {dashes}{name}; {VLLM_NAMES[name]}"
     leaf = name.rsplit(".", 1)[-1]
     by_leaf = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
     near = difflib.get_close_matches(leaf, list(by_leaf), n=1)
@@ -187,9 +190,9 @@ def convert(hint: Any, value: Any, name: str) -> Any:
         return _any_of(alternatives, value)
     except ValueError:
         pass
-    raise ValueError(
-        f"{name}={_quoted(value)} is not valid: it takes {_expected(alternatives)}{_near(alternatives, value)}"
-    )
+    known = [item for hint in alternatives if get_origin(hint) is Literal for item in get_args(hint)]
+    near = suggest_value(name, value, known)
+    raise ValueError(f"{name}={_quoted(value)} is not valid: it takes {_expected(alternatives)}{near}")
 
 
 def _any_of(alternatives: Sequence[Any], value: Any) -> Any:
@@ -290,12 +293,6 @@ def _expected(alternatives: Sequence[Any]) -> str:
             names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
             words.append(names.get(hint, "a value"))
     return " or ".join(dict.fromkeys(words))
-
-
-def _near(alternatives: Sequence[Any], value: Any) -> str:
-    names = [str(item) for hint in alternatives if get_origin(hint) is Literal for item in get_args(hint)]
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _quoted(value: Any) -> str:

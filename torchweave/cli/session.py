@@ -69,6 +69,9 @@ def engine(args: argparse.Namespace, needs: Literal["", "tokenizer", "chat templ
         logging.getLogger(name).setLevel(logging.ERROR)
     llm = start_llm(config, Report(show=False if args.quiet else None))
     try:
+        pooling = llm.engine.loaded.module.pooling
+        if needs and pooling is not None:
+            raise ValueError(pooling.refusal)
         yield llm
     finally:
         llm.shutdown(drain=False)

@@ -24,6 +24,7 @@ from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.runtime.recorded_calls import CudaGraphOptions, RecordedCalls
 from torchweave.config.options import TorchCompileConfig
+from torchweave.config.validate import config_from
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
 
@@ -36,7 +37,7 @@ def compile(
     module: nn.Module,
     inputs: Mapping[str, Tensor],
     dynamic: Dynamic | None = None,
-    config: TorchCompileConfig | None = None,
+    config: TorchCompileConfig | Mapping[str, Any] | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
     cuda_graphs: bool = False,
@@ -49,7 +50,7 @@ def compile(module: ModuleClass) -> ModuleClass: ...
 def compile(
     *,
     dynamic: Dynamic | None = None,
-    config: TorchCompileConfig | None = None,
+    config: TorchCompileConfig | Mapping[str, Any] | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
     cuda_graphs: bool = False,
@@ -60,7 +61,7 @@ def compile(
     module: Any = None,
     inputs: Mapping[str, Tensor] | None = None,
     dynamic: Dynamic | None = None,
-    config: TorchCompileConfig | None = None,
+    config: TorchCompileConfig | Mapping[str, Any] | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
     cuda_graphs: bool = False,
@@ -79,7 +80,8 @@ def compile(
         module: must not change afterwards, except for in-place writes to its weights. A class: see above.
         inputs: example tensors by forward's parameter names, in forward's order; values are not read. None for a class.
         dynamic: names of the dimensions that vary, by input and dimension: `{"x": {0: "T"}}`.
-        config: see `torchweave.TorchCompileConfig`. With its `compile_cache` an equal module is loaded, not captured again.
+        config: a `torchweave.TorchCompileConfig`, or a dict of its fields. With its `compile_cache` an equal module is loaded,
+            not captured again.
         report: collects the events of the compilation.
         passes: replaces the default passes; `[*default_passes(), Mine()]` adds a pass to them.
         cuda_graphs: record calls as CUDA graphs, one for each tuple of input shapes, at the first call of these shapes, and replay
@@ -119,6 +121,8 @@ def compile(
     device = next(iter(inputs.values())).device
     if cuda_graphs:
         _validate_cuda_graphs(inputs, max_cuda_graphs)
+    if isinstance(config, Mapping):
+        config = config_from(TorchCompileConfig, config)
     config, report = config or TorchCompileConfig(), report or Report(show=False)
     open_dump(config, report)
     cache, ops = open_cache(config, report), boundary_ops()
@@ -195,6 +199,10 @@ class CompiledModule:
         self.compiled_graph = compiled_graph
         self.cuda_graphs = cuda_graphs
         self._device_type, self._autocast = device_type, autocast(device_type)
+
+    def __repr__(self) -> str:
+        graph = self.compiled_graph
+        return f"CompiledModule(inputs=({', '.join(graph.inputs)}), pieces={len(graph.pieces)})"
 
     @property
     def woven(self) -> CompiledGraph:

@@ -101,7 +101,9 @@ def compilation_options(value: Any) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"compilation_config={value!r} is not valid JSON: {error}") from None
+            raise ValueError(
+                f"compilation_config={value!r} is not valid JSON: {error}; a single option is -cc.NAME=VALUE"
+            ) from None
     if isinstance(value, int) and not isinstance(value, bool):
         value = {"level": value}
     if not isinstance(value, Mapping):

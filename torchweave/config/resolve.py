@@ -286,7 +286,9 @@ def _attention(config: EngineConfig, device: DeviceFacts, kv_cache_dtype: str, e
     if config.attention_backend == "auto":
         if not available:
             raise ValueError(f"no attention backend is available on {device.title} ({others or 'none exists'})")
-        entries.note("attention_backend", available[0].name, f"preferred on {device.title}")
+        preferred = device.attention[0]  # the first by preference
+        why = f"{preferred.name}: {preferred.refusal}" if preferred.refusal else f"preferred on {device.title}"
+        entries.note("attention_backend", available[0].name, why)
         return available[0]
     for facts in device.attention:
         if facts.name == config.attention_backend:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torchweave.config.options import EngineConfig, ServerConfig, SpeculativeConfig
-from torchweave.utils.suggest import did_you_mean
+from torchweave.utils.suggest import did_you_mean, suggest_value
 
 _MAX_API_SERVERS = 64
 _SERVER_MINIMUMS = {
@@ -69,7 +68,8 @@ def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = 
     for requested, value in options.items():
         name = requested if requested in hints else OTHER_NAMES.get(requested, "")
         if name not in hints:
-            guess = did_you_mean(requested, hints, f"it is one of {', '.join(hints)}", prefix)
+            known = f"it is one of {', '.join(hints)}" if prefix else "docs/cli.md lists all options"
+            guess = did_you_mean(requested, hints, known, prefix)
             raise ValueError(f"unknown option {prefix}{requested}; {guess}")
         if name in given:
             raise ValueError(f"{prefix}{name} is given twice; {' and '.join(_aliases_of(name))} are one option")
@@ -255,6 +255,4 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 
 def _unknown(option: str, value: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), map(str, known), n=1, cutoff=0.4)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{option}={value!r} is not known: it is one of {', '.join(map(str, known))}{guess}"
+    return f"{option}={value!r} is not known: it is one of {', '.join(map(str, known))}{suggest_value(option, value, known)}"

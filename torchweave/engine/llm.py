@@ -41,6 +41,7 @@ from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.images import EncodedPrompt, ImageProcessor, has_images
 from torchweave.report import Report
 from torchweave.utils import gc
+from torchweave.utils.suggest import suggest_keywords
 
 if TYPE_CHECKING:
     from torchweave.distributed.launchers.local import WorkerPool
@@ -131,8 +132,12 @@ class LLM:
         self.report.event("ready")
         save_explanation(self.plan, self.report)
 
+    def __repr__(self) -> str:
+        return f"LLM({self.engine.loaded.name!r}, device={self.plan.device!r}, dtype={self.plan.dtype!r})"
+
     # -- complete outputs ----------------------------------------------------------------------------------------------
 
+    @suggest_keywords
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -191,6 +196,7 @@ class LLM:
             metrics=metrics if self._with_metrics else None,
         )
 
+    @suggest_keywords
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -220,7 +226,7 @@ class LLM:
         variables: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
         variables |= {"continue_final_message": True} if continue_final_message else {}
         variables |= {} if chat_template is None else {"chat_template": chat_template}
-        variables |= {"tools": list(tools)} if tools else {}
+        variables |= {"tools": self._check_tools(tools, chat_template)} if tools else {}
         variables |= chat_template_kwargs or {}
         first = messages[0] if isinstance(messages, Sequence) and messages else None
         conversations = messages if isinstance(first, (list, tuple)) else [messages]
@@ -427,6 +433,14 @@ class LLM:
         if has_images(messages):
             return self.image_processor.chat(messages, **variables)
         return self._require_tokenizer().chat(messages, **variables)
+
+    def _check_tools(self, tools: Sequence[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
+        source = template or self.get_tokenizer().chat_template
+        if isinstance(source, str) and "tools" not in source:
+            raise ValueError(
+                "The chat template of this model does not support tools; leave tools out, or give a chat_template that does."
+            )
+        return list(tools)
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

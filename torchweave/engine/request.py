@@ -11,6 +11,7 @@ import numpy as np
 
 from torchweave.engine.stop_regex import RegexMatcher
 from torchweave.images import ImageInput
+from torchweave.utils.suggest import suggest_keywords
 
 FinishReason = Literal["stop", "length", "complete", "cancelled", "error"]
 """Why an answer ended: stop token, limit, complete structured output, cancellation, error. Users see `complete` as `stop`."""
@@ -268,6 +269,9 @@ class SamplingParams:
     def stops_in_text(self) -> bool:
         """Whether each token's text must be looked at."""
         return bool(self.stop_strings) or self.stop_regex is not None
+
+
+SamplingParams.__init__ = suggest_keywords(SamplingParams.__init__)
 
 
 def _count(logprobs: int | None, vocab_size: int) -> int:

@@ -297,6 +297,10 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
     if source.folder is not None:
         reject_draft_head(source.name, source.folder)
     model_type = raw.get("model_type")
+    if model_type is None and source.folder is not None and not trust_remote_code:
+        raise ValueError(
+            f"The config of {source.name!r} has no model_type: expected one, such as llama; copy config.json again."
+        )
     if not isinstance(model_type, str | None):
         raise ValueError(f"The config of {source.name!r} has model_type={model_type!r}: expected a name; correct it.")
     if source.folder is None:

@@ -22,6 +22,7 @@ from torchweave.serving.media import MediaFetcher
 from torchweave.serving.openai.generation import AnswerStream, as_tokens
 from torchweave.serving.openai.responses.store import BackgroundResponses, ResponseStore
 from torchweave.serving.tokenization import AsyncTokenizer, prepare
+from torchweave.tokenizer import check_chat_template
 
 _MAX_RETRY_AFTER = 60  # seconds
 _RATE_WINDOW = 64  # answers over which the completion rate is measured
@@ -49,6 +50,8 @@ class Service:
         self.startup_error = ""
         template = settings.chat_template
         self._template = None if template is None else read_text_file("chat_template", template)
+        if self._template is not None:
+            check_chat_template(self._template, f"chat_template {template}")
         self.media = MediaFetcher(settings.allowed_media_hosts, settings.max_body_bytes, settings.media_fetch_timeout)
         self.created = int(time.time())
         self.response_store = ResponseStore(settings.response_store_mib << 20)

@@ -1,10 +1,13 @@
-"""Suggestions for unknown names in error messages."""
+"""Suggestions for unknown names in error messages: the nearest known name, or what to do in place of a name of vLLM."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 _CLOSE = 0.85
 """Of two names without their separators: they are the same name with a slip in it."""
@@ -12,10 +15,71 @@ _WORDS_CLOSE = 0.7
 """Of two words: one is the other, misspelt."""
 
 
+_NO_ADAPTER = "LoRA adapters are not supported: merge the adapter into the checkpoint, and leave it out"
+_NO_TLS = "the server speaks plain HTTP: put a proxy (nginx, Caddy) before it for TLS"
+VLLM_NAMES = {
+    **dict.fromkeys(("enable_lora", "lora_request", "lora_modules", "max_loras", "max_lora_rank"), _NO_ADAPTER),
+    **dict.fromkeys(("ssl_certfile", "ssl_keyfile"), _NO_TLS),
+    "best_of": "request n answers with logprobs=0 and take the largest cumulative_logprob",
+    "cpu_offload_gb": "weights stay on the device: quantize them (quantization) or use several GPUs (tensor_parallel_size)",
+    "disable_custom_all_reduce": "the option is symmetric_memory=false",
+    "distributed_executor_backend": "the option is executor",
+    "enable_auto_tool_choice": "leave it out: requests may always bring tools",
+    "guided_decoding": "the parameter is structured_outputs=StructuredOutputs(...)",
+    **{f"guided_{form}": f"the option is structured_outputs.{form}" for form in ("json", "regex", "choice", "grammar")},
+    "guided_decoding_backend": "leave it out: llguidance is the only backend",
+    "hf_overrides": "change config.json in a copy of the model's folder",
+    "logits_processors": "functions are not called on logits: use logit_bias, bad_words, allowed_token_ids or structured_outputs",
+    "max_seq_len_to_capture": "the option is torch_compile_config.capture_num_tokens",
+    "swap_space": "leave it out; kv_offload_gb keeps evicted blocks of the KV cache in host memory",
+    "tokenizer_mode": "leave it out: the checkpoint's own tokenizer is used",
+    "use_beam_search": "set beam_width",
+}
+"""What to do in place of vLLM's options and parameters that do not exist here."""
+_CHECKPOINT_FORMATS = ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin", "modelopt", "modelopt_fp4")
+_VLLM_VALUES = {
+    ("quantization", name): "this is a format of checkpoints, which is followed without the option; leave it out"
+    for name in _CHECKPOINT_FORMATS
+}
+"""What to do in place of vLLM's values of options."""
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def suggest_keywords(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let `function` refuse an unknown keyword with a suggestion, also for a name of vLLM; a decorator.
+
+    Raises:
+        TypeError: when called with an unknown keyword.
+    """
+    known = dict.fromkeys(list(inspect.signature(function).parameters)[1:])  # but self
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if unknown := [each for each in kwargs if each not in known]:
+            hint = did_you_mean(unknown[0], known, f"it takes {', '.join(known)}")
+            raise TypeError(f"{name} got an unexpected keyword argument {unknown[0]!r}; {hint}")
+        return function(*args, **kwargs)
+
+    return call
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
-    """End of an error about an unknown name: a suggestion from `known`, after `prefix`; `otherwise` if none is close."""
+    """End of an error about an unknown name: what to do in place of vLLM's, else a suggestion from `known`, after `prefix`;
+    `otherwise` if none is close."""
+    if name in VLLM_NAMES:
+        return VLLM_NAMES[name]
     near = [each for each in difflib.get_close_matches(name, list(known)) if _is_close(name, each)]
     return f"did you mean {prefix}{near[0]}?" if near else otherwise
+
+
+def suggest_value(option: str, value: object, known: Iterable[object]) -> str:
+    """End of an error about a value that is none of `known`, with its semicolon; empty without a suggestion."""
+    if hint := _VLLM_VALUES.get((option.removeprefix("--"), str(value))):
+        return f"; {hint}"
+    near = difflib.get_close_matches(str(value), map(str, known), n=1, cutoff=0.4)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _is_close(name: str, known: str) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +51,29 @@ def test_failure_in_both_folders_is_raised(tmp_path: Path, report: Report) -> No
     with InductorCacheDir(CompileCache(tmp_path, report)) as code, pytest.raises(InductorError):
         code.run(fail)
     with InductorCacheDir(None) as code, pytest.raises(InductorError):
+        code.run(fail)
+
+
+def test_full_disk_is_found_before_inductor_tries_it(
+    tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = CompileCache(tmp_path, report)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=60 << 10))
+    with InductorCacheDir(cache) as code:
+        assert not code.run(cache_dir).startswith(str(tmp_path))
+    assert "No space left on device" in report.select("warning")[0]["why"]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_full_disk_of_inductors_own_folder_is_one_sentence(tmp_path: Path, report: Report, cached: bool) -> None:
+    def fail() -> None:
+        raise InductorError(OSError(errno.ENOSPC, "No space left on device"), None)
+
+    cache = CompileCache(tmp_path, report) if cached else None
+    with (
+        InductorCacheDir(cache) as code,
+        pytest.raises(ValueError, match=r"^Inductor cannot write to .*: No space left .*; free"),
+    ):
         code.run(fail)
 
 

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -181,7 +182,8 @@ def open_cache(
     try:
         return CompileCache(cache_dir(config.compile_cache_dir), report, wait)
     except OSError as error:
-        report.event("warning", what="compile cache", why=f"disabled, so that every start compiles again: {error}")
+        why = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error
+        report.event("warning", what="compile cache", why=f"disabled, so that every start compiles again: {why}")
         return None
 
 
@@ -259,6 +261,9 @@ Result = TypeVar("Result")
 
 _UNSAFE_IN_PATH = re.compile(r"[\s'\"\\]")
 """Inductor writes the command of its compiler as one line without quotes, and splits it again."""
+_DISK_FULL = os.strerror(errno.ENOSPC)
+_MIN_FREE_BYTES = 16 << 20
+"""Disk space below which Inductor's code of a model does not fit."""
 
 
 class InductorCacheDir:
@@ -285,6 +290,9 @@ class InductorCacheDir:
             folder.mkdir(exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 file.write(b"test")
+            # Inductor keeps the result of a trial compilation that a full disk ended: that this CPU has no vector instructions.
+            if shutil.disk_usage(folder).free < _MIN_FREE_BYTES:
+                raise OSError(errno.ENOSPC, _DISK_FULL)
         except OSError as error:
             self._fall_back(error)
         else:
@@ -296,22 +304,37 @@ class InductorCacheDir:
 
     def run(self, build: Callable[[], Result]) -> Result:
         """Run `build`; if it fails, run it again in Inductor's own folder: the disk may be full, which compilers report in ways
-        of their own."""
+        of their own.
+
+        Raises:
+            ValueError: the disk of Inductor's own folder is full.
+        """
+        if self._cache is not None:
+            try:
+                return build()
+            except Exception as error:
+                from torch._inductor.exc import InductorError  # imports hundreds of modules, needed after an error only
+
+                if not isinstance(error, (InductorError, OSError)):
+                    raise
+                self._fall_back(error)
         try:
             return build()
         except Exception as error:
-            from torch._inductor.exc import InductorError  # imports hundreds of modules, needed after an error only
-
-            if self._cache is None or not isinstance(error, (InductorError, OSError)):
+            if _DISK_FULL not in str(error):
                 raise
-            self._fall_back(error)
-        return build()
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+            raise ValueError(
+                f"Inductor cannot write to {cache_dir()}: {_DISK_FULL}; free space there, or set TORCHINDUCTOR_CACHE_DIR to a "
+                "folder on another disk"
+            ) from error
 
     def _fall_back(self, error: Exception) -> None:
         assert self._cache is not None
         message = " ".join(str(error).split())
-        if (full := os.strerror(errno.ENOSPC)) in message:  # behind a C++ compiler's command and its first errors
-            message = full
+        if _DISK_FULL in message:  # behind a C++ compiler's command and its first errors
+            message = _DISK_FULL
         self._cache.warn_not_stored(
             f"compiled CPU code is not stored in {self._cache.folder / CODE_FOLDER}: {message[:300]}"
         )
