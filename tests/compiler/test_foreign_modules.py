@@ -313,7 +313,7 @@ def _view_as_three_columns(self: nn.Module, x: Tensor) -> Tensor:
     [
         (
             _add_another_size,
-            r"`add` with symbolic sizes: The size of tensor a \(s\d+\) must match the size of tensor b \(7\) at .*; leave",
+            r"`add` with symbolic sizes: The size of tensor a \(x\.shape\[0\]\) must match the size of tensor b \(7\) at .*; leave",
         ),
         (
             _concatenate_other_columns,
@@ -321,7 +321,7 @@ def _view_as_three_columns(self: nn.Module, x: Tensor) -> Tensor:
         ),
         (
             _view_as_three_columns,
-            r"`view` with symbolic sizes: shape '\[-1, 3\]' is invalid for input of size 8\*s\d+; leave",
+            r"`view` with symbolic sizes: shape '\[-1, 3\]' is invalid for input of size 8\*x\.shape\[0\]; leave",
         ),
     ],
 )
@@ -410,7 +410,7 @@ def _linspace(self: nn.Module, y: Tensor) -> Tensor:
 def test_the_line_that_fixes_a_size_is_named() -> None:
     line = _linspace.__code__.co_firstlineno + 2
     with pytest.raises(
-        ValueError, match=rf"^{__file__}:{line}: T \(y dimension 0\) was fixed to 15 by `w = torch\.lins"
+        ValueError, match=rf"^{__file__}:{line}: T \(y\.shape\[0\]\) was fixed to 15 by `w = torch\.lins"
     ):
         torchweave.compile(module_of(_linspace), {"y": torch.zeros(15, 4)}, {"y": {0: "T"}}, FX)
 
@@ -444,7 +444,7 @@ def test_bit_length_of_a_size_is_refused_with_its_line() -> None:
 
     line = forward.__code__.co_firstlineno + 1
     said = (
-        rf"^{__file__}:{line}: T \(x dimension 0\) was fixed to 5 by `return .*bit_length\(\)\)`, which needs a number"
+        rf"^{__file__}:{line}: T \(x\.shape\[0\]\) was fixed to 5 by `return .*bit_length\(\)\)`, which needs a number"
     )
     with pytest.raises(ValueError, match=said):
         torchweave.compile(module_of(forward), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, FX)

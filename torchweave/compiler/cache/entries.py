@@ -195,7 +195,8 @@ def serialize_graph(graph: CapturedGraph) -> bytes:
         table, rows = _flatten_nodes(graph.module)
         module = GraphPickler.dumps((table, rows, *_serialize_values(graph)), Options(ops_filter=None))
         output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
-        rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources, graph.unused_inputs)
+        symbols = (graph.symbols, graph.size_names)
+        rest = (module, graph.inputs, bindings, output, symbols, graph.sources, graph.unused_inputs)
         return pickle.dumps(rest)
     except Exception as error:  # the pickler may raise anything
         raise NotSerializableError(f"{type(error).__name__}: {error}") from error
@@ -231,7 +232,8 @@ def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -
             raise SourceError(f"{binding} has another shape or dtype than the stored graph")
         bindings[name] = Constant(tensor, binding)
     tree = OutputTree(pytree.treespec_loads(output[0]), output[1])
-    return CapturedGraph(restored, inputs, bindings, tree, symbols, sources, unused_inputs)
+    names, size_names = symbols
+    return CapturedGraph(restored, inputs, bindings, tree, names, size_names, sources, unused_inputs)
 
 
 def _without_guard_locations() -> Any:

@@ -172,12 +172,17 @@ def _contents(thing: Any) -> list[_Contents]:
     return [*contents, dict(vars(thing))] if hasattr(thing, "__dict__") else contents
 
 
+def source_text(source: str) -> str:
+    """Dynamo's source of an object as the user writes it: `self.layer.count`."""
+    return _REGISTERED.sub(lambda match: f".{match[1]}" if match[1] else "", _ROOT.sub(r"\1", source))
+
+
 def _restore(source: str, thing: Any, before: list[_Contents], roots: Mapping[str, Any]) -> list[str]:
     """Restore an object. Returns the names of what had changed: the object itself, or its attributes."""
     now, after = _snapshot(source, roots)
     if before and now is thing and all(map(_same, before, after)):
         return []
-    name = _REGISTERED.sub(lambda match: f".{match[1]}" if match[1] else "", _ROOT.sub(r"\1", source))
+    name = source_text(source)
     if isinstance(thing, CellType):
         thing.cell_contents = before[0][""]
     elif isinstance(thing, (dict, set)):
