@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from torchweave.compiler.cache.read_globals import globals_of
 from torchweave.compiler.capture.branches import record_branches
 from torchweave.compiler.capture.outputs import EXTRA_KEYWORDS, output_tree, record_side_effects, source_text
+from torchweave.compiler.capture.size_indices import select_by_sizes
 from torchweave.compiler.capture.trace_once.clone_layers import (
     CloneError,
     PlaceholderMap,
@@ -220,6 +221,7 @@ def _trace(request: _Request, size_names: Mapping[str, str]) -> Any:
             get_metrics_context(),
             dynamo_timed("torchweave_capture"),
             record_branches(),
+            select_by_sizes(),
             _without_log_of_errors(),
         ):
             return fullgraph_capture(request.module, request.arguments)
