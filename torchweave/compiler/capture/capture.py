@@ -135,6 +135,15 @@ def _call_arguments(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[An
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }
     names = list(parameters)
+    if by_keyword := [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name in inputs
+    ]:
+        raise ValueError(
+            f"{by_keyword[0]} is keyword-only in forward, and inputs are passed by position; move it before the `*`, or call the "
+            "module in the forward of another one"
+        )
     used = names[: 1 + max((names.index(name) for name in inputs if name in parameters), default=-1)]
     required = [name for name in used if parameters[name].default is inspect.Parameter.empty]
     if list(inputs) != [name for name in used if name in inputs] or any(name not in inputs for name in required):

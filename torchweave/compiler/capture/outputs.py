@@ -14,6 +14,7 @@ import warnings
 from collections import ChainMap, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from types import CellType
 from typing import Any
 
@@ -79,10 +80,14 @@ def output_tree(
         elif leaf is None or isinstance(leaf, (bool, str, float)):
             leaves.append(("value", leaf))
         else:
-            raise TraceError(
-                f"forward returns a {type(leaf).__name__}; return tensors, or None, a bool, float or string"
-            )
+            raise TraceError(_unsupported_leaf(leaf))
     return OutputTree(spec, tuple(leaves))
+
+
+def _unsupported_leaf(leaf: Any) -> str:
+    kind = "an int, which may be a size" if type(leaf) is int else f"a {type(leaf).__name__}"
+    advice = "; or register its class by `torch.export.register_dataclass`" if is_dataclass(leaf) else ""
+    return f"forward returns {kind}; return tensors, or None, a bool, float or string{advice}"
 
 
 def _attribute_of(leaf: Tensor, inputs: Mapping[str, Tensor]) -> Attribute | None:

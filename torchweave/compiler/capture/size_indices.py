@@ -26,18 +26,18 @@ def select_by_sizes() -> Iterator[None]:
     insert: Any = BuiltinVariable._handle_insert_op_in_graph
     write: Any = TensorVariable.method___setitem__
 
-    def insert_op(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def insert_op(self: Any, tracer: Any, args: Any, kwargs: Any) -> Any:
         if self.fn is operator.getitem and isinstance(args[0].realize(), TensorVariable):
-            tensor, key = _selected(tx, args[0].realize(), args[1].realize())
+            tensor, key = _selected(tracer, args[0].realize(), args[1].realize())
             args = [tensor, key]
-        return insert(self, tx, args, kwargs)
+        return insert(self, tracer, args, kwargs)
 
-    def method___setitem__(self: Any, tx: Any, key: Any, value: Any) -> Any:
-        tensor, key = _selected(tx, self, key.realize())
-        return write(tensor, tx, key, value)
+    def write_selected(self: Any, tracer: Any, key: Any, value: Any) -> Any:
+        tensor, key = _selected(tracer, self, key.realize())
+        return write(tensor, tracer, key, value)
 
     BuiltinVariable._handle_insert_op_in_graph = insert_op  # type: ignore[method-assign]
-    TensorVariable.method___setitem__ = method___setitem__  # type: ignore[method-assign]
+    TensorVariable.method___setitem__ = write_selected  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -45,7 +45,7 @@ def select_by_sizes() -> Iterator[None]:
         TensorVariable.method___setitem__ = write  # type: ignore[method-assign]
 
 
-def _selected(tx: Any, tensor: Any, key: Any) -> tuple[Any, Any]:
+def _selected(tracer: Any, tensor: Any, key: Any) -> tuple[Any, Any]:
     """A tensor selected by the sizes in a tuple of indices, and the other indices; Dynamo's variables."""
     from torch._dynamo.variables import ConstantVariable, TupleVariable
 
@@ -62,7 +62,7 @@ def _selected(tx: Any, tensor: Any, key: Any) -> tuple[Any, Any]:
         first += tensor.ndim - sum(used) if item.is_constant_match(...) else num
     sizes = [item for item in items if _is_size(item)]
     for dim, size in reversed(list(zip(dims, sizes, strict=True))):
-        tensor = tensor.call_method(tx, "select", [ConstantVariable.create(dim), size], {})
+        tensor = tensor.call_method(tracer, "select", [ConstantVariable.create(dim), size], {})
     rest = [item for item in items if not _is_size(item)] or [ConstantVariable.create(...)]
     return tensor, TupleVariable(rest)
 

@@ -227,7 +227,7 @@ class _ForwardGenerator:
         shape = "".join(f"{known[size] if isinstance(size, str) else size}, " for size in sizes)
         text = str(dtype).removeprefix("torch.")
         conditions += [f"{argument}.dtype is {self._bind_object(text, dtype, None)}", f"{argument}.shape == ({shape})"]
-        conditions += [f"{argument}.is_contiguous()", f"{'' if device == 'cuda' else 'not '}{argument}.is_cuda"]
+        conditions += [f"{argument}.is_contiguous()", f"{argument}.is_{device}"]
         self.lines.append(f"if not ({' and '.join(conditions)}):")
         kind = f"{text}[{shape.strip(', ')}] on {device}"
         others = "".join(f"{f'{size} ({self.read_from[size]})'!r}: {known[size]}, " for size in elsewhere)
