@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch._inductor import config as inductor_config
 import torchweave
 from torchweave.compiler import TraceError
 from torchweave.config.options import TorchCompileConfig
+from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 INDUCTOR = TorchCompileConfig(compile_cache=False)
@@ -413,6 +415,10 @@ def _write_after_reshape(self: nn.Module, x: Tensor) -> Tensor:
     return y + 1
 
 
+def _halves(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([part / part.shape[0] for part in x.chunk(2)]) * 2
+
+
 def _squeeze(self: nn.Module, x: Tensor) -> Tensor:
     return x.squeeze(0) + 1
 
@@ -425,6 +431,7 @@ def _squeeze(self: nn.Module, x: Tensor) -> Tensor:
         (_branch_on_contiguity, r"forward takes another path at {file}:{line} \(`if .*\.is_contiguous\(\):`\)$"),
         (_write_after_reshape, r"forward takes another path at {file}:{line} \(`.*\.reshape\(-1, 4\), m`\)$"),
         (_squeeze, "forward drops a dimension by `squeeze` at {file}:{line}$"),
+        (_halves, r"forward splits a tensor into another number of parts at {file}:{line} \(`.*x\.chunk\(2\).*`\)$"),
     ],
 )
 def test_a_size_of_one_is_excluded_by_the_line_that_excludes_it(forward: Any, said: str) -> None:
@@ -433,6 +440,22 @@ def test_a_size_of_one_is_excluded_by_the_line_that_excludes_it(forward: Any, sa
     line = forward.__code__.co_firstlineno + 1
     with pytest.raises(ValueError, match=said.format(file=__file__, line=line)):
         compiled(torch.ones(1, 4))
+
+
+class _Halves(nn.Module):
+    forward = _halves
+
+
+def test_a_graph_is_as_valid_with_the_compile_cache_as_without(tmp_path: Path) -> None:
+    """Storing it copied its fake tensors, which asked whether the second half has one row: 2 was excluded."""
+    config = TorchCompileConfig(enable_inductor=False, compile_cache_dir=str(tmp_path))
+    for source in ("dynamo", "cache"):
+        report = Report(show=False)
+        compiled = torchweave.compile(_Halves(), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, config, report)
+        assert report.select("capture")[0]["source"] == source and compiled.compiled_graph.sizes[0] == 2
+        for rows in (2, 3, 8):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(compiled(x), _halves(None, x))  # type: ignore[arg-type]
 
 
 def _attends(self: nn.Module, x: Tensor) -> Tensor:

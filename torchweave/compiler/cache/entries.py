@@ -193,7 +193,9 @@ def serialize_graph(graph: CapturedGraph) -> bytes:
         bindings[name] = binding.source if isinstance(binding, Constant) else binding
     try:
         table, rows = _flatten_nodes(graph.module)
-        module = GraphPickler.dumps((table, rows, *_serialize_values(graph)), Options(ops_filter=None))
+        with _suppress_guards(graph.fake_mode):
+            values = _serialize_values(graph)
+        module = GraphPickler.dumps((table, rows, *values), Options(ops_filter=None))
         output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
         symbols = (graph.symbols, graph.size_names)
         rest = (module, graph.inputs, bindings, output, symbols, graph.sources, graph.unused_inputs)
@@ -218,7 +220,8 @@ def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -
     table, rows, geometries, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
     restored = _unflatten_nodes(table, rows)
     rename_device(restored.graph, device)
-    _deserialize_values(restored, geometries, values, mode, device)
+    with _suppress_guards(mode):
+        _deserialize_values(restored, geometries, values, mode, device)
     roots = module_roots(module)
     bindings: dict[str, Binding] = {}
     fakes = {node.name: value(node) for node in restored.graph.nodes if node.op == "placeholder"}
@@ -234,6 +237,11 @@ def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -
     tree = OutputTree(pytree.treespec_loads(output[0]), output[1])
     names, size_names = symbols
     return CapturedGraph(restored, inputs, bindings, tree, names, size_names, sources, unused_inputs)
+
+
+def _suppress_guards(mode: Any) -> contextlib.AbstractContextManager[None]:
+    """Fake tensors are copied, not computed: which sizes a copy of one asks for is no condition of the graph."""
+    return contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
 def _without_guard_locations() -> Any:

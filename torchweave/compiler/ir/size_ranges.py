@@ -64,6 +64,9 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report, as_eag
         if _is_branch(sloc) and (writes_views or not _is_of_op(sloc)):
             where, code = user_location(sloc)
             why = f"for a size of 1 forward takes another path{_at(where)} (`{code}`)"
+        if _is_of_split(sloc):
+            where, code = user_location(sloc)
+            why = f"for a size of 1 forward splits a tensor into another number of parts{_at(where)} (`{code}`)"
     dropped = next(filter(_drops_dynamic_dim, graph.graph.nodes), None) if as_eager else None
     if dropped is not None:
         why = f"for a size of 1 forward drops a dimension by `squeeze`{_at(source_location(dropped))}"
@@ -147,6 +150,13 @@ def _is_of_convolution(sloc: Any) -> bool:
     place = getattr(sloc, "framework_loc", None)
     name, path = getattr(place, "name", ""), str(getattr(place, "filename", "")).replace("\\", "/")
     return name == "conv" and path.endswith("/torch/_subclasses/fake_impls.py")
+
+
+def _is_of_split(sloc: Any) -> bool:
+    """Whether torch's `split` or `chunk` made the guard: the number of results depends on the size."""
+    place = getattr(sloc, "framework_loc", None)
+    path = str(getattr(place, "filename", "")).replace("\\", "/")
+    return getattr(place, "name", "") == "split" and path.endswith("/torch/_decomp/decompositions.py")
 
 
 def _is_branch(sloc: Any) -> bool:
