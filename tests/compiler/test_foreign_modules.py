@@ -446,16 +446,22 @@ class _Halves(nn.Module):
     forward = _halves
 
 
-def test_a_graph_is_as_valid_with_the_compile_cache_as_without(tmp_path: Path) -> None:
-    """Storing it copied its fake tensors, which asked whether the second half has one row: 2 was excluded."""
+class _LastRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[-3:] + 1
+
+
+@pytest.mark.parametrize(("cls", "smallest"), [(_Halves, 2), (_LastRows, 1)])
+def test_a_graph_is_as_valid_with_the_compile_cache_as_without(cls: Any, smallest: int, tmp_path: Path) -> None:
+    """Storing and loading it copied its fake tensors, which asked whether a part has one row, or begins behind the first one."""
     config = TorchCompileConfig(enable_inductor=False, compile_cache_dir=str(tmp_path))
     for source in ("dynamo", "cache"):
         report = Report(show=False)
-        compiled = torchweave.compile(_Halves(), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, config, report)
-        assert report.select("capture")[0]["source"] == source and compiled.compiled_graph.sizes[0] == 2
+        compiled = torchweave.compile(cls(), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, config, report)
+        assert report.select("capture")[0]["source"] == source and compiled.compiled_graph.sizes[0] == smallest
         for rows in (2, 3, 8):
             x = torch.randn(rows, 4)
-            torch.testing.assert_close(compiled(x), _halves(None, x))  # type: ignore[arg-type]
+            torch.testing.assert_close(compiled(x), cls()(x))
 
 
 def _attends(self: nn.Module, x: Tensor) -> Tensor:

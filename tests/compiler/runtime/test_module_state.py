@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_tracing
 
 import torchweave
 from torchweave.config.options import TorchCompileConfig
@@ -34,11 +35,11 @@ class Branches(nn.Module):
         return self.left(input) + self.right(input).tanh()
 
 
-def _other_parameter(module: nn.Module) -> None:
+def _other_parameter(module: Any) -> None:
     module.left.weight = nn.Parameter(torch.zeros(8, 8))
 
 
-def _other_data(module: nn.Module) -> None:
+def _other_data(module: Any) -> None:
     module.left.weight.data = torch.zeros(8, 8)
 
 
@@ -47,7 +48,7 @@ def _assigned_state(module: nn.Module) -> None:
     module.load_state_dict({**module.state_dict(), "left.weight": state["left.weight"]}, assign=True)
 
 
-def _parametrized(module: nn.Module) -> None:
+def _parametrized(module: Any) -> None:
     nn.utils.parametrizations.weight_norm(module.left)
 
 
@@ -218,5 +219,5 @@ def test_threads_compile_one_after_another() -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert not torch.fx._symbolic_trace.is_fx_tracing()
+    assert not is_fx_tracing()
     assert torch._debug_has_internal_overlap is before  # type: ignore[attr-defined]

@@ -193,7 +193,7 @@ def serialize_graph(graph: CapturedGraph) -> bytes:
         bindings[name] = binding.source if isinstance(binding, Constant) else binding
     try:
         table, rows = _flatten_nodes(graph.module)
-        with _suppress_guards(graph.fake_mode):
+        with _without_guards(graph.fake_mode):
             values = _serialize_values(graph)
         module = GraphPickler.dumps((table, rows, *values), Options(ops_filter=None))
         output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
@@ -217,10 +217,11 @@ def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -
 
     pickled, inputs, stored, output, symbols, sources, unused_inputs = pickle.loads(payload)
     mode = FakeTensorMode(shape_env=_without_guard_locations())
-    table, rows, geometries, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
+    with _without_guards(mode):
+        table, rows, geometries, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
     restored = _unflatten_nodes(table, rows)
     rename_device(restored.graph, device)
-    with _suppress_guards(mode):
+    with _without_guards(mode):
         _deserialize_values(restored, geometries, values, mode, device)
     roots = module_roots(module)
     bindings: dict[str, Binding] = {}
@@ -239,7 +240,7 @@ def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -
     return CapturedGraph(restored, inputs, bindings, tree, names, size_names, sources, unused_inputs)
 
 
-def _suppress_guards(mode: Any) -> contextlib.AbstractContextManager[None]:
+def _without_guards(mode: Any) -> contextlib.AbstractContextManager[None]:
     """Fake tensors are copied, not computed: which sizes a copy of one asks for is no condition of the graph."""
     return contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
 

@@ -52,8 +52,8 @@ def _selected(tracer: Any, tensor: Any, key: Any) -> tuple[Any, Any]:
     items = [item.realize() for item in key.items] if isinstance(key, TupleVariable) else []
     if not any(map(_is_size, items)):
         return tensor, key
-    used = [_num_dims(item) for item in items]
-    if None in used or tensor.ndim is None:
+    used = [num for num in map(_num_dims, items) if num is not None]
+    if len(used) < len(items) or tensor.ndim is None:
         return tensor, key
     first, dims = 0, []
     for item, num in zip(items, used, strict=True):
