@@ -139,6 +139,21 @@ def test_a_piece_that_fails_an_assertion_of_inductor_runs_as_fx_code() -> None:
         torch.testing.assert_close(compiled(x.clone(), y), forward(None, x, y))  # type: ignore[arg-type]
 
 
+def test_a_piece_for_which_inductor_s_pattern_fails_runs_as_fx_code() -> None:
+    """Stock torch.compile raises: Inductor's pattern of `x[torch.randperm(n)]` lacks an input where n is dynamic."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return x[torch.randperm(x.shape[0])]
+
+    compiled = torchweave.compile(module_of(forward), {"x": torch.randn(5, 4)}, {"x": {0: "T"}}, INDUCTOR)
+    for rows in (1, 2, 9):
+        x = torch.randn(rows, 4)
+        torch.manual_seed(rows)
+        result = compiled(x)
+        torch.manual_seed(rows)
+        assert torch.equal(result, forward(None, x))  # type: ignore[arg-type]
+
+
 def test_returned_linears_have_their_own_memory() -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:

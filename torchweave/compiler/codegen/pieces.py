@@ -132,6 +132,10 @@ def _forward(module: fx.GraphModule) -> Callable[..., Any]:
     return namespace["forward"]
 
 
+_INCOMPLETE_MATCH = "Not all inputs to pattern found"
+"""Error of Inductor's pattern for `x[torch.randperm(n)]` with a dynamic n."""
+
+
 class InductorUnsupportedError(Exception):
     """Inductor does not support an operation of a piece, on any machine; the message is the reason."""
 
@@ -176,14 +180,12 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
             )
         except Exception as error:
             inner = getattr(error, "inner_exception", None)
-            if type(inner).__name__ not in (
-                "LoweringException",
-                "AssertionError",
-            ):  # a compiler or disk error is no missing support
+            # A compiler or disk error is no missing support.
+            is_unsupported = type(inner).__name__ in ("LoweringException", "AssertionError")
+            text = str(inner if is_unsupported else error)
+            if not is_unsupported and not text.startswith(_INCOMPLETE_MATCH):
                 raise
-            raise InductorUnsupportedError(
-                str(inner).partition("\n")[0] or "an assertion in Inductor failed"
-            ) from error
+            raise InductorUnsupportedError(text.partition("\n")[0] or "an assertion in Inductor failed") from error
     call, seconds = fast_callable(artifact, piece.module), time.monotonic() - begin
     return BuiltPiece(piece.digest, call, "inductor", seconds, artifact, generated_code(artifact))
 
