@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch._inductor import config as inductor_config
 import torchweave
 from torchweave.compiler import TraceError
 from torchweave.config.options import TorchCompileConfig
+from torchweave.report import Report
 
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 INDUCTOR = TorchCompileConfig(compile_cache=False)
@@ -135,6 +137,21 @@ def test_a_piece_that_fails_an_assertion_of_inductor_runs_as_fx_code() -> None:
     for rows in (2, 5, 17):
         x, y = torch.randn(rows, 4), torch.randn(rows, 4)
         torch.testing.assert_close(compiled(x.clone(), y), forward(None, x, y))  # type: ignore[arg-type]
+
+
+def test_a_piece_for_which_inductor_s_pattern_fails_runs_as_fx_code() -> None:
+    """Stock torch.compile raises: Inductor's pattern of `x[torch.randperm(n)]` lacks an input where n is dynamic."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return x[torch.randperm(x.shape[0])]
+
+    compiled = torchweave.compile(module_of(forward), {"x": torch.randn(5, 4)}, {"x": {0: "T"}}, INDUCTOR)
+    for rows in (1, 2, 9):
+        x = torch.randn(rows, 4)
+        torch.manual_seed(rows)
+        result = compiled(x)
+        torch.manual_seed(rows)
+        assert torch.equal(result, forward(None, x))  # type: ignore[arg-type]
 
 
 def test_returned_linears_have_their_own_memory() -> None:
@@ -296,6 +313,51 @@ def test_slices_that_begin_at_a_part_of_a_size(forward: Any, config: TorchCompil
         torch.testing.assert_close(compiled(x), forward(None, x))
 
 
+def _write_a_row(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x * 2, x.shape[0]
+    m[n // 2, 1:3] = x[n // 2, 2:4]
+    m[n - 1, None, 1:3] += 1
+    m[..., n // 3, 2], m[n // 2, 7] = 0.5, x[n - 1, 0]
+    return m
+
+
+def _write_elements_and_columns(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x @ x.t(), x.shape[0]
+    m[1:, n // 2] = 3.0
+    m[n // 2, n // 3 :] = m[n // 3, n // 3 :] * 2
+    m[-(n // 2) - 1, 0], m[n // 2, n // 3] = 7.0, 8.0
+    return m
+
+
+def _write_by_tensors_and_a_size(self: nn.Module, x: Tensor) -> Tensor:
+    m, n = x * 2, x.shape[0]
+    i = torch.arange(3)
+    m[n // 2, i * 2] = x[n // 3, i]
+    m.view(-1, 2, 4)[n // 2, :, i[:2]] = 0.25
+    m.view(-1, 2, 4)[n // 3, torch.tensor([False, True])] *= 3
+    return m
+
+
+def _read_rows(self: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    n = x.shape[0]
+    x[n // 2, ::2] = 0
+    return x[n // 2, 1:3] * 2, x[n // 3, ..., 2], (x @ x.t())[n // 2, n // 3 :].sum(), x[n // 2, None]
+
+
+@pytest.mark.parametrize("config", [FX, INDUCTOR], ids=["fx", "inductor"])
+@pytest.mark.parametrize(
+    "forward", [_write_a_row, _write_elements_and_columns, _write_by_tensors_and_a_size, _read_rows]
+)
+def test_a_size_is_an_index_beside_others(forward: Any, config: TorchCompileConfig) -> None:
+    """torch reads an integer in a tuple of indices as a number; see `size_indices`."""
+    compiled = torchweave.compile(module_of(forward), {"x": torch.randn(5, 8)}, {"x": {0: "T"}}, config)
+    for rows in (1, 2, 3, 4, 5, 8, 17):
+        x = torch.randn(rows, 8)
+        written = x.clone()
+        torch.testing.assert_close(compiled(written), forward(None, x))
+        assert torch.equal(written, x)
+
+
 def _add_another_size(self: nn.Module, x: Tensor) -> Tensor:
     return x + x.new_ones(7, 8)
 
@@ -313,7 +375,7 @@ def _view_as_three_columns(self: nn.Module, x: Tensor) -> Tensor:
     [
         (
             _add_another_size,
-            r"`add` with symbolic sizes: The size of tensor a \(s\d+\) must match the size of tensor b \(7\) at .*; leave",
+            r"`add` with symbolic sizes: The size of tensor a \(x\.shape\[0\]\) must match the size of tensor b \(7\) at .*; leave",
         ),
         (
             _concatenate_other_columns,
@@ -321,7 +383,7 @@ def _view_as_three_columns(self: nn.Module, x: Tensor) -> Tensor:
         ),
         (
             _view_as_three_columns,
-            r"`view` with symbolic sizes: shape '\[-1, 3\]' is invalid for input of size 8\*s\d+; leave",
+            r"`view` with symbolic sizes: shape '\[-1, 3\]' is invalid for input of size 8\*x\.shape\[0\]; leave",
         ),
     ],
 )
@@ -368,6 +430,10 @@ def _write_after_reshape(self: nn.Module, x: Tensor) -> Tensor:
     return y + 1
 
 
+def _halves(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([part / part.shape[0] for part in x.chunk(2)]) * 2
+
+
 def _squeeze(self: nn.Module, x: Tensor) -> Tensor:
     return x.squeeze(0) + 1
 
@@ -380,6 +446,7 @@ def _squeeze(self: nn.Module, x: Tensor) -> Tensor:
         (_branch_on_contiguity, r"forward takes another path at {file}:{line} \(`if .*\.is_contiguous\(\):`\)$"),
         (_write_after_reshape, r"forward takes another path at {file}:{line} \(`.*\.reshape\(-1, 4\), m`\)$"),
         (_squeeze, "forward drops a dimension by `squeeze` at {file}:{line}$"),
+        (_halves, r"forward splits a tensor into another number of parts at {file}:{line} \(`.*x\.chunk\(2\).*`\)$"),
     ],
 )
 def test_a_size_of_one_is_excluded_by_the_line_that_excludes_it(forward: Any, said: str) -> None:
@@ -388,6 +455,28 @@ def test_a_size_of_one_is_excluded_by_the_line_that_excludes_it(forward: Any, sa
     line = forward.__code__.co_firstlineno + 1
     with pytest.raises(ValueError, match=said.format(file=__file__, line=line)):
         compiled(torch.ones(1, 4))
+
+
+class _Halves(nn.Module):
+    forward = _halves
+
+
+class _LastRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[-3:] + 1
+
+
+@pytest.mark.parametrize(("cls", "smallest"), [(_Halves, 2), (_LastRows, 1)])
+def test_a_graph_is_as_valid_with_the_compile_cache_as_without(cls: Any, smallest: int, tmp_path: Path) -> None:
+    """Storing and loading it copied its fake tensors, which asked whether a part has one row, or begins behind the first one."""
+    config = TorchCompileConfig(enable_inductor=False, compile_cache_dir=str(tmp_path))
+    for source in ("dynamo", "cache"):
+        report = Report(show=False)
+        compiled = torchweave.compile(cls(), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, config, report)
+        assert report.select("capture")[0]["source"] == source and compiled.compiled_graph.sizes[0] == smallest
+        for rows in (2, 3, 8):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(compiled(x), cls()(x))
 
 
 def _attends(self: nn.Module, x: Tensor) -> Tensor:
@@ -410,7 +499,7 @@ def _linspace(self: nn.Module, y: Tensor) -> Tensor:
 def test_the_line_that_fixes_a_size_is_named() -> None:
     line = _linspace.__code__.co_firstlineno + 2
     with pytest.raises(
-        ValueError, match=rf"^{__file__}:{line}: T \(y dimension 0\) was fixed to 15 by `w = torch\.lins"
+        ValueError, match=rf"^{__file__}:{line}: T \(y\.shape\[0\]\) was fixed to 15 by `w = torch\.lins"
     ):
         torchweave.compile(module_of(_linspace), {"y": torch.zeros(15, 4)}, {"y": {0: "T"}}, FX)
 
@@ -444,7 +533,7 @@ def test_bit_length_of_a_size_is_refused_with_its_line() -> None:
 
     line = forward.__code__.co_firstlineno + 1
     said = (
-        rf"^{__file__}:{line}: T \(x dimension 0\) was fixed to 5 by `return .*bit_length\(\)\)`, which needs a number"
+        rf"^{__file__}:{line}: T \(x\.shape\[0\]\) was fixed to 5 by `return .*bit_length\(\)\)`, which needs a number"
     )
     with pytest.raises(ValueError, match=said):
         torchweave.compile(module_of(forward), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, FX)

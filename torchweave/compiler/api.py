@@ -22,6 +22,7 @@ from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.compiler.runtime.forward import call_op
+from torchweave.compiler.runtime.module_state import ModuleState
 from torchweave.compiler.runtime.recorded_calls import CudaGraphOptions, RecordedCalls
 from torchweave.config.options import TorchCompileConfig
 from torchweave.config.validate import config_from
@@ -91,7 +92,8 @@ def compile(
 
     Returns:
         A callable; `.compiled_graph` holds the pieces and the code. Boundary ops run as they are. A call raises ValueError when
-        inputs differ in kind from the examples, share memory that forward writes to, or when `torch.autocast` differs.
+        inputs differ in kind from the examples, share memory that forward writes to or require gradients, when `torch.autocast`
+        differs, or when a weight was replaced or the module's mode changed (`train()`, `eval()`) since.
 
     Raises:
         TraceError: a ValueError; forward is not one graph for all sizes, or changes Python objects, with the line and the
@@ -142,7 +144,7 @@ def compile(
     if cuda_graphs:
         options = CudaGraphOptions(max_cuda_graphs, static_outputs)
         recorded = RecordedCalls(compiled_graph, GraphPool(device), options, report)
-    return CompiledModule(compiled_graph, device.type, recorded)
+    return CompiledModule(compiled_graph, ModuleState(module), device.type, recorded)
 
 
 def _compile_class(cls: type, compile_module: Callable[[nn.Module, Mapping[str, Tensor]], CompiledModule]) -> type:
@@ -153,18 +155,19 @@ def _compile_class(cls: type, compile_module: Callable[[nn.Module, Mapping[str, 
     # What is compiled is a module of this class: one of `cls` would compile itself while it is traced.
     plain = type(cls.__name__, (cls,), {"__call__": eager_call, "__module__": cls.__module__, "__doc__": cls.__doc__})
     plain.__qualname__ = cls.__qualname__
-    compiled_modules: WeakKeyDictionary[nn.Module, CompiledModule] = WeakKeyDictionary()
+    compiled_modules: WeakKeyDictionary[nn.Module, tuple[nn.Module, CompiledModule]] = WeakKeyDictionary()
 
     @wraps(eager_call)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or type(self) is plain:
             return eager_call(self, *args, **kwargs)
         inputs = _bind_tensors(signature, self, args, kwargs)
-        compiled = compiled_modules.get(self)
-        if compiled is None:
+        if self not in compiled_modules:
             twin = copy.copy(self)  # with the same parameters
             twin.__class__ = plain
-            compiled = compiled_modules[self] = compile_module(twin, inputs)
+            compiled_modules[self] = twin, compile_module(twin, inputs)
+        twin, compiled = compiled_modules[self]
+        twin.training = self.training
         return compiled(*inputs.values())
 
     cls.__call__ = call  # type: ignore[method-assign, assignment]
@@ -194,9 +197,14 @@ class CompiledModule:
     """
 
     def __init__(
-        self, compiled_graph: CompiledGraph, device_type: str, cuda_graphs: RecordedCalls | None = None
+        self,
+        compiled_graph: CompiledGraph,
+        state: ModuleState,
+        device_type: str,
+        cuda_graphs: RecordedCalls | None = None,
     ) -> None:
         self.compiled_graph = compiled_graph
+        self._state = state
         self.cuda_graphs = cuda_graphs
         self._device_type, self._autocast = device_type, autocast(device_type)
 
@@ -221,9 +229,18 @@ class CompiledModule:
                 f"compiled with autocast {self._autocast} and called with autocast {now}; compile in the `torch.autocast` in "
                 "which the module is called, or enter it in forward"
             )
+        if not torch.compiler.is_compiling():  # as a part of another module: that one is checked
+            self._state.check()
+            if torch.is_grad_enabled():
+                self._state.check_gradients(self.compiled_graph.inputs, inputs)
         if self.cuda_graphs is not None:
             return self.cuda_graphs(*inputs)
         return self.compiled_graph(call_op, *inputs)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a compiled module cannot be copied or pickled; copy the module that it was compiled from, and compile that"
+        )
 
     def _in_order(self, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """All inputs in forward's order. Raises ValueError for a name that is missing, unknown, or given by position as well."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from torchweave.compiler.cache.entries import GraphEntry
 from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.codegen.inductor import start_inductor_workers
+from torchweave.compiler.codegen.pieces import restore_autocast
 from torchweave.compiler.ir.collectives import num_ranks
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.size_ranges import size_range
@@ -27,6 +29,9 @@ from torchweave.compiler.tuning.table import load_tables, report_table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 from torchweave.utils.gc import gc_paused
+
+_LOCK = threading.RLock()
+"""Held while torch traces and builds, which sets modes of the whole process: threads compile one after another."""
 
 
 def compile_graph(
@@ -64,7 +69,7 @@ def compile_graph(
         report.event("compile_after_ready", what=type(module).__name__)
     device = next(iter(inputs.values())).device
     table = load_tables(device, cache, report)
-    with gc_paused():
+    with _LOCK, gc_paused(), restore_autocast():
         # 1. Capture: Dynamo traces forward into one graph of Torch IR, or the cache holds it.
         with lock_cache():
             graph = _load_or_capture(module, inputs, dynamic, config, cache, report)
@@ -83,7 +88,7 @@ def compile_graph(
     pieces = [part for part in parts if isinstance(part, Piece)]
     report_parts(parts, graph.symbols, report)
     # 5. Build each distinct piece: lowering, passes on ATen, Inductor or FX, or the cache.
-    with lock_cache():
+    with _LOCK, lock_cache(), restore_autocast():
         built = build_pieces(pieces, BuildOptions(graph, manager, cache, device, report))
     # 6. Assemble: generate the forward that calls the pieces and boundary ops in order.
     sizes = size_range(graph, config.dynamic_shapes, report, as_eager)

@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -22,6 +23,11 @@ _FAILED_OPERATION = re.compile(
     re.DOTALL,
 )
 """Dynamo's message of an operation that raises for fake tensors."""
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+"""A symbol of a size: of an input, or of a number that depends on data."""
+_UNKNOWN_CONDITION = re.compile(r"data-dependent expression (.+?) \(unhinted")
+_ERROR_IN_FORWARD = re.compile(r"^Observed exception\n.*context: raised exception (.+?)$", re.DOTALL | re.MULTILINE)
+"""Dynamo's message of an exception that forward does not catch."""
 
 
 class CompileError(ValueError):
@@ -50,18 +56,26 @@ class InvariantError(TraceError):
     """The captured graph breaks a rule of pieces or CUDA graphs."""
 
 
-def trace_error(error: BaseException) -> TraceError:
-    """The TraceError of an error that tracing raised: one sentence and the user's line."""
+def trace_error(error: BaseException, size_names: Mapping[str, str]) -> TraceError:
+    """The TraceError of an error that tracing raised: one sentence, with sizes by their names, and the user's line."""
     places = re.findall(r'File "([^"]+)", line (\d+)', str(error))
     frames = getattr(error, "real_stack", None)
     if not frames and places:
-        return TraceError(_one_line_message(error), ":".join(places[-1]))
+        return TraceError(_one_line_message(error, size_names), ":".join(places[-1]))
     frames = frames or traceback.extract_tb(error.__traceback__)
-    return TraceError(_one_line_message(error), f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "")
+    return TraceError(
+        _one_line_message(error, size_names), f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    )
 
 
-def _one_line_message(error: BaseException) -> str:
-    if failed := _FAILED_OPERATION.search(f"{error}\n"):
+def name_sizes(text: str, names: Mapping[str, str]) -> str:
+    """A text with the names of sizes in place of their symbols: `8*tokens.shape[0]` for `8*s52`."""
+    return _SYMBOL.sub(lambda match: names.get(match[0], match[0]), text)
+
+
+def _one_line_message(error: BaseException, size_names: Mapping[str, str]) -> str:
+    text = name_sizes(str(error), size_names)
+    if failed := _FAILED_OPERATION.search(f"{text}\n"):
         name = re.sub(r"<(?:built-in )?(?:function|method) (\w+).*", r"\1", failed["target"])
         why = re.sub(r": hint = \d+|^/\S+\.(cpp|h):\d+: ", "", failed["why"])  # also a file of torch's build
         why = " ".join(why.replace("\\n", " ").split())
@@ -71,7 +85,16 @@ def _one_line_message(error: BaseException) -> str:
             f"torch cannot run `{name}` with symbolic sizes: {why.rstrip('.')}; leave a size that it is not valid for out of "
             "`dynamic`, or put it into a custom op"
         )
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if unknown := _UNKNOWN_CONDITION.search(text):
+        if _SYMBOL.search(unknown[1]):
+            return (
+                "forward decides by the values of a tensor (a branch, a loop or a Python number); compute each result and select "
+                "by `torch.where`, or put it into a custom op"
+            )
+        return f'dynamic_shapes="unbacked" decides no branch on a size, and forward has one (`{unknown[1]}`)'
+    if found := _ERROR_IN_FORWARD.search(text):
+        return f"forward raises {found[1]} while it is traced"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     title = lines[0] if lines else type(error).__name__
     for line in lines:
         if line.startswith("Explanation:"):

@@ -24,6 +24,7 @@ from torchweave.compiler.cache.store import CompileCache, InductorCacheDir
 from torchweave.compiler.codegen.lower import LoweringError, cached_lowering, lower
 from torchweave.compiler.codegen.pieces import BuiltPiece, InductorUnsupportedError, Variant, build_fx, build_inductor
 from torchweave.compiler.dump import graph_text
+from torchweave.compiler.errors import name_sizes
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.mutation import has_mutations, mutated_aliased_inputs
 from torchweave.compiler.ir.size_ranges import max_size, num_guards
@@ -31,7 +32,7 @@ from torchweave.compiler.ir.symbols import dynamic_shapes_mode, token_count
 from torchweave.compiler.partition.split import Piece, structure
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.base import Pass
-from torchweave.compiler.passes.manager import PassManager, aten_cache_keys
+from torchweave.compiler.passes.manager import PassManager, aten_cache_keys, name_sizes_in_facts
 from torchweave.compiler.precompile.precompile import KernelPrecompiler
 from torchweave.compiler.streams.backends import make_streams
 from torchweave.compiler.streams.build import StreamBuilder, linear_costs
@@ -114,7 +115,7 @@ def build_pieces(pieces: Sequence[Piece], options: BuildOptions) -> dict[str, Bu
             built[digest] = inductor_dir.run(functools.partial(builder.build, same[0]))
             advance(1, digest)
     for digest, same in layers.items():
-        _report_piece(same, built[digest], report)
+        _report_piece(same, built[digest], options.graph, report)
     return built
 
 
@@ -263,7 +264,8 @@ class PieceBuilder:
             try:
                 rewritten = lowered()
             except LoweringError as error:
-                self.report.event("lowering", piece=piece.digest, lowered=False, why=str(error))
+                why = name_sizes(str(error), self.options.graph.size_names)
+                self.report.event("lowering", piece=piece.digest, lowered=False, why=why)
                 if sizes:
                     raise
                 return RewrittenPiece(piece)
@@ -287,7 +289,7 @@ class PieceBuilder:
             # time would make the code read wrong sizes.
             why = f"it writes to {shared.name}, which shares its memory with another input"
         except InductorUnsupportedError as error:
-            why = str(error)
+            why = name_sizes(str(error), self.options.graph.size_names)
         self.report.event("fallback", what=f"piece {piece.digest} by Inductor", why=why)
         return None
 
@@ -331,11 +333,12 @@ def _same(one: Piece, other: Piece) -> bool:
     return structure(one.module, len(one.inputs)) == structure(other.module, len(other.inputs))
 
 
-def _report_piece(same: Sequence[Piece], built: BuiltPiece, report: Report) -> None:
+def _report_piece(same: Sequence[Piece], built: BuiltPiece, graph: CapturedGraph, report: Report) -> None:
     """Events of a distinct piece: what the passes did to each of its variants, and how it was built."""
     piece = same[0]
     for each in (built, *(variant.built for variant in built.variants)):
         for facts in each.passes:
+            facts = name_sizes_in_facts(facts, graph)
             report.event("pass", **facts, piece=piece.digest, shared_by=len(same), cached=each.built == "cache")
     report.artifact(f"pieces/{piece.digest}/fx.py", lambda: graph_text(piece.module))
     if built.code:

@@ -229,7 +229,7 @@ def test_a_branch_on_the_size_is_never_silently_wrong() -> None:
     with pytest.raises(TraceError, match="another path") as raised:
         compile_graph(module, {"x": torch.zeros(23)}, {"x": {0: "T"}}, config=config)
     assert raised.value.where == f"{__file__}:{Long.forward.__code__.co_firstlineno + 1}"
-    assert raised.value.cause.endswith("<= 40 in `return x * 2 if x.shape[0] > 40 else x`)")
+    assert raised.value.cause.endswith("(`x.shape[0] <= 40` in `return x * 2 if x.shape[0] > 40 else x`)")
 
 
 def _of_ratio(x: Tensor, y: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import torchweave
 from tests.compiler.runtime.tape import TapePool
 from torchweave.compiler.api import CompiledModule
+from torchweave.compiler.runtime.module_state import ModuleState
 from torchweave.compiler.runtime.recorded_calls import CudaGraphOptions, RecordedCalls
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
@@ -30,7 +31,7 @@ def recorded(
     dynamic = {name: {0: "T"} for name in inputs}
     graph = torchweave.compile(module, inputs, dynamic, config, report).compiled_graph
     calls = RecordedCalls(graph, cast(Any, pool or TapePool()), CudaGraphOptions(**options), report)
-    return CompiledModule(graph, "cpu", calls), calls, report
+    return CompiledModule(graph, ModuleState(module), "cpu", calls), calls, report
 
 
 def reasons(report: Report) -> list[str]:

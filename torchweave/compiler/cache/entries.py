@@ -193,9 +193,12 @@ def serialize_graph(graph: CapturedGraph) -> bytes:
         bindings[name] = binding.source if isinstance(binding, Constant) else binding
     try:
         table, rows = _flatten_nodes(graph.module)
-        module = GraphPickler.dumps((table, rows, *_serialize_values(graph)), Options(ops_filter=None))
+        with _without_guards(graph.fake_mode):
+            values = _serialize_values(graph)
+        module = GraphPickler.dumps((table, rows, *values), Options(ops_filter=None))
         output = (pytree.treespec_dumps(graph.output.spec), graph.output.leaves)
-        rest = (module, graph.inputs, bindings, output, graph.symbols, graph.sources, graph.unused_inputs)
+        symbols = (graph.symbols, graph.size_names)
+        rest = (module, graph.inputs, bindings, output, symbols, graph.sources, graph.unused_inputs)
         return pickle.dumps(rest)
     except Exception as error:  # the pickler may raise anything
         raise NotSerializableError(f"{type(error).__name__}: {error}") from error
@@ -214,10 +217,12 @@ def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -
 
     pickled, inputs, stored, output, symbols, sources, unused_inputs = pickle.loads(payload)
     mode = FakeTensorMode(shape_env=_without_guard_locations())
-    table, rows, geometries, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
+    with _without_guards(mode):
+        table, rows, geometries, values = GraphPickler.loads(pickled, mode)  # type: ignore[misc]
     restored = _unflatten_nodes(table, rows)
     rename_device(restored.graph, device)
-    _deserialize_values(restored, geometries, values, mode, device)
+    with _without_guards(mode):
+        _deserialize_values(restored, geometries, values, mode, device)
     roots = module_roots(module)
     bindings: dict[str, Binding] = {}
     fakes = {node.name: value(node) for node in restored.graph.nodes if node.op == "placeholder"}
@@ -231,7 +236,13 @@ def deserialize_graph(payload: bytes, module: nn.Module, device: torch.device) -
             raise SourceError(f"{binding} has another shape or dtype than the stored graph")
         bindings[name] = Constant(tensor, binding)
     tree = OutputTree(pytree.treespec_loads(output[0]), output[1])
-    return CapturedGraph(restored, inputs, bindings, tree, symbols, sources, unused_inputs)
+    names, size_names = symbols
+    return CapturedGraph(restored, inputs, bindings, tree, names, size_names, sources, unused_inputs)
+
+
+def _without_guards(mode: Any) -> contextlib.AbstractContextManager[None]:
+    """Fake tensors are copied, not computed: which sizes a copy of one asks for is no condition of the graph."""
+    return contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
 def _without_guard_locations() -> Any:

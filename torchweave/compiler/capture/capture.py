@@ -7,9 +7,11 @@ graph is specialised to by declaration (dtypes and devices of the examples, each
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -22,7 +24,8 @@ from torch.fx.node import map_arg
 
 from torchweave.compiler.cache.read_globals import globals_of
 from torchweave.compiler.capture.branches import record_branches
-from torchweave.compiler.capture.outputs import EXTRA_KEYWORDS, output_tree, record_side_effects
+from torchweave.compiler.capture.outputs import EXTRA_KEYWORDS, output_tree, record_side_effects, source_text
+from torchweave.compiler.capture.size_indices import select_by_sizes
 from torchweave.compiler.capture.trace_once.clone_layers import (
     CloneError,
     PlaceholderMap,
@@ -57,10 +60,12 @@ from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.symbols import (
     DynamicDims,
     choose_size_hints,
+    condition_text,
     dynamic_shapes_mode,
     example,
     fixed_sizes,
     mark,
+    record_size_names,
     symbol_name,
     value,
 )
@@ -130,6 +135,15 @@ def _call_arguments(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[An
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }
     names = list(parameters)
+    if by_keyword := [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name in inputs
+    ]:
+        raise ValueError(
+            f"{by_keyword[0]} is keyword-only in forward, and inputs are passed by position; move it before the `*`, or call the "
+            "module in the forward of another one"
+        )
     used = names[: 1 + max((names.index(name) for name in inputs if name in parameters), default=-1)]
     required = [name for name in used if parameters[name].default is inspect.Parameter.empty]
     if list(inputs) != [name for name in used if name in inputs] or any(name not in inputs for name in required):
@@ -160,8 +174,8 @@ def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
     """Trace the module in its current state, and replace the placeholders of layers by clones."""
     for name, tensor in request.inputs.items():
         mark(tensor, request.dynamic.get(name, {}), request.mode)
-    with record_side_effects() as side_effects:
-        captured = _trace(request)
+    with record_side_effects() as side_effects, record_size_names(request.inputs) as size_names:
+        captured = _trace(request, size_names)
     if captured.backend_input is None:
         raise TraceError("forward computes no tensor, so there is nothing to compile")
     gm = captured.backend_input.graph_module
@@ -177,6 +191,7 @@ def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
         bindings=bindings,
         output=output_tree(captured, request.arguments, request.module, request.inputs, roots, side_effects),
         symbols={},
+        size_names=size_names,
         sources=tuple(sorted(traced)),
         globals=tuple(
             sorted({each for name, codes in traced.items() for code in codes for each in globals_of(code, name)})
@@ -193,7 +208,7 @@ def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
     return graph
 
 
-def _trace(request: _Request) -> Any:
+def _trace(request: _Request, size_names: Mapping[str, str]) -> Any:
     """Dynamo's capture of the whole forward; only marked sizes are dynamic."""
     import torch._dynamo as dynamo
     from torch._dynamo.convert_frame import fullgraph_capture
@@ -215,10 +230,24 @@ def _trace(request: _Request) -> Any:
             get_metrics_context(),
             dynamo_timed("torchweave_capture"),
             record_branches(),
+            select_by_sizes(),
+            _without_log_of_errors(),
         ):
             return fullgraph_capture(request.module, request.arguments)
     except Exception as error:
-        raise trace_error(error) from error
+        raise trace_error(error, size_names) from error
+
+
+@contextmanager
+def _without_log_of_errors() -> Iterator[None]:
+    """Without the traceback that torch logs of a failing operation, with the symbols of sizes; the exception names them."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    keep = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = keep
 
 
 def _roots(request: _Request, captured: Any) -> dict[str, Any]:
@@ -336,7 +365,7 @@ def _name_symbols(graph: CapturedGraph, dynamic: DynamicDims) -> dict[str, str]:
             symbol = symbol_name(shape[dim])
             if symbol is None:
                 where, why = _specialization_cause(shape[dim], graph)
-                raise SizeError(f"{size_name} ({input_name} dimension {dim}) was fixed to {shape[dim]}{why}", where)
+                raise SizeError(f"{size_name} ({input_name}.shape[{dim}]) was fixed to {shape[dim]}{why}", where)
             names[symbol] = size_name
     for node in graph.placeholders():
         binding = graph.bindings[node.name]
@@ -355,7 +384,7 @@ def _specialization_cause(size: Any, graph: CapturedGraph) -> tuple[str, str]:
         other = {symbol: fixed[str(symbol)] + 1 for symbol in guard.expr.free_symbols if fixed.get(str(symbol)) == size}
         if other and guard.expr.xreplace(other) == False:  # noqa: E712  sympy's false is not False
             where, code = user_location(guard.sloc)
-            return where, f" by `{code}`, which needs a number ({guard.expr})"
+            return where, f" by `{code}`, which needs a number (`{condition_text(guard.expr, graph.size_names)}`)"
     return "", ": forward works for this size only"
 
 
@@ -445,7 +474,7 @@ def _lift_number_tensors(graph: CapturedGraph) -> None:
 
 def _reject_mutated_constants(graph: CapturedGraph) -> None:
     """Refuse a forward that writes to a parameter or buffer, or to a view of one: constants are bound once."""
-    owners = {storage_id(node): constant.source or node.name for node, constant in graph.constants()}
+    owners = {storage_id(node): source_text(constant.source) or node.name for node, constant in graph.constants()}
     for node in graph.graph.nodes:
         for argument in mutated_args(node):
             if storage_id(argument) in owners:

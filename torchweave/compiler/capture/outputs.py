@@ -14,6 +14,7 @@ import warnings
 from collections import ChainMap, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from types import CellType
 from typing import Any
 
@@ -79,10 +80,14 @@ def output_tree(
         elif leaf is None or isinstance(leaf, (bool, str, float)):
             leaves.append(("value", leaf))
         else:
-            raise TraceError(
-                f"forward returns a {type(leaf).__name__}; return tensors, or None, a bool, float or string"
-            )
+            raise TraceError(_unsupported_leaf(leaf))
     return OutputTree(spec, tuple(leaves))
+
+
+def _unsupported_leaf(leaf: Any) -> str:
+    kind = "an int, which may be a size" if type(leaf) is int else f"a {type(leaf).__name__}"
+    advice = "; or register its class by `torch.export.register_dataclass`" if is_dataclass(leaf) else ""
+    return f"forward returns {kind}; return tensors, or None, a bool, float or string{advice}"
 
 
 def _attribute_of(leaf: Tensor, inputs: Mapping[str, Tensor]) -> Attribute | None:
@@ -172,12 +177,17 @@ def _contents(thing: Any) -> list[_Contents]:
     return [*contents, dict(vars(thing))] if hasattr(thing, "__dict__") else contents
 
 
+def source_text(source: str) -> str:
+    """Dynamo's source of an object as the user writes it: `self.layer.count`."""
+    return _REGISTERED.sub(lambda match: f".{match[1]}" if match[1] else "", _ROOT.sub(r"\1", source))
+
+
 def _restore(source: str, thing: Any, before: list[_Contents], roots: Mapping[str, Any]) -> list[str]:
     """Restore an object. Returns the names of what had changed: the object itself, or its attributes."""
     now, after = _snapshot(source, roots)
     if before and now is thing and all(map(_same, before, after)):
         return []
-    name = _REGISTERED.sub(lambda match: f".{match[1]}" if match[1] else "", _ROOT.sub(r"\1", source))
+    name = source_text(source)
     if isinstance(thing, CellType):
         thing.cell_contents = before[0][""]
     elif isinstance(thing, (dict, set)):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,28 @@ def build_fx(piece: Piece) -> BuiltPiece:
         args.clear()
         return forward(module, *taken)
 
+    if any(node.target is torch.amp.autocast_mode._enter_autocast for node in piece.module.graph.nodes):
+        call = restore_autocast()(call)
     return BuiltPiece(piece.digest, call, "fx", time.monotonic() - begin)
+
+
+@contextmanager
+def restore_autocast() -> Iterator[None]:
+    """Restore autocast on exit: running a graph enters it and, where an operation raises, does not leave it."""
+    kinds = ("cpu", "cuda")
+    states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    try:
+        yield
+    finally:
+        for kind, enabled, dtype in states:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        if torch.autocast_increment_nesting() > depth:  # of a region that was not left, with its casts of weights
+            torch.clear_autocast_cache()
+        while torch.autocast_decrement_nesting() >= depth:
+            pass
 
 
 def _forward(module: fx.GraphModule) -> Callable[..., Any]:
@@ -108,6 +130,10 @@ def _forward(module: fx.GraphModule) -> Callable[..., Any]:
     code = re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)\(", bind, source.src)
     exec(compile(code, "<torchweave piece>", "exec"), namespace)
     return namespace["forward"]
+
+
+_INCOMPLETE_MATCH = "Not all inputs to pattern found"
+"""Error of Inductor's pattern for `x[torch.randperm(n)]` with a dynamic n."""
 
 
 class InductorUnsupportedError(Exception):
@@ -154,14 +180,12 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
             )
         except Exception as error:
             inner = getattr(error, "inner_exception", None)
-            if type(inner).__name__ not in (
-                "LoweringException",
-                "AssertionError",
-            ):  # a compiler or disk error is no missing support
+            # A compiler or disk error is no missing support.
+            is_unsupported = type(inner).__name__ in ("LoweringException", "AssertionError")
+            text = str(inner if is_unsupported else error)
+            if not is_unsupported and not text.startswith(_INCOMPLETE_MATCH):
                 raise
-            raise InductorUnsupportedError(
-                str(inner).partition("\n")[0] or "an assertion in Inductor failed"
-            ) from error
+            raise InductorUnsupportedError(text.partition("\n")[0] or "an assertion in Inductor failed") from error
     call, seconds = fast_callable(artifact, piece.module), time.monotonic() - begin
     return BuiltPiece(piece.digest, call, "inductor", seconds, artifact, generated_code(artifact))
 

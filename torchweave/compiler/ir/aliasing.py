@@ -171,6 +171,10 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         return value(node)
     if node.op not in ("call_function", "call_method"):
         raise AliasAnalysisError(f"{node.name} is a {node.op}")
+    if not any(
+        isinstance(leaf, (Tensor, *SYMBOLIC)) for each in (node, *node.all_input_nodes) for leaf in _leaves(value(each))
+    ):
+        raise AliasAnalysisError(f"{node.name} sets a mode of torch")  # such as autocast, which must not be left on
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     try:
         result = run_target(node.target, args, kwargs)

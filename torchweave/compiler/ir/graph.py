@@ -124,6 +124,7 @@ class CapturedGraph(FakeGraph):
         inputs: forward's parameter names, in order.
         bindings: by placeholder name.
         symbols: symbol of the graph -> the caller's name of it, such as `s72 -> T`.
+        size_names: symbol -> the size as forward reads it, for messages: `s72 -> input_ids.shape[0]`.
         sources: importable names of the modules whose code was traced.
         unused_inputs: inputs without a placeholder.
         boundary_ops: names of the ops at which the graph will be split.
@@ -137,6 +138,7 @@ class CapturedGraph(FakeGraph):
     bindings: dict[str, Binding]
     output: OutputTree
     symbols: dict[str, str]
+    size_names: dict[str, str]
     sources: tuple[str, ...] = ()
     unused_inputs: tuple[UnusedInput, ...] = ()
     boundary_ops: frozenset[str] = frozenset()

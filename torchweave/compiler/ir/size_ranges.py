@@ -18,7 +18,7 @@ from torch import fx
 from torchweave.compiler.errors import VIEW_MUTATION_HINT, SizeError, source_location, user_location
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.mutation import mutated_args, storage_id
-from torchweave.compiler.ir.symbols import fixed_sizes, value
+from torchweave.compiler.ir.symbols import condition_text, fixed_sizes, value
 from torchweave.config.options import DynamicShapes
 from torchweave.report import Report
 
@@ -50,7 +50,12 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report, as_eag
     Raises:
         SizeError: the graph is invalid for a size up to 64.
     """
-    failing = {str(guard): sloc for guard, sloc in _guards(graph) if not _is_true_at_one(guard, graph.symbols)}
+    names = graph.size_names
+    failing = {
+        condition_text(guard, names): sloc
+        for guard, sloc in _guards(graph)
+        if not _is_true_at_one(guard, graph.symbols)
+    }
     for text in sorted(failing):
         report.event("assumption", expression=text, fails_at=1, mode=mode)
     why = 'TorchCompileConfig(dynamic_shapes="backed") excludes a size of 1' if mode == "backed" else ""
@@ -59,6 +64,9 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report, as_eag
         if _is_branch(sloc) and (writes_views or not _is_of_op(sloc)):
             where, code = user_location(sloc)
             why = f"for a size of 1 forward takes another path{_at(where)} (`{code}`)"
+        if _is_of_split(sloc):
+            where, code = user_location(sloc)
+            why = f"for a size of 1 forward splits a tensor into another number of parts{_at(where)} (`{code}`)"
     dropped = next(filter(_drops_dynamic_dim, graph.graph.nodes), None) if as_eager else None
     if dropped is not None:
         why = f"for a size of 1 forward drops a dimension by `squeeze`{_at(source_location(dropped))}"
@@ -111,14 +119,16 @@ def max_size(graph: CapturedGraph, first: int = 0) -> int:
     for symbol, size in fixed_sizes(graph.fake_mode.shape_env).items():
         if symbol in graph.symbols:
             raise SizeError(
-                f"{graph.symbols[symbol]} was fixed to {size} while pieces were built; {VIEW_MUTATION_HINT}"
+                f"{graph.symbols[symbol]} ({graph.size_names[symbol]}) was fixed to {size} while pieces were built; "
+                f"{VIEW_MUTATION_HINT}"
             )
     limit = MAX_SIZE
     for guard, sloc in dict(_guards(graph)[first:]).items():
         valid_up_to = _valid_up_to(guard, graph.symbols, _is_branch(sloc))
         if valid_up_to < _MIN_VALID_SIZE:
             where, code = user_location(sloc)
-            origin = f"{guard} in `{code}`" if code else f"{guard}, from {sloc}"
+            condition = condition_text(guard, graph.size_names)
+            origin = f"`{condition}` in `{code}`" if code else f"`{condition}`"
             raise SizeError(f"forward takes another path for a size of {valid_up_to + 1} ({origin})", where)
         limit = min(limit, valid_up_to)
     return limit
@@ -140,6 +150,13 @@ def _is_of_convolution(sloc: Any) -> bool:
     place = getattr(sloc, "framework_loc", None)
     name, path = getattr(place, "name", ""), str(getattr(place, "filename", "")).replace("\\", "/")
     return name == "conv" and path.endswith("/torch/_subclasses/fake_impls.py")
+
+
+def _is_of_split(sloc: Any) -> bool:
+    """Whether torch's `split` or `chunk` made the guard: the number of results depends on the size."""
+    place = getattr(sloc, "framework_loc", None)
+    path = str(getattr(place, "filename", "")).replace("\\", "/")
+    return getattr(place, "name", "") == "split" and path.endswith("/torch/_decomp/decompositions.py")
 
 
 def _is_branch(sloc: Any) -> bool:
@@ -202,7 +219,10 @@ def _names(guard: Any, symbols: Mapping[str, str]) -> list[str]:
 def _is_true(guard: Any, symbols: Mapping[str, str], sizes: Mapping[str, int]) -> bool:
     """Whether a guard is true or undecided for these sizes by name."""
     values = {symbol: sizes[symbols.get(str(symbol), str(symbol))] for symbol in guard.free_symbols}
-    return guard.xreplace(values) != False  # noqa: E712  sympy's false is not False
+    try:
+        return guard.xreplace(values) != False  # noqa: E712  sympy's false is not False
+    except ZeroDivisionError:  # `T % (T // 2)` for one row, where forward divides by zero as well
+        return False
 
 
 def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:

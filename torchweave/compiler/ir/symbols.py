@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from torchweave.compiler.errors import name_sizes
 from torchweave.compiler.ir.size_relations import resolve_index, static_answer
 from torchweave.config.options import DynamicShapes
 
@@ -58,6 +59,13 @@ def symbol_name(size: Any) -> str | None:
     if not isinstance(size, torch.SymInt):
         return None
     return str(size.node.expr) if size.node.expr.is_symbol else None
+
+
+def condition_text(condition: Any, names: Mapping[str, str]) -> str:
+    """A condition on sizes as the user writes it: `(tokens.shape[0] % 2) == 0`; `names` as of `name_sizes`."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return name_sizes(PythonPrinter().doprint(condition), names)
 
 
 def fixed_sizes(shape_env: Any) -> dict[str, int]:
@@ -121,6 +129,32 @@ def mark(tensor: Tensor, dims: Mapping[int, str], mode: DynamicShapes) -> None:
             mark_unbacked(tensor, dim, **{key: option for key, option in options.items() if key in parameters})
         else:
             mark_dynamic(tensor, dim)
+
+
+@contextlib.contextmanager
+def record_size_names(inputs: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
+    """While Dynamo traces, fill a dict with the name of each symbol of an input's size: `s52 -> tokens.shape[0]`.
+
+    An error that tracing raises holds symbols and no graph.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: Any = FakeTensorMode
+    from_tensor, names = mode.from_tensor, dict[str, str]()
+
+    def from_input(self: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        fake = from_tensor(self, tensor, *args, **kwargs)
+        name = next((name for name, each in inputs.items() if each is tensor), None)
+        for dim, size in enumerate(fake.shape if name is not None else ()):
+            if (symbol := symbol_name(size)) is not None:
+                names.setdefault(symbol, f"{name}.shape[{dim}]")
+        return fake
+
+    mode.from_tensor = from_input
+    try:
+        yield names
+    finally:
+        mode.from_tensor = from_tensor
 
 
 @contextlib.contextmanager

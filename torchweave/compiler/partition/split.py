@@ -295,9 +295,10 @@ def _check_boundary(call: BoundaryCall, before: Piece | None) -> None:
 
 def _check_piece(piece: Piece, known: set[str]) -> None:
     for node in [*piece.inputs, *piece.outputs]:
-        if unknown := free_symbols(value(node)) - known:
+        if free_symbols(value(node)) - known:
             raise InvariantError(
-                f"the size {', '.join(sorted(unknown))} depends on data; every size must be constant or declared dynamic",
+                "forward makes a tensor with a size that depends on the values of a tensor; every size must be constant or "
+                "declared dynamic",
                 source_location(node),
             )
     for node in piece.outputs:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from torchweave.compiler.cache.keys import describe, source_digests
 from torchweave.compiler.dump import graph_text
-from torchweave.compiler.errors import CompileError
+from torchweave.compiler.errors import CompileError, name_sizes
 from torchweave.compiler.ir.graph import CapturedGraph, FakeGraph, Input, run_fake, same_geometry
 from torchweave.compiler.ir.mutation import mutated_args
 from torchweave.compiler.ir.symbols import value
@@ -203,7 +203,7 @@ class PassManager:
                 report.event("pass", name=each.name, stage=each.stage, enabled=False, why=setting.why)
             elif each.stage == "torch_ir":
                 result, facts = self._run_one(each, graph, "passes", report)
-                report.event("pass", **facts)
+                report.event("pass", **name_sizes_in_facts(facts, graph))
                 results.append(result)
         return results
 
@@ -238,6 +238,12 @@ def run_with_report(each: Pass, graph: FakeGraph, debug: bool) -> tuple[PassResu
         "diff": {name: after[name] - before[name] for name in sorted(before | after) if after[name] != before[name]},
     }
     return result, facts
+
+
+def name_sizes_in_facts(facts: dict[str, Any], graph: CapturedGraph) -> dict[str, Any]:
+    """The facts of a pass's event with sizes by their names in the reasons of near misses."""
+    names = graph.size_names
+    return {**facts, "near_misses": [name_sizes(each, names) for each in facts["near_misses"]]}
 
 
 def run_pass(each: Pass, graph: FakeGraph, debug: bool = False) -> PassResult:

@@ -151,6 +151,7 @@ class _ForwardGenerator:
         self.lines: list[str] = []
         self.callables: dict[str, str] = {}
         self.tokens = ""
+        self.read_from: dict[str, str] = {}  # `x.shape[0]` by the name of the size that is read there
 
     def run(self) -> tuple[str, dict[str, Any]]:
         pieces = [part for part in self.parts if isinstance(part, Piece)]
@@ -215,9 +216,10 @@ class _ForwardGenerator:
         """Emit the check of an input; `known` maps names of dynamic sizes to variables."""
         low, high, why_not_one = self.sizes
         argument, conditions = self.arguments[name], []
+        elsewhere = [size for size in dict.fromkeys(sizes) if size in self.read_from]
         for dim, size in enumerate(sizes):
             if isinstance(size, str) and size not in known:
-                known[size] = self._unique_name(size)
+                known[size], self.read_from[size] = self._unique_name(size), f"{name}.shape[{dim}]"
                 self.lines.append(
                     f"{known[size]} = {argument}.shape[{dim}] if {argument}.dim() == {len(sizes)} else -1"
                 )
@@ -225,10 +227,12 @@ class _ForwardGenerator:
         shape = "".join(f"{known[size] if isinstance(size, str) else size}, " for size in sizes)
         text = str(dtype).removeprefix("torch.")
         conditions += [f"{argument}.dtype is {self._bind_object(text, dtype, None)}", f"{argument}.shape == ({shape})"]
-        conditions += [f"{argument}.is_contiguous()", f"{'' if device == 'cuda' else 'not '}{argument}.is_cuda"]
+        conditions += [f"{argument}.is_contiguous()", f"{argument}.is_{device}"]
         self.lines.append(f"if not ({' and '.join(conditions)}):")
         kind = f"{text}[{shape.strip(', ')}] on {device}"
-        self.lines.append(f"    refuse({name!r}, {argument}, {f'{kind}, {low} <= sizes <= {high}'!r}, {why_not_one!r})")
+        others = "".join(f"{f'{size} ({self.read_from[size]})'!r}: {known[size]}, " for size in elsewhere)
+        expected = f"{kind}, {low} <= sizes <= {high}"
+        self.lines.append(f"    refuse({name!r}, {argument}, {expected!r}, {{{others}}}, {why_not_one!r})")
 
     def _check_aliasing(self) -> None:
         """Emit checks that no mutated input shares memory with another input; pieces are built on that assumption."""
@@ -340,16 +344,18 @@ class _ForwardGenerator:
         return f"tree(({''.join(f'{item}, ' for item in flat)}), {{{inputs}}})"
 
 
-def refuse(name: str, tensor: Tensor, expected: str, why_not_one: str = "") -> None:
+def refuse(name: str, tensor: Tensor, expected: str, sizes: Mapping[str, int], why_not_one: str) -> None:
     """Raise the error for an input of the wrong kind.
 
     Args:
+        sizes: of the expected shape, read from earlier inputs: `T (x.shape[0])`.
         why_not_one: said when a dimension of the tensor is 1.
     """
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
     layout = "" if tensor.is_contiguous() else ", not contiguous"
     why = f": {why_not_one}" if why_not_one and 1 in tensor.shape else ""
-    raise ValueError(f"{name} is {kind}{layout}; the module was compiled for {expected}{why}")
+    where = f", where {', '.join(f'{size} is {number}' for size, number in sizes.items())}" if sizes else ""
+    raise ValueError(f"{name} is {kind}{layout}; the module was compiled for {expected}{where}{why}")
 
 
 def refuse_shared(name: str, changed: Tensor, *others: Tensor) -> None:

@@ -1,0 +1,85 @@
+"""Index a tensor by a size beside other indices.
+
+Before    m[n // 2, 1:3] = x
+After     m.select(0, n // 2)[1:3] = x
+
+torch reads an integer in a tuple of indices as a Python number, which fixes the size. Dynamo selects where the size is the only
+index, `m[n // 2]`; the same holds beside others, since torch selects by each integer before it applies tensors of indices.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def select_by_sizes() -> Iterator[None]:
+    """See the module's text; for the reads and writes that Dynamo traces."""
+    from torch._dynamo.variables.builtin import BuiltinVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    insert: Any = BuiltinVariable._handle_insert_op_in_graph
+    write: Any = TensorVariable.method___setitem__
+
+    def insert_op(self: Any, tracer: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is operator.getitem and isinstance(args[0].realize(), TensorVariable):
+            tensor, key = _selected(tracer, args[0].realize(), args[1].realize())
+            args = [tensor, key]
+        return insert(self, tracer, args, kwargs)
+
+    def write_selected(self: Any, tracer: Any, key: Any, value: Any) -> Any:
+        tensor, key = _selected(tracer, self, key.realize())
+        return write(tensor, tracer, key, value)
+
+    BuiltinVariable._handle_insert_op_in_graph = insert_op  # type: ignore[method-assign]
+    TensorVariable.method___setitem__ = write_selected  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BuiltinVariable._handle_insert_op_in_graph = insert  # type: ignore[method-assign]
+        TensorVariable.method___setitem__ = write  # type: ignore[method-assign]
+
+
+def _selected(tracer: Any, tensor: Any, key: Any) -> tuple[Any, Any]:
+    """A tensor selected by the sizes in a tuple of indices, and the other indices; Dynamo's variables."""
+    from torch._dynamo.variables import ConstantVariable, TupleVariable
+
+    items = [item.realize() for item in key.items] if isinstance(key, TupleVariable) else []
+    if not any(map(_is_size, items)):
+        return tensor, key
+    used = [num for num in map(_num_dims, items) if num is not None]
+    if len(used) < len(items) or tensor.ndim is None:
+        return tensor, key
+    first, dims = 0, []
+    for item, num in zip(items, used, strict=True):
+        if _is_size(item):
+            dims.append(first)
+        first += tensor.ndim - sum(used) if item.is_constant_match(...) else num
+    sizes = [item for item in items if _is_size(item)]
+    for dim, size in reversed(list(zip(dims, sizes, strict=True))):
+        tensor = tensor.call_method(tracer, "select", [ConstantVariable.create(dim), size], {})
+    rest = [item for item in items if not _is_size(item)] or [ConstantVariable.create(...)]
+    return tensor, TupleVariable(rest)
+
+
+def _is_size(item: Any) -> bool:
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    return isinstance(item, SymNodeVariable) and isinstance(item.sym_num, torch.SymInt)
+
+
+def _num_dims(item: Any) -> int | None:
+    """The number of dimensions that an index reads, none for `...`; None where it is not known."""
+    from torch._dynamo.variables import ConstantVariable, SliceVariable, TensorVariable
+
+    if item.is_constant_match(None, ...):
+        return 0
+    if isinstance(item, TensorVariable):
+        return item.ndim if item.dtype in (torch.bool, torch.uint8) else 1
+    is_integer = isinstance(item, ConstantVariable) and type(item.value) is int
+    return 1 if is_integer or _is_size(item) or isinstance(item, SliceVariable) else None
