@@ -104,6 +104,11 @@ class LoadedModel:
     process_groups: ProcessGroups = field(default_factory=ProcessGroups.single_rank)
     stage: PipelineStage | None = None
 
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether layers of any pipeline stage have a recurrent state."""
+        return bool(self.module.recurrent_layers) or (self.stage is not None and self.stage.has_recurrent_layers)
+
 
 def load(
     name_or_path: str | Path | Mapping[str, Any],
@@ -165,8 +170,7 @@ def load(
         plan, layers = shard_model(model, layers, process_groups, expert_parallel, report)
     if process_groups.pipeline_parallel_size > 1:
         whole = weights.untied_tensors(model)
-        stage = make_pipeline_stage(model, layers.attention, process_groups, report)
-        layers = replace(layers, attention=stage.local_layers(layers.attention))
+        stage, layers = make_pipeline_stage(model, layers, process_groups, report)
         plan = None if plan is None else plan.restricted_to(stage.owns)
         stored = None if stored is None else stage.filter_checkpoint(stored)
     fresh = read_config(source, trust_remote_code, images)
@@ -234,11 +238,6 @@ def _check_ranks(
     if pooling is not None and process_groups.size > 1:
         raise UnsupportedModel(
             "A model that pools (embeddings, classification) runs on a single rank; set tensor_parallel_size and "
-            "pipeline_parallel_size to 1."
-        )
-    if layers.recurrent and process_groups.pipeline_parallel_size > 1:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has layers with a recurrent state, which pipeline stages do not support; set "
             "pipeline_parallel_size to 1."
         )
     if any(spec.sparse for spec in layers.attention) and process_groups.size > 1:

@@ -24,7 +24,7 @@ from torchweave.models.parallel.apply import (
     restore_whole_buffers,
     shard_buffers,
 )
-from torchweave.models.parallel.pipeline_stages import PipelineStage, remove_other_stages
+from torchweave.models.parallel.pipeline_stages import PipelineStage, own_layers_only, remove_other_stages
 from torchweave.models.resolve import Source
 from torchweave.models.weights import read as weights
 from torchweave.models.weights.int_linear import MXFP4, NVFP4_W4A4, IntQuantizer, IntScheme
@@ -274,11 +274,12 @@ def _split_packed(
 
 
 def _restore_buffers(model: PreTrainedModel, load_spec: WeightLoadSpec) -> None:
-    plan, computed = load_spec.plan, []
+    plan, stage, computed = load_spec.plan, load_spec.stage, []
     if plan is not None:
         register_rank_offsets(model, plan, load_spec.device)
         computed = restore_whole_buffers(model, plan)
-    weights.rebuild_buffers(model, load_spec.device)
+    with contextlib.nullcontext() if stage is None else own_layers_only(model, stage):
+        weights.rebuild_buffers(model, load_spec.device)
     if plan is not None:
         shard_buffers(model, plan, computed)
 
@@ -306,13 +307,13 @@ def _load_with_transformers(
         if missing := sorted(info["missing_keys"]):
             raise ValueError(weights.missing_tensors_message(converted, folder, missing, stored))
         converted = converted.eval().requires_grad_(False)
+        if load_spec.stage is not None:
+            remove_other_stages(converted, load_spec.stage)
         install_ops(converted, like=model)
         if load_spec.plan is not None:
             apply(converted, load_spec.plan)
             converted.tie_weights(recompute_mapping=False)
             register_rank_offsets(converted, load_spec.plan, torch.device("cpu"))
-        if load_spec.stage is not None:
-            remove_other_stages(converted, load_spec.stage)
         quantizer = load_spec.quantizer(converted)
         if quantizer is not None:
             quantizer.apply(converted, load_spec.device)

@@ -6,9 +6,10 @@ code elimination removes unneeded computation outside the layers (positions, mas
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +18,9 @@ from transformers import PreTrainedModel
 
 import torchweave.ops.pipeline_marks  # noqa: F401  (defines torchweave::stage_input)
 from torchweave.distributed.process_groups import ProcessGroups
-from torchweave.models.adapt import layer_specs
+from torchweave.models.adapt import ModelLayers, model_layers, renumber_layers
 from torchweave.models.attention import UnsupportedModel
+from torchweave.models.hooks.recurrent import is_recurrent
 from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 
@@ -34,7 +36,9 @@ class PipelineStage:
         number, size: index of the stage and number of stages.
         layers: name of the list of layers.
         begin, end: layers `begin` to `end - 1` belong to this stage.
-        specs: attention specs of all layers of the whole model.
+        specs: of all attention layers of the whole model.
+        attention: numbers of this stage's attention layers among them.
+        has_recurrent_layers: layers of any stage have a recurrent state.
         width, dtype: of the hidden states sent between stages, `[1, T, width]`.
         num_returned: length of the tuple that a layer returns; 0: it returns a tensor.
         embedding, head: names of the modules with vocabulary weights.
@@ -47,6 +51,8 @@ class PipelineStage:
     begin: int
     end: int
     specs: tuple[LayerSpec, ...]
+    attention: tuple[int, ...]
+    has_recurrent_layers: bool
     width: int
     dtype: torch.dtype
     num_returned: int
@@ -63,8 +69,8 @@ class PipelineStage:
         return self.number == self.size - 1
 
     def local_layers(self, of_all_layers: Sequence[T]) -> list[T]:
-        """This stage's slice of a per-layer sequence."""
-        return list(of_all_layers[self.begin : self.end])
+        """This stage's part of a sequence over all attention layers."""
+        return [of_all_layers[number] for number in self.attention]
 
     def filter_checkpoint(self, stored: Mapping[str, T]) -> dict[str, T]:
         """Drop other layers' tensors from a checkpoint, whatever the name prefix of its layers."""
@@ -90,48 +96,38 @@ def stage_layers(num_layers: int, number: int, size: int) -> tuple[int, int]:
 
 
 def make_pipeline_stage(
-    model: PreTrainedModel, specs: Sequence[LayerSpec], process_groups: ProcessGroups, report: Report
-) -> PipelineStage:
-    """Reduce a model on the meta device to the stage of this rank.
+    model: PreTrainedModel, layers: ModelLayers, process_groups: ProcessGroups, report: Report
+) -> tuple[PipelineStage, ModelLayers]:
+    """Reduce a model on the meta device to the stage of this rank; returns the stage and its layers with state.
 
     Raises:
         UnsupportedModel: the model cannot be split into stages; the message gives the reason.
     """
     name, whole = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
-    number, size = process_groups.stage, process_groups.pipeline_parallel_size
-    if size > len(specs):
-        raise UnsupportedModel(
-            f"{name} has {len(specs)} layers, fewer than {size} stages; lower pipeline_parallel_size."
-        )
-    stage = _stage_of(model, specs, number, size)
+    stage = _stage_of(model, layers, process_groups.stage, process_groups.pipeline_parallel_size)
     remove_other_stages(model, stage)
     try:
-        left = len(layer_specs(model))
+        numbers, recurrent = renumber_layers(model)
     except UnsupportedModel as refusal:
         raise _refusal(name, f"it does not run without the other layers ({refusal})") from refusal
-    if left != stage.end - stage.begin:
-        raise _refusal(name, f"a stage of {stage.end - stage.begin} layers has {left} attentions")
+    stage = replace(stage, attention=tuple(numbers))
     report.event(
         "pipeline_parallel",
-        stage=number,
-        stages=size,
+        stage=stage.number,
+        stages=stage.size,
         layers=[stage.begin, stage.end],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         of=whole,
         bytes_per_token=stage.width * stage.dtype.itemsize,
     )
-    return stage
+    return stage, ModelLayers(stage.local_layers(layers.attention), recurrent)
 
 
 def remove_other_stages(model: PreTrainedModel, stage: PipelineStage) -> None:
     """Remove other stages' modules from a whole model, on meta or not."""
     layers: Any = model.get_submodule(stage.layers)
     for index, layer in enumerate(layers):
-        if stage.begin <= index < stage.end:
-            for module in layer.modules():
-                if isinstance(getattr(module, "layer_idx", None), int):
-                    module.torchweave_layer = module.layer_idx - stage.begin
-        else:
+        if not stage.begin <= index < stage.end:
             mark = {stage.begin - 1: "stage_input", stage.end: "stage_output"}.get(index, "")
             layers[index] = MissingLayer(layer, mark, stage.num_returned)
     has_vocabulary = stage.tied and (stage.is_first or stage.is_last)
@@ -142,6 +138,18 @@ def remove_other_stages(model: PreTrainedModel, stage: PipelineStage) -> None:
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     left = model.state_dict(keep_vars=True).keys()
     model.all_tied_weights_keys = {name: source for name, source in tied.items() if {name, source} <= left}
+
+
+@contextlib.contextmanager
+def own_layers_only(model: nn.Module, stage: PipelineStage) -> Iterator[None]:
+    """Remove the placeholders from the list of layers, for initialization by transformers, which reads modules of layers."""
+    owner, _, leaf = stage.layers.rpartition(".")
+    parent, layers = model.get_submodule(owner), model.get_submodule(stage.layers)
+    setattr(parent, leaf, nn.ModuleList(list(layers.children())[stage.begin : stage.end]))
+    try:
+        yield
+    finally:
+        setattr(parent, leaf, layers)
 
 
 class MissingLayer(nn.Module):
@@ -203,11 +211,17 @@ def _refusal(name: str, why: str) -> UnsupportedModel:
     return UnsupportedModel(f"{name} cannot be split into pipeline stages: {why}; use pipeline_parallel_size=1.")
 
 
-def _stage_of(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, size: int) -> PipelineStage:
-    name, path = type(model).__name__, _list_of_layers(model, len(specs))
+def _stage_of(model: PreTrainedModel, layers: ModelLayers, number: int, size: int) -> PipelineStage:
+    name, path = type(model).__name__, _list_of_layers(model)
     if path is None:
-        raise _refusal(name, "it has no list of modules with one attention each")
-    calls = _record_layer_calls(model, model.get_submodule(path))
+        raise _refusal(name, "no list of modules holds all of its layers")
+    decoder_layers: Any = model.get_submodule(path)
+    count = len(decoder_layers)
+    if size > count:
+        raise UnsupportedModel(f"{name} has {count} layers, fewer than {size} stages; lower pipeline_parallel_size.")
+    calls = _record_layer_calls(model, decoder_layers)
+    if len(calls) != count:
+        raise _refusal(name, f"its {count} layers run {len(calls)} times in a forward")
     hidden, num_returned = calls[0]
     kinds = {None if call[0] is None else (call[0].shape, call[0].dtype) for call in calls}
     if hidden is None or len(kinds) > 1 or hidden.ndim != 3:
@@ -216,29 +230,38 @@ def _stage_of(model: PreTrainedModel, specs: Sequence[LayerSpec], number: int, s
         raise _refusal(name, "its layers return different numbers of values, or tensors besides the hidden states")
     names = {id(module): each for each, module in model.named_modules()}
     embedding, head = names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
-    tied = f"{head}.weight" in (getattr(model, "all_tied_weights_keys", None) or {})
-    begin, end = stage_layers(len(specs), number, size)
-    width, dtype = hidden.shape[-1], hidden.dtype
+    begin, end = stage_layers(count, number, size)
     return PipelineStage(
-        number, size, path, begin, end, tuple(specs), width, dtype, num_returned, embedding, head, tied
+        number=number,
+        size=size,
+        layers=path,
+        begin=begin,
+        end=end,
+        specs=tuple(layers.attention),
+        attention=(),
+        has_recurrent_layers=bool(layers.recurrent),
+        width=hidden.shape[-1],
+        dtype=hidden.dtype,
+        num_returned=num_returned,
+        embedding=embedding,
+        head=head,
+        tied=f"{head}.weight" in (getattr(model, "all_tied_weights_keys", None) or {}),
     )
 
 
-def _list_of_layers(model: nn.Module, count: int) -> str | None:
-    """The first `ModuleList` whose members hold the attention of their index."""
+def _list_of_layers(model: nn.Module) -> str | None:
+    """The first `ModuleList` that holds all attentions and recurrent mixers."""
+    mixers = {
+        each for each in model.modules() if is_recurrent(each) or isinstance(getattr(each, "layer_idx", None), int)
+    }
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            holds = [
-                any(getattr(part, "layer_idx", None) == index for part in layer.modules())
-                for index, layer in enumerate(module)
-            ]
-            if all(holds):
-                return path
+        if isinstance(module, nn.ModuleList) and mixers <= set(module.modules()):
+            return path
     return None
 
 
 def _record_layer_calls(model: PreTrainedModel, layers: nn.Module) -> list[tuple[Tensor | None, int]]:
-    """(hidden states if they are the first argument, number of returned values or -1 for further tensors) per layer."""
+    """(hidden states if they are the first argument, number of returned values or -1 for further tensors) per call of a layer."""
     calls: list[tuple[Tensor | None, int]] = []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -250,7 +273,7 @@ def _record_layer_calls(model: PreTrainedModel, layers: nn.Module) -> list[tuple
 
     hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers.children()]
     try:
-        layer_specs(model)
+        model_layers(model)
     finally:
         for hook in hooks:
             hook.remove()
