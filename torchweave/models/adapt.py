@@ -271,13 +271,12 @@ def number_attention_layers(model: PreTrainedModel) -> None:
             del module.torchweave_layer
 
 
-def renumber_layers(model: PreTrainedModel) -> tuple[list[int], list[RecurrentSpec]]:
-    """Number the layers with state that a part of a model has from 0; returns the old numbers of those with a KV cache, and states.
+def renumber_attention_layers(model: PreTrainedModel) -> tuple[list[int], list[RecurrentSpec]]:
+    """Number the layers with a KV cache in a part of a model from 0; returns their numbers before, and the part's states.
 
     Raises:
         UnsupportedModel: the part does not run by itself.
     """
-    hook_recurrent_layers(decoder_of(model))
     probe = _run_probe(model)
     numbers = sorted(call["layer"] for call in (*probe.calls, *probe.index_calls))
     for module in decoder_of(model).modules():

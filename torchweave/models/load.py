@@ -162,7 +162,7 @@ def load(
         layers = adapt(model, report)
         experts.check_dtype(model, resolved_dtype, device)
     length = _max_model_len(model.config, max_model_len)
-    _check_ranks(model, layers, process_groups, pooling)
+    _check_ranks(process_groups, pooling)
     layers = with_cache_scales(layers, stored, report)
     size = _model_size(model, pooling, length)
     plan = stage = whole = None
@@ -231,18 +231,11 @@ def with_tokenizer(
     return replace(loaded, tokenizer=tokenizer, generation=replace(loaded.generation, eos_token_ids=ends))
 
 
-def _check_ranks(
-    model: PreTrainedModel, layers: ModelLayers, process_groups: ProcessGroups, pooling: Pooling | None
-) -> None:
-    """Reject layers and models that several ranks do not support."""
+def _check_ranks(process_groups: ProcessGroups, pooling: Pooling | None) -> None:
+    """Reject models that several ranks do not support."""
     if pooling is not None and process_groups.size > 1:
         raise UnsupportedModel(
             "A model that pools (embeddings, classification) runs on a single rank; set tensor_parallel_size and "
-            "pipeline_parallel_size to 1."
-        )
-    if any(spec.sparse for spec in layers.attention) and process_groups.size > 1:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has an indexer or a bias by distance, which one rank supports; set tensor_parallel_size and "
             "pipeline_parallel_size to 1."
         )
 

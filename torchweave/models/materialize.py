@@ -307,13 +307,13 @@ def _load_with_transformers(
         if missing := sorted(info["missing_keys"]):
             raise ValueError(weights.missing_tensors_message(converted, folder, missing, stored))
         converted = converted.eval().requires_grad_(False)
-        if load_spec.stage is not None:
-            remove_other_stages(converted, load_spec.stage)
         install_ops(converted, like=model)
         if load_spec.plan is not None:
             apply(converted, load_spec.plan)
             converted.tie_weights(recompute_mapping=False)
             register_rank_offsets(converted, load_spec.plan, torch.device("cpu"))
+        if load_spec.stage is not None:
+            remove_other_stages(converted, load_spec.stage)
         quantizer = load_spec.quantizer(converted)
         if quantizer is not None:
             quantizer.apply(converted, load_spec.device)

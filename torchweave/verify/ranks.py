@@ -60,28 +60,35 @@ class RankProcesses:
 
     def __init__(self, size: int, stages: int = 1) -> None:
         self.size, self.stages = size, stages
-        self._store, address = create_rendezvous_store("localhost")
         self._pipes: list[Connection] = []
         self._processes: list[ChildProcess] = []
-        for rank in range(size * stages):
+        self._start()
+
+    def _start(self) -> None:
+        self._store, address = create_rendezvous_store("localhost")
+        for rank in range(self.size * self.stages):
             parent_end, child_end = Pipe()
             with child_end:
-                task = child_end.fileno(), rank, size, stages, address
+                task = child_end.fileno(), rank, self.size, self.stages, address
                 self._processes.append(ChildProcess(_rank_main, *task, pass_fds=[child_end.fileno()]))
             self._pipes.append(parent_end)
+
+    def _end(self, timeout: float) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.wait(timeout)
+            process.kill_and_wait()
+        self._pipes, self._processes = [], []
 
     def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.wait(_EXIT_TIMEOUT)
-            process.kill_and_wait()
+        self._end(_EXIT_TIMEOUT)
 
     def generate(self, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[RankResult]:
-        """Generate greedily on all ranks; returns the result of each.
+        """Generate greedily on all ranks; returns the result of each. Once a rank fails, all are replaced by new ones.
 
         Raises:
             ValueError: the model is not supported.
@@ -89,18 +96,22 @@ class RankProcesses:
         """
         for pipe in self._pipes:
             pipe.send((config, prompts, num_tokens))
-        results: dict[int, RankResult | Exception] = {}
+        results: dict[int, RankResult] = {}
         while len(results) < len(self._pipes):
             ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in results], _TIMEOUT)
             if not ready:
                 raise RuntimeError(f"a rank did not respond within {_TIMEOUT:.0f} s")
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                results[rank] = self._receive(rank)
-        for result in results.values():
-            if isinstance(result, Exception):
-                raise result
-        return [result for _, result in sorted(results.items()) if isinstance(result, RankResult)]
+                result = self._receive(rank)
+                if isinstance(result, Exception):
+                    for process in self._processes:
+                        process.kill()  # the others may wait for this rank in a collective
+                    self._end(_EXIT_TIMEOUT)
+                    self._start()
+                    raise result
+                results[rank] = result
+        return [result for _, result in sorted(results.items())]
 
     def _receive(self, rank: int) -> RankResult | Exception:
         try:

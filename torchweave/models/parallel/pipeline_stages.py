@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,9 +19,10 @@ from transformers import PreTrainedModel
 
 import torchweave.ops.pipeline_marks  # noqa: F401  (defines torchweave::stage_input)
 from torchweave.distributed.process_groups import ProcessGroups
-from torchweave.models.adapt import ModelLayers, model_layers, renumber_layers
+from torchweave.models.adapt import ModelLayers, model_layers, renumber_attention_layers
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.hooks.recurrent import is_recurrent
+from torchweave.models.hooks.recurrent import hook_recurrent_layers, is_recurrent
+from torchweave.models.multimodal.support import decoder_of
 from torchweave.ops.attention.op import LayerSpec
 from torchweave.report import Report
 
@@ -81,11 +83,16 @@ class PipelineStage:
             if (match := layer.search(name)) is None or self.begin <= int(match[1]) < self.end
         }
 
+    def layer_of(self, name: str) -> int | None:
+        """Index of the layer of a module or parameter of the whole model; None outside the layers."""
+        if not name.startswith(f"{self.layers}."):
+            return None
+        return int(name.removeprefix(f"{self.layers}.").partition(".")[0])
+
     def owns(self, name: str) -> bool:
         """Whether this stage holds a module or parameter of the whole model."""
-        if not name.startswith(f"{self.layers}."):
-            return True
-        return self.begin <= int(name.removeprefix(f"{self.layers}.").partition(".")[0]) < self.end
+        layer = self.layer_of(name)
+        return layer is None or self.begin <= layer < self.end
 
 
 def stage_layers(num_layers: int, number: int, size: int) -> tuple[int, int]:
@@ -107,7 +114,7 @@ def make_pipeline_stage(
     stage = _stage_of(model, layers, process_groups.stage, process_groups.pipeline_parallel_size)
     remove_other_stages(model, stage)
     try:
-        numbers, recurrent = renumber_layers(model)
+        numbers, recurrent = renumber_attention_layers(model)
     except UnsupportedModel as refusal:
         raise _refusal(name, f"it does not run without the other layers ({refusal})") from refusal
     stage = replace(stage, attention=tuple(numbers))
@@ -124,7 +131,7 @@ def make_pipeline_stage(
 
 
 def remove_other_stages(model: PreTrainedModel, stage: PipelineStage) -> None:
-    """Remove other stages' modules from a whole model, on meta or not."""
+    """Remove other stages' modules from a whole model, on meta or not, and number the recurrent states that are left."""
     layers: Any = model.get_submodule(stage.layers)
     for index, layer in enumerate(layers):
         if not stage.begin <= index < stage.end:
@@ -138,6 +145,7 @@ def remove_other_stages(model: PreTrainedModel, stage: PipelineStage) -> None:
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     left = model.state_dict(keep_vars=True).keys()
     model.all_tied_weights_keys = {name: source for name, source in tied.items() if {name, source} <= left}
+    hook_recurrent_layers(decoder_of(model))
 
 
 @contextlib.contextmanager
@@ -157,7 +165,9 @@ class MissingLayer(nn.Module):
 
     def __init__(self, layer: nn.Module, mark: str, num_returned: int) -> None:
         super().__init__()
-        for name, setting in vars(layer).items():  # e.g. the attention type, which models read from their layers
+        own = [vars(cls) for cls in reversed(type(layer).__mro__) if cls not in nn.Module.__mro__]
+        # E.g. the attention type, which models read from their layers.
+        for name, setting in [pair for each in (*own, vars(layer)) for pair in each.items()]:
             if not name.startswith("_") and isinstance(setting, _PLAIN) and name != "training":
                 setattr(self, name, setting)
         self.mark, self.num_returned = mark, num_returned
@@ -221,7 +231,7 @@ def _stage_of(model: PreTrainedModel, layers: ModelLayers, number: int, size: in
         raise UnsupportedModel(f"{name} has {count} layers, fewer than {size} stages; lower pipeline_parallel_size.")
     calls = _record_layer_calls(model, decoder_layers)
     if len(calls) != count:
-        raise _refusal(name, f"its {count} layers run {len(calls)} times in a forward")
+        raise _refusal(name, f"each layer has to run once in a forward, which calls {len(calls)} of {count} layers")
     hidden, num_returned = calls[0]
     kinds = {None if call[0] is None else (call[0].shape, call[0].dtype) for call in calls}
     if hidden is None or len(kinds) > 1 or hidden.ndim != 3:
@@ -230,8 +240,9 @@ def _stage_of(model: PreTrainedModel, layers: ModelLayers, number: int, size: in
         raise _refusal(name, "its layers return different numbers of values, or tensors besides the hidden states")
     names = {id(module): each for each, module in model.named_modules()}
     embedding, head = names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
     begin, end = stage_layers(count, number, size)
-    return PipelineStage(
+    stage = PipelineStage(
         number=number,
         size=size,
         layers=path,
@@ -245,8 +256,14 @@ def _stage_of(model: PreTrainedModel, layers: ModelLayers, number: int, size: in
         num_returned=num_returned,
         embedding=embedding,
         head=head,
-        tied=f"{head}.weight" in (getattr(model, "all_tied_weights_keys", None) or {}),
+        tied=f"{head}.weight" in tied,
     )
+    ends = [stage_layers(count, each, size)[1] for each in range(size)]
+    for pair in tied.items():
+        first, second = (stage.layer_of(each) for each in pair)
+        if first is not None and second is not None and bisect(ends, first) != bisect(ends, second):
+            raise _refusal(name, f"layers {first} and {second}, which are on different stages, share weights")
+    return stage
 
 
 def _list_of_layers(model: nn.Module) -> str | None:
