@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import re
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -232,12 +233,14 @@ def _stage_of(model: PreTrainedModel, layers: ModelLayers, number: int, size: in
     calls = _record_layer_calls(model, decoder_layers)
     if len(calls) != count:
         raise _refusal(name, f"each layer has to run once in a forward, which calls {len(calls)} of {count} layers")
-    hidden, num_returned = calls[0]
-    kinds = {None if call[0] is None else (call[0].shape, call[0].dtype) for call in calls}
+    hidden, num_returned = calls[0].hidden, calls[0].num_returned
+    kinds = {None if call.hidden is None else (call.hidden.shape, call.hidden.dtype) for call in calls}
     if hidden is None or len(kinds) > 1 or hidden.ndim != 3:
         raise _refusal(name, "the first argument of its layers is not hidden states of one shape")
-    if num_returned < 0 or any(call[1] != num_returned for call in calls):
+    if num_returned < 0 or any(call.num_returned != num_returned for call in calls):
         raise _refusal(name, "its layers return different numbers of values, or tensors besides the hidden states")
+    if any(call.hidden is not before.result for before, call in pairwise(calls)):
+        raise _refusal(name, "the hidden states that a layer takes are not those that the layer before returns")
     names = {id(module): each for each, module in model.named_modules()}
     embedding, head = names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -266,32 +269,57 @@ def _stage_of(model: PreTrainedModel, layers: ModelLayers, number: int, size: in
     return stage
 
 
-def _list_of_layers(model: nn.Module) -> str | None:
-    """The first `ModuleList` that holds all attentions and recurrent mixers."""
-    mixers = {
-        each for each in model.modules() if is_recurrent(each) or isinstance(getattr(each, "layer_idx", None), int)
-    }
+def _list_of_layers(model: PreTrainedModel) -> str | None:
+    """The first `ModuleList` that holds all attentions and recurrent mixers that run."""
+    mixers: set[nn.Module] = set()
+
+    def record(module: nn.Module, *_: Any) -> None:
+        if is_recurrent(module) or isinstance(getattr(module, "layer_idx", None), int):
+            mixers.add(module)
+
+    with _forward_hooks(model.modules(), record):
+        model_layers(model)
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and mixers <= set(module.modules()):
             return path
     return None
 
 
-def _record_layer_calls(model: PreTrainedModel, layers: nn.Module) -> list[tuple[Tensor | None, int]]:
-    """(hidden states if they are the first argument, number of returned values or -1 for further tensors) per call of a layer."""
-    calls: list[tuple[Tensor | None, int]] = []
+@contextlib.contextmanager
+def _forward_hooks(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
+    """Call `hook(module, args, kwargs, output)` after each forward of the modules."""
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _LayerCall(NamedTuple):
+    """A call of a layer.
+
+    Attributes:
+        hidden: the first argument, if it is a tensor.
+        result: what it returns, or the first of several values.
+        num_returned: the number of values; 0: a tensor alone; -1: further tensors.
+    """
+
+    hidden: Tensor | None
+    result: Any
+    num_returned: int
+
+
+def _record_layer_calls(model: PreTrainedModel, layers: nn.Module) -> list[_LayerCall]:
+    calls: list[_LayerCall] = []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
-        num_returned = 0
-        if isinstance(out, tuple):
-            num_returned = -1 if any(isinstance(each, Tensor) for each in out[1:]) else len(out)
-        calls.append((hidden if isinstance(hidden, Tensor) else None, num_returned))
+        result, num_returned = out, 0
+        if isinstance(out, (tuple, list)):
+            result, num_returned = out[0], -1 if any(isinstance(each, Tensor) for each in out[1:]) else len(out)
+        calls.append(_LayerCall(hidden if isinstance(hidden, Tensor) else None, result, num_returned))
 
-    hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers.children()]
-    try:
+    with _forward_hooks(layers.children(), record):
         model_layers(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return calls
