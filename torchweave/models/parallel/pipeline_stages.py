@@ -271,16 +271,16 @@ def _stage_of(model: PreTrainedModel, layers: ModelLayers, number: int, size: in
 
 def _list_of_layers(model: PreTrainedModel) -> str | None:
     """The first `ModuleList` that holds all attentions and recurrent mixers that run."""
-    mixers: set[nn.Module] = set()
+    called: set[nn.Module] = set()
 
     def record(module: nn.Module, *_: Any) -> None:
         if is_recurrent(module) or isinstance(getattr(module, "layer_idx", None), int):
-            mixers.add(module)
+            called.add(module)
 
     with _forward_hooks(model.modules(), record):
         model_layers(model)
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and mixers <= set(module.modules()):
+        if isinstance(module, nn.ModuleList) and called <= set(module.modules()):
             return path
     return None
 
@@ -288,12 +288,12 @@ def _list_of_layers(model: PreTrainedModel) -> str | None:
 @contextlib.contextmanager
 def _forward_hooks(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
     """Call `hook(module, args, kwargs, output)` after each forward of the modules."""
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
+    hooks = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for each in hooks:
+            each.remove()
 
 
 class _LayerCall(NamedTuple):
