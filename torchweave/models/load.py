@@ -172,7 +172,7 @@ def load(
         whole = weights.untied_tensors(model)
         stage, layers = make_pipeline_stage(model, layers, process_groups, report)
         plan = None if plan is None else plan.restricted_to(stage.owns)
-        stored = None if stored is None else stage.filter_checkpoint(stored)
+        stored = None if stored is None else stage.filter_checkpoint(stored, model.state_dict().keys())
     fresh = read_config(source, trust_remote_code, images)
     placement = resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
     load_spec = WeightLoadSpec(source, fresh, *placement, auto_class=auto_class(pooling))

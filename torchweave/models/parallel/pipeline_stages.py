@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -75,13 +75,17 @@ class PipelineStage:
         """This stage's part of a sequence over all attention layers."""
         return [of_all_layers[number] for number in self.attention]
 
-    def filter_checkpoint(self, stored: Mapping[str, T]) -> dict[str, T]:
-        """Drop other layers' tensors from a checkpoint, whatever the name prefix of its layers."""
+    def filter_checkpoint(self, stored: Mapping[str, T], own: Collection[str]) -> dict[str, T]:
+        """Drop other layers' tensors from a checkpoint, whatever the name prefix of its layers.
+
+        Args:
+            own: parameters of this stage, of which some may be in other lists of layers (a vision tower's).
+        """
         layer = re.compile(rf"(?:^|\.){re.escape(self.layers.rpartition('.')[2])}\.(\d+)\.")
         return {
             name: tensor
             for name, tensor in stored.items()
-            if (match := layer.search(name)) is None or self.begin <= int(match[1]) < self.end
+            if name in own or (match := layer.search(name)) is None or self.begin <= int(match[1]) < self.end
         }
 
     def layer_of(self, name: str) -> int | None:
