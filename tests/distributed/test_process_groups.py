@@ -77,11 +77,11 @@ class _Group:
 
 def test_groups_are_aborted_together():
     running: list[threading.Event] = []
-    both = _Group(running), _Group(running)
+    groups = {name: _Group(running) for name in ("tp", "pp", "pp_previous")}
     begin = time.monotonic()
-    abort_groups(ProcessGroups(size=4, groups={"tp": both[0], "pp": both[1], "pp_previous": both[1]}))
+    abort_groups(ProcessGroups(size=4, groups=groups))
     assert time.monotonic() - begin < 4
-    assert len(running) == 4, "each was aborted once, to its end"
+    assert len(running) == 6, "each was aborted once, to its end"
 
 
 def _hand_over(process_groups: ProcessGroups) -> tuple[list[float], list[int]]:
@@ -91,7 +91,10 @@ def _hand_over(process_groups: ProcessGroups) -> tuple[list[float], list[int]]:
     if not pipeline.is_last:
         pipeline.send(x)
     drawn = torch.tensor([process_groups.stage, 7], dtype=torch.int32)
-    pipeline.broadcast_from_last(drawn)
+    if pipeline.is_last:
+        pipeline.send_tokens(drawn).wait()
+    else:
+        pipeline.receive_tokens(drawn)
     return x.flatten().tolist(), drawn.tolist()
 
 

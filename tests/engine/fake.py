@@ -6,6 +6,7 @@ row is a hash of the ids in its block table. A wrong block, position, slot or ch
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,7 +108,11 @@ def expected(
 
 
 class FakeRunner:
-    """Runs steps synchronously on the CPU, with the real step ops."""
+    """Runs steps synchronously on the CPU, with the real step ops.
+
+    With several micro-batches it is the first of as many pipeline stages: its slots get the tokens of a step no sooner than a later
+    step depends on them.
+    """
 
     def __init__(
         self,
@@ -136,6 +141,8 @@ class FakeRunner:
         self.num_caught_up = 0
         cpu = torch.device("cpu")
         self.buffers = StepBuffers(limits.max_batch_size, limits.max_num_tokens, cpu, len(windows))
+        self.num_stages = limits.num_micro_batches
+        self.unread: deque[tuple[int, Tensor, Tensor, Tensor]] = deque()  # index of a step, tokens, slots, emits
         self.launched = 0
         self.fail_at: int | None = None
         self.start_fault: BaseException | None = None
@@ -160,6 +167,7 @@ class FakeRunner:
         if self.launched == self.fail_at:
             raise RuntimeError("the device is gone")
         self.launched += 1
+        self._receive(max(step.depends_on, step.index - self.num_stages))
         if step.updates is not None:
             self.state.write(*step.updates)
         if step.copies is not None:
@@ -174,6 +182,11 @@ class FakeRunner:
         result = self._run(step)
         self._copy_states(step.state_saves)
         return result
+
+    def _receive(self, step_index: int) -> None:
+        while self.unread and self.unread[0][0] <= step_index:
+            _, tokens, slots, emit = self.unread.popleft()
+            advance(tokens, slots, emit, self.state, torch.empty_like(tokens))
 
     def _copy_states(self, copies: tuple[np.ndarray, np.ndarray] | None) -> None:
         if copies is not None:
@@ -206,7 +219,12 @@ class FakeRunner:
         drawn = buffers.tokens[:rows]
         numbers = self._numbers(slots.numpy(), inputs.seq_lens.numpy().astype(np.int64))
         drawn.numpy()[:] = numbers % VOCAB
+        before = self.state.last_token.clone(), self.state.position.clone()
         advance(drawn, slots, emit, self.state, buffers.out[:rows])
+        if self.num_stages > 1:  # the slots have the tokens later
+            self.state.last_token.copy_(before[0])
+            self.state.position.copy_(before[1])
+            self.unread.append((step.index, drawn.clone(), slots.clone(), emit.clone()))
         return StepResult(buffers.out[:rows].numpy().copy(), "plain", self._logprobs(step, numbers, drawn.numpy()))
 
     def _launch_drafts(self, step: Step, inputs: StepInputs) -> StepResult:

@@ -20,6 +20,7 @@ from torchweave.engine.startup.build import Engine, build
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import zoo
+from torchweave.verify.ranks import run_step
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -211,11 +212,18 @@ MIXED: dict[str, Any] = REUSE | {
 }
 
 
-def serve_mixed_requests(built: Engine, given: list[list[int]], expected: list[list[int]], count: int) -> None:
+def serve_mixed_requests(
+    built: Engine,
+    given: list[list[int]],
+    expected: list[list[int]],
+    count: int,
+    process_groups: ProcessGroups | None = None,
+) -> None:
     """Serve `count` requests over few slots, blocks and snapshots, some of which are cancelled at a random moment.
 
     Every token of an answer is compared, those of cancelled requests too; in the end every slot and block is free.
     """
+    process_groups = process_groups or ProcessGroups.single_rank()
     rng = np.random.default_rng(0)
     scheduler, runner = built.scheduler, built.runner
     arrived, prompt_of, cancelled = 0, {}, 0
@@ -230,7 +238,7 @@ def serve_mixed_requests(built: Engine, given: list[list[int]], expected: list[l
             responses += scheduler.cancel(int(rng.choice(list(prompt_of))))
         step = scheduler.schedule()
         if step is not None:
-            responses += scheduler.update(step, runner.collect(runner.launch(step)))
+            responses += scheduler.update(step, run_step(process_groups, runner, step))
         for response in responses:
             assert response.final and not response.error
             cancelled += response.output.finish_reason == "cancelled"
@@ -256,7 +264,7 @@ def serve_mixed_requests_on_a_stage(
     """The number of states, of KV caches and of paused requests on this stage."""
     built = engine_without_loop(folder, COMPILED, process_groups, **MIXED)
     built.runner.start()
-    serve_mixed_requests(built, with_common_beginning(), expected, 60)
+    serve_mixed_requests(built, with_common_beginning(), expected, 60, process_groups)
     return len(built.runner.recurrent_states), len(built.runner.caches), built.scheduler.paused_total
 
 

@@ -55,6 +55,16 @@ def test_the_keys_of_in_flight_batching_are_the_documented_ones() -> None:
     assert set(list(first)[:4]) == GENERAL
 
 
+def test_micro_batches_are_numbered() -> None:
+    with (h := Harness(sizes={"num_micro_batches": 2})).manager:
+        for number in (1, 2):
+            h.ask(number, [number] * 5, max_tokens=9)
+        h.wait_final(1, 2)
+    numbers = [record["MicroBatch ID"] for record in h.stats]
+    assert numbers == [record["inflightBatchingStats"]["microBatchId"] for record in h.stats]
+    assert numbers == [step % 2 for step in range(len(numbers))] and len(numbers) > 9
+
+
 def test_drafts_are_counted() -> None:
     with (h := Harness(sizes={"query_len": 4, "max_drafting_rows": 8})).manager:
         h.ask(1, [1] * 5, max_tokens=30)

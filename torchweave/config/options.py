@@ -248,9 +248,10 @@ class EngineConfig:
         enable_prefix_caching: share KV blocks between requests with a common prefix, and keep them for later requests.
         num_state_snapshots: recurrent states kept at block borders of prompts, without which models with recurrent layers
             share no prefix. None: max_batch_size, at most 64 and a tenth of the free GPU memory; 0: share none.
-        run_ahead: steps to launch before reading back the tokens of an earlier step.
+        run_ahead: steps to launch before reading back the tokens of an earlier step; each further pipeline stage adds one.
         tensor_parallel_size: ranks that share each layer, each on its own GPU (or CPU process).
-        pipeline_parallel_size: pipeline stages, each of `tensor_parallel_size` ranks; stages work in turn.
+        pipeline_parallel_size: pipeline stages, each of `tensor_parallel_size` ranks; stages compute
+            different steps at the same time.
         enable_expert_parallel: distribute whole experts over the ranks. Off: shard every expert.
         executor: launcher of the ranks. `local`: this process starts them on this machine; `torchrun`: torchrun started them
             with one script; `ray`: a Ray cluster starts them on one machine or several.

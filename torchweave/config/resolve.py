@@ -109,11 +109,18 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
         max_model_len=max_model_len,
         block_size=block_size,
         attention_backend=attention.name,
-        run_ahead=config.run_ahead,
+        run_ahead=entries.note("run_ahead", *_run_ahead(config)),
         entries=entries.all(),
         **graphs,
         **speculation,
     )
+
+
+def _run_ahead(config: EngineConfig) -> tuple[int, str]:
+    stages = config.pipeline_parallel_size
+    if stages == 1:
+        return config.run_ahead, ""
+    return max(config.run_ahead, 1) + stages - 1, f"a step more for each further one of {stages} pipeline stages"
 
 
 def _speculation(

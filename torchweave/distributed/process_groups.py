@@ -72,8 +72,8 @@ class ProcessGroups:
         tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: pipeline stages.
         device: of this rank: `cpu` or `cuda:N`.
-        groups: this rank's process groups of several ranks, by name, for tensors on its device: `tp`, `pp`, and `pp_previous` and
-            `pp_next` with a neighbouring stage.
+        groups: this rank's process groups of several ranks, by name, for tensors on its device: `tp`; `pp` for sampled tokens;
+            `pp_previous` and `pp_next` for hidden states of a neighbouring stage.
         host: gloo group of all ranks, for host data; None with a single rank.
     """
 
@@ -163,7 +163,7 @@ def init_process_groups(
             if rank in ranks:
                 groups[name] = group
     if pipeline_parallel_size > 1:
-        groups |= _neighbor_groups(groups[PIPELINE], rank, tensor_parallel_size, size, device, limit)
+        groups |= _neighbor_groups(rank, tensor_parallel_size, size, device, limit)
     host = dist.group.WORLD
     assert host is not None
     if tensor_parallel_size > 1:
@@ -201,9 +201,8 @@ def abort_groups(process_groups: ProcessGroups) -> None:
     if (tensor_communicator := find_communicator(TENSOR)) is not None:
         tensor_communicator.abort()
     # In parallel: NCCL's abort waits for the whole GPU, where a kernel of another group may wait for a rank that has ended.
-    # Two names may refer to one group.
-    groups = {id(group): group for group in process_groups.groups.values() if group.name() == "nccl"}
-    threads = [threading.Thread(target=group.abort, name="torchweave-abort", daemon=True) for group in groups.values()]
+    groups = [group for group in process_groups.groups.values() if group.name() == "nccl"]
+    threads = [threading.Thread(target=group.abort, name="torchweave-abort", daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -218,13 +217,16 @@ def _new_group(ranks: list[int], device: str, limit: datetime.timedelta) -> Proc
 
 
 def _neighbor_groups(
-    pipeline: ProcessGroup | None, rank: int, tensor: int, size: int, device: str, limit: datetime.timedelta
+    rank: int, tensor: int, size: int, device: str, limit: datetime.timedelta
 ) -> dict[str, ProcessGroup | None]:
-    """Create the two-rank groups between consecutive stages; a pipeline of two stages is used as it is."""
+    """Create the two-rank groups between consecutive stages.
+
+    Two stages have one as well: sampled tokens and hidden states take no common order, so they need different groups.
+    """
     groups = {}
     for later in range(size - tensor):  # rank of the later stage, which has the lower number
         earlier = later + tensor
-        group = pipeline if size == 2 * tensor else _new_group([later, earlier], device, limit)
+        group = _new_group([later, earlier], device, limit)
         if rank == later:
             groups[PREVIOUS_STAGE] = group
         elif rank == earlier:
@@ -243,9 +245,8 @@ def _pipeline_groups(tensor_parallel_size: int, size: int) -> list[list[int]]:
 class PipelineTransport:
     """Transfers of hidden states and tokens between pipeline stages.
 
-    Every rank calls `receive`, `send` and `broadcast_from_last` in this order. A transfer is a broadcast in a group of two: unlike
-    `send` and `recv` of torch.distributed, which connect on first use, it uses an existing connection and can be recorded into CUDA
-    graphs. It runs on the current stream.
+    Hidden states are broadcast in a group of two: unlike `send` and `recv` of torch.distributed, which connect on first use, a
+    broadcast uses an existing connection and can be recorded into CUDA graphs. It runs on the current stream.
 
     Args:
         process_groups: of several stages.
@@ -268,9 +269,19 @@ class PipelineTransport:
         """Send x to the next stage."""
         dist.broadcast(x.contiguous(), src=self._groups.rank, group=self._groups.groups[NEXT_STAGE])
 
-    def broadcast_from_last(self, x: Tensor) -> None:
-        """Overwrite x (contiguous) on every stage with that of the last one."""
-        dist.broadcast(x, src=self._groups.rank_of_stage(self._last_stage), group=self._groups.groups[PIPELINE])
+    def send_tokens(self, tokens: Tensor) -> dist.Work:
+        """Send tokens from the last stage to all others, which call `receive_tokens` as often and in the same order.
+
+        The current stream continues at once; `wait` of the result holds it until the tokens may be overwritten.
+        """
+        work = dist.broadcast(tokens, src=self._groups.rank, group=self._groups.groups[PIPELINE], async_op=True)
+        assert work is not None
+        return work
+
+    def receive_tokens(self, tokens: Tensor) -> None:
+        """Overwrite tokens (contiguous) with the next ones of the last stage."""
+        last = self._groups.rank_of_stage(self._last_stage)
+        dist.broadcast(tokens, src=last, group=self._groups.groups[PIPELINE])
 
 
 # Renamed in torch 2.13 from `..._into_tensor` and `..._tensor`.

@@ -343,6 +343,7 @@ class GenerationLoop:
             else self._scheduler.limits.max_batch_size,
             memory_in_use=self._runner.memory_in_use(),
             speculation=self._scheduler.speculation if self._scheduler.limits.query_len > 1 else None,
+            num_micro_batches=self._scheduler.limits.num_micro_batches,
         )
         self._num_new = self._num_completed = 0
         try:

@@ -25,6 +25,7 @@ class IterationFacts:
         max_requests: most requests that the batch manager takes at a time.
         static_batch_size: requests that the current static batch began with.
         speculation: drafts since the start; None without speculation.
+        num_micro_batches: steps that pipeline stages compute at the same time.
     """
 
     latency: float
@@ -40,6 +41,7 @@ class IterationFacts:
     static_batch_size: int = 0
     memory_in_use: int | None = None
     speculation: SpeculationCounts | None = None
+    num_micro_batches: int = 1
 
 
 def _num_padded(facts: IterationFacts) -> int:
@@ -61,7 +63,7 @@ def _gptmanager_stats(step: Step, facts: IterationFacts) -> dict[str, int]:
         **record,
         "Generation Requests": step.num_decode_rows - step.extra_rows,
         "Total Context Tokens": step.num_prefill_tokens,
-        "MicroBatch ID": 0,  # the only one
+        "MicroBatch ID": step.index % facts.num_micro_batches,
     }
 
 
@@ -78,7 +80,7 @@ def _batching_stats(step: Step, facts: IterationFacts) -> dict[str, dict[str, in
     record |= {
         "numGenRequests": step.num_decode_rows - step.extra_rows,
         "numPausedRequests": facts.num_paused,
-        "microBatchId": 0,
+        "microBatchId": step.index % facts.num_micro_batches,
     }
     if step.num_decode_rows:
         record["avgNumDecodedTokensPerIter"] = facts.num_decoded / step.num_decode_rows

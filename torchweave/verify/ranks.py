@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from torchweave.config.options import EngineConfig
 from torchweave.distributed.process_groups import (
@@ -25,6 +26,8 @@ from torchweave.distributed.process_groups import (
     join_rendezvous_store,
 )
 from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.engine.runner.model_runner import ModelRunner
+from torchweave.engine.scheduler.step import Step, StepResult
 from torchweave.engine.startup.build import build
 from torchweave.models import load
 from torchweave.report import Report
@@ -140,6 +143,17 @@ def _rank_main(fd: int, rank: int, size: int, stages: int, address: StoreAddress
     destroy_process_groups(process_groups)
 
 
+def run_step(process_groups: ProcessGroups, runner: ModelRunner, step: Step) -> StepResult:
+    """Run a step on this rank; its result is that of the last pipeline stage, which alone samples."""
+    launched = runner.launch(step)
+    if process_groups.pipeline_parallel_size == 1:
+        return runner.collect(launched)
+    runner.on_idle()  # receives the tokens on other stages
+    result = [runner.collect(launched)]
+    dist.broadcast_object_list(result, src=0)
+    return result[0]
+
+
 def _generate(
     process_groups: ProcessGroups, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> RankResult:
@@ -159,7 +173,7 @@ def _generate(
         scheduler.poll_grammars()
         step = scheduler.schedule()
         assert step is not None, "requests wait, and nothing is in flight"
-        for response in scheduler.update(step, runner.collect(runner.launch(step))):
+        for response in scheduler.update(step, run_step(process_groups, runner, step)):
             output = response.output
             logprobs = [each.logprob for each in output.logprobs] if output.logprobs else None
             answers[response.id] = Answer(output.token_ids.tolist(), logprobs)

@@ -49,7 +49,11 @@ def test_pipeline_gives_the_tokens_of_one_rank_and_a_killed_stage_ends_all():
         facts = explain(llm.plan, llm.report)
         jsonschema.validate(json.loads(as_json(facts)), schema())
         assert facts["pipeline"]["layers"] == [3, 5] and facts["pipeline"]["bytes_per_token"] > 0
+        runner: Any = llm.engine.steps
+        num_ahead, launch_next = [], runner._launch_next
+        runner._launch_next = lambda: (num_ahead.append(len(runner._not_launched)), launch_next())
         assert answers(llm) == expected
+        assert max(num_ahead) > 1, "the first stage has the next step while the last one computes"
         assert_alike(asked(llm), all_asked)
         assert agreed(llm, 2)
         kill_while_it_generates(llm)

@@ -69,6 +69,7 @@ class Simulation:
         self.rng = np.random.default_rng(seed)
         self._run_ahead = run_ahead
         self._next_id = 0
+        self._last_step: dict[int, int] = {}  # by slot
         self._stems = [self.rng.integers(0, VOCAB, 64) for _ in range(4)]
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -125,10 +126,22 @@ class Simulation:
         limits = self.scheduler.limits
         assert step.num_tokens <= limits.max_num_tokens, "the budget is exceeded"
         assert step.num_rows <= limits.max_batch_size and len(set(step.slots.tolist())) == step.num_rows
+        if limits.num_micro_batches > 1:
+            self._check_micro_batch(step)
         self.counts["steps"] += 1
         self.counts["chunks"] += len(step.chunks)
         self.counts["with drafts"] += step.query_len > 1
         self.counts["copied"] += 0 if step.copies is None else len(step.copies[0])
+
+    def _check_micro_batch(self, step: Step) -> None:
+        """A request that decodes beside prompts was in none of the last steps, so pipeline stages compute them together."""
+        table, count = self.scheduler._running.slots, self.scheduler.limits.num_micro_batches
+        decoding = [slot for slot in step.slots[: step.num_decode_rows] if table.group[slot] < 0]
+        if step.chunks:
+            assert all(step.index - self._last_step.get(int(slot), -count) >= count for slot in decoding)
+        assert step.depends_on >= max((self._last_step.get(int(slot), -1) for slot in decoding), default=-1)
+        self._last_step.update({int(slot): step.index for slot in step.slots})
+        self.counts["together"] += step.depends_on < step.index - 1
 
     def on_responses(self, responses: Iterable[Response]) -> None:
         for response in responses:
@@ -229,6 +242,9 @@ def random_options(policy: str, rng: np.random.Generator, drafts: bool = False, 
         "batch_wait_timeout_iters": int(rng.choice([0, 0, 5])),
         "batch_wait_max_tokens_ratio": 0.5,
     }
+    if rng.random() < 0.4 and not drafts:
+        options["num_micro_batches"] = int(rng.integers(2, 5))
+        options["run_ahead"] += options["num_micro_batches"] - 1
     if states:
         options |= {"num_snapshots": int(rng.integers(1, 25)), "supports_beams": False}
         if rng.random() < 0.3:

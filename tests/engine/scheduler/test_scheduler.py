@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -182,3 +183,35 @@ def test_without_chunked_context_a_prompt_is_read_at_once_or_refused() -> None:
 def test_more_blocks_than_there_are_is_refused() -> None:
     scheduler, _ = make(num_blocks=3, block_size=4)
     assert "KV cache blocks" in scheduler.rejection_reason(request(0, [1] * 8, max_tokens=20))
+
+
+# -- micro-batches -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count, sizes", [(1, {1}), (2, {1}), (5, {2, 3}), (8, {4})])
+def test_micro_batches_take_turns_and_a_step_depends_on_the_one_before_the_last(count: int, sizes: set[int]) -> None:
+    scheduler, runner = make(max_batch_size=8, num_blocks=64, num_micro_batches=2)
+    prompts = [[number, 1, 2] for number in range(count)]
+    for number, prompt in enumerate(prompts):
+        scheduler.add(request(number, prompt, max_tokens=20), seed=0)
+    steps, launch = [], runner.launch
+    runner.launch = lambda step: (steps.append(step), launch(step))[1]
+    responses = drive(scheduler, runner, run_ahead=3)
+    assert [tokens_of(responses[number]) for number in range(count)] == [expected(prompt, 20) for prompt in prompts]
+    decodes = [step for step in steps if not step.chunks][1:16]
+    assert {step.num_rows for step in decodes} == sizes
+    for one, other in pairwise(decodes):
+        assert bool(set(one.slots.tolist()) & set(other.slots.tolist())) == (count == 1)
+        assert other.depends_on == (one.index if count == 1 else one.index - 1)
+
+
+def test_chunks_of_a_prompt_do_not_wait_for_decode_rows_or_for_one_another() -> None:
+    scheduler, runner = make(max_num_tokens=8, max_model_len=90, num_micro_batches=2)
+    scheduler.add(request(0, [1, 2], max_tokens=30), seed=0)
+    for _ in range(2):
+        runner.launch(scheduler.schedule())
+    scheduler.add(request(1, list(range(60)), max_tokens=2), seed=0)
+    steps = [scheduler.schedule() for _ in range(6)]
+    assert [step.num_decode_rows for step in steps if step] == [0, 1, 0, 1, 0, 1]
+    assert [step.depends_on for step in steps if step] == [-1, 1, -1, 3, -1, 5]
+    assert [step.num_tokens for step in steps if step] == [8] * 6

@@ -22,7 +22,8 @@ from torchweave.engine.scheduler.policies import POLICIES
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_short_simulation(policy: str) -> None:
     counts = run(policy, steps=1200, seed=11, check_every=2, episode=200)
-    assert counts["requests"] > 100 and counts["searches"] > 20 and counts["cancelled"] > 10 and counts["copied"] > 50
+    assert counts["requests"] > 80 and counts["searches"] > 20 and counts["cancelled"] > 8 and counts["copied"] > 50
+    assert counts["together"] > 60  # steps that pipeline stages compute at the same time as the one before
     assert (counts["paused"] > 0) == (policy == "max_utilization")
 
 
@@ -30,7 +31,7 @@ def test_short_simulation(policy: str) -> None:
 def test_short_simulation_of_recurrent_states(policy: str) -> None:
     """A slot's state is that of its tokens, whether it was computed or restored from a snapshot."""
     counts = run(policy, steps=1500, seed=5, check_every=2, episode=200, states=True)
-    assert counts["states saved"] > 20 and counts["states restored"] > 4 and counts["cancelled"] > 10
+    assert counts["states saved"] > 20 and counts["states restored"] >= 4 and counts["cancelled"] > 10
 
 
 class Batches(RuleBasedStateMachine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,8 +17,19 @@ _POLL_SECONDS = 5e-5  # between checks of a step in flight
 _DIGEST_SECONDS = 30.0
 
 
+@dataclass
+class SentStep:
+    """A step that the other ranks have; `launched` on this rank, unless it is None."""
+
+    step: Step
+    launched: LaunchedStep | None = None
+
+
 class LeaderRunner:
     """Rank 0's runner.
+
+    A step on a CPU runs while it is launched. With pipeline stages it is launched when it is collected: otherwise the other stages
+    would get the next step only after this rank, the last stage, has run this one.
 
     Args:
         runner: of this rank.
@@ -33,30 +45,41 @@ class LeaderRunner:
         self._runner = runner
         self._worker_group = worker_group
         self._process_groups = process_groups
+        self._launches_late = process_groups.device == "cpu" and process_groups.pipeline_parallel_size > 1
+        self._not_launched: deque[SentStep] = deque()
         self._digest = StateDigest(runner.state, runner.plan.config.torch_compile_config.debug)
 
     def start(self) -> None:
         self._runner.start()
 
-    def launch(self, step: Step) -> LaunchedStep:
+    def launch(self, step: Step) -> SentStep:
         message = encode(step)
         self._digest.add(message)
         self._worker_group.send(MessageKind.STEP, message)
+        self._not_launched.append(sent := SentStep(step))
+        if not self._launches_late:
+            self._launch_next()
+        return sent
+
+    def _launch_next(self) -> None:
+        sent = self._not_launched.popleft()
         try:
-            return self._runner.launch(step)
+            sent.launched = self._runner.launch(sent.step)
         except Exception as error:
             self._worker_group.fail_and_raise(error)
 
-    def ready(self, handle: LaunchedStep) -> bool:
+    def ready(self, handle: SentStep) -> bool:
         self._worker_group.check()
-        return self._runner.ready(handle)
+        return handle.launched is not None and self._runner.ready(handle.launched)
 
-    def collect(self, handle: LaunchedStep) -> StepResult:
+    def collect(self, handle: SentStep) -> StepResult:
+        while handle.launched is None:
+            self._launch_next()
         # Poll: a collective with a rank that has ended may never complete.
         while not self.ready(handle):
             time.sleep(_POLL_SECONDS)
         try:
-            result = self._runner.collect(handle)
+            result = self._runner.collect(handle.launched)
         except Exception as error:
             self._worker_group.fail_and_raise(error)
         if fault := self._process_groups.fault():

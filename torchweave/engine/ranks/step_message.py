@@ -22,8 +22,8 @@ def encode(step: Step) -> bytes:
     if step.chunks or step.logits_processors is not None or step.prompt_targets is not None:
         return pickle.dumps(step, 5)
     updates = None if step.updates is None else tuple((part.dtype.char, part.tobytes()) for part in step.updates)
-    sizes = step.num_rows, step.query_len, step.catch_up, step.max_seq_len
-    return pickle.dumps((step.index, *sizes, updates, step.copies, step.state_restores), 5)
+    numbers = step.index, step.depends_on, step.num_rows, step.query_len, step.catch_up, step.max_seq_len
+    return pickle.dumps((*numbers, updates, step.copies, step.state_restores), 5)
 
 
 def decode(message: bytes) -> Step:
@@ -31,7 +31,7 @@ def decode(message: bytes) -> Step:
     decoded = pickle.loads(message)
     if isinstance(decoded, Step):
         return decoded
-    index, num_rows, query_len, catch_up, max_seq_len, updates, copies, state_restores = decoded
+    index, depends_on, num_rows, query_len, catch_up, max_seq_len, updates, copies, state_restores = decoded
     slots, emits = np.zeros(num_rows, np.int32), np.ones(num_rows, bool)
     arrays = None
     if updates is not None:
@@ -39,7 +39,7 @@ def decode(message: bytes) -> Step:
         arrays = np.frombuffer(indices, index_type), np.frombuffer(values, value_type)
     drafts = {"query_len": query_len, "catch_up": catch_up}
     moved = {"copies": copies, "state_restores": state_restores}
-    return Step(index, slots, _NO_STARTS, (), emits, arrays, max_seq_len, **moved, **drafts)
+    return Step(index, slots, _NO_STARTS, (), emits, arrays, max_seq_len, depends_on=depends_on, **moved, **drafts)
 
 
 class StateDigest:

@@ -17,7 +17,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,21 +28,20 @@ from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
 from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_copy import copy_blocks, copy_states
 from torchweave.engine.runner.draft_step import DraftModel, DraftStep, HiddenStateCache
-from torchweave.engine.runner.pipeline_stage import StageForward, StageResampler
+from torchweave.engine.runner.pipeline_stage import StageForward, StageTokens
 from torchweave.engine.runner.pooling import check_rows, sum_rows
 from torchweave.engine.runner.resample import Resampler
-from torchweave.engine.runner.step_buffers import HostBufferRing, StepBuffers, pack, packed_size, to_step_logprobs
-from torchweave.engine.scheduler.step import Step, StepResult
-from torchweave.ops.attention.op import (
-    ATTENTION_OPS,
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionStep,
-    LayerKVCache,
-    run_attention_op,
+from torchweave.engine.runner.step_boundary import BEGIN, StepBoundary
+from torchweave.engine.runner.step_buffers import (
+    HostBufferRing,
+    PackedInputs,
+    StepBuffers,
+    pack,
+    packed_size,
+    to_step_logprobs,
 )
-from torchweave.ops.attention.sparse import SPARSE_OPS, run_sparse_op
-from torchweave.ops.recurrent.op import RECURRENT_OPS, run_recurrent_op
+from torchweave.engine.scheduler.step import Step, StepResult
+from torchweave.ops.attention.op import AttentionBackend, AttentionMetadata, LayerKVCache
 from torchweave.ops.sampling.sample import logprobs, sample
 from torchweave.ops.slot_state import SlotState, StepInputs, advance, carry, prepare, prepare_decode_inputs
 from torchweave.report import Report
@@ -51,40 +49,6 @@ from torchweave.utils.cuda_streams import side_stream, wait_until_idle
 from torchweave.utils.openmp import release_workers
 
 _DRAIN_SECONDS = 5.0  # as long as ranks have to abort collectives with a rank that has ended
-BEGIN = "begin"  # passed to the boundary once a step's metadata is in place, before the model runs
-
-
-class StepBoundary:
-    """Runs boundary ops: attention with the layer's cache and the metadata of its layer group, recurrent ops with their states.
-
-    `BEGIN` runs the backend's host-side preparation of a step. It passes through the boundary like attention itself, so that a
-    piecewise recording repeats it at every replay.
-    """
-
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        caches: list[LayerKVCache],
-        recurrent_states: Sequence[Tensor],
-        metas: Sequence[AttentionMetadata],
-    ) -> None:
-        self._backend = backend
-        self._caches = caches
-        self._recurrent_states = recurrent_states
-        self._metas = metas
-        self._steps: list[AttentionStep] = []
-
-    def __call__(self, op: Any, args: tuple, kwargs: dict) -> None:
-        if op is BEGIN:
-            self._steps = [self._backend.begin(meta) for meta in self._metas]
-        elif op in RECURRENT_OPS:
-            run_recurrent_op(self._metas[0], self._recurrent_states, op, args, kwargs)
-        elif op in SPARSE_OPS:
-            run_sparse_op(self._metas, self._caches, op, args, kwargs)
-        elif op in ATTENTION_OPS:
-            run_attention_op(self._steps, self._caches, op, args, kwargs)
-        else:  # of `splitting_ops`, or a boundary op of the user's
-            op(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -156,12 +120,12 @@ class ModelRunner:
         self._host_buffers = HostBufferRing(most, sampled, plan.run_ahead + 1, self._device, timed=plan.query_len > 1)
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
         self._decode_steps: dict[int, tuple[Callable[[BoundaryHandler], Tensor], StepBoundary]] = {}
-        self._resample, self._sample_tokens, self._has_logits = Resampler(state), sample, True
-        if plan.pooling is not None:
-            self._sample_tokens = check_rows
+        self._resample, self._sample_tokens = Resampler(state), sample if plan.pooling is None else check_rows
+        self._has_logits, self._stage_tokens = True, None
+        self._packed: PackedInputs | None = None  # with stages: of the last step with chunks
         if isinstance(forward, StageForward):
-            pipeline, self._sample_tokens = forward.pipeline, forward.sample_tokens
-            self._resample, self._has_logits = StageResampler(state, pipeline), pipeline.is_last
+            self._has_logits = forward.pipeline.is_last
+            self._stage_tokens = StageTokens(forward.pipeline, state, forward.num_stages)
 
     # -- computation of a step -----------------------------------------------------------------------------------------
 
@@ -184,7 +148,7 @@ class ModelRunner:
         slots, inputs = state.slots[:rows], buffers.inputs(rows, rows)
         tokens, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.row_index[:rows]
         emit_all = buffers.emit_all[:rows]
-        block_size, sample_tokens = self.plan.block_size, self._sample_tokens
+        block_size, sample_tokens, has_logits = self.plan.block_size, self._sample_tokens, self._has_logits
         rope_offsets = buffers.rope_offsets(rows)
 
         def run(boundary: BoundaryHandler) -> Tensor:
@@ -193,8 +157,9 @@ class ModelRunner:
                 offsets.copy_(state.rope_delta[slots.clamp(min=0).long()])
             boundary(BEGIN, (), {})
             logits = self._run_model(boundary, inputs, index, *rope_offsets)
-            sample_tokens(logits, slots, state, tokens)
-            advance(tokens, slots, emit_all, state, out)
+            if has_logits:
+                sample_tokens(logits, slots, state, tokens)
+                advance(tokens, slots, emit_all, state, out)
             return logits
 
         boundary = self._boundary(slots, buffers.rows[: rows + 1], inputs, self.plan.max_model_len, True)
@@ -253,7 +218,7 @@ class ModelRunner:
         packed = buffers.views(rows, tokens)
         inputs = buffers.inputs(rows, tokens)
         sampled, out, index = buffers.tokens[:rows], buffers.out[:rows], buffers.logits_index[:rows]
-        block_size, sample_tokens = self.plan.block_size, self._sample_tokens
+        block_size, sample_tokens, has_logits = self.plan.block_size, self._sample_tokens, self._has_logits
         rope_offsets, lookahead = buffers.rope_offsets(tokens), buffers.lookahead(tokens)
         draft_step, sums_rows = self._draft_step, self.plan.pooling == "mean"
 
@@ -271,6 +236,8 @@ class ModelRunner:
             logits = self._run_model(boundary, inputs, logits_index, *rope_offsets)
             if sums_rows:
                 logits = sum_rows(logits, packed.query_start)
+            if not has_logits:
+                return logits
             sample_tokens(logits[:rows], packed.slots, state, sampled)
             if draft_step is not None:
                 draft_step.note_mixed(packed.slots, packed.query_start, inputs)
@@ -450,6 +417,8 @@ class ModelRunner:
         layout = self._buffers.rope_axes, self._buffers.both_ways
         packed_inputs = self._host_buffers.packed_inputs[ring_index][: packed_size(rows, tokens, *layout)]
         pack(step, rows, tokens, packed_inputs.numpy(), *layout)
+        if self._stage_tokens is not None:
+            self._packed = self._buffers.views(rows, tokens)
         carry(packed_inputs, self._buffers.packed[: len(packed_inputs)])
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -466,6 +435,8 @@ class ModelRunner:
         ring_index = self._host_buffers.acquire()
         with torch.inference_mode():
             self._host_buffers.record_begin(ring_index)
+            if self._stage_tokens is not None:
+                self._stage_tokens.receive(step.depends_on)
             if step.updates is not None:
                 self.state.write(*step.updates)
             if step.copies is not None:
@@ -484,8 +455,10 @@ class ModelRunner:
                 tokens, out, num_out = views.tokens, views.out, views.out.numel()
             if step.state_saves is not None:
                 copy_states(self.recurrent_states, *step.state_saves)
-            if step.logits_processors is not None:
+            if step.logits_processors is not None and self._has_logits:
                 self._resample(step.logits_processors.at_entries(step.query_len), logits, tokens, out)
+            if self._stage_tokens is not None:
+                self._add_stage_tokens(self._stage_tokens, step, tokens)
             token_logprobs = prompt_logprobs = pooled = None
             if self.plan.pooling is not None:
                 pooled = self._on_host((logits[: step.num_rows].float(),))[0]
@@ -498,6 +471,13 @@ class ModelRunner:
             self._host_buffers.record_end(ring_index)
         sizes = step.num_rows, num_out, step.query_len
         return LaunchedStep(ring_index, *sizes, how, token_logprobs, prompt_logprobs, pooled)
+
+    def _add_stage_tokens(self, stage_tokens: StageTokens, step: Step, tokens: Tensor) -> None:
+        slots, emits, rows = self.state.slots, self._buffers.emit_all, step.num_rows
+        if step.chunks:
+            assert self._packed is not None
+            slots, emits = self._packed.slots, self._packed.emit
+        stage_tokens.add(step.index, tokens[:rows], slots[:rows], emits[:rows])
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, rows: np.ndarray, most: int) -> tuple[Tensor, ...]:
         """Log-probabilities of `rows` as host tensors that are filled when the step ends."""
@@ -592,7 +572,9 @@ class ModelRunner:
         return total - free
 
     def on_idle(self) -> None:
-        """On a CPU, end OpenMP workers, so that they do not compete with other computations of the process."""
+        """Receive the tokens of all steps. On a CPU, end OpenMP workers: they compete with the process's other computations."""
+        if self._stage_tokens is not None:
+            self._stage_tokens.receive_all()
         if self._device.type == "cpu":
             release_workers()
 

@@ -4,26 +4,23 @@
     embedding, layers  ----->  layers, output layer
     tokens             <-----  sampling
 
-All stages have the same slots and run the same steps. The last stage broadcasts the sampled tokens within the step, so that the
-slots of all stages advance alike and each stage can record a whole step.
+All stages have the same slots and run the same steps. A stage computes a step while the next one computes the step before it. This
+works as long as neither reads a token of the other, so the scheduler divides the decode rows into micro-batches.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.forward import BoundaryHandler
 from torchweave.distributed.process_groups import PipelineTransport, ProcessGroups
-from torchweave.engine.runner.resample import Resampler
-from torchweave.engine.scheduler.step import LogitsProcessorRows
 from torchweave.models.parallel import PipelineStage
-from torchweave.ops.kernels.sampling.layout import ROW, SLOT
-from torchweave.ops.sampling.sample import sample
-from torchweave.ops.slot_state import SlotState
+from torchweave.ops.slot_state import SlotState, advance
 
 
 class StageForward:
@@ -38,11 +35,13 @@ class StageForward:
     Attributes:
         sizes: least and greatest value of dynamic sizes.
         pipeline: transfers to and from other stages.
+        num_stages: of the pipeline.
     """
 
     def __init__(self, compiled_graph: CompiledGraph, stage: PipelineStage, process_groups: ProcessGroups) -> None:
         self.sizes = compiled_graph.sizes
         self.pipeline = PipelineTransport(process_groups)
+        self.num_stages = process_groups.pipeline_parallel_size
         self._compiled_graph = compiled_graph
         self._width, self._dtype = stage.width, stage.dtype
 
@@ -56,26 +55,58 @@ class StageForward:
         self.pipeline.send(out)
         return torch.empty((index.shape[0], 0), dtype=self._dtype, device=ids.device)
 
-    def sample_tokens(self, logits: Tensor, slots: Tensor, state: SlotState, tokens: Tensor) -> None:
-        """Sample on the last stage and broadcast the tokens, int32 [N], to all stages."""
-        if self.pipeline.is_last:
-            sample(logits, slots, state, tokens)
-        self.pipeline.broadcast_from_last(tokens)
 
+class StageTokens:
+    """Sampled tokens of launched steps, on their way from the last stage to the slots of the others.
 
-class StageResampler(Resampler):
-    """Resamples on the last stage and broadcasts the tokens to the other stages."""
+    The last stage sends the tokens of a step as soon as it has launched it. Another stage receives them before it launches a step
+    that reads them, and advances its slots by them then; until then it computes steps of other micro-batches.
 
-    def __init__(self, state: SlotState, pipeline: PipelineTransport) -> None:
-        super().__init__(state)
+    A transfer has the tokens of `max_rows` rows, so that it connects the stages, and builds its kernel, when this is created.
+
+    Args:
+        state: of the slots.
+        depth: most steps whose tokens are on their way.
+    """
+
+    def __init__(self, pipeline: PipelineTransport, state: SlotState, depth: int) -> None:
         self._pipeline = pipeline
+        self._state = state
+        self._depth = depth
+        shape, placement = (depth, state.max_rows), {"dtype": torch.int32, "device": state.device}
+        self._tokens = torch.zeros(shape, **placement)
+        self._slots = torch.full(shape, -1, **placement)
+        self._emits = torch.zeros(shape, **placement)
+        self._out = torch.zeros(state.max_rows, **placement)
+        self._unsent: deque[dist.Work] = deque()  # on the last stage
+        self._unread: deque[int] = deque()  # indices of steps, on the others
+        no_rows = torch.empty(0, **placement)
+        self.add(0, no_rows, no_rows, no_rows)
+        self.receive(0)
 
-    def __call__(self, logits_processors: LogitsProcessorRows, logits: Tensor, tokens: Tensor, out: Tensor) -> None:
+    def add(self, step_index: int, tokens: Tensor, slots: Tensor, emits: Tensor) -> None:
+        """Add a launched step with its rows' tokens (of the last stage), slots and `Step.emits`, int32 [rows] on the device."""
+        place, rows = step_index % self._depth, tokens.numel()
         if self._pipeline.is_last:
-            super().__call__(logits_processors, logits, tokens, out)
-        if not logits_processors.rows.shape[1]:
+            if len(self._unsent) == self._depth:
+                self._unsent.popleft().wait()
+            self._tokens[place, :rows].copy_(tokens)
+            self._unsent.append(self._pipeline.send_tokens(self._tokens[place]))
             return
-        self._pipeline.broadcast_from_last(tokens)
-        if not self._pipeline.is_last:
-            records, _ = self._on_device(replace(logits_processors, masks=None))
-            self._state.last_token[records[SLOT].long()] = tokens[records[ROW].long()].clamp(min=0)
+        self.receive(step_index - self._depth)
+        self._slots[place, :rows].copy_(slots)
+        self._slots[place, rows:].fill_(-1)
+        self._emits[place, :rows].copy_(emits)
+        self._unread.append(step_index)
+
+    def receive(self, step_index: int) -> None:
+        """Receive the tokens of all steps up to `step_index`, and advance the slots by them."""
+        while self._unread and self._unread[0] <= step_index:
+            place = self._unread.popleft() % self._depth
+            self._pipeline.receive_tokens(self._tokens[place])
+            advance(self._tokens[place], self._slots[place], self._emits[place], self._state, self._out)
+
+    def receive_all(self) -> None:
+        """Receive the tokens of all launched steps."""
+        if self._unread:
+            self.receive(self._unread[-1])

@@ -37,6 +37,7 @@ class Limits:
         pooling: of a model that pools; None: requests generate tokens.
         priority_order: 1: waiting requests with a higher priority are first, -1: those with a lower one, 0: priorities are ignored.
         max_beam_width: most beams of a request; None: max_batch_size.
+        num_micro_batches: parts of the decode requests that take turns in steps, so that as many pipeline stages work at a time.
     """
 
     max_batch_size: int
@@ -59,6 +60,7 @@ class Limits:
     pooling: Pooling | None = None
     priority_order: int = 1
     max_beam_width: int | None = None
+    num_micro_batches: int = 1
 
     @property
     def decode_span(self) -> int:

@@ -23,7 +23,7 @@ class DecodeRequests:
         blocks_needed: blocks that the request needs for its next step.
         held_blocks: lower bound of the blocks that are freed if only this request is paused.
         start_order: smaller for an earlier start.
-        rows: tokens in this step, 0 for a search whose last result is pending; None: 1 each.
+        rows: tokens in this step, 0 for a search whose last result is pending and for another micro-batch; None: 1 each.
         width: most tokens in a step; None: 1 each.
     """
 

@@ -56,6 +56,26 @@ class RunningSet:
         groups = self.beams.groups.values()
         return [group for group in groups if group.prefill_beam is None and not group.pending_release]
 
+    def micro_batch(
+        self, decoding: np.ndarray, step_index: int, num_micro_batches: int, alone: bool = False
+    ) -> np.ndarray:
+        """Which of the slots `decoding` step `step_index` runs, so that each is in one of `num_micro_batches` steps; bool.
+
+        Such steps read no token of one another. A step has an equal part of the slots: those that have waited longest, or none if
+        all were in the last steps.
+
+        Args:
+            alone: the step has only these rows; it runs the slots that have waited longest in any case.
+        """
+        last_step_index = self.slots.last_step_index[decoding]
+        newest = step_index - num_micro_batches
+        chosen = last_step_index <= (max(newest, last_step_index.min(initial=step_index)) if alone else newest)
+        most = -(-len(decoding) // num_micro_batches)
+        if np.count_nonzero(chosen) > most:
+            order = np.argsort(last_step_index, kind="stable")
+            chosen[order[most:]] = False
+        return chosen
+
     def stop(self, slot: int) -> None:
         """Schedule a request in no further step. Its slots are released when the steps in flight have completed."""
         if (group := self.search_of(slot)) is not None:

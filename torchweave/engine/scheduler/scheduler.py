@@ -141,12 +141,8 @@ class Scheduler:
     @property
     def image_limits(self) -> ImageLimits:
         """How prompts with images are encoded for this model."""
-        rows = self.image_rows
-        return (
-            ImageLimits(reason=self.limits.no_images)
-            if rows is None
-            else ImageLimits(rows.model.token_id, rows.max_images)
-        )
+        rows, reason = self.image_rows, self.limits.no_images
+        return ImageLimits(reason=reason) if rows is None else ImageLimits(rows.model.token_id, rows.max_images)
 
     def rejection_reason(self, request: InferenceRequest) -> str:
         """Why a request can never run, in a sentence; empty if it can. Safe to call from any thread."""
@@ -245,7 +241,7 @@ class Scheduler:
         running, build = self._running, self._step_builder.build
         only_decode = not (self._waiting or running.prefill or running.beams.groups)
         if only_decode and self._step_builder.steps_before_alloc:
-            decoding = self._with_mask(running.decoding)
+            decoding = self._rows_of_step(running.decoding, alone=True)
             return build(running, self.kv, decoding) if decoding.size else None
         while True:
             self._free_out_of_window()
@@ -265,8 +261,8 @@ class Scheduler:
                 if self.image_rows is not None:
                     room = self.limits.max_num_tokens - decoding.size - sum(group.num_rows for group in searches)
                     chunks = self._with_images(chunks, room, self.image_rows)
-            decoding = self._with_mask(decoding)
             searches = [group for group in searches if group.num_rows]
+            decoding = self._rows_of_step(decoding, alone=not (chunks or searches))
             if chunks or searches or decoding.size:
                 return build(running, self.kv, decoding, chunks, searches)
             if not (decision and decision.paused) or any(running.in_flight(slot) for slot in running.pending_release):
@@ -304,10 +300,14 @@ class Scheduler:
                 room -= size
         return fitting
 
-    def _with_mask(self, slots: np.ndarray) -> np.ndarray:
-        """The decode slots that do not wait for a token mask."""
-        processors = self._running.logits_processors
-        return slots[~processors.skipped[slots]] if processors.constraints else slots
+    def _rows_of_step(self, decoding: np.ndarray, alone: bool) -> np.ndarray:
+        """The decode slots of the next step: one micro-batch of those that do not wait for a token mask."""
+        running, num_micro_batches = self._running, self.limits.num_micro_batches
+        if running.logits_processors.constraints:
+            decoding = decoding[~running.logits_processors.skipped[decoding]]
+        if num_micro_batches == 1:
+            return decoding
+        return decoding[running.micro_batch(decoding, self._step_builder.next_index, num_micro_batches, alone)]
 
     def _free_out_of_window(self) -> None:
         """Free the blocks that have left the attention window of a running request."""
@@ -324,7 +324,10 @@ class Scheduler:
         needed = blocks_needed(running, kv, limits.query_len)
         if not self._waiting and not running.prefill and needed.sum() <= kv.free_logical_blocks:
             return None
-        snapshot = take_snapshot(limits, running, kv, needed, self._waiting, self._find_prefix)
+        in_step = None
+        if limits.num_micro_batches > 1:
+            in_step = running.micro_batch(running.decoding, self._step_builder.next_index, limits.num_micro_batches)
+        snapshot = take_snapshot(limits, running, kv, needed, self._waiting, self._find_prefix, in_step)
         decision = self._policy(snapshot)
         if not should_delay_prefill(
             snapshot, self._num_delayed_steps, limits.batch_wait_timeout_iters, limits.batch_wait_max_tokens_ratio
@@ -439,9 +442,7 @@ class Scheduler:
             if table.done[slot]:  # with another beam of its search
                 continue
             self.num_invalid += 1
-            if (
-                self.num_invalid & (self.num_invalid - 1) == 0
-            ):  # the first, second, fourth, ...: a broken model ends all
+            if self.num_invalid & (self.num_invalid - 1) == 0:  # 1, 2, 4, ...: a broken model ends all requests
                 _log.warning(
                     "Request %d ended with an error: %s (%d such requests so far)",
                     table.ids[slot], INVALID_LOGITS, self.num_invalid,

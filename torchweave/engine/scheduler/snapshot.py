@@ -63,8 +63,15 @@ def take_snapshot(
     needed: np.ndarray,
     waiting: Iterable[RequestState],
     find_prefix: Callable[[RequestState], PrefixHit],
+    in_step: np.ndarray | None = None,
 ) -> Snapshot:
-    """The state before a step; `needed` is from `blocks_needed`, and `find_prefix` returns a request's cached prefix."""
+    """The state before a step.
+
+    Args:
+        needed: from `blocks_needed`.
+        find_prefix: returns a request's cached prefix.
+        in_step: bool, which of the decode slots the step runs; None: all.
+    """
     slots, beams, exclusive = running.slots, running.beams, kv.exclusive_logical_blocks
     pending = [
         each
@@ -79,7 +86,7 @@ def take_snapshot(
         free_blocks=kv.free_logical_blocks,
         unreserved_blocks=kv.unreserved_logical_blocks,
         pending_free_blocks=kv.num_freeable(pending),
-        decode=_decode_requests(running, kv, needed, exclusive),
+        decode=_decode_requests(running, kv, needed, exclusive, in_step),
         prefill=tuple(_prefill_request(running, kv, slot, int(exclusive[slot])) for slot in running.prefill),
         waiting=LazySequence(_waiting_requests(limits, kv, len(slots.free), waiting, find_prefix)),
         chunked_context=limits.chunked_context,
@@ -89,18 +96,19 @@ def take_snapshot(
 
 
 def _decode_requests(
-    running: RunningSet, kv: BlockManager, needed: np.ndarray, exclusive: np.ndarray
+    running: RunningSet, kv: BlockManager, needed: np.ndarray, exclusive: np.ndarray, in_step: np.ndarray | None
 ) -> DecodeRequests:
     slots, decoding, searches = running.slots, running.decoding, running.searches
     held_blocks, start_order = exclusive[decoding], slots.start_order[decoding]
+    rows = None if in_step is None else in_step.astype(np.int64)
     if not searches:
-        return DecodeRequests(needed, held_blocks, start_order)
+        return DecodeRequests(needed, held_blocks, start_order, rows)
     ones = np.ones(len(decoding), np.int64)
     return DecodeRequests(
         needed,
         np.append(held_blocks, [kv.num_freeable(group.slots) for group in searches]),
         np.append(start_order, [slots.start_order[group.leader] for group in searches]),
-        np.append(ones, [group.num_rows for group in searches]),
+        np.append(ones if rows is None else rows, [group.num_rows for group in searches]),
         np.append(ones, [len(group.slots) for group in searches]),
     )
 

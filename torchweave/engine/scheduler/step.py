@@ -84,6 +84,8 @@ class Step:
         state_restores, state_saves: rows of the recurrent states to copy before and after the model, as (sources, targets); None
             for none.
         lookahead: int32 [tokens], how many tokens behind it each token of a step with chunks sees; None for a causal model.
+        depends_on: index of the latest step whose tokens, or whose end, this step depends on; -1 for none. Pipeline stages compute
+            the steps behind it at the same time as this one.
     """
 
     index: int
@@ -104,6 +106,7 @@ class Step:
     state_restores: tuple[np.ndarray, np.ndarray] | None = None
     state_saves: tuple[np.ndarray, np.ndarray] | None = None
     lookahead: np.ndarray | None = None
+    depends_on: int = -1
 
     @property
     def num_rows(self) -> int:

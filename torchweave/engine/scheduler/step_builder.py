@@ -33,6 +33,7 @@ class StepBuilder:
 
     Attributes:
         steps_before_alloc: number of decode-only steps before any request needs a block.
+        next_index: index of the next step.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class StepBuilder:
         self._image_rows = image_rows
         self._adaptive_drafts = adaptive_drafts
         self._device_decode_slots = NO_SLOTS  # decode slots as the device has them
-        self._next_index = 0
+        self.next_index = 0
 
     def write_blocks(self, grant: BlockGrant) -> None:
         """Enter new blocks into the device's block tables."""
@@ -97,8 +98,7 @@ class StepBuilder:
             chunks: (slot, number of tokens) of prompts.
             searches: beam searches, which take one token per beam.
         """
-        table, num_computed = running.slots, running.slots.num_computed
-        decode_rows, forked = decoding, []
+        table, num_computed, decode_rows, forked = running.slots, running.slots.num_computed, decoding, []
         if searches:
             beam_rows, forked = running.beams.assign_slots(table, kv, self._updates, searches)
             decode_rows = np.concatenate([decoding, beam_rows])
@@ -125,7 +125,7 @@ class StepBuilder:
         emits[len(decode_rows) :] = [self._finish_chunk(running, kv, slot) for slot, _ in chunks]
         processors = running.logits_processors
         step = Step(
-            index=self._next_index,
+            index=self.next_index,
             slots=slots,
             starts=starts,
             chunks=prefill_chunks,
@@ -139,13 +139,14 @@ class StepBuilder:
             extra_rows=len(decode_rows) - len(decoding) - len(searches),
             query_len=query_len,
             catch_up=self._catch_up(table, decode_rows, query_len) if self._limits.drafts_by_model else 0,
+            depends_on=max(running.completed, int(table.last_step_index[decode_rows].max(initial=-1))),
             **({} if kv.snapshots is None else kv.snapshots.take_copies()),
             **self._image_inputs(table, decode_rows, chunks),
         )
         table.last_step_index[slots] = step.index
         if running.beams.groups:
             running.beams.mark_scheduled(table, slots, step.index)
-        self._next_index += 1
+        self.next_index += 1
         running.advance(kv, self._updates, decoding, slots, after, emits)
         return step
 

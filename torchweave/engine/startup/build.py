@@ -423,6 +423,7 @@ def _build_scheduler(
         drafts_by_model=config.speculative_config.method in ("draft_model", *DRAFT_HEADS),
         token_shift=int(config.speculative_config.method in DRAFT_HEADS),
         run_ahead=plan.run_ahead,
+        num_micro_batches=config.pipeline_parallel_size,
         max_logprobs=config.max_logprobs,
         pooling=loaded.module.pooling,
         priority_order={None: 1, "priority": -1, "fcfs": 0}[config.scheduling_policy],

@@ -134,8 +134,8 @@ def _run_steps(runner: ModelRunner, leader: LeaderConnection, process_groups: Pr
             continue
         while in_flight:
             collect()
+        runner.on_idle()
         if kind == MessageKind.END:
             return
         if digest.enabled:
             leader.digest(digest.take())
-        runner.on_idle()
