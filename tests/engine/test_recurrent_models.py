@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ranks import run_ranks
 from torchweave import LLM, SamplingParams
 from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.engine.request import InferenceRequest, Response
-from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.startup.build import Engine, build
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import zoo
+from torchweave.verify.ranks import run_step
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -53,13 +56,19 @@ def engine(folder: Path, compile_config: TorchCompileConfig = EAGER, **options: 
     return LLM.from_loaded(load(folder, torch.float32, report=report), config, report)
 
 
-def engine_without_loop(folder: Path, compile_config: TorchCompileConfig = EAGER, **options: Any) -> Engine:
+def engine_without_loop(
+    folder: Path,
+    compile_config: TorchCompileConfig = EAGER,
+    process_groups: ProcessGroups | None = None,
+    **options: Any,
+) -> Engine:
     """An engine whose steps the test runs itself."""
     config = EngineConfig(
         model=str(folder), dtype="float32", device="cpu", torch_compile_config=compile_config, **options
     )
     report = Report(show=False)
-    return build(config, report, load(folder, torch.float32, report=report))
+    loaded = load(folder, torch.float32, report=report, process_groups=process_groups)
+    return build(config, report, loaded, process_groups)
 
 
 def answers(llm: LLM, count: int) -> list[list[int]]:
@@ -195,14 +204,27 @@ def test_blocks_from_host_memory_meet_their_state(folder: Path, expected_of_shar
 # -- leaks -------------------------------------------------------------------------------------------------------------
 
 
-def serve_mixed_requests(folder: Path, given: list[list[int]], expected: list[list[int]], count: int) -> Scheduler:
+MIXED: dict[str, Any] = REUSE | {
+    "max_batch_size": 4,
+    "num_kv_blocks": 14,
+    "capacity_scheduler_policy": "max_utilization",
+    "num_state_snapshots": 3,
+}
+
+
+def serve_mixed_requests(
+    built: Engine,
+    given: list[list[int]],
+    expected: list[list[int]],
+    count: int,
+    process_groups: ProcessGroups | None = None,
+) -> None:
     """Serve `count` requests over few slots, blocks and snapshots, some of which are cancelled at a random moment.
 
-    Every token of an answer is compared, those of cancelled requests too.
+    Every token of an answer is compared, those of cancelled requests too; in the end every slot and block is free.
     """
+    process_groups = process_groups or ProcessGroups.single_rank()
     rng = np.random.default_rng(0)
-    options = REUSE | {"num_kv_blocks": 14, "capacity_scheduler_policy": "max_utilization", "num_state_snapshots": 3}
-    built = engine_without_loop(folder, max_batch_size=4, **options)
     scheduler, runner = built.scheduler, built.runner
     arrived, prompt_of, cancelled = 0, {}, 0
     while arrived < count or prompt_of:
@@ -216,25 +238,46 @@ def serve_mixed_requests(folder: Path, given: list[list[int]], expected: list[li
             responses += scheduler.cancel(int(rng.choice(list(prompt_of))))
         step = scheduler.schedule()
         if step is not None:
-            responses += scheduler.update(step, runner.collect(runner.launch(step)))
+            responses += scheduler.update(step, run_step(process_groups, runner, step))
         for response in responses:
             assert response.final and not response.error
             cancelled += response.output.finish_reason == "cancelled"
             tokens = response.output.token_ids.tolist()
             assert tokens == expected[prompt_of.pop(response.id)][: len(tokens)]
     assert cancelled > count // 20
-    return scheduler
+    scheduler.check()
+    assert scheduler.num_active == 0
+    assert scheduler.kv.num_free == scheduler.kv.num_blocks
+    assert sorted(scheduler._running.slots.free) == list(range(4)), "a state slot leaked"
+    assert scheduler.kv.snapshots is not None and scheduler.kv.snapshots.restored_total > count // 15
 
 
 def test_mixed_requests_with_cancels_leave_every_state_slot_free(
     folder: Path, expected_of_shared: list[list[int]]
 ) -> None:
-    scheduler = serve_mixed_requests(folder, with_common_beginning(), expected_of_shared, 150)
-    scheduler.check()
-    assert scheduler.num_active == 0
-    assert scheduler.kv.num_free == scheduler.kv.num_blocks
-    assert sorted(scheduler._running.slots.free) == list(range(4)), "a state slot leaked"
-    assert scheduler.kv.snapshots is not None and scheduler.kv.snapshots.restored_total > 10
+    serve_mixed_requests(engine_without_loop(folder, **MIXED), with_common_beginning(), expected_of_shared, 150)
+
+
+def serve_mixed_requests_on_a_stage(
+    process_groups: ProcessGroups, folder: Path, expected: list[list[int]]
+) -> tuple[int, int, int]:
+    """The number of states, of KV caches and of paused requests on this stage."""
+    built = engine_without_loop(folder, COMPILED, process_groups, **MIXED)
+    built.runner.start()
+    serve_mixed_requests(built, with_common_beginning(), expected, 60, process_groups)
+    return len(built.runner.recurrent_states), len(built.runner.caches), built.scheduler.paused_total
+
+
+def test_mixed_requests_on_pipeline_stages_of_which_one_has_the_states(tmp_path: Path) -> None:
+    """The leader, which hands out slots and snapshots, has attention alone."""
+    options = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
+    entry = zoo.zoo_model("lfm2")
+    model = zoo.build(replace(entry, options=entry.options | options))
+    zoo.save(model, tmp_path)
+    expected = zoo.reference_tokens(model, with_common_beginning(), 6)
+    last, first = run_ranks(serve_mixed_requests_on_a_stage, 2, tmp_path, expected, pipeline_parallel_size=2)
+    assert last[:2] == (0, 1) and first[:2] == (1, 0)
+    assert last[2] == first[2] > 0, "no request was paused"
 
 
 def test_padding_rows_touch_no_state(folder: Path) -> None:

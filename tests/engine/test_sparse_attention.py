@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ops.collectives.collective_cases import mirrored
 from torchweave import LLM, SamplingParams
 from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.distributed.process_groups import ProcessGroups
@@ -58,7 +58,25 @@ def test_the_indexer_has_a_cache_of_its_own(llm: LLM) -> None:
     assert shapes == [attention] * 3 + [((BLOCK, 1, 12), (BLOCK, 1, 12))] * 2
 
 
-def test_several_ranks_are_refused(folder: Path) -> None:
-    groups = replace(ProcessGroups.single_rank(), size=2, tensor_parallel_size=2)
-    with pytest.raises(UnsupportedModel, match="has an indexer or a bias by distance, which one rank supports"):
-        load(folder, torch.float32, process_groups=groups)
+def test_each_rank_has_the_indexer_and_some_of_the_heads(folder: Path) -> None:
+    whole = load(folder, torch.float32).module
+    with mirrored("tp", 2, 1):
+        part = load(folder, torch.float32, process_groups=ProcessGroups(1, 2, 2)).module
+    heads = [(spec.num_heads, spec.index_keys) for spec in part.attention_layers]
+    assert heads == [(2, False)] * 3 + [(1, True)] * 2
+    indexers = {name for name, _ in whole.named_parameters() if ".indexer." in name}
+    assert indexers and all(torch.equal(part.get_parameter(name), whole.get_parameter(name)) for name in indexers)
+
+
+def test_a_stage_numbers_the_indexers_it_has() -> None:
+    config = zoo.zoo_model("deepseek_v32").config().to_dict()
+    for stage, attention in enumerate(((0, 1, 3, 4), (2, 5))):
+        groups = ProcessGroups(1 - stage, 2, pipeline_parallel_size=2)
+        part = load(config, torch.float32, load_format="dummy", process_groups=groups)
+        assert part.stage is not None and part.stage.attention == attention
+        assert [spec.index_keys for spec in part.module.attention_layers] == [number > 2 for number in attention]
+
+
+def test_layers_that_share_a_selection_are_no_pipeline(folder: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="cannot be split into pipeline stages: its layers return different"):
+        load(folder, torch.float32, process_groups=ProcessGroups(0, 2, pipeline_parallel_size=2))

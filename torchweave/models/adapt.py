@@ -102,11 +102,12 @@ def install_ops(model: PreTrainedModel, like: PreTrainedModel | None = None) -> 
     experts.install_experts(decoder)
     disable_dynamic_rope(decoder)
     disable_padding_warnings(model)
+    hooked = [*hook_attention(decoder), *hook_indexers(decoder), *hook_recurrent_layers(decoder)]
     for name, module in like.named_modules() if like is not None else ():
         if hasattr(module, "torchweave_layer"):
             own: Any = model.get_submodule(name)
             own.torchweave_layer = module.torchweave_layer
-    return [*hook_attention(decoder), *hook_indexers(decoder), *hook_recurrent_layers(decoder)]
+    return hooked
 
 
 def _check_recurrent_layers(model: PreTrainedModel, kinds: list[str]) -> None:
@@ -225,11 +226,6 @@ def _failure_reason(error: Exception) -> str:
     return f"{why} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else why
 
 
-def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
-    """Specs of the attention layers of an adapted model on the meta device; see `model_layers`."""
-    return model_layers(model).attention
-
-
 def model_layers(model: PreTrainedModel) -> ModelLayers:
     """Layers with state of an adapted model on the meta device, from a probe run.
 
@@ -273,6 +269,21 @@ def number_attention_layers(model: PreTrainedModel) -> None:
             module.torchweave_layer = called.index(number)
         else:
             del module.torchweave_layer
+
+
+def renumber_attention_layers(model: PreTrainedModel) -> tuple[list[int], list[RecurrentSpec]]:
+    """Number the layers with a KV cache in a part of a model from 0; returns their numbers before, and the part's states.
+
+    Raises:
+        UnsupportedModel: the part does not run by itself.
+    """
+    probe = _run_probe(model)
+    numbers = sorted(call["layer"] for call in (*probe.calls, *probe.index_calls))
+    for module in decoder_of(model).modules():
+        number = getattr(module, "torchweave_layer", getattr(module, "layer_idx", None))
+        if number in numbers:
+            module.torchweave_layer = numbers.index(number)  # type: ignore[assignment]
+    return numbers, [probe.states[state] for state in sorted(probe.states)]
 
 
 def _check_window(model: PreTrainedModel, specs: list[LayerSpec]) -> None:

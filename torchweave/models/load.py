@@ -104,6 +104,11 @@ class LoadedModel:
     process_groups: ProcessGroups = field(default_factory=ProcessGroups.single_rank)
     stage: PipelineStage | None = None
 
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether layers of any pipeline stage have a recurrent state."""
+        return bool(self.module.recurrent_layers) or (self.stage is not None and self.stage.has_recurrent_layers)
+
 
 def load(
     name_or_path: str | Path | Mapping[str, Any],
@@ -157,7 +162,7 @@ def load(
         layers = adapt(model, report)
         experts.check_dtype(model, resolved_dtype, device)
     length = _max_model_len(model.config, max_model_len)
-    _check_ranks(model, layers, process_groups, pooling)
+    _check_ranks(process_groups, pooling)
     layers = with_cache_scales(layers, stored, report)
     size = _model_size(model, pooling, length)
     plan = stage = whole = None
@@ -165,10 +170,9 @@ def load(
         plan, layers = shard_model(model, layers, process_groups, expert_parallel, report)
     if process_groups.pipeline_parallel_size > 1:
         whole = weights.untied_tensors(model)
-        stage = make_pipeline_stage(model, layers.attention, process_groups, report)
-        layers = replace(layers, attention=stage.local_layers(layers.attention))
+        stage, layers = make_pipeline_stage(model, layers, process_groups, report)
         plan = None if plan is None else plan.restricted_to(stage.owns)
-        stored = None if stored is None else stage.filter_checkpoint(stored)
+        stored = None if stored is None else stage.filter_checkpoint(stored, model.state_dict().keys())
     fresh = read_config(source, trust_remote_code, images)
     placement = resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
     load_spec = WeightLoadSpec(source, fresh, *placement, auto_class=auto_class(pooling))
@@ -227,23 +231,11 @@ def with_tokenizer(
     return replace(loaded, tokenizer=tokenizer, generation=replace(loaded.generation, eos_token_ids=ends))
 
 
-def _check_ranks(
-    model: PreTrainedModel, layers: ModelLayers, process_groups: ProcessGroups, pooling: Pooling | None
-) -> None:
-    """Reject layers and models that several ranks do not support."""
+def _check_ranks(process_groups: ProcessGroups, pooling: Pooling | None) -> None:
+    """Reject models that several ranks do not support."""
     if pooling is not None and process_groups.size > 1:
         raise UnsupportedModel(
             "A model that pools (embeddings, classification) runs on a single rank; set tensor_parallel_size and "
-            "pipeline_parallel_size to 1."
-        )
-    if layers.recurrent and process_groups.pipeline_parallel_size > 1:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has layers with a recurrent state, which pipeline stages do not support; set "
-            "pipeline_parallel_size to 1."
-        )
-    if any(spec.sparse for spec in layers.attention) and process_groups.size > 1:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has an indexer or a bias by distance, which one rank supports; set tensor_parallel_size and "
             "pipeline_parallel_size to 1."
         )
 

@@ -24,7 +24,7 @@ from torchweave.models.parallel.apply import (
     restore_whole_buffers,
     shard_buffers,
 )
-from torchweave.models.parallel.pipeline_stages import PipelineStage, remove_other_stages
+from torchweave.models.parallel.pipeline_stages import PipelineStage, own_layers_only, remove_other_stages
 from torchweave.models.resolve import Source
 from torchweave.models.weights import read as weights
 from torchweave.models.weights.int_linear import MXFP4, NVFP4_W4A4, IntQuantizer, IntScheme
@@ -274,11 +274,12 @@ def _split_packed(
 
 
 def _restore_buffers(model: PreTrainedModel, load_spec: WeightLoadSpec) -> None:
-    plan, computed = load_spec.plan, []
+    plan, stage, computed = load_spec.plan, load_spec.stage, []
     if plan is not None:
         register_rank_offsets(model, plan, load_spec.device)
         computed = restore_whole_buffers(model, plan)
-    weights.rebuild_buffers(model, load_spec.device)
+    with contextlib.nullcontext() if stage is None else own_layers_only(model, stage):
+        weights.rebuild_buffers(model, load_spec.device)
     if plan is not None:
         shard_buffers(model, plan, computed)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from torchweave.config.options import EngineConfig
 from torchweave.distributed.process_groups import (
@@ -25,6 +26,8 @@ from torchweave.distributed.process_groups import (
     join_rendezvous_store,
 )
 from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.engine.runner.model_runner import ModelRunner
+from torchweave.engine.scheduler.step import Step, StepResult
 from torchweave.engine.startup.build import build
 from torchweave.models import load
 from torchweave.report import Report
@@ -60,28 +63,35 @@ class RankProcesses:
 
     def __init__(self, size: int, stages: int = 1) -> None:
         self.size, self.stages = size, stages
-        self._store, address = create_rendezvous_store("localhost")
         self._pipes: list[Connection] = []
         self._processes: list[ChildProcess] = []
-        for rank in range(size * stages):
+        self._start()
+
+    def _start(self) -> None:
+        self._store, address = create_rendezvous_store("localhost")
+        for rank in range(self.size * self.stages):
             parent_end, child_end = Pipe()
             with child_end:
-                task = child_end.fileno(), rank, size, stages, address
+                task = child_end.fileno(), rank, self.size, self.stages, address
                 self._processes.append(ChildProcess(_rank_main, *task, pass_fds=[child_end.fileno()]))
             self._pipes.append(parent_end)
+
+    def _end(self, timeout: float) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.wait(timeout)
+            process.kill_and_wait()
+        self._pipes, self._processes = [], []
 
     def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.wait(_EXIT_TIMEOUT)
-            process.kill_and_wait()
+        self._end(_EXIT_TIMEOUT)
 
     def generate(self, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[RankResult]:
-        """Generate greedily on all ranks; returns the result of each.
+        """Generate greedily on all ranks; returns the result of each. Once a rank fails, all are replaced by new ones.
 
         Raises:
             ValueError: the model is not supported.
@@ -89,18 +99,22 @@ class RankProcesses:
         """
         for pipe in self._pipes:
             pipe.send((config, prompts, num_tokens))
-        results: dict[int, RankResult | Exception] = {}
+        results: dict[int, RankResult] = {}
         while len(results) < len(self._pipes):
             ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in results], _TIMEOUT)
             if not ready:
                 raise RuntimeError(f"a rank did not respond within {_TIMEOUT:.0f} s")
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                results[rank] = self._receive(rank)
-        for result in results.values():
-            if isinstance(result, Exception):
-                raise result
-        return [result for _, result in sorted(results.items()) if isinstance(result, RankResult)]
+                result = self._receive(rank)
+                if isinstance(result, Exception):
+                    for process in self._processes:
+                        process.kill()  # the others may wait for this rank in a collective
+                    self._end(_EXIT_TIMEOUT)
+                    self._start()
+                    raise result
+                results[rank] = result
+        return [result for _, result in sorted(results.items())]
 
     def _receive(self, rank: int) -> RankResult | Exception:
         try:
@@ -129,6 +143,17 @@ def _rank_main(fd: int, rank: int, size: int, stages: int, address: StoreAddress
     destroy_process_groups(process_groups)
 
 
+def run_step(process_groups: ProcessGroups, runner: ModelRunner, step: Step) -> StepResult:
+    """Run a step on this rank; its result is that of the last pipeline stage, which alone samples."""
+    launched = runner.launch(step)
+    if process_groups.pipeline_parallel_size == 1:
+        return runner.collect(launched)
+    runner.on_idle()  # receives the tokens on other stages
+    result = [runner.collect(launched)]
+    dist.broadcast_object_list(result, src=0)
+    return result[0]
+
+
 def _generate(
     process_groups: ProcessGroups, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> RankResult:
@@ -148,7 +173,7 @@ def _generate(
         scheduler.poll_grammars()
         step = scheduler.schedule()
         assert step is not None, "requests wait, and nothing is in flight"
-        for response in scheduler.update(step, runner.collect(runner.launch(step))):
+        for response in scheduler.update(step, run_step(process_groups, runner, step)):
             output = response.output
             logprobs = [each.logprob for each in output.logprobs] if output.logprobs else None
             answers[response.id] = Answer(output.token_ids.tolist(), logprobs)

@@ -131,8 +131,43 @@ def test_more_pipeline_stages_than_layers_are_refused() -> None:
         stage_of(config, 0, 4, load_format="dummy")
 
 
+def test_buffers_that_a_model_computes_for_its_layers_at_once() -> None:
+    """Falcon-H1's multipliers, which checkpoints lack."""
+    config = zoo.zoo_model("falcon_h1").config().to_dict() | {"ssm_multipliers": [0.5, 2.0, 3.0, 4.0, 5.0]}
+    whole = load(config, torch.float32, load_format="dummy").module.model
+    for stage in range(2):
+        model = stage_of(config, stage, load_format="dummy").module.model
+        multipliers = {name: buffer for name, buffer in model.named_buffers() if "mup_vector" in name}
+        assert len(multipliers) == 2 - stage
+        assert all(torch.equal(buffer, whole.get_buffer(name)) for name, buffer in multipliers.items())
+
+
+def test_layers_that_share_weights_over_stages_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="layers 3 and 1, which are on different stages, share weights"):
+        stage_of(zoo.zoo_model("zamba2").config().to_dict(), 0, load_format="dummy")
+
+
+def test_a_stage_numbers_the_states_and_attention_layers_it_has() -> None:
+    """Attention is layer 1 of 4; the others have a convolution and a scan."""
+    config = zoo.zoo_model("granitemoehybrid").config().to_dict()
+    first, last = (stage_of(config, stage, load_format="dummy") for stage in range(2))
+    assert (len(first.module.attention_layers), len(first.module.recurrent_layers)) == (1, 2)
+    assert (len(last.module.attention_layers), len(last.module.recurrent_layers)) == (0, 4)
+    config["layer_types"] = ["mamba", "mamba", "attention", "attention"]
+    first, last = (stage_of(config, stage, load_format="dummy") for stage in range(2))
+    assert (len(last.module.attention_layers), len(last.module.recurrent_layers)) == (2, 0)
+    assert first.has_recurrent_layers and last.has_recurrent_layers
+
+
+def test_layers_that_are_not_a_chain_are_no_pipeline() -> None:
+    """XLM adds and normalises between the modules of its attentions."""
+    with pytest.raises(UnsupportedModel, match="a layer takes are not those that the layer before returns"):
+        stage_of(zoo.zoo_model("xlm").config().to_dict(), 0, load_format="dummy")
+
+
 def test_layers_that_return_more_than_hidden_states_are_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = [(torch.empty(1, 53, 64, device="meta"), -1)] * 3
+    hidden = torch.empty(1, 53, 64, device="meta")
+    seen = [stages._LayerCall(hidden, hidden, -1)] * 3
     monkeypatch.setattr(stages, "_record_layer_calls", lambda *_: seen)
     with pytest.raises(
         UnsupportedModel,

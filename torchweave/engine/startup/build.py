@@ -130,7 +130,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         history_len=plan.history_len,
         rope_axes=loaded.module.rope_axes,
     )
-    num_snapshots, plan = _num_state_snapshots(cache_spec, plan, process_groups)
+    num_snapshots, plan = _num_state_snapshots(loaded, cache_spec, plan, process_groups)
     recurrent_states = cache_spec.allocate_recurrent_states(plan.max_batch_size, num_snapshots)
     if recurrent_states:
         num_bytes = sum(tensor.nbytes for tensor in recurrent_states)
@@ -157,7 +157,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         step_costs = []
         release_workers()
 
-    scheduler = _build_scheduler(runner, num_blocks, cache_spec.layout, loaded, report, step_costs)
+    scheduler = _build_scheduler(runner, num_blocks, num_snapshots, cache_spec.layout, loaded, report, step_costs)
     watch_builds(report, has_triton=plan.device != "cpu")
     return Engine(plan, loaded, scheduler, runner, report, runner)
 
@@ -261,7 +261,7 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan, draft: DecoderStep | None = 
             f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name}: it rotates by "
             "positions of its own, which drafts do not have; remove it"
         )
-    if loaded.module.recurrent_layers and plan.query_len > 1:
+    if loaded.has_recurrent_layers and plan.query_len > 1:
         raise ValueError(
             f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name}: its recurrent "
             "states cannot go back behind a token that is not kept; remove it"
@@ -310,10 +310,12 @@ def _kv_layout(layers: Sequence[LayerSpec], stage: PipelineStage | None, plan: P
     )
 
 
-def _num_state_snapshots(cache_spec: KVCacheSpec, plan: Plan, process_groups: ProcessGroups) -> tuple[int, Plan]:
+def _num_state_snapshots(
+    loaded: LoadedModel, cache_spec: KVCacheSpec, plan: Plan, process_groups: ProcessGroups
+) -> tuple[int, Plan]:
     """Snapshots of recurrent states that all ranks have memory for, and the plan with their number in use."""
     name, config = "num_state_snapshots", plan.config
-    if not cache_spec.recurrent:
+    if not loaded.has_recurrent_layers:
         return 0, plan.with_effective(name, None, "no layer has a recurrent state")
     if not config.enable_prefix_caching:
         return 0, plan.with_effective(name, None, "no prefix is reused")
@@ -397,6 +399,7 @@ def _record_graphs(runner: ModelRunner, plan: Plan, report: Report) -> None:
 def _build_scheduler(
     runner: ModelRunner,
     num_blocks: int,
+    num_snapshots: int,
     layout: KVLayout,
     loaded: LoadedModel,
     report: Report,
@@ -414,7 +417,7 @@ def _build_scheduler(
         mixed_step_sizes=plan.mixed_step_sizes,
         batch_wait_timeout_iters=config.batch_wait_timeout_iters,
         batch_wait_max_tokens_ratio=config.batch_wait_max_tokens_ratio,
-        supports_beams=not runner.recurrent_states,
+        supports_beams=not loaded.has_recurrent_layers,
         query_len=plan.query_len,
         max_drafting_rows=plan.max_drafting_rows,
         drafts_by_model=config.speculative_config.method in ("draft_model", *DRAFT_HEADS),
@@ -426,8 +429,6 @@ def _build_scheduler(
         priority_order={None: 1, "priority": -1, "fcfs": 0}[config.scheduling_policy],
         no_images=loaded.no_images or Limits.no_images,
     )
-    num_states = len(runner.recurrent_states[0]) if runner.recurrent_states else plan.max_batch_size
-    num_snapshots = num_states - plan.max_batch_size
     kv = BlockManager(
         num_blocks,
         plan.block_size,
@@ -439,7 +440,7 @@ def _build_scheduler(
         snapshots=StateSnapshots(plan.max_batch_size, num_snapshots, plan.block_size) if num_snapshots else None,
     )
     policy = POLICIES[config.capacity_scheduler_policy]
-    reuse = config.enable_prefix_caching and bool(num_snapshots or not runner.recurrent_states)
+    reuse = config.enable_prefix_caching and bool(num_snapshots or not loaded.has_recurrent_layers)
     reuse = reuse and plan.pooling != "mean"
     eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
     grammars = None if tokenizer is None else GrammarManager(tokenizer, limits.vocab_size, eos)

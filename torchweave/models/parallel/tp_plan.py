@@ -76,11 +76,13 @@ class TensorParallelPlan:
 
     def local_head_counts(self, whole: Sequence[LayerSpec]) -> list[tuple[int, int, int]]:
         """(query heads, KV heads, head width) of each layer on this rank."""
-        divided = [HeadSharding(spec.num_heads, spec.num_kv_heads, self.rank, self.size) for spec in whole]
-        return [
-            (heads.num_local_query, heads.num_local_kv, spec.head_dim)
-            for heads, spec in zip(divided, whole, strict=True)
-        ]
+        return [(*self._local_heads(spec), spec.head_dim) for spec in whole]
+
+    def _local_heads(self, spec: LayerSpec) -> tuple[int, int]:
+        if spec.index_keys:  # each rank selects the keys that its heads read
+            return spec.num_heads, spec.num_kv_heads
+        heads = HeadSharding(spec.num_heads, spec.num_kv_heads, self.rank, self.size)
+        return heads.num_local_query, heads.num_local_kv
 
 
 def make_tensor_parallel_plan(
@@ -121,7 +123,7 @@ class _TensorParallelPlanner:
             raise self.refusal("its activation sparsity depends on all columns of an MLP; use one rank")
         role_by_name = roles(self.model)
         attentions = attention_modules(self.model, role_by_name)
-        if sorted(map(layer_number, attentions.values())) != list(range(len(specs))):
+        if sorted(map(layer_number, attentions.values())) != list(range(sum(not spec.index_keys for spec in specs))):
             raise self.refusal(
                 "neither transformers (base_model_tp_plan of its config) nor Torchweave has a tensor-parallel plan for its "
                 "attention; use one rank"
