@@ -23,8 +23,8 @@ _FAILED_OPERATION = re.compile(
     re.DOTALL,
 )
 """Dynamo's message of an operation that raises for fake tensors."""
-_SYMBOL = re.compile(r"\b[su]\d+\b")
-"""A symbol of a size: of an input, or of a number that depends on data."""
+_SYMBOL = re.compile(r"\b(?:[su]|zu?f)\d+\b")
+"""A symbol of a size or a float: of an input (`s52`), or of a number that depends on data (`u0`, `zuf0`)."""
 _UNKNOWN_CONDITION = re.compile(r"data-dependent expression (.+?) \(unhinted")
 _ERROR_IN_FORWARD = re.compile(r"^Observed exception\n.*context: raised exception (.+?)$", re.DOTALL | re.MULTILINE)
 """Dynamo's message of an exception that forward does not catch."""

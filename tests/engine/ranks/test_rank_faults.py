@@ -14,7 +14,7 @@ from tests.ops.collectives.collective_cases import Mirror
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.distributed.process_groups import TENSOR, ProcessGroups
 from torchweave.distributed.worker_group import Channel, RankFailure
-from torchweave.engine.ranks.leader_runner import LeaderRunner
+from torchweave.engine.ranks.leader_runner import LeaderRunner, SentStep
 from torchweave.engine.startup import rank_worker as worker
 from torchweave.ops.collectives.op import register_communicator
 
@@ -44,10 +44,11 @@ def test_kernel_timeout_fails_the_step() -> None:
     runner_of_leader = LeaderRunner(runner, worker_group, ProcessGroups(size=2, tensor_parallel_size=2))
     register_communicator(TENSOR, GaveUp())
     try:
-        step: Any = object()
-        assert runner_of_leader.collect(step) is step
+        launched: Any = object()
+        sent = SentStep(step=launched, launched=launched)
+        assert runner_of_leader.collect(sent) is launched
         with pytest.raises(RankFailure, match="gave up"):
-            runner_of_leader.collect(step)
+            runner_of_leader.collect(sent)
     finally:
         register_communicator(TENSOR, None)
     assert ProcessGroups.single_rank().fault() is None

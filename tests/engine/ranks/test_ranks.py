@@ -183,6 +183,7 @@ def test_other_steps_are_sent_whole():
 
 def test_every_step_field_is_sent_or_derived():
     sent = {"index", "slots", "emits", "updates", "max_seq_len", "copies", "query_len", "catch_up", "state_restores"}
+    sent |= {"depends_on"}
     whole = {
         "chunks",
         "logits_processors",
