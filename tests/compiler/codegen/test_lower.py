@@ -13,7 +13,7 @@ from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, attention, example, ste
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.codegen.lower import LoweringError, lower
 from torchweave.compiler.codegen.pieces import build_fx, build_inductor
-from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.compiler.ir.graph import CapturedGraph, run_fake, same_geometry
 from torchweave.compiler.ir.symbols import dynamic_shapes_mode, value
 from torchweave.compiler.partition.split import Piece, split
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
@@ -57,6 +57,19 @@ def test_lowered_model_is_bitwise_equal(mode: DynamicShapes) -> None:
     compiled_graph = CompiledGraph(graph, parts, built, (1, 512, ""), Report(show=False))
     for size in SIZES:
         assert torch.equal(compiled_graph(call_op, *step(*size)), module(*step(*size)))
+
+
+def test_fake_values_of_a_write_to_a_part_are_those_of_its_operations() -> None:
+    class Fills(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            y[:, 2:].copy_(x[:, :2])
+            return y
+
+    lowered = lower(only_piece(Fills(), 3, 4))
+    with lowered.enable_fake_mode():
+        for node in (node for node in lowered.graph.nodes if node.op == "call_function"):
+            assert same_geometry(run_fake(node, {}), value(node)), node.name
 
 
 def test_inductor_compiles_lowered_pieces() -> None:

@@ -191,7 +191,7 @@ def _reject_aliased_mutations(piece: Piece) -> None:
 
 
 def _tidy(traced: fx.GraphModule) -> None:
-    """Merge nodes of equal sizes, and erase runtime checks and dead code."""
+    """Merge nodes of equal sizes, correct fake values of copies, and erase runtime checks and dead code."""
     graph = traced.graph
     first: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
@@ -201,6 +201,10 @@ def _tidy(traced: fx.GraphModule) -> None:
                 node.replace_all_uses_with(same)
         elif node.op == "call_function" and node.target in _CHECKS:
             graph.erase_node(node)
+        elif node.target is torch.ops.aten.copy.default:  # has memory of its own, and the offset of the view written to
+            fake = value(node)
+            with fake.fake_mode:
+                node.meta["val"] = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     graph.eliminate_dead_code()
     traced.recompile()
 
