@@ -27,9 +27,10 @@ help:
 demo: $(VENV)/.installed
 	@$(BIN)/torchweave generate demo '12+30=' '907-48=' 'sort: pear fig apple'
 
-# A file at a time on each of two processes, which take a core each; tests/conftest.py orders the files.
+# A file at a time on each of two processes, which take a core each; tests/conftest.py orders the files. Bytecode is written: tests
+# start hundreds of processes, each of which would compile the package.
 test: $(VENV)/.installed-test lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
