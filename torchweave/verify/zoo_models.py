@@ -144,6 +144,7 @@ _DOTS3: dict[str, Any] = {key: value for key, value in _INDEXED.items() if key n
     "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 48, "swa_kv_lora_rank": 16,
     "swa_head_dim": 40, "swa_qk_nope_head_dim": 24, "swa_v_head_dim": 16,
     "shared_experts_intermediate_size": 32,
+    "index_n_heads": 16,  # with 8 the scores of two keys are 0, and either may be selected
 }  # fmt: skip
 _DEEPSEEK_V4: dict[str, Any] = _HEAD | {
     "layer_types": ["sliding_attention"] * 3, "q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2, "num_key_value_heads": 1,
