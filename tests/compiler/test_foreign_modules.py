@@ -127,6 +127,29 @@ def test_a_copy_is_taken_before_its_source_is_written(forward: Any) -> None:
         torch.testing.assert_close(written, v)
 
 
+class _WritesByMask(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4) if kind == "Linear" else getattr(nn, kind)(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+        m = x * 1
+        read = self.layer(m[:, None])
+        m[i % 3 == 0] = 2
+        return (read if isinstance(read, Tensor) else read[0]), m
+
+
+@pytest.mark.parametrize("kind", ["Linear", "GRU", "LSTM", "RNN"])
+@torch.no_grad()
+def test_what_was_read_before_a_write_by_a_mask_is_not_what_was_written(kind: str) -> None:
+    """Seed 1524 of the fuzzer: Inductor let the layer read the written tensor."""
+    module, inputs = _WritesByMask(kind).eval(), {"x": torch.randn(5, 4), "i": torch.arange(5)}
+    compiled = torchweave.compile(
+        module, inputs, {"x": {0: "T"}, "i": {0: "T"}}, TorchCompileConfig(compile_cache=False)
+    )
+    torch.testing.assert_close(compiled(**inputs), module(*inputs.values()))
+
+
 def test_a_piece_that_fails_an_assertion_of_inductor_runs_as_fx_code() -> None:
     def forward(self: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         x[:, 1:3] += (y + 1)[:, :2]

@@ -3,6 +3,7 @@
 Before                                          After
     index_put(v, [i], v)                            copy = clone(v); index_put(copy, [i], v)
     slice_scatter(v, slice(v, 0, 0, -1), 0, 1)      copy = clone(v); slice_scatter(copy, slice(v, 0, 0, -1), 0, 1)
+    mm(view(v), w); index_put(v, [mask], x)         mm(view(v), w); copy = clone(v); index_put(copy, [mask], x)
 
     index_put(v, [i], x); gather(x, 0, i)           opaque_index_put(v, [i], x); gather(x, 0, i)
     clamp_min(index_put(v, [i], x), 0)              clamp_min(opaque_index_put(v, [i], x), 0)
@@ -12,6 +13,8 @@ Before                                          After
 When      a write of Inductor's graph takes its values from a view of the tensor that it writes to, or its indices from anything
           computed from it. `v[i] = v.clone()` is such a write: Inductor removes the copy, then writes in place, so that one
           iteration reads what another wrote (torch 2.13; docs/diagnosis.md has the program).
+          Also where a mask selects what is written and another operation reads the target: Inductor replaces the target by the
+          result wherever it is read through a view, in operations before the write as well.
           Also where a gather reads by the index of the write: fused with both, a later read of the result misses what other
           iterations wrote. And where an operation reads the result of an indexed write: Inductor writes in place, and its next
           write to the same memory is ordered before it. The write then becomes an op that Inductor only calls (`opaque_writes`).
@@ -62,7 +65,9 @@ class CopyBeforeWrite(CustomGraphPass):
         for node in list(graph.nodes):
             if node.target in OPAQUE and (read & _index_sources(node) or _is_indexed_and_read(node)):
                 node.target = OPAQUE[node.target]
-            if node.target in (*_INDEXED_WRITES, *_VIEW_WRITES) and _reads_target(node):
+            if node.target in (*_INDEXED_WRITES, *_VIEW_WRITES) and (
+                _reads_target(node) or _is_masked_and_shared(node)
+            ):
                 target = node.args[0]
                 with graph.inserting_before(node):
                     copy = graph.call_function(aten.clone.default, (target,))
@@ -91,6 +96,22 @@ def _is_indexed_and_read(node: fx.Node) -> bool:
     while queue:
         for user in queue.pop().users:
             if user.op == "output" or user.target is aten.copy_.default or user in seen:
+                continue
+            if not _is_view(user):
+                return True
+            seen.add(user)
+            queue.append(user)
+    return False
+
+
+def _is_masked_and_shared(node: fx.Node) -> bool:
+    """Whether a mask selects what is written, and an operation beside it reads the target or a view of it."""
+    if node.target not in _INDEXED_WRITES or all(value(each).dtype is not torch.bool for each in _index_sources(node)):
+        return False
+    seen, queue = {node}, [_base(node.args[0])]
+    while queue:
+        for user in queue.pop().users:
+            if user in seen or user.op == "output":
                 continue
             if not _is_view(user):
                 return True
