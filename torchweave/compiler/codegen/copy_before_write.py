@@ -26,6 +26,7 @@ Cost      a copy of v, which the forward asked for; an opaque write is not fused
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,28 +91,29 @@ def _is_indexed_and_read(node: fx.Node) -> bool:
 
     A mask is no index: such a write is elementwise, and as an op it would wait for the device.
     """
-    if any(value(index).dtype is torch.bool for index in _index_sources(node)):
+    if _is_masked(node):
         return False
-    seen, queue = {node}, [node]
-    while queue:
-        for user in queue.pop().users:
-            if user.op == "output" or user.target is aten.copy_.default or user in seen:
-                continue
-            if not _is_view(user):
-                return True
-            seen.add(user)
-            queue.append(user)
-    return False
+    return _is_read(node, but=lambda user: user.target is aten.copy_.default)
 
 
 def _is_masked_and_shared(node: fx.Node) -> bool:
     """Whether a mask selects what is written, and an operation beside it reads the target or a view of it."""
-    if node.target not in _INDEXED_WRITES or all(value(each).dtype is not torch.bool for each in _index_sources(node)):
+    if node.target not in _INDEXED_WRITES or not _is_masked(node):
         return False
-    seen, queue = {node}, [_base(node.args[0])]
+    return _is_read(_base(node.args[0]), but=lambda user: user is node)
+
+
+def _is_masked(node: fx.Node) -> bool:
+    """Whether one of the indices of a write is a mask."""
+    return any(value(index).dtype is torch.bool for index in _index_sources(node))
+
+
+def _is_read(tensor: fx.Node, but: Callable[[fx.Node], bool]) -> bool:
+    """Whether an operation for which `but` is false reads a tensor, or a view of it; a graph's results do not count."""
+    seen, queue = {tensor}, [tensor]
     while queue:
         for user in queue.pop().users:
-            if user in seen or user.op == "output":
+            if user.op == "output" or but(user) or user in seen:
                 continue
             if not _is_view(user):
                 return True
