@@ -192,6 +192,19 @@ def test_batch_and_token_budget_follow_each_other_when_only_one_is_asked():
     assert plan_of(CPU, max_batch_size=4000).max_num_tokens == 4000
 
 
+def test_steps_over_pipeline_stages_are_shorter_where_prompts_are_split():
+    two, model = replace(GPU, num_gpus=2), replace(MODEL, num_layers=2)
+
+    def max_num_tokens(**options: Any) -> int:
+        return plan_of(two, model, pipeline_parallel_size=2, **options).max_num_tokens
+
+    staged = plan_of(two, model, pipeline_parallel_size=2)
+    assert (staged.max_num_tokens, staged.max_batch_size) == (2048, 512)
+    assert "pipeline stages" in entry(staged, "max_num_tokens").why
+    assert max_num_tokens(enable_chunked_context=False) == 8192
+    assert max_num_tokens(max_num_tokens=4096) == 4096
+
+
 def test_inductor_is_disabled_with_a_reason():
     plan = plan_of(torch_compile_config=TorchCompileConfig(enable_fullgraph=False))
     assert not plan.inductor and entry(plan, "torch_compile_config.enable_inductor").why == "needs enable_fullgraph"

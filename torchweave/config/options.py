@@ -220,8 +220,8 @@ class EngineConfig:
         max_model_len: longest request in tokens, prompt and output. None: the model's limit, lowered to the KV cache's
             capacity.
         max_batch_size: most requests per step. None: 512 on a GPU, 32 on a CPU. vLLM: `max_num_seqs`.
-        max_num_tokens: token budget per step over all requests. None: 8192 on a GPU, 2048 on a CPU. vLLM:
-            `max_num_batched_tokens`.
+        max_num_tokens: token budget per step over all requests. None: 8192 on a GPU, 2048 over pipeline stages and on
+            a CPU. vLLM: `max_num_batched_tokens`.
         enable_chunked_context: split prompts over several steps. Off: refuse prompts above max_num_tokens. vLLM:
             `enable_chunked_prefill`.
         block_size: tokens per block of the paged KV cache. None: the attention backend's preference.
