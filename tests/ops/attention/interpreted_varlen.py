@@ -1,5 +1,7 @@
 """The Triton kernel of `varlen_attention` on CPU tensors, run by Triton's interpreter, against float64.
 
+In float16: the interpreter multiplies the bits of bfloat16 numbers as integers.
+
 TRITON_INTERPRET=1 PYTHONPATH=. python -m tests.ops.attention.interpreted_varlen
 """
 

@@ -83,7 +83,9 @@ def launch_varlen_attention(
     tokens, heads, head_dim = query.shape
     part = next_power_of_2(head_dim) // 2
     if head_dim % ALIGNMENT or head_dim < 24 or 2 * part == head_dim:
-        raise ValueError(f"heads of {head_dim} do not suit the kernel; use a multiple of 8 from 24 that is no power of two")
+        raise ValueError(
+            f"heads of {head_dim} do not suit the kernel; use a multiple of 8 from 24 that is no power of two"
+        )
     sequences = len(cu_seqlens) - 1
     config = config or default_varlen_config(tokens, sequences)
     query, key, value = (_aligned(tensor) for tensor in (query, key, value))
