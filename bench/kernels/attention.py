@@ -89,7 +89,7 @@ VARLEN_CONFIGS = (
     VarlenConfig(64, 128, 4, 2),
     VarlenConfig(256, 64, 8, 2),
 )
-VARLEN_FEW = 4
+VARLEN_FEW = 3
 """Configurations for head sizes other than the first."""
 
 
