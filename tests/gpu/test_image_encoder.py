@@ -23,7 +23,7 @@ INDUCTOR = TorchCompileConfig(enable_inductor=True, compile_cache=False)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 20])
-@pytest.mark.parametrize("lengths", [[300], [64, 1, 129, 64], [40, 0, 64]])
+@pytest.mark.parametrize("lengths", [[300], [64, 1, 129, 64]])
 def test_varlen_attention(dtype: torch.dtype, head_dim: int, lengths: list[int]) -> None:
     bounds = np.cumsum([0, *lengths]).tolist()
     query, key, value = torch.randn(bounds[-1], 3, 4, head_dim, device="cuda", dtype=dtype).unbind(1)
@@ -40,7 +40,7 @@ def test_varlen_attention(dtype: torch.dtype, head_dim: int, lengths: list[int])
 @pytest.mark.parametrize("config", [VarlenConfig(), VarlenConfig(64, 64, 4, 2), VarlenConfig(128, 64, 8, 2)])
 def test_triton_kernel_for_each_head_size(head_dim: int, config: VarlenConfig) -> None:
     query, key, value = torch.randn(3, 333, 4, head_dim, device="cuda", dtype=torch.bfloat16)
-    out = launch_varlen_attention(query, key, value, torch.tensor([0, 128, 333], device="cuda"), 0.2, config)
+    out = launch_varlen_attention(query, key, value, torch.tensor([0, 128, 128, 333], device="cuda"), 0.2, config)
     for rows in (slice(0, 128), slice(128, 333)):
         q, k, v = (tensor[rows].double() for tensor in (query, key, value))
         expected = torch.einsum("hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) * 0.2).softmax(-1), v)
