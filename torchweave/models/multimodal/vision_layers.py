@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweave.models.multimodal.support import decoder_of
-from torchweave.ops.attention.varlen import takes_triton_kernel, varlen_attention
+from torchweave.ops.attention.varlen import has_triton_kernel, takes_triton_kernel, varlen_attention
 
 VARLEN_ATTENTION = "torchweave_varlen_flash_attention"
 """Name in transformers' registry. It contains `flash`: towers pass `cu_seqlens` to such an attention and split for others."""
@@ -173,12 +173,14 @@ def without_hooks(layer: nn.Module) -> Iterator[None]:
 
 
 def use_varlen_attention(layers: Sequence[nn.Module]) -> Callable[[], None]:
-    """Let layers call `varlen_attention`, without host reads: those with `cu_seqlens`, and those with torch's attention for the
-    calls that the Triton kernel takes; returns a function that restores theirs."""
+    """Let layers call `varlen_attention`, without host reads: those with `cu_seqlens`, and on a GPU with its Triton kernel those
+    with torch's attention, for the calls that the kernel takes; returns a function that restores theirs."""
+    packed = all("cu_seqlens" in inspect.signature(type(layer).forward).parameters for layer in layers)
+    if not packed and not has_triton_kernel(next(layers[0].parameters()).device):
+        return lambda: None
     ALL_ATTENTION_FUNCTIONS.register(VARLEN_ATTENTION, _varlen_forward)
     ALL_ATTENTION_FUNCTIONS.register(BATCH_ATTENTION, _batch_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(BATCH_ATTENTION, sdpa_mask)
-    packed = all("cu_seqlens" in inspect.signature(type(layer).forward).parameters for layer in layers)
     modules = [module for layer in layers for module in layer.modules() if hasattr(module, "config")]
     configs: dict[int, Any] = {id(module.config): module.config for module in modules}
     before = [(config, config._attn_implementation) for config in configs.values()]

@@ -8,6 +8,7 @@ Vision towers of images in patches call it: each image, frame or window is a seq
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,10 +41,15 @@ def default_varlen_config(tokens: int, sequences: int) -> VarlenConfig:
     return VarlenConfig(block_m=64) if tokens <= 128 * sequences else VarlenConfig()
 
 
+@functools.cache
+def has_triton_kernel(device: torch.device) -> bool:
+    """Whether the Triton kernel was measured on such a device: Hopper GPUs."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def takes_triton_kernel(query: Tensor, scale: float) -> bool:
-    """Whether `varlen_attention` on a GPU runs the Triton kernel for these queries; no value of a tensor is read."""
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and query.shape[-1] in TRITON_HEAD_DIMS and scale > 0.0
+    """Whether `varlen_attention` runs the Triton kernel for these queries, on a device that has it; no value is read."""
+    return query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in TRITON_HEAD_DIMS and scale > 0.0
 
 
 def _like_query(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
@@ -57,7 +63,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def _varlen_cuda(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    if takes_triton_kernel(query, scale):
+    if has_triton_kernel(query.device) and takes_triton_kernel(query, scale):
         return launch_varlen_attention(query, key, value, cu_seqlens, scale)
     if len(cu_seqlens) == 2:
         return _attend(query, key, value, scale)
