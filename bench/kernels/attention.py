@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchweave.ops.attention.backends.triton import (
     DecodeConfig,
@@ -74,20 +76,18 @@ PREFILL_CONFIGS = (
 )
 VARLEN_SHAPES = {
     72: ((1, 4096), (4, 1024), (1, 1024), (1, 256)),
-    80: ((1, 4096), (64, 64)),
+    80: ((1, 4096), (1, 1024), (64, 64)),
     96: ((1, 4096),),
-    112: ((1, 4096),),
 }
 """Sequences and their length by head size, 16 heads: SigLIP and Qwen3-VL have 72, Qwen2-VL 80 and windows of 64."""
 VARLEN_CONFIGS = (
     VarlenConfig(128, 64, 4, 3),
-    VarlenConfig(128, 64, 8, 2),
-    VarlenConfig(128, 128, 8, 2),
-    VarlenConfig(64, 64, 4, 2),
-    VarlenConfig(128, 64, 4, 2),
+    VarlenConfig(128, 64, 8, 3, 128),
     VarlenConfig(128, 64, 8, 3),
-    VarlenConfig(64, 128, 4, 2),
-    VarlenConfig(256, 64, 8, 2),
+    VarlenConfig(128, 64, 4, 4),
+    VarlenConfig(128, 64, 8, 4, 128),
+    VarlenConfig(128, 32, 8, 4),
+    VarlenConfig(64, 64, 4, 3),
 )
 VARLEN_FEW = 3
 """Configurations for head sizes other than the first."""
@@ -242,7 +242,8 @@ def mixed_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
 
 
 def varlen_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
-    """One result per head size, shape and configuration, with the largest error against float64; and torch's attention."""
+    """One result per head size, shape and configuration, with the largest error against float64 and the time of the first call,
+    which builds a Triton kernel or cuDNN's plan; and torch's attention: its own choice, and flash."""
     repeats = 8
     for head_dim, shapes in VARLEN_SHAPES.items():
         few = VARLEN_CONFIGS if head_dim == next(iter(VARLEN_SHAPES)) else VARLEN_CONFIGS[:VARLEN_FEW]
@@ -257,7 +258,8 @@ def varlen_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
             exact = torch.stack(scores).transpose(1, 2).reshape(rows * length, 16, head_dim)
             chosen = default_varlen_config(rows * length, rows)
             calls: dict[str | VarlenConfig, Callable[[], torch.Tensor]] = {
-                "sdpa": lambda q=q, k=k, v=v, s=scale: F.scaled_dot_product_attention(q, k, v, scale=s)
+                "sdpa": lambda q=q, k=k, v=v, s=scale: F.scaled_dot_product_attention(q, k, v, scale=s),
+                "flash": lambda q=q, k=k, v=v, s=scale: _flash(q, k, v, s),
             }
             for config in [chosen] if defaults else dict.fromkeys((chosen, *few)):
                 calls[config] = lambda p=packed, b=bounds, s=scale, c=config: launch_varlen_attention(*p, b, s, c)
@@ -269,7 +271,11 @@ def varlen_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
                     for _ in range(repeats):
                         call()
 
-                us = _try(lambda run=run: graph_us(run) / repeats)
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                failed = _try(lambda call=call: float(call().isnan().sum()))
+                facts["first_ms"] = (time.perf_counter() - begin) * 1e3
+                us = failed if isinstance(failed, str) else graph_us(run) / repeats
                 if isinstance(us, str):
                     yield {**facts, "default": config == chosen, "error": us}
                     continue
@@ -280,15 +286,28 @@ def varlen_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
                 yield {**facts, "default": config == chosen, "us": us, "tflops": tflops, "max_error": error}
 
 
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """torch's flash attention, which a compiled layer calls; in eager code torch prefers cuDNN on some GPUs."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
 def varlen_table(results: list[dict[str, Any]]) -> str:
     """A line per result of `varlen_results`."""
-    lines = [f"{'heads of':>8} {'shape':>9} {'configuration':<20} {'us':>8} {'TFLOP/s':>8} {'error':>9}"]
+    lines = [
+        f"{'heads of':>8} {'shape':>9} {'configuration':<20} {'us':>8} {'TFLOP/s':>8} {'error':>9} {'first ms':>9}"
+    ]
     for result in results:
         config = result["config"]
-        name = config if isinstance(config, str) else " ".join(map(str, config.values())) + " *" * result["default"]
+        name = (
+            config
+            if isinstance(config, str)
+            else " ".join(str(value) for value in config.values() if value) + " *" * result["default"]
+        )
         start = f"{result['head_dim']:>8} {result['rows']:>3} x {result['length']:<4} {name:<20}"
         if "us" in result:
-            lines.append(f"{start} {result['us']:>8.1f} {result['tflops']:>8.0f} {result['max_error']:>9.1e}")
+            error, first = result["max_error"], result["first_ms"]
+            lines.append(f"{start} {result['us']:>8.1f} {result['tflops']:>8.0f} {error:>9.1e} {first:>9.1f}")
         else:
             lines.append(f"{start} {result['error'].splitlines()[0]}")
     return "\n".join(lines)
