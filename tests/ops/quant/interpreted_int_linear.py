@@ -45,6 +45,14 @@ def tile() -> None:
                 check(config, made)
 
 
+def block() -> None:
+    for group in GROUPS:
+        for zero in (False, True):
+            for tokens, width, programs in ((3, 336, 1), (17, 384, 2), (5, 520, 4)):
+                made = operands(IntCase(4, group, zero, bias=zero), tokens, 21, width)
+                check(IntConfig("block", 16, 4, 2, block_t=16, programs=programs, hopper=False), made)
+
+
 def byte() -> None:
     for group in GROUPS:
         for zero in (False, True):
@@ -68,6 +76,7 @@ def fp4() -> None:
             ("split", 3, 352, 1),
             ("split", 9, 544, 2),
             ("tile", 9, 352, 1),
+            ("block", 9, 352, 2),
             ("split", 2, 32, 1),
             ("row", 2, 544, 1),
         ):
@@ -83,7 +92,7 @@ def fp4() -> None:
         torch.testing.assert_close(out.double(), made.values, rtol=1e-6, atol=1e-9)
 
 
-CHECKS = {"row": row, "split": split, "tile": tile, "byte": byte, "dequantize": dequantize, "fp4": fp4}
+CHECKS = {"row": row, "split": split, "tile": tile, "block": block, "byte": byte, "dequantize": dequantize, "fp4": fp4}
 
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or tuple(CHECKS):

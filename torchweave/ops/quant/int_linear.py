@@ -116,7 +116,7 @@ class IntConfig:
             arithmetic on pairs of 16-bit numbers.
     """
 
-    kernel: Literal["row", "split", "tile"]
+    kernel: Literal["row", "split", "tile", "block"]
     block_n: int
     num_warps: int
     depth: int

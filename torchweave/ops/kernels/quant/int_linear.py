@@ -53,27 +53,44 @@ def float_code() -> str:
     return "".join(lines) + "}"
 
 
+def _half_pair(to: str, word: str, magic: int, kind: str, j: int) -> str:
+    return f"shr.u32 t, {word}, {j % 4 * 4}; lop3.b32 t, t, m, {magic:#x}, 0xEA; sub.rn.{kind} {to}, t, o;\n"
+
+
 def half_code(magic: int, offset: int, kind: str) -> str:
     """Of two words, an even and an odd one, 8 pairs of 16-bit numbers q - 8: nibbles below a magic exponent, less an offset."""
-    lines = [f"{{ .reg .b32 t, m, o; mov.b32 m, 0x000F000F; mov.b32 o, {offset:#x};\n"]
-    for j in range(8):
-        lines.append(
-            f"shr.u32 t, ${8 + j // 4}, {j % 4 * 4}; lop3.b32 t, t, m, {magic:#x}, 0xEA; sub.rn.{kind} ${j}, t, o;\n"
-        )
-    return "".join(lines) + "}"
+    lines = (_half_pair(f"${j}", f"${8 + j // 4}", magic, kind, j) for j in range(8))
+    return f"{{ .reg .b32 t, m, o; mov.b32 m, 0x000F000F; mov.b32 o, {offset:#x};\n{''.join(lines)}}}"
+
+
+def half_pair_code(magic: int, offset: int, kind: str, j: int) -> str:
+    """The same for pair j alone."""
+    line = _half_pair("$0", f"${1 + j // 4}", magic, kind, j)
+    return f"{{ .reg .b32 t, m, o; mov.b32 m, 0x000F000F; mov.b32 o, {offset:#x};\n{line}}}"
+
+
+_E2M1 = {"bf16x2": (0x01C001C0, 6, 0x7E807E80), "f16x2": (0x0E000E00, 9, 0x74007400)}
+"""Bits of an exponent and a mantissa, the first of them, and the power of two that they lack."""
+
+
+def _e2m1_pair(to: str, word: str, kind: str, j: int) -> str:
+    mask, first, _ = _E2M1[kind]
+    left = first - j % 4 * 4
+    return (
+        f"{'shl' if left > 0 else 'shr'}.b32 t, {word}, {abs(left)}; shl.b32 u, {word}, {12 - j % 4 * 4}; "
+        f"and.b32 t, t, {mask:#x}; lop3.b32 t, u, 0x80008000, t, 0xEA; mul.rn.{kind} {to}, t, f;\n"
+    )
 
 
 def e2m1_code(kind: str) -> str:
     """Of two words, an even and an odd one, 8 pairs of e2m1 numbers in 16 bits: bits of an exponent, times a power of two."""
-    mask, first, factor = {"bf16x2": (0x01C001C0, 6, 0x7E807E80), "f16x2": (0x0E000E00, 9, 0x74007400)}[kind]
-    lines = [f"{{ .reg .b32 t, u, f; mov.b32 f, {factor:#x};\n"]
-    for j in range(8):
-        word, left = f"${8 + j // 4}", first - j % 4 * 4
-        lines.append(
-            f"{'shl' if left > 0 else 'shr'}.b32 t, {word}, {abs(left)}; shl.b32 u, {word}, {12 - j % 4 * 4}; "
-            f"and.b32 t, t, {mask:#x}; lop3.b32 t, u, 0x80008000, t, 0xEA; mul.rn.{kind} ${j}, t, f;\n"
-        )
-    return "".join(lines) + "}"
+    lines = (_e2m1_pair(f"${j}", f"${8 + j // 4}", kind, j) for j in range(8))
+    return f"{{ .reg .b32 t, u, f; mov.b32 f, {_E2M1[kind][2]:#x};\n{''.join(lines)}}}"
+
+
+def e2m1_pair_code(kind: str, j: int) -> str:
+    """The same for pair j alone."""
+    return f"{{ .reg .b32 t, u, f; mov.b32 f, {_E2M1[kind][2]:#x};\n{_e2m1_pair('$0', f'${1 + j // 4}', kind, j)}}}"
 
 
 FLOATS: tl.constexpr = tl.constexpr(float_code())
@@ -574,7 +591,12 @@ def launch(
     constants |= {
         "TOKENS": config.block_t, "SPLIT": 1 if config.kernel == "tile" else config.num_warps, "num_stages": config.depth,
     }  # fmt: skip
-    if w.dtype == torch.int32:
+    if config.kernel == "block":
+        from torchweave.ops.kernels.quant.int_blocks import block_kernel
+
+        del constants["SPLIT"]
+        block_kernel[grid[1], grid[0], grid[2]](*operands, by_row, *sizes, **in_words, **constants)
+    elif w.dtype == torch.int32:
         rounded = config.rounded and zero is None
         split_kernel[grid](*operands, by_row, *sizes, ROUND=rounded, **in_words, **constants)
     else:
