@@ -33,7 +33,7 @@ from torchweave.ops.registry import define
 BLOCK = 128
 """Inputs of a block of 16 words of w."""
 WORDS = 16
-MAX_TOKENS = {4: 256, 8: 64}
+MAX_TOKENS = {4: 512, 8: 64}
 """Above this many tokens the BLAS runs, by bits."""
 ROW_KERNEL_MAX_TOKENS = 2
 E2M1_SCALES = (torch.uint8, FP8)
@@ -142,6 +142,7 @@ _SPLIT = IntConfig("split", 64, num_warps=2, depth=4)
 _SPLIT_BYTES = IntConfig("split", 64, num_warps=4, depth=2)
 _TILE = IntConfig("tile", 128, num_warps=8, depth=4)
 _TILE_MANY_ROWS = IntConfig("tile", 128, num_warps=4, depth=5)
+_BLOCKS = IntConfig("block", 128, num_warps=8, depth=4, block_t=128)
 _WIDE, _FEW_ROWS = 8192, 4096
 _FULL, _HALF = 192, 80
 """Tiles from which a GPU is filled by one program for each, and by two."""
@@ -161,7 +162,7 @@ def _kinds(num_tokens: int, width: int, bits: int, e2m1: bool) -> tuple[IntConfi
         return (replace(_SPLIT, block_t=block_t),)
     if block_t == 64:
         return replace(_TILE, block_t=64), replace(_TILE_MANY_ROWS, block_t=64)
-    return (replace(_TILE, block_t=block_t, rounded=block_t > 64),)
+    return (replace(_TILE, block_t=block_t) if block_t < 128 else _BLOCKS,)
 
 
 def configs(
@@ -188,7 +189,7 @@ def choose(
     tiles = -(-num_outputs // kinds[0].block_n) * -(-num_tokens // kinds[0].block_t)
     config = kinds[-1 if tiles >= _FULL else 0]
     programs = 1 if tiles >= _FULL else 2 if tiles >= _HALF else 4
-    shared = 1 if config.kernel == "tile" else config.num_warps
+    shared = 1 if config.kernel in ("tile", "block") else config.num_warps
     while programs > 1 and programs * shared * BLOCK > width:
         programs //= 2
     return replace(config, programs=programs, hopper=hopper)
