@@ -293,7 +293,9 @@ def test_products_of_blocks_run_while_the_next_block_is_dequantized(config: IntC
     pytest.importorskip("triton")
     tokens, dtype = config.block_t, torch.float16 if case == "nvfp4" else torch.bfloat16
     made = (
-        operands(case, tokens, 256, 2048, dtype) if isinstance(case, IntCase) else fp4_operands(case, tokens, 256, 2048, dtype)
+        operands(case, tokens, 256, 2048, dtype)
+        if isinstance(case, IntCase)
+        else fp4_operands(case, tokens, 256, 2048, dtype)
     )
     compiled = compile_for_hopper(launches_of(config, made)[0])
     assert assembly_pairs_columns(compiled) and compiled.metadata.shared <= 227 << 10

@@ -1,9 +1,9 @@
 """Triton kernel for products of many tokens with weights in 4 bits: blocks of 128 inputs, dequantized in registers.
 
-Layouts: `torchweave.ops.quant.int_linear`. A warpgroup of sm_90 multiplies numbers in its registers (dequantized weights) by numbers
-in shared memory (activations). The order of packed integers is that of these registers: a thread loads the words whose integers it
-multiplies, and weights pass through no shared memory after they are dequantized. One product has depth 128, so its eight
-instructions run while the next block is dequantized. Weights are rounded to the activation's dtype before the product, as for the BLAS.
+Layouts: `torchweave.ops.quant.int_linear`. A warpgroup of sm_90 multiplies dequantized weights in its registers by activations in
+shared memory. The order of packed integers is that of these registers: a thread loads the words whose integers it multiplies, and
+dequantized weights pass through no shared memory. One product has depth 128; its eight instructions run while the next block is
+dequantized. Weights are rounded to the activation's dtype before the product, as for the BLAS.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -51,7 +51,9 @@ def block_numbers(tile, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.c
 
 
 @triton.jit
-def of_blocks(pointer, rows, block, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
+def of_blocks(
+    pointer, rows, block, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Scales or zero points of a block of each row: `[BLOCK_N, 1]`, or `[BLOCK_N, 128]` where a block has several groups."""
     if PARTS == 1:
         group = block * BLOCK // GROUP if GROUPS > 1 else 0
@@ -78,7 +80,9 @@ def block_kernel(
     first_row = tl.program_id(1) * BLOCK_N
     row, token = first_row + tl.arange(0, BLOCK_N), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows, k = tl.minimum(row, num_outputs - 1) - first_row, tl.arange(0, BLOCK)
-    words = w + first_row.to(tl.int64) * (BLOCKS * WORDS) + rows[:, None] * (BLOCKS * WORDS) + tl.arange(0, WORDS)[None, :]
+    words = (
+        w + first_row.to(tl.int64) * (BLOCKS * WORDS) + rows[:, None] * (BLOCKS * WORDS) + tl.arange(0, WORDS)[None, :]
+    )
     scale += first_row.to(tl.int64) * GROUPS
     zero += first_row.to(tl.int64) * GROUPS
     inputs = x + tl.minimum(token, num_tokens - 1).to(tl.int64)[None, :] * WIDTH + k[:, None]
