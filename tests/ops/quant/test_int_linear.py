@@ -289,7 +289,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), "mxfp4", "nvfp4"], ids=str)
 @pytest.mark.parametrize("config", BLOCKS, ids=str)
-def test_products_of_blocks_run_while_the_next_block_is_dequantized(config: IntConfig, case: IntCase | str) -> None:
+def test_products_of_blocks_are_asynchronous_and_keep_their_registers(config: IntConfig, case: IntCase | str) -> None:
     pytest.importorskip("triton")
     tokens, dtype = config.block_t, torch.float16 if case == "nvfp4" else torch.bfloat16
     made = (
@@ -301,6 +301,10 @@ def test_products_of_blocks_run_while_the_next_block_is_dequantized(config: IntC
     assert assembly_pairs_columns(compiled) and compiled.metadata.shared <= 227 << 10
     assert compiled.asm["ttgir"].count("pendings = 7") == 8, "eight instructions of a product are not waited for"
     assert "serialized" not in warnings_of(compiled)
+    loop = compiled.asm["ptx"]
+    loop = loop[loop.rindex("Inner Loop Header", 0, loop.index("wgmma.mma_async")) :]
+    unpacked = loop.index("mul.rn" if isinstance(case, str) else "sub.rn")
+    assert loop.index("wgmma.wait_group.sync.aligned 0") < unpacked, "registers of a product in flight are written"
 
 
 CONFIGS = [

@@ -2,8 +2,8 @@
 
 Layouts: `torchweave.ops.quant.int_linear`. A warpgroup of sm_90 multiplies dequantized weights in its registers by activations in
 shared memory. The order of packed integers is that of these registers: a thread loads the words whose integers it multiplies, and
-dequantized weights pass through no shared memory. One product has depth 128; its eight instructions run while the next block is
-dequantized. Weights are rounded to the activation's dtype before the product, as for the BLAS.
+dequantized weights pass through no shared memory. One product has depth 128; its eight instructions run while the next activations
+are fetched. Weights are rounded to the activation's dtype before the product, as for the BLAS.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -34,6 +34,17 @@ def _input_numbers(tile, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.conste
     else:  # noqa: RET505
         code: tl.constexpr = INT_HALF[J] if FORMAT == "int" else E2M1_HALF[J]
         return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _after_products(tile):
+    """The words `tile`, when no product of an earlier block reads its registers any more.
+
+    Triton 3.6 waits only for the first of the eight instructions of a product before it writes the registers of all
+    (github.com/triton-lang/triton/issues/9433): tiles of another program on the multiprocessor delayed them, and products were wrong.
+    """
+    code: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;"
+    return tl.inline_asm_elementwise(code, "=r,r", [tile], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -97,6 +108,8 @@ def block_kernel(
         else:
             b = tl.load(inputs + block * BLOCK, mask=(k < WIDTH - block * BLOCK)[:, None], other=0.0)
         by = of_blocks(scale, rows, block, GROUP, GROUPS, PARTS, BLOCK_N)
+        if ASSEMBLY:
+            tile = _after_products(tile)
         a = block_numbers(tile, FORMAT, BLOCK_N, dtype, ASSEMBLY)
         if ZERO:
             point = of_blocks(zero, rows, block, GROUP, GROUPS, PARTS, BLOCK_N)
