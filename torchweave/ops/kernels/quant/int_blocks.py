@@ -88,25 +88,24 @@ def block_kernel(
     """
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     EVEN: tl.constexpr = WIDTH == BLOCKS * BLOCK
-    first_row = tl.program_id(1) * BLOCK_N
-    row, token = first_row + tl.arange(0, BLOCK_N), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    rows, k = tl.minimum(row, num_outputs - 1) - first_row, tl.arange(0, BLOCK)
-    words = (
-        w + first_row.to(tl.int64) * (BLOCKS * WORDS) + rows[:, None] * (BLOCKS * WORDS) + tl.arange(0, WORDS)[None, :]
-    )
-    scale += first_row.to(tl.int64) * GROUPS
-    zero += first_row.to(tl.int64) * GROUPS
-    inputs = x + tl.minimum(token, num_tokens - 1).to(tl.int64)[None, :] * WIDTH + k[:, None]
+    # Scalars in 64 bits and offsets in 32, whose differences are constants: one register addresses all loads of a thread.
+    first_row, first_token = tl.program_id(1).to(tl.int64) * BLOCK_N, tl.program_id(0).to(tl.int64) * TOKENS
+    n, t, k, c = tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), tl.arange(0, BLOCK), tl.arange(0, WORDS)
+    left_rows, left_tokens = (num_outputs - first_row).to(tl.int32), (num_tokens - first_token).to(tl.int32)
+    w += first_row * (BLOCKS * WORDS)
+    x += first_token * WIDTH
+    scale += first_row * GROUPS
+    zero += first_row * GROUPS
+    words, inputs = n[:, None] * (BLOCKS * WORDS) + c[None, :], t[None, :] * WIDTH + k[:, None]
+    rows, real = tl.minimum(n, left_rows - 1), (t < left_tokens)[None, :]
     dtype: tl.constexpr = x.dtype.element_ty
     pdl_wait(DEPENDENT)
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     tl.assume(tl.program_id(2) < BLOCKS)  # ptxas runs products one by one if the loop may be skipped
     for block in range(tl.program_id(2), BLOCKS, tl.num_programs(2)):
-        tile = tl.load(words + block * WORDS, eviction_policy="evict_first")
-        if EVEN:
-            b = tl.load(inputs + block * BLOCK)
-        else:
-            b = tl.load(inputs + block * BLOCK, mask=(k < WIDTH - block * BLOCK)[:, None], other=0.0)
+        tile = tl.load(w + block * WORDS + words, mask=(n < left_rows)[:, None], other=0)
+        inside = real if EVEN else real & (k < WIDTH - block * BLOCK)[:, None]
+        b = tl.load(x + block * BLOCK + inputs, mask=inside, other=0.0)
         by = of_blocks(scale, rows, block, GROUP, GROUPS, PARTS, BLOCK_N)
         if ASSEMBLY:
             tile = _after_products(tile)
@@ -119,10 +118,11 @@ def block_kernel(
         else:
             a *= by if by.dtype == dtype else scale_value(by).to(dtype)
         total = tl.dot(a, b, total, input_precision="ieee")
+    inside = n < left_rows
     if BY_ROW:
-        total *= tl.load(row_scale + row, mask=row < num_outputs, other=0.0)[:, None]
+        total *= tl.load(row_scale + first_row + n, mask=inside, other=0.0)[:, None]
     if HAS_BIAS:
-        total += tl.load(bias + row, mask=row < num_outputs, other=0.0).to(tl.float32)[:, None]
-    out += tl.program_id(2).to(tl.int64) * num_tokens * out_stride
-    at = out + token.to(tl.int64)[None, :] * out_stride + row[:, None]
-    tl.store(at, total.to(out.dtype.element_ty), mask=(row < num_outputs)[:, None] & (token < num_tokens)[None, :])
+        total += tl.load(bias + first_row + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+    out += (tl.program_id(2).to(tl.int64) * num_tokens + first_token) * out_stride + first_row
+    at = t.to(tl.int64)[None, :] * out_stride + n[:, None]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside[:, None] & real)
