@@ -26,17 +26,13 @@ TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512]
 COLD_BYTES = 256 << 20
 _ROWS = ((2, 4, 512), (4, 4, 512), (8, 4, 512), (4, 2, 256), (8, 2, 256), (16, 4, 256), (4, 4, 1024), (2, 8, 1024))
 _SPLITS = ((16, 4, 4), (16, 8, 3), (32, 4, 4), (64, 4, 3), (64, 2, 4))
-_TILES = ((64, 4, 5), (128, 4, 5), (128, 8, 4))
-_BLOCKS = {
-    16: ((64, 4, 4), (128, 4, 4)),
+_TILES = {
     32: ((64, 4, 4), (128, 4, 4), (128, 8, 4)),
-    64: ((64, 4, 4), (64, 4, 3), (128, 8, 4), (256, 8, 4)),
-    128: ((64, 4, 3), (128, 8, 4), (256, 8, 4)),
+    64: ((64, 4, 3), (128, 4, 3), (128, 8, 3), (128, 8, 4)),
+    128: ((64, 4, 3), (128, 4, 3), (128, 8, 4), (256, 8, 4)),
     256: ((128, 8, 3),),
 }
-"""Rows, warps and stages of block kernels, by tokens of a program."""
-_DEQUANTIZATIONS = ((64, 4), (32, 4), (128, 8))
-"""Blocks and warps of a program that dequantizes."""
+"""Rows, warps and stages of tiles, by tokens of a program."""
 _PROGRAMS = (1, 2, 4, 8)
 """Programs that divide K, of candidates with at least 64 rows."""
 _FEWEST, _MOST = 64, 320
@@ -62,17 +58,16 @@ def _divided(config: IntConfig, tokens: int, outputs: int, width: int) -> list[I
 def candidates(tokens: int, outputs: int, width: int, bits: int) -> list[IntConfig]:
     """Candidate configurations of a product."""
     found = [IntConfig("row", *shape) for shape in _ROWS] if bits == 4 and tokens <= 4 else []
-    if bits == 4 and tokens > 8:
-        for size, shapes in _BLOCKS.items():
-            fits = size < 2 * tokens and (tokens <= 3 * size or size >= 128)
+    if bits == 4 and tokens > 16:
+        for size, shapes in _TILES.items():
+            fits = size < 2 * tokens and (tokens <= size or size >= 128 or (size == 64 and tokens <= 192))
             for shape in shapes if fits else ():
-                found += _divided(IntConfig("block", *shape, block_t=size), tokens, outputs, width)
-    if tokens <= 64:
+                found += _divided(IntConfig("tile", *shape, block_t=size), tokens, outputs, width)
+    if tokens <= (16 if bits == 4 else 64):
         size = next(size for size in (8, 16, 32, 64) if tokens <= size)
-        for kernel, shapes in (("split", _SPLITS if tokens <= 32 else ()), ("tile", _TILES if bits == 4 else ())):
-            for shape in shapes:
-                config = IntConfig(kernel, *shape, block_t=size)
-                found += _divided(config, tokens, outputs, width) if shape[0] >= 64 else [config]
+        for shape in _SPLITS:
+            config = IntConfig("split", *shape, block_t=size)
+            found += _divided(config, tokens, outputs, width) if shape[0] >= 64 else [config]
     return found
 
 
@@ -137,10 +132,6 @@ def compare(
         "op": lambda i: torch.ops.torchweave.int_linear(x, *weights[i % len(weights)], None, None, group),
         "dequantize": lambda i: launch_dequantize(*weights[i % len(weights)], group, buffer),
     }
-    for blocks, warps in _DEQUANTIZATIONS[1:]:
-        calls[f"dequantize {blocks},{warps}"] = lambda i, shape=(blocks, warps): launch_dequantize(
-            *weights[i % len(weights)], group, buffer, None, *shape
-        )
     configs: dict[str, IntConfig] = {}
     for config in candidates(tokens, outputs, width, bits):
         key = f"{config.kernel} {config.block_n}x{config.block_t},{config.num_warps},{config.depth},{config.programs}"
@@ -155,7 +146,7 @@ def compare(
         calls[key] = lambda i, config=config: config.run(x, *weights[i % len(weights)], None, group, out)
     clock = GraphClock(failed=lambda which, error: print(name, which, str(error)[:200], flush=True))
     chosen, size = choose(tokens, outputs, width, bits), sum(each.nbytes for each in weights[0] if each is not None)
-    moved = {"cublas": buffer.nbytes} | {each: size + buffer.nbytes for each in calls if each.startswith("dequantize")}
+    moved = {"cublas": buffer.nbytes, "dequantize": size + buffer.nbytes}
     return [
         {
             "name": name, "outputs": outputs, "width": width, "tokens": tokens, "which": which,
@@ -197,11 +188,11 @@ def table(results: list[dict[str, Any]]) -> str:
         base, op = rows.get("cublas"), rows.get("op")
         if base is None or op is None:
             continue
-        others = (r for which, r in rows.items() if which not in ("cublas", "op") and "dequantize" not in which)
+        others = (r for which, r in rows.items() if which not in ("cublas", "op", "dequantize"))
         ranked = sorted(others, key=lambda r: r["us"])
         shown = [r for at, r in enumerate(ranked) if at < 3 or r["chosen"]]
         best = "  ".join(f"{r['which']} {r['us']:.2f}{'*' * r['chosen']}" for r in shown)
         gain = f"{base['us'] / op['us']:.2f}, {op['gb_per_s']:.0f}"
-        dense = " ".join(f"{r['us']:.1f} ({r['gb_per_s']:.0f})" for which, r in rows.items() if "dequantize" in which)
+        dense = f"{rows['dequantize']['us']:>6.1f} ({rows['dequantize']['gb_per_s']:.0f})"
         lines.append(f"{name:12} {tokens:>3} {base['us']:>8.2f}  {op['us']:>8.2f} ({gain})  {dense}  {best}")
     return "\n".join(lines)

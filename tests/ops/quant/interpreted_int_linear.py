@@ -39,18 +39,9 @@ def split() -> None:
 def tile() -> None:
     for group in GROUPS:
         for zero in (False, True):
-            for tokens, width, programs in ((3, 336, 1), (9, 520, 2), (5, 336, 4)):
-                made = operands(IntCase(4, group, zero, bias=zero), tokens, 21, width)
-                config = IntConfig("tile", 16, 4, 2, block_t=8, programs=programs, rounded=programs > 1, hopper=False)
-                check(config, made)
-
-
-def block() -> None:
-    for group in GROUPS:
-        for zero in (False, True):
             for tokens, width, programs in ((3, 336, 1), (17, 384, 2), (5, 520, 4)):
                 made = operands(IntCase(4, group, zero, bias=zero), tokens, 21, width)
-                check(IntConfig("block", 16, 4, 2, block_t=16, programs=programs, hopper=False), made)
+                check(IntConfig("tile", 16, 4, 2, block_t=16, programs=programs, hopper=False), made)
 
 
 def byte() -> None:
@@ -75,8 +66,7 @@ def fp4() -> None:
         for kernel, tokens, width, programs in (
             ("split", 3, 352, 1),
             ("split", 9, 544, 2),
-            ("tile", 9, 352, 1),
-            ("block", 9, 352, 2),
+            ("tile", 9, 352, 2),
             ("split", 2, 32, 1),
             ("row", 2, 544, 1),
         ):
@@ -92,7 +82,7 @@ def fp4() -> None:
         torch.testing.assert_close(out.double(), made.values, rtol=1e-6, atol=1e-9)
 
 
-CHECKS = {"row": row, "split": split, "tile": tile, "block": block, "byte": byte, "dequantize": dequantize, "fp4": fp4}
+CHECKS = {"row": row, "split": split, "tile": tile, "byte": byte, "dequantize": dequantize, "fp4": fp4}
 
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or tuple(CHECKS):

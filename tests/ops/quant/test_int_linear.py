@@ -109,11 +109,11 @@ def test_rows_of_weights_can_be_stacked() -> None:
 
 def test_choice() -> None:
     assert choose(1, 6144, 4096, 4).kernel == "row" and choose(1, 6144, 4096, 8).kernel == "split"  # type: ignore[union-attr]
-    for bits, kernels in ((4, ("split", "split", "tile", "tile", "tile", "block")), (8, ("split",) * 5)):
+    for bits, kernels in ((4, ("split", "split", "tile", "tile", "tile", "tile")), (8, ("split",) * 5)):
         for tokens, kernel in zip((3, 9, 32, 33, 64, 200), kernels, strict=False):
             config = choose(tokens, 28672, 4096, bits)
             assert config is not None and config.kernel == kernel and config.programs == 1
-            assert config.block_t >= min(tokens, 128) and (config.kernel == "block") == (tokens > 64)
+            assert config.block_t >= min(tokens, 128) and (config.kernel == "tile") == (bits == 4 and tokens > 16)
             known = {replace(each, programs=min(each.programs, 2)) for each in configs(tokens, 4096, bits)}
             for rows in (512, 4096, 6144, 14336, 28672):
                 chosen = choose(tokens, rows, 4096, bits)
@@ -136,7 +136,7 @@ def test_samples_run_without_a_gpu() -> None:
     launch_samples(made.x, *made.weight, None, 128)
 
 
-@pytest.mark.parametrize("part", ["row", "split", "tile", "block", "byte", "dequantize", "fp4"])
+@pytest.mark.parametrize("part", ["row", "split", "tile", "byte", "dequantize", "fp4"])
 def test_kernels_in_the_interpreter(part: str) -> None:
     run_interpreted("tests.ops.quant.interpreted_int_linear", part)
 
@@ -218,15 +218,15 @@ def assembly_pairs_columns(compiled: Any) -> bool:
 
 def launches_of(config: IntConfig, made: Operands | Fp4Operands) -> list[Launch]:
     """The launches of a product of 256 outputs, not executed."""
-    from torchweave.ops.kernels.quant import int_blocks
     from torchweave.ops.kernels.quant import int_linear as kernels
+    from torchweave.ops.kernels.quant import int_tiles
 
     x, (w, scale, zero), row_scale = made.x, made.weight[:3], made.row_scale if isinstance(made, Fp4Operands) else None
     out = torch.empty(len(x), 256, dtype=x.dtype)
     names = ("row_kernel", "split_kernel", "byte_kernel", "add_kernel")
-    with recorded(kernels, *names) as launches, recorded(int_blocks, "block_kernel") as blocks:
+    with recorded(kernels, *names) as launches, recorded(int_tiles, "tile_kernel") as tiles:
         config.run(x, w, scale, zero, made.bias, made.group, out, row_scale)
-    return [*blocks, *launches]
+    return [*tiles, *launches]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), CASES[5]], ids=str)
@@ -244,7 +244,7 @@ def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
     if case.bits == 4:
         assert assembly_pairs_columns(compiled)
         assert "lop3.b32" in ptx and (config.kernel == "row" or "sub.rn.bf16x2" in ptx)
-    assert config.kernel == "row" or ("wgmma" if config.kernel in ("tile", "block") else "mma.sync") in ptx
+    assert config.kernel == "row" or ("wgmma" if config.kernel == "tile" else "mma.sync") in ptx
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -279,16 +279,17 @@ def warnings_of(compiled: Any) -> str:
     return done.stdout + done.stderr
 
 
-BLOCKS = [
-    IntConfig("block", 64, 4, 4, 64),
-    IntConfig("block", 128, 8, 4, 64, 2),
-    IntConfig("block", 128, 8, 4, 128, 2),
-    IntConfig("block", 256, 8, 4, 128),
+TILES = [
+    IntConfig("tile", 64, 4, 3, 64),
+    IntConfig("tile", 128, 8, 4, 64, 2),
+    IntConfig("tile", 128, 4, 3, 128),
+    IntConfig("tile", 128, 8, 4, 128, 2),
+    IntConfig("tile", 256, 8, 4, 128),
 ]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), "mxfp4", "nvfp4"], ids=str)
-@pytest.mark.parametrize("config", BLOCKS, ids=str)
+@pytest.mark.parametrize("config", TILES, ids=str)
 def test_products_of_blocks_are_asynchronous_and_keep_their_registers(config: IntConfig, case: IntCase | str) -> None:
     pytest.importorskip("triton")
     tokens, dtype = config.block_t, torch.float16 if case == "nvfp4" else torch.bfloat16
@@ -318,7 +319,9 @@ CONFIGS = [
 def test_programs_that_divide_the_inputs_build_for_hopper(config: IntConfig) -> None:
     pytest.importorskip("triton")
     launches = launches_of(config, operands(IntCase(4, group=128, bias=True), 32, 256, 4096, torch.bfloat16))
-    assert [launch.grid for launch in launches] == [(256 // config.block_n, 1, config.programs), (32, 1)]
+    rows = 256 // config.block_n
+    grid = (1, rows, config.programs) if config.kernel == "tile" else (rows, 1, config.programs)
+    assert [launch.grid for launch in launches] == [grid, (32, 1)]
     products, added = (compile_for_hopper(launch) for launch in launches)
     assert ("wgmma" if config.kernel == "tile" else "mma.sync") in products.asm["ptx"]
     assert assembly_pairs_columns(products) == config.hopper

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import supports_pdl
-from torchweave.ops.kernels.quant.int_blocks import block_numbers, of_blocks
 from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, format_of, parts_of, scale_value
+from torchweave.ops.kernels.quant.int_tiles import block_numbers, of_blocks
 from torchweave.ops.kernels.sizes import cdiv
 
 
@@ -70,13 +70,9 @@ def dequantize_bytes_kernel(
 
 
 def launch_dequantize(
-    w: Tensor, scale: Tensor, zero: Tensor | None, group: int, out: Tensor, row_scale: Tensor | None = None, blocks: int = 64,
-    num_warps: int = 4,
-) -> None:  # fmt: skip
-    """out [N, K], contiguous, of a weight as `torchweave::int_linear`, columns in the order of w.
-
-    `blocks` and `num_warps`: blocks of 128 inputs and warps of a program, of 4-bit weights.
-    """
+    w: Tensor, scale: Tensor, zero: Tensor | None, group: int, out: Tensor, row_scale: Tensor | None = None
+) -> None:
+    """out [N, K], contiguous, of a weight as `torchweave::int_linear`, columns in the order of w."""
     (outputs, width), groups = out.shape, scale.shape[1]
     point = scale if zero is None else zero
     constants: dict[str, Any] = {"WIDTH": width, "GROUP": group, "GROUPS": groups, "ZERO": zero is not None}
@@ -85,8 +81,8 @@ def launch_dequantize(
         dequantize_bytes_kernel[grid](w, scale, point, out, outputs, BLOCK_N=16, BLOCK_K=512, num_warps=8, **constants)
         return
     hopper = out.is_cuda and supports_pdl(out.device) and out.dtype in (torch.bfloat16, torch.float16)
-    dequantize_words_kernel[(cdiv(outputs * cdiv(width, 128), blocks),)](
+    dequantize_words_kernel[(cdiv(outputs * cdiv(width, 128), 64),)](
         w, scale, point, out, scale if row_scale is None else row_scale, outputs, FORMAT=format_of(scale),
-        PARTS=parts_of(scale, group), BY_ROW=row_scale is not None, BLOCKS_OF_PROGRAM=blocks, ASSEMBLY=hopper,
-        num_warps=num_warps, **constants,
+        PARTS=parts_of(scale, group), BY_ROW=row_scale is not None, BLOCKS_OF_PROGRAM=64, ASSEMBLY=hopper,
+        num_warps=4, **constants,
     )  # fmt: skip

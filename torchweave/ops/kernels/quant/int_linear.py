@@ -2,10 +2,9 @@
 
 `row_kernel` (4 bits, few tokens) multiplies element by element. It turns integers into floats by one LOP3 each:
 `1 + q * 2 ** (p - 23)` with the nibble at bit p of the mantissa; the input is scaled by `2 ** (23 - p)` instead, and what the ones
-add is subtracted. `split_kernel` (4 bits) makes
-16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a program share its rows and divide K, or (SPLIT 1)
-share its inputs and divide its rows. `byte_kernel` is the same for 8 bits. Several programs may divide K too; then
-`add_kernel` adds their sums.
+add is subtracted. `split_kernel` (4 bits) makes 16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a
+program share its rows and divide K. `byte_kernel` is the same for 8 bits. Of more tokens and 4 bits is `int_tiles.tile_kernel`.
+Several programs may divide K; then `add_kernel` adds their sums.
 
 Each starts under programmatic dependent launch while the previous kernel drains; the row kernel loads its first weights before it
 waits. Without sm_90's instructions (and in Triton's interpreter) shifts and conversions replace the assembly (ASSEMBLY).
@@ -464,29 +463,21 @@ def split_kernel(
     x, w, scale, zero, bias, out, row_scale, num_tokens, num_outputs, out_stride, FORMAT: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    ROUND: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
+    ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (N tiles, T tiles, programs): eight products of depth 16 for each block of 128 inputs.
 
-    The blocks are dealt to the programs and, in each, to SPLIT warps; with SPLIT 1 all warps share a block and divide rows. With
-    several programs, out is float32 `[programs, T, N]`.
+    The blocks are dealt to the programs and, in each, to SPLIT warps. With several programs, out is float32 `[programs, T, N]`.
     """
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, c = tl.minimum(row, num_outputs - 1).to(tl.int64), tl.arange(0, WORDS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    if SPLIT > 1:
-        warp = tl.arange(0, SPLIT)[:, None, None]
-        k, row_of, real = warp * BLOCK + c[None, :, None], rows[None, :, None], (token < num_tokens)[None, None, :]
-        words = w + row_of * (BLOCKS * WORDS) + warp * WORDS + c[None, None, :]
-        inputs = x + token.to(tl.int64)[None, None, :] * WIDTH + k
-        total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
-    else:
-        warp = 0
-        k, row_of, real = c[:, None], rows[:, None], (token < num_tokens)[None, :]
-        words = w + row_of * (BLOCKS * WORDS) + c[None, :]
-        inputs = x + token.to(tl.int64)[None, :] * WIDTH + k
-        total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+    warp = tl.arange(0, SPLIT)[:, None, None]
+    k, row_of, real = warp * BLOCK + c[None, :, None], rows[None, :, None], (token < num_tokens)[None, None, :]
+    words = w + row_of * (BLOCKS * WORDS) + warp * WORDS + c[None, None, :]
+    inputs = x + token.to(tl.int64)[None, None, :] * WIDTH + k
+    total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
     begin, step = tl.program_id(2) * SPLIT, tl.num_programs(2) * SPLIT
     by = parameter(scale, row_of, begin + warp, 0, GROUP, GROUPS, PARTS)
     pdl_wait(DEPENDENT)
@@ -496,11 +487,10 @@ def split_kernel(
         tile = tl.load(words + first * WORDS, mask=block < BLOCKS, other=0, eviction_policy="evict_first")
         total = add_block(
             total, by, tile, inputs + first * BLOCK, k, WIDTH - first * BLOCK, real, scale, zero, row_of, block,
-            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, ROUND, ASSEMBLY,
+            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, False, ASSEMBLY,
         )  # fmt: skip
         by = by_ahead
-    if SPLIT > 1:
-        total = tl.sum(total, 0)
+    total = tl.sum(total, 0)
     if BY_ROW:
         total *= tl.load(row_scale + row, mask=row < num_outputs, other=0.0)[:, None]
     out += tl.program_id(2).to(tl.int64) * num_tokens * out_stride
@@ -588,19 +578,16 @@ def launch(
         row_kernel[(tokens, tiles)](*operands, by_row, outputs, out.stride(0), BLOCK_W=words, **in_words, **constants)
         return
     grid, sizes = (tiles, cdiv(tokens, config.block_t), config.programs), (tokens, outputs, to.stride(-2))
-    constants |= {
-        "TOKENS": config.block_t, "SPLIT": 1 if config.kernel == "tile" else config.num_warps, "num_stages": config.depth,
-    }  # fmt: skip
-    if config.kernel == "block":
-        from torchweave.ops.kernels.quant.int_blocks import block_kernel
+    constants |= {"TOKENS": config.block_t, "num_stages": config.depth}
+    if config.kernel == "tile":
+        from torchweave.ops.kernels.quant.int_tiles import tile_kernel  # imports this module
 
-        del constants["SPLIT"]
-        block_kernel[grid[1], grid[0], grid[2]](*operands, by_row, *sizes, **in_words, **constants)
+        tile_kernel[grid[1], grid[0], grid[2]](*operands, by_row, *sizes, **in_words, **constants)
     elif w.dtype == torch.int32:
-        rounded = config.rounded and zero is None
-        split_kernel[grid](*operands, by_row, *sizes, ROUND=rounded, **in_words, **constants)
+        split_kernel[grid](*operands, by_row, *sizes, SPLIT=config.num_warps, **in_words, **constants)
     else:
-        byte_kernel[grid](*operands, *sizes, BLOCK_K=min(group, 128) if groups > 1 else 128, **constants)
+        depth = min(group, 128) if groups > 1 else 128
+        byte_kernel[grid](*operands, *sizes, BLOCK_K=depth, SPLIT=config.num_warps, **constants)
     if divided:
         add_kernel[(tokens, cdiv(outputs, 512))](
             to, operands[4], out, config.programs, outputs, out.stride(0), HAS_BIAS=bias is not None, BLOCK_N=512, num_warps=4,

@@ -40,8 +40,8 @@ def _input_numbers(tile, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.conste
 def _after_products(tile):
     """The words `tile`, when no product of an earlier block reads its registers any more.
 
-    Triton 3.6 waits only for the first of the eight instructions of a product before it writes the registers of all
-    (github.com/triton-lang/triton/issues/9433): tiles of another program on the multiprocessor delayed them, and products were wrong.
+    Triton 3.6 waits for the first of the eight instructions of a product before it writes the registers that all of them read
+    (github.com/triton-lang/triton/issues/9433). Where programs share a multiprocessor, products were wrong.
     """
     code: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;"
     return tl.inline_asm_elementwise(code, "=r,r", [tile], dtype=tl.int32, is_pure=True, pack=1)
@@ -76,7 +76,7 @@ def of_blocks(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_outputs", "out_stride"])
-def block_kernel(
+def tile_kernel(
     x, w, scale, zero, bias, out, row_scale, num_tokens, num_outputs, out_stride, FORMAT: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, ASSEMBLY: tl.constexpr,
