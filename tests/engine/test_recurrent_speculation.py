@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +68,9 @@ def generate(llm: LLM, given: Sequence[list[int]], params: SamplingParams) -> li
     return [list(output.outputs[0].token_ids) for output in llm.generate(list(given), params)]
 
 
-@pytest.mark.parametrize("name", ["mamba", "falcon_h1", "qwen3_next", "lfm2", "kimi_linear", "minimax", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "name", ["mamba", "falcon_h1", "qwen3_next", "lfm2", "kimi_linear", "minimax", "recurrent_gemma"]
+)
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside drafts, then prefix hits; most drafts are right, so that rows keep one to four tokens."""
     model, given = zoo.build(zoo.zoo_model(name)), prompts(6)
@@ -109,7 +110,7 @@ def drafters(tmp_path: Path) -> dict[str, SpeculativeConfig]:
     """A Llama with the same vocabulary and a random EAGLE-3 head."""
     zoo.save(zoo.build(zoo.zoo_model("llama")), tmp_path / "llama")
     text = zoo.zoo_model("falcon_h1").config().get_text_config()
-    taken = [0, text.num_hidden_layers - 1, 0]
+    taken = [1, text.num_hidden_layers, 1]
     head = write_head(
         tmp_path / "head", random_head(text.hidden_size, text.vocab_size), eagle_aux_hidden_state_layer_ids=taken
     )
@@ -134,9 +135,7 @@ def test_draft_models_and_heads(folder: Path, tmp_path: Path, seeded: list[list[
         assert 0.3 < counts.num_accepted_tokens_per_pos[0] / counts.num_drafts < 0.9
 
 
-def test_mixed_requests_with_cancels_leave_every_state_slot_free(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mixed_requests_with_cancels_leave_every_state_slot_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses, cancels, prefix hits and chunks between steps with drafts."""
     shared = with_common_beginning()
     expected = zoo.reference_tokens(zoo.build(zoo.zoo_model("falcon_h1")), shared, 6)
@@ -169,27 +168,27 @@ def serve(built: Engine, texts: Sequence[tuple[list[int], int]]) -> list[Tensor]
     return [state.clone() for state in runner.recurrent_states]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_states_are_those_without_drafts(folder: Path, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And steps of padding alone change no state, nor those of rows behind the step in a larger recording."""
+def test_states_are_those_without_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of padding alone change no state, nor do rows and tokens behind those of the step in a larger recording."""
     given = prompts(2)
     expected = zoo.reference_tokens(zoo.build(zoo.zoo_model("falcon_h1")), given, 12)
     texts = [(prompt, 12) for prompt in given]
     draft_from(monkeypatch, joined(given, expected))
-    plain = serve(engine_without_loop(folder, COMPILED, max_batch_size=4, **REUSE), texts)
-    built = engine_without_loop(folder, COMPILED, max_batch_size=4, speculative_config=NGRAM, **REUSE)
-    runner = built.runner
-    for state in runner.recurrent_states:
-        state.fill_(0.5)
-    runner.run_dummy_draft_step(4, 4)
-    assert all((state == 0.5).all() for state in runner.recurrent_states)
-    if padded:
-        monkeypatch.setattr(runner, "_draft_graphs", {4: {4: Replay(runner, 4, 4)}})
-    found = serve(built, texts)
-    assert built.scheduler.speculation.num_accepted_tokens > 6
-    for one, other in zip(plain, found, strict=True):
-        torch.testing.assert_close(one[:2], other[:2], rtol=1e-4, atol=1e-4)
-        assert (other[2:4] == 0.5).all(), "a padding row advanced a state"
+    plain = serve(engine_without_loop(folder, max_batch_size=4, **REUSE), texts)
+    for padded in (False, True):
+        built = engine_without_loop(folder, max_batch_size=4, speculative_config=NGRAM, **REUSE)
+        runner = built.runner
+        for state in runner.recurrent_states:
+            state.fill_(0.5)
+        runner.run_dummy_draft_step(4, 4)
+        assert all((state == 0.5).all() for state in runner.recurrent_states)
+        if padded:
+            monkeypatch.setattr(runner, "_draft_graphs", {4: {4: Replay(runner, 4, 4)}})
+        found = serve(built, texts)
+        assert built.scheduler.speculation.num_accepted_tokens > 6
+        for one, other in zip(plain, found, strict=True):
+            torch.testing.assert_close(one[:2], other[:2], rtol=1e-4, atol=1e-4)
+            assert (other[2:4] == 0.5).all(), "a padding row advanced a state"
 
 
 def _speculate_on_a_rank(process_groups: ProcessGroups, folder: Path, expected: list[list[int]]) -> int:
@@ -207,10 +206,9 @@ def test_states_that_are_divided_over_ranks(folder: Path) -> None:
     assert first == second > 20
 
 
-def test_what_is_not_supported_is_refused(folder: Path, tmp_path: Path) -> None:
-    mtp: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3}
-    with pytest.raises(ValueError, match=r"has no MTP layers of falcon_h1"):
-        engine(folder, EAGER, speculative_config=mtp)
+def test_what_is_not_supported_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"method=mtp: transformers .* has no MTP layers of falcon_h1"):
+        engine(folder, EAGER, speculative_config=SpeculativeConfig("mtp", num_speculative_tokens=3))
     draft = replace(NGRAM, method="draft_model", model=str(folder))
     with pytest.raises(ValueError, match="a draft model has attention to all its keys or to a window in every layer"):
         engine(folder, EAGER, speculative_config=draft)

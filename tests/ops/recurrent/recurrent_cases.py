@@ -332,7 +332,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "continued": {"rows": ((130, 3),)},
     "mixed": {"rows": ((1, 9), (1, 0), (33, 20), (2, 0), (0, 4), (65, 0), (2, 1), None), "padded_tokens": 21},
     "drafts": {
-        "rows": ((4, 9), (1, 6), (3, 0), (4, 70), (0, 4), None, (4, 2), (2, 1)), "kept": (2, 1, 2, 4, 0, 0, 1, 2),
+        "rows": ((4, 9), (1, 6), (3, 0), (4, 70), (0, 4), None, (4, 2), (2, 1)),
+        "kept": (2, 1, 2, 4, 0, 0, 1, 2),
         "padded_tokens": 14,
     },
     "padding_only": {"rows": (None, None), "padded_tokens": 3},

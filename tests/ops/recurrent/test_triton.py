@@ -38,7 +38,8 @@ def launches(chosen: Case) -> list[Launch]:
             recurrent_triton.run_on_triton(call, state, built.meta)
         else:
             recurrent_triton.run_on_triton(call, state, built.meta, StateAccess.READ)
-            recurrent_triton.run_on_triton(call.held(), state, built.meta, StateAccess.COMMIT, built.position)
+            held = dataclasses.replace(call.held(), out=torch.empty_like(call.out))
+            recurrent_triton.run_on_triton(held, state, built.meta, StateAccess.COMMIT, built.position)
     return found
 
 

@@ -24,6 +24,10 @@ class StateAccess(IntEnum):
     COMMIT = 2
 
 
+def _without_memory(out: Tensor) -> Tensor:
+    return torch.empty_like(out, device="meta")
+
+
 @dataclass(frozen=True, slots=True)
 class ConvCall:
     """Arguments of `torchweave::causal_conv`."""
@@ -46,8 +50,9 @@ class ConvCall:
         return (channels, width - 1), self.x.dtype
 
     def held(self) -> ConvCall:
-        """The same call for `StateAccess.COMMIT`, later: on copies of the inputs that the state depends on."""
-        return replace(self, x=self.x.clone(), out=torch.empty_like(self.out))
+        """The same call for `StateAccess.COMMIT`, later: copies of the inputs that the state depends on, and `out` on the meta
+        device."""
+        return replace(self, x=self.x.clone(), out=_without_memory(self.out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class DeltaCall:
     def held(self) -> DeltaCall:
         """See `ConvCall.held`; q has no part in the state."""
         k, v, g, beta = (each.clone() for each in (self.k, self.v, self.g, self.beta))
-        return replace(self, q=k, k=k, v=v, g=g, beta=beta, out=torch.empty_like(self.out))
+        return replace(self, q=k, k=k, v=v, g=g, beta=beta, out=_without_memory(self.out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ class SsdCall:
     def held(self) -> SsdCall:
         """See `ConvCall.held`; C and D have no part in the state."""
         x, dt, B = (each.clone() for each in (self.x, self.dt, self.B))
-        return replace(self, x=x, dt=dt, B=B, C=B, D=None, out=torch.empty_like(self.out))
+        return replace(self, x=x, dt=dt, B=B, C=B, D=None, out=_without_memory(self.out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ class ScanCall:
     def held(self) -> ScanCall:
         """See `ConvCall.held`; C, D and z have no part in the state."""
         x, dt, B = (each.clone() for each in (self.x, self.dt, self.B))
-        return replace(self, x=x, dt=dt, B=B, C=B, D=None, z=None, out=torch.empty_like(self.out))
+        return replace(self, x=x, dt=dt, B=B, C=B, D=None, z=None, out=_without_memory(self.out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +149,7 @@ class LruCall:
 
     def held(self) -> LruCall:
         """See `ConvCall.held`."""
-        return replace(self, a=self.a.clone(), x=self.x.clone(), out=torch.empty_like(self.out))
+        return replace(self, a=self.a.clone(), x=self.x.clone(), out=_without_memory(self.out))
 
 
 RecurrentCall = ConvCall | DeltaCall | SsdCall | ScanCall | LruCall

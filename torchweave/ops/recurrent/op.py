@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -250,7 +250,8 @@ def commit_recurrent_op(
         held: result of `read_recurrent_op`.
         position: int32 `[S]`, `SlotState.position` after the step: of a row's tokens, those at lower positions were kept.
     """
-    _run(held, states, meta, StateAccess.COMMIT, position)
+    dropped = torch.empty_like(held.out, device=states[held.state].device)
+    _run(replace(held, out=dropped), states, meta, StateAccess.COMMIT, position)
 
 
 def _run(

@@ -93,20 +93,20 @@ def one_sequence(num_tokens: int) -> StepRows:
     return StepRows(empty, empty, None, prefill, None)
 
 
-def run_on_torch(call: RecurrentCall, state: Tensor, rows: StepRows, advances: bool = True) -> None:
-    """Run a call over `rows` and advance their slots of `state` `[S, ...]`; without `advances`, the state stays."""
+def run_on_torch(call: RecurrentCall, state: Tensor, rows: StepRows, writes_state: bool = True) -> None:
+    """Run a call over `rows` and advance their slots of `state` `[S, ...]`; without `writes_state`, it stays."""
     step, scan = _FUNCTIONS[type(call)]
     if len(rows.slots):
         before = state[rows.slots]
         if rows.fresh is not None:
             before[rows.fresh] = 0
         after = step(call, rows.tokens, before)
-        if advances:
+        if writes_state:
             state[rows.slots] = after
     for slot, begin, end, fresh in rows.prefill:
         before = torch.zeros_like(state[slot]) if fresh else state[slot].clone()
         after = scan(call, begin, end, before)
-        if advances:
+        if writes_state:
             state[slot] = after
     if rows.padded is not None:
         call.out[rows.padded] = 0

@@ -42,7 +42,7 @@ def row_tokens(query_start, row, num_rows, num_tokens, DECODE_ONLY: tl.constexpr
 
 
 @triton.jit
-def kept_end(end, length, position, slot, ACCESS: tl.constexpr):
+def row_end(end, length, position, slot, ACCESS: tl.constexpr):
     """Last + 1 token of a row whose state advances; `length` is its sequence's with all drafts."""
     if ACCESS == COMMIT:
         end -= length - tl.load(position + slot)

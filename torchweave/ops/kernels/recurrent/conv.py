@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, kept_end, silu
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, row_end, silu
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def conv_mixed(
     inputs = state + (slot * channels + channel) * (WIDTH - 1)
     if ACCESS == COMMIT:
         if begin == first:
-            end = kept_end(end, length, position, slot, ACCESS)
+            end = row_end(end, length, position, slot, ACCESS)
             _write_inputs(x + channel, inputs, first, end, continued, valid_channel, x_stride, WIDTH)
         return
     weights = weight + channel * weight_stride

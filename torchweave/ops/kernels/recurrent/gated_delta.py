@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, is_padding, kept_end, row_tokens
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, is_padding, row_end, row_tokens
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def delta_scan(
     valid = valid_key[:, None] & valid_value[None, :]
     length = tl.load(seq_lens + row)
     matrix = tl.load(place, mask=valid & (length > end - first), other=0.0)
-    end = kept_end(end, length, position, slot, ACCESS)
+    end = row_end(end, length, position, slot, ACCESS)
     q_row, k_row = q + head // GROUP * q_head_stride + key_dim, k + head // GROUP * k_head_stride + key_dim
     for _ in range(first, end):
         query = tl.load(q_row + token * q_stride, mask=valid_key, other=0.0).to(tl.float32)

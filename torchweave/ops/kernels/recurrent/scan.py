@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, is_padding, kept_end, row_tokens, silu, softplus
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, is_padding, row_end, row_tokens, silu, softplus
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def selective_scan(
     place = state + slot * channels * STATE + element
     length = tl.load(seq_lens + row)
     matrix = tl.load(place, mask=valid_state & (length > end - first), other=0.0)
-    end = kept_end(end, length, position, slot, ACCESS)
+    end = row_end(end, length, position, slot, ACCESS)
     rate = tl.load(A + element, mask=valid_state, other=0.0).to(tl.float32)
     for begin in tl.range(first, end, TILE):
         token = (begin + at).to(tl.int64)
@@ -102,7 +102,7 @@ def lru_scan(
         slot = tl.load(slots + row).to(tl.int64)
         length = tl.load(seq_lens + row)
         continued = length > end - first
-        end = kept_end(end, length, position, slot, ACCESS)
+        end = row_end(end, length, position, slot, ACCESS)
     place = state + slot * channels + channel
     before = tl.load(place, mask=valid_channel & continued, other=0.0)
     for begin in tl.range(first, end, TILE):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, kept_end, row_tokens, softplus
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, row_end, row_tokens, softplus
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def ssd_drafts(
     valid = valid_dim[:, None] & valid_column[None, :]
     length = tl.load(seq_lens + row)
     matrix = tl.load(place, mask=valid & (length > end - first), other=0.0)
-    end = kept_end(end, length, position, slot, ACCESS)
+    end = row_end(end, length, position, slot, ACCESS)
     rate = tl.load(A + head).to(tl.float32)
     for _ in range(first, end):
         values, keys, query, step = _token_inputs(
