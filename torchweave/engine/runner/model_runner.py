@@ -407,7 +407,9 @@ class ModelRunner:
             run(boundary)
 
     def run_dummy_draft_step(self, rows: int, query_len: int) -> None:
-        """Run a decode step with drafts while no slot is in use."""
+        """Run a decode step with drafts while no slot is in use; fewer rows than the draft model takes become as many."""
+        assert self._draft_step is not None
+        rows = max(rows, self._draft_step.min_size)
         with torch.inference_mode(), self._on_stream():
             self._draft_run(rows, query_len)(self._draft_boundary(rows, query_len))
 
