@@ -70,9 +70,7 @@ def generate(llm: LLM, given: Sequence[list[int]], params: SamplingParams) -> li
     return [list(output.outputs[0].token_ids) for output in llm.generate(list(given), params)]
 
 
-@pytest.mark.parametrize(
-    "name", ["mamba", "qwen3_next", "kimi_linear", "minimax", "recurrent_gemma"]
-)
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "kimi_linear", "minimax", "recurrent_gemma"])
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside drafts, then prefix hits; most drafts are right, so that rows keep one to four tokens."""
     model, given = zoo.build(zoo.zoo_model(name)), prompts(6)
