@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.test_eagle import record_drafts
 from tests.engine.test_recurrent_models import (
     COMPILED,
     EAGER,
@@ -24,7 +25,7 @@ from tests.engine.test_recurrent_models import (
     serve_mixed_requests,
     with_common_beginning,
 )
-from tests.models.drafters.eagle_heads import random_head, write_head
+from tests.models.drafters.eagle_heads import hidden_states_of, random_head, reference_drafts, write_head
 from tests.ranks import run_ranks
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import SpeculativeConfig
@@ -70,7 +71,7 @@ def generate(llm: LLM, given: Sequence[list[int]], params: SamplingParams) -> li
     return [list(output.outputs[0].token_ids) for output in llm.generate(list(given), params)]
 
 
-@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "kimi_linear", "minimax", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "kimi_linear", "recurrent_gemma"])
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside drafts, then prefix hits; most drafts are right, so that rows keep one to four tokens."""
     model, given = zoo.build(zoo.zoo_model(name)), prompts(6)
@@ -106,33 +107,42 @@ def test_a_seed_has_its_answer(folder: Path, seeded: list[list[int]], monkeypatc
         assert llm.engine.scheduler.speculation.num_accepted_tokens > 10
 
 
-def drafters(tmp_path: Path) -> dict[str, SpeculativeConfig]:
-    """A Llama with the same vocabulary and a random EAGLE-3 head."""
-    zoo.save(zoo.build(zoo.zoo_model("llama")), tmp_path / "llama")
-    text = zoo.zoo_model("falcon_h1").config().get_text_config()
-    taken = [1, text.num_hidden_layers, 1]
-    head = write_head(
-        tmp_path / "head", random_head(text.hidden_size, text.vocab_size), eagle_aux_hidden_state_layer_ids=taken
-    )
-    return {
-        "draft model": replace(NGRAM, method="draft_model", model=str(tmp_path / "llama")),
-        "EAGLE-3": replace(NGRAM, method="eagle3", model=str(head)),
-    }
-
-
-@pytest.mark.parametrize("drafter", ["draft model", "EAGLE-3"])
-def test_draft_models_and_heads(folder: Path, tmp_path: Path, seeded: list[list[int]], drafter: str) -> None:
-    """The head reads hidden states of recurrent layers; drafts are kept at random where `synthetic_acceptance` says so."""
-    config = drafters(tmp_path)[drafter]
-    with engine(folder, COMPILED, max_batch_size=3, speculative_config=config, **REUSE) as llm:
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle3"])
+def test_draft_models_and_heads(folder: Path, tmp_path: Path, seeded: list[list[int]], drafter: Any) -> None:
+    """A Llama with the same vocabulary, and a random EAGLE-3 head."""
+    if drafter == "eagle3":
+        text = zoo.zoo_model("falcon_h1").config().get_text_config()
+        weights = random_head(text.hidden_size, text.vocab_size)
+        path = write_head(tmp_path / "head", weights, eagle_aux_hidden_state_layer_ids=[1, text.num_hidden_layers, 1])
+    else:
+        path = tmp_path / "llama"
+        zoo.save(zoo.build(zoo.zoo_model("llama")), path)
+    config = replace(NGRAM, method=drafter, model=str(path))
+    with engine(folder, max_batch_size=3, speculative_config=config, **REUSE) as llm:
         for _ in range(2):
             assert generate(llm, prompts(4), SEEDED) == seeded
-        counts = llm.engine.scheduler.speculation
-        assert counts.num_draft_tokens > 40
-    with engine(folder, max_batch_size=3, speculative_config=replace(config, synthetic_acceptance=0.6)) as llm:
-        generate(llm, prompts(4), GREEDY)
-        counts = llm.engine.scheduler.speculation
-        assert 0.3 < counts.num_accepted_tokens_per_pos[0] / counts.num_drafts < 0.9
+        assert llm.engine.scheduler.speculation.num_draft_tokens > 40
+
+
+def test_a_head_reads_hidden_states_of_recurrent_layers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafts are those of plain torch, behind drafts that were kept at random, chunks and prefix hits."""
+    model = zoo.build(zoo.zoo_model("falcon_h1"))
+    embedding, taken = model.get_input_embeddings().weight.detach().double(), (1, 2, 1)
+    weights = random_head(embedding.shape[1], embedding.shape[0])
+    head = write_head(tmp_path / "head", weights, eagle_aux_hidden_state_layer_ids=list(taken))
+    config = replace(NGRAM, method="eagle3", model=str(head), synthetic_acceptance=0.6)
+    with engine(folder, max_batch_size=3, speculative_config=config, **REUSE) as llm:
+        seen = record_drafts(llm, monkeypatch)
+        for _ in range(2):
+            generate(llm, prompts(6), GREEDY)
+        assert llm.engine.scheduler.speculation.num_accepted_tokens > 20
+    distinct = sorted({(tuple(text), tuple(drafts)) for text, drafts in seen})[::3]
+    assert len(distinct) > 10
+    for text, drafts in distinct:
+        states = hidden_states_of(model, list(text), taken)[:-1].double()
+        assert reference_drafts(weights, embedding, states, list(text), len(drafts))[0] == list(drafts), text
 
 
 def test_mixed_requests_with_cancels_leave_every_state_slot_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
