@@ -36,6 +36,7 @@ from torchweave.compiler.passes.collectives.user_buffers import (
     UserBuffersFinalize,
     UserBuffersPrologue,
 )
+from torchweave.compiler.passes.torch_ir.delta_gates import DeltaGates
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
 from torchweave.compiler.passes.torch_ir.merge_int_linears import MergeIntLinears
@@ -61,6 +62,7 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
     return (
         MergeLinears(),
         RotaryAttention(),
+        DeltaGates(),
         SmallLinears(table=table),
         MergeFp8Linears(),
         MergeIntLinears(),
