@@ -89,7 +89,7 @@ def draw_delta(case: Case, draw: Callable[..., Tensor], tokens: int) -> dict[str
     if case.options.get("alike"):  # keys that repeat are what makes the triangular systems hard
         k = k[:1].expand(tokens, heads, key) if tokens else k
         g = g - 4
-    gates = {"A_log": draw(value_heads).float() - 2, "dt_bias": draw(value_heads)} if case.options.get("gates") else {}
+    gates = case.options.get("gates", False)
     beta = draw(tokens, value_heads)
     return {
         "q": draw(tokens, heads, key),
@@ -100,7 +100,8 @@ def draw_delta(case: Case, draw: Callable[..., Tensor], tokens: int) -> dict[str
         "beta": beta if gates else beta.sigmoid(),
         "out": draw(tokens, value_heads, value),
         "normalize": normalize,
-        **gates,
+        "A_log": draw(value_heads).float() - 2 if gates else None,
+        "dt_bias": draw(value_heads) if gates else None,
     }
 
 
@@ -154,7 +155,7 @@ def conv_oracle(args: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
 
 def delta_oracle(args: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta = (args[name] for name in ("q", "k", "v", "g", "beta"))
-    if "A_log" in args:
+    if args["A_log"] is not None:
         g, beta = -args["A_log"].exp() * F.softplus(g + args["dt_bias"]), beta.sigmoid()
     if args["normalize"]:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
