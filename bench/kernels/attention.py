@@ -181,7 +181,9 @@ def graph_us(run: Callable[[], None], replays: int = 20) -> float:
     return times[len(times) // 2]
 
 
-def decode_results(heads: Heads, block_size: int, defaults: bool, batches: Sequence[int] = BATCHES) -> Iterator[dict[str, Any]]:
+def decode_results(
+    heads: Heads, block_size: int, defaults: bool, batches: Sequence[int] = BATCHES
+) -> Iterator[dict[str, Any]]:
     """One result per heads, batch, context and configuration."""
     for model, spec in heads.items():
         chosen = default_decode_config(spec.head_dim, torch.bfloat16)

@@ -128,7 +128,7 @@ MAX_TOKENS = 32
 """Above this many tokens the rule takes the BLAS."""
 
 _MIN_WEIGHT = 1 << 18  # elements: below this the launch dominates
-_SMALL_WEIGHT = 1 << 20  # elements: below this one wave of programs, which load their whole weight before x exists, reads it all
+_SMALL_WEIGHT = 1 << 20  # elements: below this, programs of one wave load it whole before x exists
 _WIDE = 4096  # columns from which a program reads longer parts of a row
 _SMALL = LinearConfig("row", 2, 2048, num_warps=4, depth=1, dependent=1)
 _SMALL_MAX_TOKENS = 2
@@ -166,8 +166,8 @@ def choose(num_tokens: int, num_outputs: int, width: int, dtype: torch.dtype) ->
 def supported(num_outputs: int, width: int, dtype: torch.dtype, *, fused: bool = False) -> bool:
     """Whether the kernels support a weight [num_outputs, width] and it is large enough to profit; `fused`: with ops around it,
     which pays where the kernels serve more than two tokens."""
-    smallest = _SMALL_WEIGHT if fused else _MIN_WEIGHT
-    return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and num_outputs * width >= smallest
+    minimum = _SMALL_WEIGHT if fused else _MIN_WEIGHT
+    return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and num_outputs * width >= minimum
 
 
 def default_choices(num_outputs: int, width: int, dtype: torch.dtype) -> str:

@@ -281,7 +281,9 @@ def test_a_router_and_a_gate_of_one_row_are_merged_with_padding() -> None:
     compiled_graph = compile_graph(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, report=report)
     assert report.select("pass")[0]["matches"] == 2 and report.select("pass")[0]["rewritten"] == 4
     rows = {name: each.untyped_storage().nbytes() // 32 for name, each in module.named_parameters()}
-    assert rows == {"gate.weight": 32, "up.weight": 32, "router.weight": 32, "expert_gate.weight": 32}, "24 + 1 + 7 zeros"
+    assert rows == {"gate.weight": 32, "up.weight": 32, "router.weight": 32, "expert_gate.weight": 32}, (
+        "24 + 1 + 7 zeros"
+    )
     for x, expected in want.items():
         torch.testing.assert_close(compiled_graph(call_op, x), expected)
     graph = graph_of(SharedExpert(), 5, 8)

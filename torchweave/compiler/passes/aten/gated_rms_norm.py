@@ -62,7 +62,9 @@ def extra_check(match: Match) -> str | None:
     (result,) = match.outputs
     if value(result).dtype != x.dtype:
         return f"its result stays {value(result).dtype}"
-    wide = any(node.target is aten._to_copy.default and node.kwargs.get("dtype") == torch.float32 for node in match.nodes)
+    wide = any(
+        node.target is aten._to_copy.default and node.kwargs.get("dtype") == torch.float32 for node in match.nodes
+    )
     if x.dtype != torch.float32 and not wide:
         return f"its activation is computed in {gate.dtype}"
     if str(gate.shape[-1]) != str(x.shape[-1]):

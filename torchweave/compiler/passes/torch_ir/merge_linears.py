@@ -84,12 +84,12 @@ def _mergeable_by_node(
     for item in group:
         if not item.padding:
             by_node.setdefault(item.x, []).append(item)
-    several = [items for items in by_node.values() if len(items) > 1]
-    left = [item for item in group if not any(item in items for items in several)]
+    groups = [items for items in by_node.values() if len(items) > 1]
+    left = [item for item in group if not any(item in items for items in groups)]
     if len(left) == 1 and left[0].padding:
         rows = value(left[0].constants[0]).shape[0]
         near_misses.append(NearMiss(left[0].node.name, f"its {rows} rows would misalign the rows behind it"))
-    for items in (*several, left):
+    for items in (*groups, left):
         yield from mergeable_groups(graph, items, near_misses)
 
 

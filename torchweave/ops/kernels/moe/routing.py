@@ -12,7 +12,6 @@ from torch import Tensor
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 from torchweave.ops.kernels.sizes import next_power_of_2
 
-
 _TAKEN = tl.constexpr(-(1 << 31))
 """Key below that of every score: of an expert that was chosen, or whose score is NaN."""
 
@@ -72,12 +71,12 @@ def route_kernel(
     keys = tl.where(real & (choice == choice), _ordered(bits), _TAKEN)
     for j in tl.static_range(TOP):
         best = tl.max(tl.max(keys, axis=1), axis=0)
-        some = best != _TAKEN
-        at = tl.min(tl.min(tl.where((keys == best) & some, expert, num_experts), axis=1), axis=0)
+        found = best != _TAKEN
+        at = tl.min(tl.min(tl.where((keys == best) & found, expert, num_experts), axis=1), axis=0)
         if HAS_BIAS:
             top_score = tl.sum(tl.sum(tl.where((expert == at) & real, score, 0.0), axis=1), axis=0)
         else:
-            top_score = tl.where(some, _ordered(best).to(tl.float32, bitcast=True), 0.0)
+            top_score = tl.where(found, _ordered(best).to(tl.float32, bitcast=True), 0.0)
         keys = tl.where(expert == at, _TAKEN, keys)
         chosen = tl.where(slot == j, at, chosen)
         value = tl.where(slot == j, top_score, value)

@@ -139,7 +139,10 @@ def delta_solve(
     valid = token < end
     place = k + head // GROUP * k_head_stride + token[:, None] * k_stride + key_dim[None, :]
     keys = _unit_rows(tl.load(place, mask=valid[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0), NORMALIZE)
-    g_place, beta_place = g + token * g_stride + head * g_head_stride, beta + token * beta_stride + head * beta_head_stride
+    g_place, beta_place = (
+        g + token * g_stride + head * g_head_stride,
+        beta + token * beta_stride + head * beta_head_stride,
+    )
     decay, rate = _load_gates(g_place, beta_place, A_log + head, dt_bias + head, valid, GATES)
     total = tl.cumsum(decay, 0)
     # Transposed: entry [j, i] is A[i, j], so that a row of A comes out along the rows of `result`.
