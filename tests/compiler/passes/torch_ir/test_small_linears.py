@@ -48,7 +48,8 @@ class Half(Toy):
 
 
 def decoder() -> Half:
-    """Three layers with q/k/v [1536, 768] and gate/up [4608, 768] after merging and down [768, 2304] large, o [768, 768] small; no kernel for head."""
+    """Three layers with q/k/v [1536, 768] and gate/up [4608, 768] after merging and down [768, 2304] large, o [768, 768] small;
+    the head is too small."""
     torch.manual_seed(0)
     return Half(hidden=768).to(BF16).eval().requires_grad_(False)
 
