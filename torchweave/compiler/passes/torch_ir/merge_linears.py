@@ -95,8 +95,11 @@ def _mergeable_by_node(
 
 def _source(x: fx.Node) -> fx.Node:
     """The tensor that `x` views with the same shape and strides, as a reshape to its own shape does."""
-    while x.op == "call_method" and x.target in _VIEWS and same_geometry(value(x), value(x.args[0])):
-        x = x.args[0]  # type: ignore[assignment]
+    while x.op == "call_method" and x.target in _VIEWS:
+        source = x.args[0]
+        if not isinstance(source, fx.Node) or not same_geometry(value(x), value(source)):
+            break
+        x = source
     return x
 
 

@@ -165,8 +165,8 @@ def _rewrite(
         one = nodes.call_function(target, group[0].arguments(stacked[key], lambda node: node))
         pieces = nodes.call_function(torch.split, (one, _split_sizes(group)), {"dim": -1})
         items = [nodes.call_function(operator.getitem, (pieces, index)) for index in _part_indices(group)]
-        for index, result in enumerate(results):
-            part = parts[items[index].args[1]]
+        for index, (number, result) in enumerate(zip(_part_indices(group), results, strict=True)):
+            part = parts[number]
             items[index].meta["example_value"] = part
             if result is not part:
                 items[index] = nodes.call_function(torch.clone, (items[index],), _CONTIGUOUS)
