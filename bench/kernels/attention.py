@@ -265,7 +265,7 @@ def mixed_results(heads: Heads, block_size: int, defaults: bool) -> Iterator[dic
             del bench
 
 
-def varlen_results(heads: Heads, block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
+def varlen_results(_: Heads, block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
     """One result per head size, shape and configuration, with the largest error against float64 and the time of the first call,
     which builds a Triton kernel or cuDNN's plan; and torch's attention: its own choice, and flash."""
     repeats = 8
