@@ -28,13 +28,13 @@ TRITON_HEAD_DIMS = {72: 1, 80: 2}
 
 @dataclass(frozen=True)
 class VarlenConfig:
-    """Launch configuration of the Triton kernel: `block_m` queries and `block_n` keys a tile; at most `max_registers` a thread."""
+    """Launch configuration of the Triton kernel: `block_m` queries and `block_n` keys a tile; at most `maxnreg` registers a thread."""
 
     block_m: int = 128
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    max_registers: int | None = None
+    maxnreg: int | None = None
 
 
 def default_varlen_config(tokens: int, sequences: int, heads: int) -> VarlenConfig:
@@ -106,7 +106,7 @@ def launch_varlen_attention(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         HEAD_DIM=head_dim, PART=part, TAIL=max(next_power_of_2(head_dim - part), 16),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
-        maxnreg=config.max_registers,
+        maxnreg=config.maxnreg,
     )  # fmt: skip
     return out
 
