@@ -1,6 +1,6 @@
 """Products with weights in 4 or 8 bits on a GPU: Torchweave's kernels against cuBLAS in 16 bits; run by bench/kernels/linear.py.
 
-    python bench/kernels/linear.py --weights int4 [--group 128] [--models 1b 8b] [--tokens 1 2 4 8 16 32 64 256]
+    python bench/kernels/linear.py --weights int4 [--group 128] [--models 1b 8b] [--tokens 1 2 4 8 16 32 64 128 256 512]
 
 A candidate is a CUDA graph over 256 MB of distinct weights, so that caches stay cold; candidates of a row are replayed in turn. The
 first is cuBLAS on 16-bit weights; "blas" dequantizes the weight and multiplies by cuBLAS; the chosen configuration is marked.
@@ -22,13 +22,21 @@ from torchweave.compiler.tuning.measure import Call, GraphClock
 from torchweave.ops.kernels.quant.dequantize import launch_dequantize
 from torchweave.ops.quant.int_linear import IntConfig, choose, dequantize_int, num_groups
 
-TOKENS = [1, 2, 4, 8, 16, 32, 64, 256]
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512]
 COLD_BYTES = 256 << 20
 _ROWS = ((2, 4, 512), (4, 4, 512), (8, 4, 512), (4, 2, 256), (8, 2, 256), (16, 4, 256), (4, 4, 1024), (2, 8, 1024))
 _SPLITS = ((16, 4, 4), (16, 8, 3), (32, 4, 4), (64, 4, 3), (64, 2, 4))
-_TILES = ((64, 4, 5), (128, 4, 5), (128, 8, 4))
-_PROGRAMS = (1, 2, 4)
+_TILES = {
+    32: ((64, 4, 4), (128, 4, 4), (128, 8, 4)),
+    64: ((64, 4, 3), (128, 4, 3), (128, 8, 3), (128, 8, 4)),
+    128: ((64, 4, 3), (128, 4, 3), (128, 8, 4), (256, 8, 4)),
+    256: ((128, 8, 3),),
+}
+"""Rows, warps and stages of tiles, by tokens of a program."""
+_PROGRAMS = (1, 2, 4, 8)
 """Programs that divide K, of candidates with at least 64 rows."""
+_FEWEST, _MOST = 64, 320
+"""Launches of fewer programs than the first, where K could be divided once more, or of more than the second are not measured."""
 
 
 class Weight(NamedTuple):
@@ -39,25 +47,27 @@ class Weight(NamedTuple):
     zero: Tensor | None
 
 
-def candidates(tokens: int, bits: int) -> list[IntConfig]:
-    """Candidate configurations for a token count."""
+def _divided(config: IntConfig, tokens: int, outputs: int, width: int) -> list[IntConfig]:
+    """A configuration with as many programs for K as may fill a GPU."""
+    tiles = -(-outputs // config.block_n) * -(-tokens // config.block_t)
+    each = [count for count in _PROGRAMS if count == 1 or (tiles * count <= _MOST and count * 1024 <= width)]
+    useful = [count for at, count in enumerate(each) if tiles * count >= _FEWEST or at + 1 == len(each)]
+    return [replace(config, programs=count) for count in useful]
+
+
+def candidates(tokens: int, outputs: int, width: int, bits: int) -> list[IntConfig]:
+    """Candidate configurations of a product."""
     found = [IntConfig("row", *shape) for shape in _ROWS] if bits == 4 and tokens <= 4 else []
-    if bits == 4 and tokens > 64:
-        shapes = ((128, 8, 4), (128, 8, 3), (64, 4, 4), (64, 4, 3))
-        tiles = [IntConfig("tile", *shape, block_t=128, rounded=True) for shape in shapes if tokens <= 1024]
-        return [
-            replace(each, programs=programs) for each in tiles for programs in ((1, 2, 4) if tokens <= 256 else (1,))
-        ]
-    if tokens <= 256:
-        sizes = {next((size for size in (8, 16, 32, 64) if tokens <= size), 64), 32 if tokens > 32 else 64}
-        sizes = {size for size in sizes if size <= max(8, 2 * tokens)}
-        found += [
-            IntConfig(kernel, *shape, block_t=size, programs=programs)
-            for size in sorted(sizes)
-            for kernel, shapes in (("split", _SPLITS), ("tile", _TILES if bits == 4 else ()))
-            for shape in shapes
-            for programs in (_PROGRAMS if shape[0] >= 64 else (1,))
-        ]
+    if bits == 4 and tokens > 16:
+        for size, shapes in _TILES.items():
+            fits = size < 2 * tokens and (tokens <= size or size >= 128 or (size == 64 and tokens <= 192))
+            for shape in shapes if fits else ():
+                found += _divided(IntConfig("tile", *shape, block_t=size), tokens, outputs, width)
+    if tokens <= (16 if bits == 4 else 64):
+        size = next(size for size in (8, 16, 32, 64) if tokens <= size)
+        for shape in _SPLITS:
+            config = IntConfig("split", *shape, block_t=size)
+            found += _divided(config, tokens, outputs, width) if shape[0] >= 64 else [config]
     return found
 
 
@@ -72,7 +82,9 @@ def random_weight(outputs: int, width: int, bits: int, group: int, zero: bool, d
     return Weight(w, scale.to(dtype), points)
 
 
-def build_all(widths: set[int], tokens: list[int], bits: int, group: int, zero: bool, dtype: torch.dtype) -> None:
+def build_all(
+    shapes: set[tuple[int, int]], tokens: list[int], bits: int, group: int, zero: bool, dtype: torch.dtype
+) -> None:
     """Compile every kernel on all cores before timing, by launches on small weights with the real widths."""
 
     def build(job: tuple[int, int, IntConfig]) -> None:
@@ -84,7 +96,12 @@ def build_all(widths: set[int], tokens: list[int], bits: int, group: int, zero: 
         with contextlib.suppress(Exception):  # failures are reported by the timing
             config.run(x, *random_weight(128, width, bits, group, zero, dtype), None, group, out)
 
-    jobs = {(width, count, config) for width in widths for count in tokens for config in candidates(count, bits)}
+    jobs = {
+        (width, 1 if config.kernel == "row" else config.block_t, replace(config, programs=min(config.programs, 2)))
+        for outputs, width in shapes
+        for count in tokens
+        for config in candidates(count, outputs, width, bits)
+    }
     with ThreadPoolExecutor() as pool:
         list(pool.map(build, sorted(jobs, key=repr)))
     torch.cuda.synchronize()
@@ -113,9 +130,10 @@ def compare(
         "cublas": lambda i: F.linear(x, dense[i % len(dense)]),
         "blas": lambda i: F.linear(x, dequantized(weights[i % len(weights)], group, buffer)),
         "op": lambda i: torch.ops.torchweave.int_linear(x, *weights[i % len(weights)], None, None, group),
+        "dequantize": lambda i: launch_dequantize(*weights[i % len(weights)], group, buffer),
     }
     configs: dict[str, IntConfig] = {}
-    for config in candidates(tokens, bits):
+    for config in candidates(tokens, outputs, width, bits):
         key = f"{config.kernel} {config.block_n}x{config.block_t},{config.num_warps},{config.depth},{config.programs}"
         try:
             out.fill_(torch.nan)
@@ -128,12 +146,13 @@ def compare(
         calls[key] = lambda i, config=config: config.run(x, *weights[i % len(weights)], None, group, out)
     clock = GraphClock(failed=lambda which, error: print(name, which, str(error)[:200], flush=True))
     chosen, size = choose(tokens, outputs, width, bits), sum(each.nbytes for each in weights[0] if each is not None)
+    moved = {"cublas": buffer.nbytes, "dequantize": size + buffer.nbytes}
     return [
         {
             "name": name, "outputs": outputs, "width": width, "tokens": tokens, "which": which,
             "config": asdict(configs[which]) if which in configs else None, "chosen": configs.get(which) == chosen,
             "us": round(timing.microseconds, 3), "noise": round(timing.noise, 3),
-            "gb_per_s": round((size if which != "cublas" else outputs * width * 2) / timing.microseconds / 1e3, 1),
+            "gb_per_s": round(moved.get(which, size) / timing.microseconds / 1e3, 1),
         }
         for which, timing in clock.time(calls, max(4, len(weights))).items()
     ]  # fmt: skip
@@ -144,7 +163,7 @@ def measure(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure all products until the time is up."""
     started = time.monotonic()
-    build_all({width for _, width in shapes.values()}, tokens, bits, group, zero, dtype)
+    build_all(set(shapes.values()), tokens, bits, group, zero, dtype)
     print(f"kernels built in {time.monotonic() - started:.1f} s", flush=True)
     results: list[dict[str, Any]] = []
     for name, (outputs, width) in shapes.items():
@@ -161,16 +180,19 @@ def measure(
 def table(results: list[dict[str, Any]]) -> str:
     """A row per product and token count: cuBLAS, the op, the chosen configuration and the three fastest."""
     lines = [
-        "product, T: us of cuBLAS in 16 bits; the op (gain, GB/s of weight); fastest configurations, the chosen one marked *"
+        "product, T: us of cuBLAS in 16 bits; the op (gain, GB/s of weight); dequantization (GB/s, reads and writes); fastest "
+        "configurations, the chosen one marked *"
     ]
     for name, tokens in dict.fromkeys((r["name"], r["tokens"]) for r in results):
         rows = {r["which"]: r for r in results if (r["name"], r["tokens"]) == (name, tokens)}
         base, op = rows.get("cublas"), rows.get("op")
         if base is None or op is None:
             continue
-        ranked = sorted((r for which, r in rows.items() if which not in ("cublas", "op")), key=lambda r: r["us"])
+        others = (r for which, r in rows.items() if which not in ("cublas", "op", "dequantize"))
+        ranked = sorted(others, key=lambda r: r["us"])
         shown = [r for at, r in enumerate(ranked) if at < 3 or r["chosen"]]
         best = "  ".join(f"{r['which']} {r['us']:.2f}{'*' * r['chosen']}" for r in shown)
         gain = f"{base['us'] / op['us']:.2f}, {op['gb_per_s']:.0f}"
-        lines.append(f"{name:12} {tokens:>3} {base['us']:>8.2f}  {op['us']:>8.2f} ({gain})  {best}")
+        dense = f"{rows['dequantize']['us']:>6.1f} ({rows['dequantize']['gb_per_s']:.0f})"
+        lines.append(f"{name:12} {tokens:>3} {base['us']:>8.2f}  {op['us']:>8.2f} ({gain})  {dense}  {best}")
     return "\n".join(lines)

@@ -33,6 +33,17 @@ CASES = [
     IntCase(8, 0),
 ]
 
+TILES = [
+    (64, 4, 32, 1),
+    (64, 4, 64, 2),
+    (128, 8, 64, 1),
+    (128, 4, 128, 1),
+    (128, 8, 128, 4),
+    (256, 8, 128, 1),
+    (128, 8, 256, 1),
+]
+"""Rows, warps, tokens and programs of tiles."""
+
 
 def check(got: torch.Tensor, made: Operands, unit: float) -> None:
     torch.testing.assert_close(got.double(), made.expected(), rtol=unit, atol=unit * 0.5)
@@ -64,7 +75,10 @@ def test_e2m1_numbers(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> 
         torch.testing.assert_close(
             int_linear(*made.arguments).double(), made.expected(), rtol=unit, atol=unit * float(scale)
         )
-        for config in (IntConfig("split", 64, 4, 3, 32, 2), IntConfig("tile", 128, 4, 4, 16, 1)):
+        for config in (
+            IntConfig("split", 64, 4, 3, 32, 2),
+            *(IntConfig("tile", n, warps, 3, t, p) for n, warps, t, p in TILES),
+        ):
             if kind == "mxfp4" and dtype == torch.float16:
                 continue
             out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=dtype)
@@ -103,6 +117,24 @@ def test_configs(case: IntCase, hopper: bool) -> None:
                 out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=torch.bfloat16)
                 config.run(made.x, *made.weight[:3], made.bias, made.group, out)
                 check(out, made, 2**-7)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3]], ids=str)
+def test_tiles(case: IntCase, tile: tuple[int, int, int, int]) -> None:
+    """Tiles with rows, inputs and tokens left over; with many programs on a multiprocessor each run has the same bits."""
+    n, warps, t, programs = tile
+    config = IntConfig("tile", n, warps, 3, t, programs)
+    for shape, tokens in (((1000, 2056), (1, t - 1, t, 3 * t // 2, 3 * t)), ((28672, 2056), (2 * t,))):
+        for count in tokens:
+            made = operands(case, count, *shape, torch.bfloat16, "cuda")
+            out = torch.full((count, shape[0]), torch.nan, device="cuda", dtype=torch.bfloat16)
+            config.run(made.x, *made.weight[:3], made.bias, made.group, out)
+            check(out, made, 2**-7)
+            for _ in range(8):
+                again = torch.full_like(out, torch.nan)
+                config.run(made.x, *made.weight[:3], made.bias, made.group, again)
+                assert torch.equal(again, out)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.group != 48], ids=str)
@@ -147,15 +179,16 @@ def test_samples_launch_what_merged_linears_need() -> None:
     """After them no shape of this width builds a kernel."""
     from torchweave.ops.kernels.quant.dequantize import dequantize_words_kernel
     from torchweave.ops.kernels.quant.int_linear import add_kernel, row_kernel, split_kernel
+    from torchweave.ops.kernels.quant.int_tiles import tile_kernel
 
     made = operands(IntCase(4, 128), 8, 512, 2048, torch.bfloat16, "cuda")
-    for tokens in (1, 8, 64, 256, 600):
+    for tokens in (1, 8, 64, 128, 256, 512, 600):
         launch_samples(made.x[:1].expand(tokens, -1).contiguous(), *made.weight, None, 128)
-    kernels = (row_kernel, split_kernel, add_kernel, dequantize_words_kernel)
+    kernels = (row_kernel, split_kernel, tile_kernel, add_kernel, dequantize_words_kernel)
     built = [sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in kernels]
     for rows in (1024, 12288):
         wide = operands(IntCase(4, 128), 1, rows, 2048, torch.bfloat16, "cuda")
-        for tokens in (1, 7, 60, 200, 700):
+        for tokens in (1, 7, 60, 100, 200, 400, 700):
             int_linear(wide.x.expand(tokens, -1).contiguous(), *wide.weight, None, 128)
     assert built == [sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in kernels]
 

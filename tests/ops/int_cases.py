@@ -101,6 +101,10 @@ class Fp4Operands:
         return 32 if self.scale.dtype == torch.uint8 else 16
 
     @property
+    def weight(self) -> tuple[Tensor, Tensor, None, None]:
+        return self.w, self.scale, None, None
+
+    @property
     def arguments(self) -> tuple:
         """Those of the op."""
         return self.x, self.w, self.scale, None, None, self.bias, self.group, self.row_scale

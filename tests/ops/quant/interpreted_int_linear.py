@@ -39,10 +39,9 @@ def split() -> None:
 def tile() -> None:
     for group in GROUPS:
         for zero in (False, True):
-            for tokens, width, programs in ((3, 336, 1), (9, 520, 2), (5, 336, 4)):
+            for tokens, width, programs in ((3, 336, 1), (17, 384, 2), (5, 520, 4)):
                 made = operands(IntCase(4, group, zero, bias=zero), tokens, 21, width)
-                config = IntConfig("tile", 16, 4, 2, block_t=8, programs=programs, rounded=programs > 1, hopper=False)
-                check(config, made)
+                check(IntConfig("tile", 16, 4, 2, block_t=16, programs=programs, hopper=False), made)
 
 
 def byte() -> None:
@@ -67,7 +66,7 @@ def fp4() -> None:
         for kernel, tokens, width, programs in (
             ("split", 3, 352, 1),
             ("split", 9, 544, 2),
-            ("tile", 9, 352, 1),
+            ("tile", 9, 352, 2),
             ("split", 2, 32, 1),
             ("row", 2, 544, 1),
         ):

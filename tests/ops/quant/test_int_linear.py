@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.int_cases import CODES, IntCase, fp4_operands, operands, weight_values
+from tests.ops.cross_compile import Launch, compile_for_hopper, recorded
+from tests.ops.int_cases import CODES, Fp4Operands, IntCase, Operands, fp4_operands, operands, weight_values
 from tests.ops.interpreted import run_interpreted
 from torchweave.ops.quant.int_linear import (
     MAX_TOKENS,
@@ -110,7 +113,7 @@ def test_choice() -> None:
         for tokens, kernel in zip((3, 9, 32, 33, 64, 200), kernels, strict=False):
             config = choose(tokens, 28672, 4096, bits)
             assert config is not None and config.kernel == kernel and config.programs == 1
-            assert config.block_t >= min(tokens, 128) and config.rounded == (tokens > 64)
+            assert config.block_t >= min(tokens, 128) and (config.kernel == "tile") == (bits == 4 and tokens > 16)
             known = {replace(each, programs=min(each.programs, 2)) for each in configs(tokens, 4096, bits)}
             for rows in (512, 4096, 6144, 14336, 28672):
                 chosen = choose(tokens, rows, 4096, bits)
@@ -201,6 +204,9 @@ def assembly_pairs_columns(compiled: Any) -> bool:
         if "dot_op" in layout:
             assert int(re.search(r"kWidth = (\d+)", layout)[1]) >= 2  # type: ignore[index]
             continue
+        if layout.startswith("#ttg.linear"):
+            assert "register = [[0, 1]" in layout, layout
+            continue
         assert layout.startswith("#ttg.blocked")
         sizes, order = (
             [int(each) for each in re.search(rf"{key} = \[([\d, ]+)\]", layout)[1].split(",")]  # type: ignore[index]
@@ -210,21 +216,29 @@ def assembly_pairs_columns(compiled: Any) -> bool:
     return bool(found)
 
 
+def launches_of(config: IntConfig, made: Operands | Fp4Operands) -> list[Launch]:
+    """The launches of a product of 256 outputs, not executed."""
+    from torchweave.ops.kernels.quant import int_linear as kernels
+    from torchweave.ops.kernels.quant import int_tiles
+
+    x, (w, scale, zero), row_scale = made.x, made.weight[:3], made.row_scale if isinstance(made, Fp4Operands) else None
+    out = torch.empty(len(x), 256, dtype=x.dtype)
+    names = ("row_kernel", "split_kernel", "byte_kernel", "add_kernel")
+    with recorded(kernels, *names) as launches, recorded(int_tiles, "tile_kernel") as tiles:
+        config.run(x, w, scale, zero, made.bias, made.group, out, row_scale)
+    return [*tiles, *launches]
+
+
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), CASES[5]], ids=str)
 @pytest.mark.parametrize("tokens", [1, 8, 32, 64, 128])
 def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
     pytest.importorskip("triton")
-    from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels.quant import int_linear as kernels
-
     made = operands(case, tokens, 256, 4096, torch.bfloat16)
     config = choose(tokens, 28672 if case.group == 128 else 256, 4096, case.bits)
     if config is None:
         assert (tokens, case.bits) == (128, 8)
         return
-    with recorded(kernels, "row_kernel", "split_kernel", "byte_kernel", "add_kernel") as launches:
-        config.run(made.x, *made.weight[:3], made.bias, made.group, torch.empty(tokens, 256, dtype=torch.bfloat16))
-    compiled = compile_for_hopper(launches[0])
+    compiled = compile_for_hopper(launches_of(config, made)[0])
     ptx = compiled.asm["ptx"]
     assert "griddepcontrol.wait" in ptx and compiled.metadata.shared <= 227 << 10
     if case.bits == 4:
@@ -237,24 +251,61 @@ def test_kernels_build_for_hopper(case: IntCase, tokens: int) -> None:
 @pytest.mark.parametrize("kind", FP4)
 def test_kernels_with_e2m1_numbers_build_for_hopper(kind: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    from tests.ops.cross_compile import compile_for_hopper, recorded
     from torchweave.ops.kernels.quant import dequantize
-    from torchweave.ops.kernels.quant import int_linear as kernels
 
     made, config = fp4_operands(kind, 8, 256, 4096, dtype), choose(8, 256, 4096, 4, e2m1=True)
     assert config is not None and config.kernel == "split"
-    with recorded(kernels, "split_kernel", "add_kernel") as launches:
-        config.run(made.x, made.w, made.scale, None, None, made.group, torch.empty(8, 256, dtype=dtype), made.row_scale)
     with recorded(dequantize, "dequantize_words_kernel") as others:
         out = torch.empty(256, 4096, dtype=dtype)
         dequantize.launch_dequantize(made.w, made.scale, None, made.group, out, made.row_scale)
-    product, *_ = (compile_for_hopper(launch) for launch in launches)
+    product = compile_for_hopper(launches_of(config, made)[0])
     assert "mma.sync" in product.asm["ptx"] and assembly_pairs_columns(product)
     assert "mul.ftz" not in product.asm["ptx"], "codes of 0.5 are subnormal before their product"
     launch = others[0]
     weight = compile_for_hopper(replace(launch, kwargs=launch.kwargs | {"ASSEMBLY": True}))
     assert assembly_pairs_columns(weight)
     assert ("mul.rn.bf16x2" in weight.asm["ptx"]) == (dtype == torch.bfloat16)
+
+
+def warnings_of(compiled: Any) -> str:
+    """What the assembler says of a compiled kernel."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"].encode())
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "--verbose", "--gpu-name=sm_90a", file.name, "--output-file", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+TILES = [
+    IntConfig("tile", 64, 4, 3, 64),
+    IntConfig("tile", 128, 8, 4, 64, 2),
+    IntConfig("tile", 128, 4, 3, 128),
+    IntConfig("tile", 128, 8, 4, 128, 2),
+    IntConfig("tile", 256, 8, 4, 128),
+]
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), "mxfp4", "nvfp4"], ids=str)
+@pytest.mark.parametrize("config", TILES, ids=str)
+def test_products_of_blocks_are_asynchronous_and_keep_their_registers(config: IntConfig, case: IntCase | str) -> None:
+    pytest.importorskip("triton")
+    tokens, dtype = config.block_t, torch.float16 if case == "nvfp4" else torch.bfloat16
+    made = (
+        operands(case, tokens, 256, 2048, dtype)
+        if isinstance(case, IntCase)
+        else fp4_operands(case, tokens, 256, 2048, dtype)
+    )
+    compiled = compile_for_hopper(launches_of(config, made)[0])
+    assert assembly_pairs_columns(compiled) and compiled.metadata.shared <= 227 << 10
+    assert compiled.asm["ttgir"].count("pendings = 7") == 8, "eight instructions of a product are not waited for"
+    assert "serialized" not in warnings_of(compiled)
+    loop = compiled.asm["ptx"]
+    loop = loop[loop.rindex("Inner Loop Header", 0, loop.index("wgmma.mma_async")) :]
+    unpacked = loop.index("mul.rn" if isinstance(case, str) else "sub.rn")
+    assert loop.index("wgmma.wait_group.sync.aligned 0") < unpacked, "registers of a product in flight are written"
 
 
 CONFIGS = [
@@ -267,13 +318,10 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_programs_that_divide_the_inputs_build_for_hopper(config: IntConfig) -> None:
     pytest.importorskip("triton")
-    from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels.quant import int_linear as kernels
-
-    made = operands(IntCase(4, group=128, bias=True), 32, 256, 4096, torch.bfloat16)
-    with recorded(kernels, "split_kernel", "add_kernel") as launches:
-        config.run(made.x, *made.weight[:3], made.bias, made.group, torch.empty(32, 256, dtype=torch.bfloat16))
-    assert [launch.grid for launch in launches] == [(256 // config.block_n, 1, config.programs), (32, 1)]
+    launches = launches_of(config, operands(IntCase(4, group=128, bias=True), 32, 256, 4096, torch.bfloat16))
+    rows = 256 // config.block_n
+    grid = (1, rows, config.programs) if config.kernel == "tile" else (rows, 1, config.programs)
+    assert [launch.grid for launch in launches] == [grid, (32, 1)]
     products, added = (compile_for_hopper(launch) for launch in launches)
     assert ("wgmma" if config.kernel == "tile" else "mma.sync") in products.asm["ptx"]
     assert assembly_pairs_columns(products) == config.hopper
@@ -283,7 +331,6 @@ def test_programs_that_divide_the_inputs_build_for_hopper(config: IntConfig) -> 
 @pytest.mark.parametrize("case", [CASES[1], CASES[5]], ids=str)
 def test_dequantization_builds_for_hopper(case: IntCase) -> None:
     pytest.importorskip("triton")
-    from tests.ops.cross_compile import compile_for_hopper, recorded
     from torchweave.ops.kernels.quant import dequantize
 
     made = operands(case, 1, 64, 1024, torch.bfloat16)

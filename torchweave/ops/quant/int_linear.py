@@ -14,7 +14,7 @@ exponent of MXFP4 (`2 ** (s - 127)`, 32 inputs), or e4m3 with another scale for 
 
 All leading dimensions are N: weights that read one input can be stacked. On a GPU, up to `MAX_TOKENS` tokens run in kernels that
 read the packed weight; above, the weight is dequantized to x's dtype and multiplied by the BLAS. Products are exact and summed in
-float32; above 64 tokens weights are rounded to x's dtype when they are dequantized.
+float32; above 16 tokens in 4 bits and 64 in 8, weights are rounded to x's dtype when they are dequantized.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torchweave.ops.registry import define
 BLOCK = 128
 """Inputs of a block of 16 words of w."""
 WORDS = 16
-MAX_TOKENS = {4: 256, 8: 64}
+MAX_TOKENS = {4: 512, 8: 64}
 """Above this many tokens the BLAS runs, by bits."""
 ROW_KERNEL_MAX_TOKENS = 2
 E2M1_SCALES = (torch.uint8, FP8)
@@ -104,14 +104,13 @@ class IntConfig:
 
     Attributes:
         kernel: "row" multiplies element by element in float32, a program per token; "split" uses tensor cores, and the warps of a
-            program share its rows and divide K; "tile" (4 bits) uses tensor cores, and the warps share inputs and divide the rows.
+            program share its rows and divide K; "tile" (4 bits) uses tensor cores, its warps share inputs and divide the rows, and
+            weights are rounded to 16 bits.
         block_n: rows of the weight per program.
         num_warps: warps of a program.
         depth: words of a row per iteration for "row", pipeline stages for the others.
         block_t: tokens of a program, not for "row".
         programs: programs that divide K, not for "row"; above 1, a second kernel adds their sums.
-        rounded: integers are multiplied by their scale and rounded to 16 bits first, as for the BLAS, which saves a sum; of 4 bits
-            without zero points.
         hopper: use what sm_90 has: programmatic dependent launch, which starts a kernel while the previous one drains, and
             arithmetic on pairs of 16-bit numbers.
     """
@@ -122,7 +121,6 @@ class IntConfig:
     depth: int
     block_t: int = 16
     programs: int = 1
-    rounded: bool = False
     hopper: bool = True
 
     def run(
@@ -140,8 +138,18 @@ _ROW_FEW_ROWS = IntConfig("row", 4, num_warps=2, depth=256)
 _ROW_WIDE = IntConfig("row", 8, num_warps=4, depth=512)
 _SPLIT = IntConfig("split", 64, num_warps=2, depth=4)
 _SPLIT_BYTES = IntConfig("split", 64, num_warps=4, depth=2)
-_TILE = IntConfig("tile", 128, num_warps=8, depth=4)
-_TILE_MANY_ROWS = IntConfig("tile", 128, num_warps=4, depth=5)
+_TILES = {
+    32: (
+        IntConfig("tile", 64, num_warps=4, depth=4, block_t=32),
+        IntConfig("tile", 128, num_warps=8, depth=4, block_t=32),
+    ),
+    64: (
+        IntConfig("tile", 64, num_warps=4, depth=3, block_t=64),
+        IntConfig("tile", 128, num_warps=8, depth=4, block_t=64),
+    ),
+    128: (IntConfig("tile", 128, num_warps=8, depth=4, block_t=128),),
+}
+"""Tiles for weights of few and of many rows, by tokens of a program."""
 _WIDE, _FEW_ROWS = 8192, 4096
 _FULL, _HALF = 192, 80
 """Tiles from which a GPU is filled by one program for each, and by two."""
@@ -150,18 +158,14 @@ _FULL, _HALF = 192, 80
 def _kinds(num_tokens: int, width: int, bits: int, e2m1: bool) -> tuple[IntConfig, ...]:
     """Configurations for weights of few and of many rows, or of any number, by the number of tokens.
 
-    Measured on an H100 with 1, 8 and 32 tokens and the shapes of Llama 8B (bench/kernels/linear.py --weights int4).
+    Measured on an H100 with the shapes of Llama 8B and 1B (bench/kernels/linear.py --weights int4).
     """
     if bits == 4 and num_tokens <= ROW_KERNEL_MAX_TOKENS and not e2m1:
         return (_ROW_WIDE,) if width > _WIDE else (_ROW_FEW_ROWS, _ROW)
     block_t = next(size for size in (8, 16, 32, 64, 128) if num_tokens <= size or size == 128)
     if bits == 8:
         return (replace(_SPLIT_BYTES, block_t=block_t, depth=2 if block_t == 64 else 3),)
-    if block_t <= 16:
-        return (replace(_SPLIT, block_t=block_t),)
-    if block_t == 64:
-        return replace(_TILE, block_t=64), replace(_TILE_MANY_ROWS, block_t=64)
-    return (replace(_TILE, block_t=block_t, rounded=block_t > 64),)
+    return (replace(_SPLIT, block_t=block_t),) if block_t <= 16 else _TILES[block_t]
 
 
 def configs(
@@ -188,7 +192,7 @@ def choose(
     tiles = -(-num_outputs // kinds[0].block_n) * -(-num_tokens // kinds[0].block_t)
     config = kinds[-1 if tiles >= _FULL else 0]
     programs = 1 if tiles >= _FULL else 2 if tiles >= _HALF else 4
-    shared = 1 if config.kernel == "tile" else config.num_warps
+    shared = 8 if config.kernel == "tile" else config.num_warps
     while programs > 1 and programs * shared * BLOCK > width:
         programs //= 2
     return replace(config, programs=programs, hopper=hopper)

@@ -78,8 +78,10 @@ class PrefillConfig:
 
 def default_decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     """Configuration that fits in shared memory and registers; `bench/kernels/attention.py` compares the alternatives."""
-    if dtype == torch.float32 or head_dim > 128:
+    if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_stages=2)
+    if head_dim > 128:
+        return DecodeConfig(block_n=32, num_warps=8, num_stages=2, min_tiles=2)
     return DecodeConfig()
 
 

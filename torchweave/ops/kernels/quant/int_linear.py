@@ -2,10 +2,9 @@
 
 `row_kernel` (4 bits, few tokens) multiplies element by element. It turns integers into floats by one LOP3 each:
 `1 + q * 2 ** (p - 23)` with the nibble at bit p of the mantissa; the input is scaled by `2 ** (23 - p)` instead, and what the ones
-add is subtracted. `split_kernel` (4 bits) makes
-16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a program share its rows and divide K, or (SPLIT 1)
-share its inputs and divide its rows. `byte_kernel` is the same for 8 bits. Several programs may divide K too; then
-`add_kernel` adds their sums.
+add is subtracted. `split_kernel` (4 bits) makes 16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a
+program share its rows and divide K. `byte_kernel` is the same for 8 bits. Of more tokens and 4 bits is `int_tiles.tile_kernel`.
+Several programs may divide K; then `add_kernel` adds their sums.
 
 Each starts under programmatic dependent launch while the previous kernel drains; the row kernel loads its first weights before it
 waits. Without sm_90's instructions (and in Triton's interpreter) shifts and conversions replace the assembly (ASSEMBLY).
@@ -53,27 +52,44 @@ def float_code() -> str:
     return "".join(lines) + "}"
 
 
+def _half_pair(to: str, word: str, magic: int, kind: str, j: int) -> str:
+    return f"shr.u32 t, {word}, {j % 4 * 4}; lop3.b32 t, t, m, {magic:#x}, 0xEA; sub.rn.{kind} {to}, t, o;\n"
+
+
 def half_code(magic: int, offset: int, kind: str) -> str:
     """Of two words, an even and an odd one, 8 pairs of 16-bit numbers q - 8: nibbles below a magic exponent, less an offset."""
-    lines = [f"{{ .reg .b32 t, m, o; mov.b32 m, 0x000F000F; mov.b32 o, {offset:#x};\n"]
-    for j in range(8):
-        lines.append(
-            f"shr.u32 t, ${8 + j // 4}, {j % 4 * 4}; lop3.b32 t, t, m, {magic:#x}, 0xEA; sub.rn.{kind} ${j}, t, o;\n"
-        )
-    return "".join(lines) + "}"
+    lines = (_half_pair(f"${j}", f"${8 + j // 4}", magic, kind, j) for j in range(8))
+    return f"{{ .reg .b32 t, m, o; mov.b32 m, 0x000F000F; mov.b32 o, {offset:#x};\n{''.join(lines)}}}"
+
+
+def half_pair_code(magic: int, offset: int, kind: str, j: int) -> str:
+    """The same for pair j alone."""
+    line = _half_pair("$0", f"${1 + j // 4}", magic, kind, j)
+    return f"{{ .reg .b32 t, m, o; mov.b32 m, 0x000F000F; mov.b32 o, {offset:#x};\n{line}}}"
+
+
+_E2M1 = {"bf16x2": (0x01C001C0, 6, 0x7E807E80), "f16x2": (0x0E000E00, 9, 0x74007400)}
+"""Bits of an exponent and a mantissa, the first of them, and the power of two that they lack."""
+
+
+def _e2m1_pair(to: str, word: str, kind: str, j: int) -> str:
+    mask, first, _ = _E2M1[kind]
+    left = first - j % 4 * 4
+    return (
+        f"{'shl' if left > 0 else 'shr'}.b32 t, {word}, {abs(left)}; shl.b32 u, {word}, {12 - j % 4 * 4}; "
+        f"and.b32 t, t, {mask:#x}; lop3.b32 t, u, 0x80008000, t, 0xEA; mul.rn.{kind} {to}, t, f;\n"
+    )
 
 
 def e2m1_code(kind: str) -> str:
     """Of two words, an even and an odd one, 8 pairs of e2m1 numbers in 16 bits: bits of an exponent, times a power of two."""
-    mask, first, factor = {"bf16x2": (0x01C001C0, 6, 0x7E807E80), "f16x2": (0x0E000E00, 9, 0x74007400)}[kind]
-    lines = [f"{{ .reg .b32 t, u, f; mov.b32 f, {factor:#x};\n"]
-    for j in range(8):
-        word, left = f"${8 + j // 4}", first - j % 4 * 4
-        lines.append(
-            f"{'shl' if left > 0 else 'shr'}.b32 t, {word}, {abs(left)}; shl.b32 u, {word}, {12 - j % 4 * 4}; "
-            f"and.b32 t, t, {mask:#x}; lop3.b32 t, u, 0x80008000, t, 0xEA; mul.rn.{kind} ${j}, t, f;\n"
-        )
-    return "".join(lines) + "}"
+    lines = (_e2m1_pair(f"${j}", f"${8 + j // 4}", kind, j) for j in range(8))
+    return f"{{ .reg .b32 t, u, f; mov.b32 f, {_E2M1[kind][2]:#x};\n{''.join(lines)}}}"
+
+
+def e2m1_pair_code(kind: str, j: int) -> str:
+    """The same for pair j alone."""
+    return f"{{ .reg .b32 t, u, f; mov.b32 f, {_E2M1[kind][2]:#x};\n{_e2m1_pair('$0', f'${1 + j // 4}', kind, j)}}}"
 
 
 FLOATS: tl.constexpr = tl.constexpr(float_code())
@@ -447,29 +463,21 @@ def split_kernel(
     x, w, scale, zero, bias, out, row_scale, num_tokens, num_outputs, out_stride, FORMAT: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    ROUND: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
+    ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (N tiles, T tiles, programs): eight products of depth 16 for each block of 128 inputs.
 
-    The blocks are dealt to the programs and, in each, to SPLIT warps; with SPLIT 1 all warps share a block and divide rows. With
-    several programs, out is float32 `[programs, T, N]`.
+    The blocks are dealt to the programs and, in each, to SPLIT warps. With several programs, out is float32 `[programs, T, N]`.
     """
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, c = tl.minimum(row, num_outputs - 1).to(tl.int64), tl.arange(0, WORDS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    if SPLIT > 1:
-        warp = tl.arange(0, SPLIT)[:, None, None]
-        k, row_of, real = warp * BLOCK + c[None, :, None], rows[None, :, None], (token < num_tokens)[None, None, :]
-        words = w + row_of * (BLOCKS * WORDS) + warp * WORDS + c[None, None, :]
-        inputs = x + token.to(tl.int64)[None, None, :] * WIDTH + k
-        total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
-    else:
-        warp = 0
-        k, row_of, real = c[:, None], rows[:, None], (token < num_tokens)[None, :]
-        words = w + row_of * (BLOCKS * WORDS) + c[None, :]
-        inputs = x + token.to(tl.int64)[None, :] * WIDTH + k
-        total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+    warp = tl.arange(0, SPLIT)[:, None, None]
+    k, row_of, real = warp * BLOCK + c[None, :, None], rows[None, :, None], (token < num_tokens)[None, None, :]
+    words = w + row_of * (BLOCKS * WORDS) + warp * WORDS + c[None, None, :]
+    inputs = x + token.to(tl.int64)[None, None, :] * WIDTH + k
+    total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
     begin, step = tl.program_id(2) * SPLIT, tl.num_programs(2) * SPLIT
     by = parameter(scale, row_of, begin + warp, 0, GROUP, GROUPS, PARTS)
     pdl_wait(DEPENDENT)
@@ -479,11 +487,10 @@ def split_kernel(
         tile = tl.load(words + first * WORDS, mask=block < BLOCKS, other=0, eviction_policy="evict_first")
         total = add_block(
             total, by, tile, inputs + first * BLOCK, k, WIDTH - first * BLOCK, real, scale, zero, row_of, block,
-            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, ROUND, ASSEMBLY,
+            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, False, ASSEMBLY,
         )  # fmt: skip
         by = by_ahead
-    if SPLIT > 1:
-        total = tl.sum(total, 0)
+    total = tl.sum(total, 0)
     if BY_ROW:
         total *= tl.load(row_scale + row, mask=row < num_outputs, other=0.0)[:, None]
     out += tl.program_id(2).to(tl.int64) * num_tokens * out_stride
@@ -571,14 +578,16 @@ def launch(
         row_kernel[(tokens, tiles)](*operands, by_row, outputs, out.stride(0), BLOCK_W=words, **in_words, **constants)
         return
     grid, sizes = (tiles, cdiv(tokens, config.block_t), config.programs), (tokens, outputs, to.stride(-2))
-    constants |= {
-        "TOKENS": config.block_t, "SPLIT": 1 if config.kernel == "tile" else config.num_warps, "num_stages": config.depth,
-    }  # fmt: skip
-    if w.dtype == torch.int32:
-        rounded = config.rounded and zero is None
-        split_kernel[grid](*operands, by_row, *sizes, ROUND=rounded, **in_words, **constants)
+    constants |= {"TOKENS": config.block_t, "num_stages": config.depth}
+    if config.kernel == "tile":
+        from torchweave.ops.kernels.quant.int_tiles import tile_kernel  # imports this module
+
+        tile_kernel[grid[1], grid[0], grid[2]](*operands, by_row, *sizes, **in_words, **constants)
+    elif w.dtype == torch.int32:
+        split_kernel[grid](*operands, by_row, *sizes, SPLIT=config.num_warps, **in_words, **constants)
     else:
-        byte_kernel[grid](*operands, *sizes, BLOCK_K=min(group, 128) if groups > 1 else 128, **constants)
+        depth = min(group, 128) if groups > 1 else 128
+        byte_kernel[grid](*operands, *sizes, BLOCK_K=depth, SPLIT=config.num_warps, **constants)
     if divided:
         add_kernel[(tokens, cdiv(outputs, 512))](
             to, operands[4], out, config.programs, outputs, out.stride(0), HAS_BIAS=bias is not None, BLOCK_N=512, num_warps=4,
