@@ -28,7 +28,7 @@ TRITON_HEAD_DIMS = {72: 1, 80: 2}
 
 @dataclass(frozen=True)
 class VarlenConfig:
-    """Launch configuration of the Triton kernel: `block_m` queries and `block_n` keys a tile; at most `maxnreg` registers a thread."""
+    """Launch configuration of the Triton kernel: `block_m` queries and `block_n` keys a tile; `maxnreg` registers a thread."""
 
     block_m: int = 128
     block_n: int = 64
