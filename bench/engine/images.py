@@ -2,10 +2,12 @@
 encoder with and without compiled layers, images a second.
 
     python bench/engine/images.py --models shape:qwen3-vl-8b shape:gemma-3-4b --json bench/results/images_h100_202611.json
+    python bench/engine/images.py --encoder-only
 
 The text decoder and the image-text model are built one after the other. Images are random arrays in the form that
 the model's processor returns, so a time to first token begins at the engine, as for prompts of token ids; `processor_ms` is what
 the processor takes before, in a thread of the HTTP process. Every image is another one, so none is found in the pool.
+`--encoder-only` runs no engine and builds few layers of text; it adds the kernels of one image that take most time.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ import torch
 from torchweave import LLM
 from torchweave.bench.protocol import Sizes, Workload, decode, fixed_length_params
 from torchweave.bench.result import header
+from torchweave.config import TorchCompileConfig
 from torchweave.engine.startup.compile_model import effective_compile_config
 from torchweave.engine.startup.image_encoder import EXAMPLE_IMAGE_SIZES, compile_layers
 from torchweave.images import EncodedPrompt, ImageInput, blank_image
+from torchweave.models.load import LoadedModel, load
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.models.resolve import resolve
 from torchweave.report import Report
 
 PROCESSORS = {
@@ -40,6 +45,7 @@ PROCESSORS = {
 }
 TEXT_MODELS = {"shape:qwen3-vl-8b": "shape:qwen3-8b"}
 """Text decoders of the same size, where transformers has none for the model's own text part."""
+FEW_LAYERS = 4  # of text, with `--encoder-only`; DeepStack needs three
 WORDS = 16  # tokens of text in a prompt with an image
 _NUMBERS = itertools.count()
 
@@ -69,13 +75,13 @@ def num_rows(config: Any, tensors: dict[str, np.ndarray]) -> int:
 
 
 class Images:
-    """Prompts with one image each, of an engine."""
+    """Images of one size, and prompts with one each."""
 
-    def __init__(self, llm: LLM, size: int) -> None:
-        step = llm.engine.loaded.module
+    def __init__(self, loaded: LoadedModel, size: int) -> None:
+        step = loaded.module
         if not isinstance(step, ImageDecoderStep):
-            raise ValueError(f"{llm.plan.config.model} is served without images: {llm.engine.loaded.no_images}.")
-        self.llm, self.encoder = llm, ImageEncoder(step)
+            raise ValueError(f"The model is served without images: {loaded.no_images}.")
+        self.encoder = ImageEncoder(step)
         config: Any = step.model.config
         process, picture = processor_of(config), blank_image(size, size)
         self.examples = [
@@ -101,11 +107,11 @@ class Images:
         ids = np.concatenate([words[: WORDS // 2], np.full(self.rows, self.encoder.token_id), words[WORDS // 2 :]])
         return EncodedPrompt(ids, (image,))
 
-    def seconds(self, count: int) -> float:
+    def seconds(self, llm: LLM, count: int) -> float:
         """Until `count` prompts, sent together, have one token each."""
         prompts = [self.prompt() for _ in range(count)]
         begin = time.perf_counter()
-        self.llm.generate(prompts, fixed_length_params(1))
+        llm.generate(prompts, fixed_length_params(1))
         return time.perf_counter() - begin
 
     def encoder_ms(self, repeats: int) -> Iterator[float]:
@@ -141,7 +147,7 @@ def measure(model: str, args: argparse.Namespace, options: dict[str, Any]) -> di
             work = Workload(llm, 0)
             result[name] = {"decode": decode(work, sizes, quiet)}
             if limit:
-                result |= with_images(Images(llm, args.size), work, args)
+                result |= with_images(llm, Images(llm.engine.loaded, args.size), work, args)
                 result["dtype"] = llm.plan.dtype
         del llm, work
         gc.collect()
@@ -154,24 +160,48 @@ def measure(model: str, args: argparse.Namespace, options: dict[str, Any]) -> di
     return result
 
 
-def with_images(images: Images, work: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """Figures of prompts with images; the encoder is compiled here, since a shape has no processor for the engine to find."""
-    eager = list(images.encoder_ms(3 + 7 * args.repeats))[3:]
+def encoder_figures(images: Images, config: TorchCompileConfig, repeats: int) -> dict[str, Any]:
+    """Eager and compiled; the encoder is compiled here, since a shape has no processor for the engine to find."""
+    eager = list(images.encoder_ms(3 + 7 * repeats))[3:]
     report = Report(show=False)
-    compile_layers(images.encoder, images.examples, effective_compile_config(images.llm.plan), None, report)
-    (compiled,) = report.select("image_encoder")
-    images.seconds(1), images.seconds(args.images)
-    first = [images.seconds(1) * 1e3 for _ in range(7 * args.repeats)]
-    together = [images.seconds(args.images) for _ in range(args.repeats)]
-    text_ms = [work.run(work.prompts(1, images.rows + WORDS), 1) * 1e3 for _ in range(7 * args.repeats)]
-    encoder = list(images.encoder_ms(3 + 7 * args.repeats))[3:]
+    compile_layers(images.encoder, images.examples, config, None, report)
+    (event,) = report.select("image_encoder")
+    compiled = list(images.encoder_ms(3 + 7 * repeats))[3:]
     return {
         "rows": images.rows,
         "processor_ms": images.processor_ms,
-        "encoder_compiled_layers": compiled["compiled"],
-        "encoder_compile_seconds": compiled.get("seconds", compiled.get("why")),
+        "encoder_compiled_layers": event["compiled"],
+        "encoder_compile_seconds": event.get("seconds", event.get("why")),
         "encoder_eager_ms": statistics.median(eager),
-        "encoder_ms": statistics.median(encoder),
+        "encoder_ms": statistics.median(compiled),
+    }
+
+
+def encoder_only(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of the encoder of a shape, and its slowest kernels on a GPU."""
+    config = dict(resolve(model).config)
+    config["text_config"] = config["text_config"] | {"num_hidden_layers": FEW_LAYERS}
+    loaded = load(config, device=args.device or "cuda", load_format="dummy", images=True)
+    images = Images(loaded, args.size)
+    loaded.module.allocate_image_rows(images.rows)
+    compiling = TorchCompileConfig(enable_inductor=True, compile_cache=False)
+    result = {"model": model, "image_size": args.size, **encoder_figures(images, compiling, args.repeats)}
+    with torch.profiler.profile() as profile:
+        list(images.encoder_ms(1))
+    kernels = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    result["kernels"] = [[event.key[:80], event.count, event.self_device_time_total / 1e3] for event in kernels[:8]]
+    return result
+
+
+def with_images(llm: LLM, images: Images, work: Workload, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of prompts with images."""
+    figures = encoder_figures(images, effective_compile_config(llm.plan), args.repeats)
+    images.seconds(llm, 1), images.seconds(llm, args.images)
+    first = [images.seconds(llm, 1) * 1e3 for _ in range(7 * args.repeats)]
+    together = [images.seconds(llm, args.images) for _ in range(args.repeats)]
+    text_ms = [work.run(work.prompts(1, images.rows + WORDS), 1) * 1e3 for _ in range(7 * args.repeats)]
+    return figures | {
         "image_ttft_ms": statistics.median(first),
         "text_ttft_ms": statistics.median(text_ms),
         "images_per_second": args.images / statistics.median(together),
@@ -182,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["shape:qwen3-vl-8b", "shape:gemma-3-4b"])
     parser.add_argument("--size", type=int, default=1024, help="pixels of a side of an image")
+    parser.add_argument("--encoder-only", action="store_true", help="measure the encoder without an engine")
     parser.add_argument("--images", type=int, default=16, help="prompts that are sent together")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--output-len", type=int, default=128)
@@ -194,7 +225,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for model in args.models:
         try:
-            results.append(measure(model, args, options))
+            results.append(encoder_only(model, args) if args.encoder_only else measure(model, args, options))
         except ValueError as error:  # of a model that is not served with images; the others are still measured
             results.append({"model": model, "error": str(error)})
         print(json.dumps(results[-1]), flush=True)

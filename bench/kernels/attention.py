@@ -1,10 +1,11 @@
 """Times of the attention kernels inside CUDA graphs, over a KV cache larger than the L2 cache.
 
-    python -m bench.kernels.attention --out attention.json [--only decode|prefill|mixed] [--defaults]
+    python -m bench.kernels.attention --out attention.json [--only decode|prefill|mixed|varlen] [--defaults]
 
 A number is one layer's call, KV write included. Decode is compared with the bytes of keys and values over copy bandwidth, prefill
 with causal operations per second. One run compares every launch configuration; `--defaults` takes only the backend's choice. For
-mixed steps (decode rows and one prefill row) the kernels run in sequence and as branches of the graph.
+mixed steps (decode rows and one prefill row) the kernels run in sequence and as branches of the graph. `varlen` is the attention of
+vision towers, beside torch's and with the error against float64; its inputs stay in the L2 cache, where projections leave them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -19,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchweave.ops.attention.backends.triton import (
     DecodeConfig,
@@ -37,6 +41,7 @@ from torchweave.ops.attention.op import (
     available_backends,
     get_backend,
 )
+from torchweave.ops.attention.varlen import VarlenConfig, default_varlen_config, launch_varlen_attention
 
 COPY_GB_PER_S = 3020.0  # measured on an H100 80GB HBM3
 COLD_BYTES = 256 << 20  # KV bytes between two reads of the same address: five times the L2 cache
@@ -69,6 +74,23 @@ PREFILL_CONFIGS = (
     PrefillConfig(64, 64, 4, 2),
     PrefillConfig(256, 64, 8, 3),
 )
+VARLEN_SHAPES = {
+    72: ((1, 4096), (4, 1024), (1, 1024), (1, 256)),
+    80: ((1, 4096), (1, 1024), (64, 64)),
+    96: ((1, 4096),),
+}
+"""Sequences and their length by head size, 16 heads: SigLIP and Qwen3-VL have 72, Qwen2-VL 80 and windows of 64."""
+VARLEN_CONFIGS = (
+    VarlenConfig(128, 64, 4, 3),
+    VarlenConfig(128, 64, 8, 3, 128),
+    VarlenConfig(128, 64, 8, 3),
+    VarlenConfig(128, 64, 4, 4),
+    VarlenConfig(128, 64, 8, 4, 128),
+    VarlenConfig(128, 32, 8, 4),
+    VarlenConfig(64, 64, 4, 3),
+)
+VARLEN_FEW = 3
+"""Configurations for head sizes other than the first."""
 
 
 @dataclass
@@ -219,6 +241,78 @@ def mixed_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
             del bench
 
 
+def varlen_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
+    """One result per head size, shape and configuration, with the largest error against float64 and the time of the first call,
+    which builds a Triton kernel or cuDNN's plan; and torch's attention: its own choice, and flash."""
+    repeats = 8
+    for head_dim, shapes in VARLEN_SHAPES.items():
+        few = VARLEN_CONFIGS if head_dim == next(iter(VARLEN_SHAPES)) else VARLEN_CONFIGS[:VARLEN_FEW]
+        for rows, length in shapes:
+            packed = torch.randn(3, rows * length, 16, head_dim, device="cuda", dtype=torch.bfloat16).unbind()
+            q, k, v = (tensor.view(rows, length, 16, head_dim).transpose(1, 2) for tensor in packed)
+            bounds = torch.arange(rows + 1, device="cuda") * length
+            scale = head_dim**-0.5
+            scores = [
+                (a.double() @ b.double().mT * scale).softmax(-1) @ c.double() for a, b, c in zip(q, k, v, strict=True)
+            ]
+            exact = torch.stack(scores).transpose(1, 2).reshape(rows * length, 16, head_dim)
+            chosen = default_varlen_config(rows * length, rows, 16)
+            calls: dict[str | VarlenConfig, Callable[[], torch.Tensor]] = {
+                "sdpa": lambda q=q, k=k, v=v, s=scale: F.scaled_dot_product_attention(q, k, v, scale=s),
+                "flash": lambda q=q, k=k, v=v, s=scale: _flash(q, k, v, s),
+            }
+            for config in [chosen] if defaults else dict.fromkeys((chosen, *few)):
+                calls[config] = lambda p=packed, b=bounds, s=scale, c=config: launch_varlen_attention(*p, b, s, c)
+            for config, call in calls.items():
+                name = config if isinstance(config, str) else asdict(config)
+                facts = {"kind": "varlen", "head_dim": head_dim, "rows": rows, "length": length, "config": name}
+
+                def run(call: Callable[[], torch.Tensor] = call) -> None:
+                    for _ in range(repeats):
+                        call()
+
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                failed = _try(lambda call=call: float(call().isnan().sum()))
+                facts["first_ms"] = (time.perf_counter() - begin) * 1e3
+                us = failed if isinstance(failed, str) else graph_us(run) / repeats
+                if isinstance(us, str):
+                    yield {**facts, "default": config == chosen, "error": us}
+                    continue
+                out = call()
+                out = out.transpose(1, 2).reshape(exact.shape) if isinstance(config, str) else out
+                error = (out.double() - exact).abs().max().item()
+                tflops = 4 * 16 * head_dim * rows * length**2 / us / 1e6
+                yield {**facts, "default": config == chosen, "us": us, "tflops": tflops, "max_error": error}
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """torch's flash attention, which a compiled layer calls; in eager code torch prefers cuDNN on some GPUs."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+def varlen_table(results: list[dict[str, Any]]) -> str:
+    """A line per result of `varlen_results`."""
+    lines = [
+        f"{'heads of':>8} {'shape':>9} {'configuration':<20} {'us':>8} {'TFLOP/s':>8} {'error':>9} {'first ms':>9}"
+    ]
+    for result in results:
+        config = result["config"]
+        name = (
+            config
+            if isinstance(config, str)
+            else " ".join(str(value) for value in config.values() if value) + " *" * result["default"]
+        )
+        start = f"{result['head_dim']:>8} {result['rows']:>3} x {result['length']:<4} {name:<20}"
+        if "us" in result:
+            error, first = result["max_error"], result["first_ms"]
+            lines.append(f"{start} {result['us']:>8.1f} {result['tflops']:>8.0f} {error:>9.1e} {first:>9.1f}")
+        else:
+            lines.append(f"{start} {result['error'].splitlines()[0]}")
+    return "\n".join(lines)
+
+
 def _try(run: Callable[[], float]) -> float | str:
     """A configuration that exceeds shared memory is a result too."""
     try:
@@ -266,7 +360,7 @@ def main() -> None:
     """Run the benchmark and write its JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="write the results to this JSON file")
-    parser.add_argument("--only", choices=("decode", "prefill", "mixed"))
+    parser.add_argument("--only", choices=("decode", "prefill", "mixed", "varlen"))
     parser.add_argument("--block-size", type=int, default=TritonBackend.block_size)
     parser.add_argument("--defaults", action="store_true", help="time only the backend's default configurations")
     args = parser.parse_args()
@@ -274,7 +368,8 @@ def main() -> None:
         sys.exit("bench.kernels.attention needs a CUDA GPU")
     torch.manual_seed(0)
     results: list[dict[str, Any]] = []
-    for kind, run in (("prefill", prefill_results), ("decode", decode_results), ("mixed", mixed_results)):
+    runs = {"prefill": prefill_results, "decode": decode_results, "mixed": mixed_results, "varlen": varlen_results}
+    for kind, run in runs.items():
         if args.only in (None, kind):
             for result in run(args.block_size, args.defaults):
                 results.append(result)
@@ -287,7 +382,10 @@ def main() -> None:
                     "results": results,
                 }
                 args.out.write_text(json.dumps(record, indent=1))
-    print(summary(results))
+    of_towers = [result for result in results if result["kind"] == "varlen"]
+    print(summary([result for result in results if result["kind"] != "varlen"]))
+    if of_towers:
+        print(varlen_table(of_towers))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,19 @@ def _add_after_scatter_reduce(self: nn.Module, v: Tensor, i: Tensor) -> tuple[Te
     return nn.functional.layer_norm(v, (4,)), w
 
 
-@pytest.mark.parametrize("forward", [_mask_after_index_copy, _clamp_after_scatter, _add_after_scatter_reduce])
+def _add_after_scatter_into_columns(self: nn.Module, v: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    """Seed 2673 of the fuzzer: the write to a column has transposed memory, and scatter's result is contiguous."""
+    w = v * 1
+    w.t()[2].zero_()
+    w.scatter_reduce_(0, i[:, None].expand(-1, 4), v, "sum")
+    w.unsqueeze(0).squeeze_(0).sub_(0.25)
+    return (w,)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [_mask_after_index_copy, _clamp_after_scatter, _add_after_scatter_reduce, _add_after_scatter_into_columns],
+)
 def test_a_write_after_an_indexed_write_is_kept_after_it(forward: Any) -> None:
     """Inductor orders the second write first, or reads what is not yet written; see `copy_before_write`."""
     compiled = torchweave.compile(

@@ -215,7 +215,8 @@ class FakeRunner:
         assert (mapping >= 0).all(), "a token has no place in the cache"
         self.cache[mapping] = inputs.ids.numpy()
         if self.has_states:
-            self._advance_states(step, slots.numpy(), inputs)
+            sizes = [1] * step.num_decode_rows + [len(chunk.tokens) for chunk in step.chunks]
+            self._advance_states(slots.numpy(), inputs, sizes, sizes)
         drawn = buffers.tokens[:rows]
         numbers = self._numbers(slots.numpy(), inputs.seq_lens.numpy().astype(np.int64))
         drawn.numpy()[:] = numbers % VOCAB
@@ -249,7 +250,11 @@ class FakeRunner:
         numbers = np.zeros(drawn.size, np.int64)
         numbers[drawn] = self._numbers(entry_slots, positions + 1)
         rows.tokens.numpy()[:] = numbers % VOCAB
+        before = state.position.clone()
         accept(state, slots, self.drafts.options, rows)
+        if self.has_states:
+            kept = (state.position - before)[slots.long()].tolist()
+            self._advance_states(slots.numpy(), inputs, np.diff(rows.query_start.numpy()).tolist(), kept)
         out = rows.out.numpy().copy()
         first = slice(None, drawn.size, step.query_len)
         logprobs = self._logprobs(step, numbers[first], rows.tokens.numpy()[first])
@@ -330,16 +335,17 @@ class FakeRunner:
             numbers.append(int(hashes(np.array([ids]), np.array([len(ids)]))[0]))
         return np.array(numbers)
 
-    def _advance_states(self, step: Step, slots: np.ndarray, inputs: StepInputs) -> None:
-        """Advance the state of each row by its tokens, as a recurrent layer does, and compare it with the row's blocks."""
-        sizes = [1] * step.num_decode_rows + [len(chunk.tokens) for chunk in step.chunks]
+    def _advance_states(self, slots: np.ndarray, inputs: StepInputs, sizes: list[int], kept: list[int]) -> None:
+        """Advance the state of each row by those of its tokens that are kept, as a recurrent layer does, and compare it with the
+        row's blocks."""
         lengths, ids, begin = inputs.seq_lens.numpy().astype(np.int64), inputs.ids.tolist(), 0
-        for slot, length, size in zip(slots.tolist(), lengths.tolist(), sizes, strict=True):
+        for slot, length, size, count in zip(slots.tolist(), lengths.tolist(), sizes, kept, strict=True):
             state = 7 if length == size else int(self.states[slot])
-            for token in ids[begin : begin + size]:
+            for token in ids[begin : begin + count]:
                 state = (state * 31 + token + 1) % 1_000_003
             self.states[slot] = state
             begin += size
+        lengths += np.array(kept) - np.array(sizes)
         if self.windows == (AttentionWindow(),):
             assert np.array_equal(self._numbers(slots, lengths), self.states[slots]), (
                 "a row has another request's state"

@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests import image_model
 from torchweave import LLM, SamplingParams
 from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.engine.startup.image_encoder import compile_layers
 from torchweave.images import ImageInput
+from torchweave.models.multimodal import vision_layers
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.support import VERIFIED
 from torchweave.models.multimodal.vision_layers import Arguments, Signature, UnsupportedLayer, tower_layers
+from torchweave.ops.attention import varlen
 from torchweave.ops.attention.varlen import varlen_attention
 from torchweave.report import Report
 from torchweave.verify import image_zoo
@@ -133,6 +136,48 @@ def test_a_compiled_tower_with_other_features_is_dropped(monkeypatch: pytest.Mon
     (event,) = report.select("image_encoder")
     assert event["compiled"] == 0 and "its features differ by" in event["why"]
     assert encoder.model.config.vision_config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "idefics3", "llava_next"])
+def test_towers_without_cu_seqlens_call_varlen_attention(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the calls that the Triton kernel takes, which no CPU does: here all of them, computed by the reference."""
+    entry, encoder = zoo_encoder(model_type)
+    encoder.model.config.vision_config._attn_implementation = "sdpa"
+    other = images(entry, range(1, 7))
+    expected = [encoder.features(image) for image in other]
+    module, sequences = "torchweave.models.multimodal.vision_layers", []
+    monkeypatch.setattr(f"{module}.has_triton_kernel", lambda device: True)
+    monkeypatch.setattr(f"{module}.takes_triton_kernel", lambda query, scale: True)
+    reference = varlen.varlen_reference
+
+    def counted(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+        sequences.append(len(cu_seqlens) - 1)
+        return reference(query, key, value, cu_seqlens, scale)
+
+    monkeypatch.setattr("torchweave.ops.attention.varlen.varlen_reference", counted)
+    report = Report(show=False)
+    compile_layers(encoder, images(entry, range(3)), QUICK, None, report)
+    assert [event["compiled"] for event in report.select("image_encoder")] == [2]
+    sequences.clear()
+    for image, features in zip(other, expected, strict=True):
+        torch.testing.assert_close(encoder.features(image), features, rtol=1e-4, atol=1e-4)
+    assert len(sequences) == 2 * len(other) and all(sequences)
+
+
+def test_calls_with_a_mask_or_an_order_keep_their_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{vision_layers.__name__}.takes_triton_kernel", lambda query, scale: True)
+    monkeypatch.setattr(f"{vision_layers.__name__}.varlen_attention", lambda *_: pytest.fail("the mask is lost"))
+    query, key, value = torch.randn(3, 2, 4, 5, 8)
+    mask = torch.rand(2, 1, 5, 5) > 0.3
+    mask[..., 0] = True
+    attend = vision_layers._batch_forward
+    for given in ({"attention_mask": mask}, {"is_causal": True}, {"position_bias": torch.randn(1, 4, 5, 5)}):
+        options = {"attention_mask": None, "is_causal": False, "scaling": 0.4} | given
+        out, _ = attend(nn.Identity(), query, key, value, **options)
+        expected, _ = sdpa_attention_forward(nn.Identity(), query, key, value, **options)
+        torch.testing.assert_close(out, expected)
+    fewer_keys = attend(nn.Identity(), query, key[:, :, :3], value[:, :, :3], None, is_causal=False)[0]
+    assert fewer_keys.shape == (2, 5, 4, 8)
 
 
 def test_the_engine_compiles_the_tower_and_answers_as_before(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from tests.engine.test_image_encoder import Encoder, images, zoo_encoder
 from torchweave.config import TorchCompileConfig
 from torchweave.engine.startup.image_encoder import compile_layers
-from torchweave.ops.attention.varlen import varlen_attention
+from torchweave.models.multimodal.vision_layers import use_varlen_attention
+from torchweave.ops.attention.varlen import VarlenConfig, has_triton_kernel, launch_varlen_attention, varlen_attention
 from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
@@ -19,11 +22,11 @@ INDUCTOR = TorchCompileConfig(enable_inductor=True, compile_cache=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("head_dim", [64, 72, 20])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 20])
 @pytest.mark.parametrize("lengths", [[300], [64, 1, 129, 64]])
 def test_varlen_attention(dtype: torch.dtype, head_dim: int, lengths: list[int]) -> None:
     bounds = np.cumsum([0, *lengths]).tolist()
-    query, key, value = torch.randn(3, bounds[-1], 4, head_dim, device="cuda", dtype=dtype)
+    query, key, value = torch.randn(bounds[-1], 3, 4, head_dim, device="cuda", dtype=dtype).unbind(1)
     out = varlen_attention(query, key, value, torch.tensor(bounds, device="cuda", dtype=torch.int32), 0.2)
     assert out.is_contiguous()
     for begin, end in pairwise(bounds):
@@ -31,6 +34,45 @@ def test_varlen_attention(dtype: torch.dtype, head_dim: int, lengths: list[int])
         expected = torch.einsum("hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) * 0.2).softmax(-1), v)
         tolerance = 1e-3 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(out[begin:end].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("head_dim", [24, 40, 56, 72, 80, 88, 96, 104, 112, 160])
+@pytest.mark.parametrize("config", [VarlenConfig(), VarlenConfig(64, 64, 4, 2), VarlenConfig(128, 64, 8, 2)])
+def test_triton_kernel_for_each_head_size(head_dim: int, config: VarlenConfig) -> None:
+    query, key, value = torch.randn(3, 333, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+    out = launch_varlen_attention(query, key, value, torch.tensor([0, 128, 128, 333], device="cuda"), 0.2, config)
+    for rows in (slice(0, 128), slice(128, 333)):
+        q, k, v = (tensor[rows].double() for tensor in (query, key, value))
+        expected = torch.einsum("hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) * 0.2).softmax(-1), v)
+        torch.testing.assert_close(out[rows].double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_siglip_layers_run_the_triton_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's head size; images of its tower are a batch of sequences of one length, without `cu_seqlens`."""
+    if not has_triton_kernel(torch.device("cuda")):
+        pytest.skip("the kernel is for Hopper GPUs")
+    config = SiglipVisionConfig(
+        hidden_size=144, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=4
+    )
+    tower = SiglipVisionModel._from_config(config, attn_implementation="sdpa").eval().to("cuda", torch.bfloat16)
+    layers = [*tower.vision_model.encoder.layers] if hasattr(tower, "vision_model") else [*tower.encoder.layers]
+    pixels = torch.randn(3, 3, 64, 64, device="cuda", dtype=torch.bfloat16)
+    launches: list[tuple[int, ...]] = []
+
+    def counted(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        launches.append(tuple(query.shape))
+        return launch_varlen_attention(query, *others)
+
+    monkeypatch.setattr("torchweave.ops.attention.varlen.launch_varlen_attention", counted)
+    with torch.inference_mode():
+        expected = tower(pixels).last_hidden_state.double()
+        assert not launches
+        restore = use_varlen_attention(layers)
+        hidden = tower(pixels).last_hidden_state.double()
+        assert launches == [(3 * 256, 2, 72)] * 2 and (hidden - expected).norm() / expected.norm() < 3e-2
+        restore()
+        tower(pixels)
+    assert len(launches) == 2
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "gemma3", "got_ocr2", "idefics3", "llava_next"])

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}
 MIXED = {"rows": ((1, 9), (1, 0), (200, 20), (2, 0), (300, 0), None), "padded_tokens": 21}
+DRAFTS = {"rows": ((4, 9), (1, 6), (4, 300), (3, 20), None), "kept": (2, 1, 4, 1, 0), "padded_tokens": 8}
 DECODE = {"rows": ((1, 9), (1, 0), None, (1, 300))}
 PUBLISHED = {
     "lfm2": ("conv", (2048, 3)),
@@ -36,7 +37,7 @@ def test_equals_float64(name: str, step: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("rows", [DECODE, MIXED, DRAFTS], ids=["decode", "mixed", "drafts"])
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_shapes_equal_float64(model: str, rows: dict, dtype: torch.dtype) -> None:
     name, sizes = PUBLISHED[model]
@@ -62,6 +63,8 @@ def load(target: Case, built: Built) -> None:
     for name, value in built.args.items():
         if isinstance(value, torch.Tensor) and value.stride(0):
             value.copy_(other.args[name])
+    if built.position is not None and other.position is not None:
+        built.position.copy_(other.position)
     built.expected, built.expected_state = other.expected, other.expected_state
 
 
@@ -79,6 +82,28 @@ def test_a_recorded_step_serves_other_rows(name: str) -> None:
         first,
         dataclasses.replace(first, rows=((1, 4), (70, 0), (2, 9), (65, 3), (1, 0), None), padded_tokens=11, seed=1),
         dataclasses.replace(first, rows=((20, 0), (1, 5), (20, 2), None, None, None), padded_tokens=109, seed=2),
+    )
+    for other in others:
+        load(other, built)
+        graph.replay()
+        torch.cuda.synchronize()
+        built.check(TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "delta_by_channel", "ssd", "scan", "lru"])
+def test_a_recorded_step_with_drafts_keeps_other_tokens(name: str) -> None:
+    """One CUDA graph of 4 rows of up to 4 tokens, replayed for other drafts, other kept tokens and with padding."""
+    first = case(name, "drafts", rows=((4, 9), (4, 20), (4, 70), (4, 3)), kept=(4, 1, 2, 3), padded_tokens=0)
+    built = build(first, "cuda")
+    built.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        built.run_drafts()
+    others = (
+        first,
+        dataclasses.replace(first, rows=((1, 4), (3, 7), (4, 90), None), kept=(1, 3, 1, 0), padded_tokens=8, seed=1),
+        dataclasses.replace(first, rows=((2, 4), None, None, None), kept=(2, 0, 0, 0), padded_tokens=14, seed=2),
     )
     for other in others:
         load(other, built)

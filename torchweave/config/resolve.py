@@ -250,7 +250,10 @@ def _step_limits(config: EngineConfig, device: DeviceFacts, entries: _Entries) -
     batch_why = tokens_why = f"default on {kind}"
     default_batch, default_tokens = (512, 8192) if device.is_gpu else (32, 2048)
     if device.is_gpu and config.pipeline_parallel_size > 1 and config.enable_chunked_context:
-        default_tokens, tokens_why = 2048, "default over pipeline stages, which compute different chunks at the same time"
+        default_tokens, tokens_why = (
+            2048,
+            "default over pipeline stages, which compute different chunks at the same time",
+        )
     if tokens is None:
         tokens = default_tokens
         if batch is not None and batch > tokens:

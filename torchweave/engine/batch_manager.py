@@ -171,6 +171,13 @@ class GenerationLoop:
         self._wake.set()
         self._thread.join()
 
+    @property
+    def end_reason(self) -> str:
+        """Why no loop runs in this process."""
+        if self._thread is not None and os.getpid() != self._process:
+            return "this process is a fork, which has no threads of its parent; create the engine in the process that uses it"
+        return str(self.failure or "it was shut down")
+
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -508,6 +515,11 @@ class BatchManager:
     def failure(self) -> BaseException | None:
         """The exception that ended the loop; None without a failure."""
         return self._loop.failure
+
+    @property
+    def end_reason(self) -> str:
+        """Why no loop runs in this process: its failure, a shutdown or a fork."""
+        return self._loop.end_reason
 
     @property
     def counts(self) -> dict[str, int]:

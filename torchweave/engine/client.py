@@ -303,7 +303,7 @@ class RequestStream:
                     raise self._engine_ended() from self._manager.failure
 
     def _engine_ended(self) -> RuntimeError:
-        return RuntimeError(f"The engine has ended: {self._manager.failure or 'it was shut down'}")
+        return RuntimeError(f"The engine has ended: {self._manager.end_reason}")
 
     def close(self) -> None:
         """Stop unfinished requests."""

@@ -410,7 +410,7 @@ class LLM:
                 return future.result(_POLL_SECONDS)
             except TimeoutError:
                 if not self.manager.alive:
-                    raise RuntimeError(f"The engine has ended: {self.manager.failure or 'it was shut down'}") from None
+                    raise RuntimeError(f"The engine has ended: {self.manager.end_reason}") from None
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer from transformers.

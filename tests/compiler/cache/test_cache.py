@@ -24,20 +24,19 @@ from torch._inductor.async_compile import AsyncCompile
 import torchweave
 from tests.compiler import toy as toy_module
 from tests.compiler.toy import BOUNDARY, DYNAMIC, example, step, toy
+from torchweave import version
 from torchweave.compiler import CompileCache, compile_graph, open_cache
-from torchweave.compiler.cache import keys as factors
 from torchweave.compiler.cache.keys import (
-    HASHED_FOLDERS,
     MISSING,
     describe_module,
     graph_factors,
-    hash_folders,
     machine,
     piece_factors,
     source_digests,
 )
 from torchweave.compiler.cache.maintenance import clear_unfinished
 from torchweave.compiler.cache.store import FORMAT, MAGIC, read_entry
+from torchweave.compiler.codegen.copy_before_write import CopyBeforeWrite
 from torchweave.compiler.codegen.inductor import start_inductor_workers
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
@@ -366,21 +365,22 @@ def test_edited_package_source_changes_the_key(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "compile"
     (folder / "nested").mkdir(parents=True)
     (folder / "nested" / "pass.py").write_text("a = 1\n")
-    base = hash_folders([folder])
+    base = version.hash_folders([folder])
     for name, text in (("nested/pass.py", "a = 2\n"), ("new.py", ""), ("table.json", "{}")):
-        before = hash_folders([folder])
+        before = version.hash_folders([folder])
         (folder / name).write_text(text)
-        assert hash_folders([folder]) != before
-    assert base != hash_folders([folder])
+        assert version.hash_folders([folder]) != before
+    assert base != version.hash_folders([folder])
     with pytest.raises(FileNotFoundError, match="reinstall torchweave"):
-        hash_folders([tmp_path / "nothing"])
+        version.hash_folders([tmp_path / "nothing"])
 
     cpu, compiled_graph = (
         torch.device("cpu"),
         compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX),
     )
     graph, piece = _factors(toy()), piece_factors(compiled_graph.pieces[0], FX, cpu)
-    monkeypatch.setattr(factors, "package_source_hash", lambda: "edited")
+    monkeypatch.setattr("torchweave.version.package_source_hash", lambda: "edited")
+    assert CopyBeforeWrite().uuid() == "edited", "Inductor has a cache of its own"
     assert _factors(toy()) != graph and piece_factors(compiled_graph.pieces[0], FX, cpu) != piece
     monkeypatch.undo()
     monkeypatch.setattr("torchweave.version.__version__", "9.9")
@@ -389,7 +389,7 @@ def test_edited_package_source_changes_the_key(tmp_path: Path, monkeypatch: pyte
 
 def test_every_own_source_that_tracing_runs_is_hashed() -> None:
     package = Path(torchweave.__file__).parent
-    assert all(any((package / folder).rglob("*.py")) for folder in HASHED_FOLDERS)
+    assert all(any((package / folder).rglob("*.py")) for folder in version.HASHED_FOLDERS)
     with pytest.raises(ImportError, match=r"torchweave\.compiler\.no_such_module is part of torchweave"):
         source_digests(["torchweave.compiler.no_such_module"])
     assert source_digests(["no_such_package"]) == {"no_such_package": MISSING}

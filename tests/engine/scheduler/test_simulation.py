@@ -34,6 +34,13 @@ def test_short_simulation_of_recurrent_states(policy: str) -> None:
     assert counts["states saved"] > 20 and counts["states restored"] >= 4 and counts["cancelled"] > 10
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_short_simulation_of_recurrent_states_with_drafts(policy: str) -> None:
+    """A state advances by the tokens that a step with drafts keeps, between pauses, cancels and restored snapshots."""
+    counts = run(policy, steps=1200, seed=3, check_every=4, episode=200, states=True, drafts=True)
+    assert counts["states saved"] > 20 and counts["states restored"] >= 4 and counts["with drafts"] > 100
+
+
 class Batches(RuleBasedStateMachine):
     """Arrivals, cancels and steps in any order; hypothesis shrinks failing ones."""
 

@@ -6,10 +6,12 @@ TRITON_INTERPRET=1 PYTHONPATH=. python -m tests.ops.recurrent.interpreted_recurr
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 
-from tests.ops.recurrent.recurrent_cases import SIZES, STATE, STEPS, Case, build, case
+from tests.ops.recurrent.recurrent_cases import NAN, SIZES, STATE, STEPS, Case, build, case
+from torchweave.ops.recurrent.call import StateAccess
 from torchweave.ops.recurrent.op import _CALLS
 from torchweave.ops.recurrent.triton import run_on_triton
 
@@ -18,7 +20,17 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2}
 
 def run(name: str, chosen: Case) -> None:
     built = build(chosen)
-    run_on_triton(_CALLS[built.op](**built.args), built.states[STATE], built.meta)
+    call, state = _CALLS[built.op](**built.args), built.states[STATE]
+    if built.position is None:
+        run_on_triton(call, state, built.meta)
+    else:
+        before = state.clone()
+        run_on_triton(call, state, built.meta, StateAccess.READ)
+        assert torch.equal(state.nan_to_num(), before.nan_to_num()), "a draft changed a state"
+        held = replace(call.held(), out=torch.full_like(call.out, NAN))
+        built.overwrite_inputs()
+        run_on_triton(held, state, built.meta, StateAccess.COMMIT, built.position)
+        assert held.out.isnan().all(), "the commit wrote results"
     built.check(TOLERANCE[chosen.dtype])
     print("ok", name, flush=True)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweave.ops.attention.op import AttentionMetadata
-from torchweave.ops.recurrent.op import run_recurrent_op, state_shape
+from torchweave.ops.recurrent.op import commit_recurrent_op, read_recurrent_op, run_recurrent_op, state_shape
 
 OPS = torch.ops.torchweave
 STATE, STATES = 1, 3  # the op's state and how many the engine holds
@@ -20,20 +20,24 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """A step of `op`: `rows` are `(new tokens, tokens before)`; None is a padding row. `sizes` and `options` depend on the op."""
+    """A step of `op`: `rows` are `(new tokens, tokens before)`; None is a padding row. `sizes` and `options` depend on the op.
+
+    With `kept`, it is a step with drafts, of which each row keeps so many tokens.
+    """
 
     op: str
     rows: tuple[tuple[int, int] | None, ...]
     sizes: tuple[int, ...]
     options: dict[str, Any] = field(default_factory=dict)
     padded_tokens: int = 0
+    kept: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
     strided: bool = False
     seed: int = 0
 
     @property
     def decode_only(self) -> bool:
-        return all(row is None or row[0] == 1 for row in self.rows) and not self.padded_tokens
+        return all(row is None or row[0] == 1 for row in self.rows) and not self.padded_tokens and self.kept is None
 
 
 @dataclass
@@ -46,13 +50,32 @@ class Built:
     args: dict[str, Any]
     expected: Tensor
     expected_state: Tensor
+    position: Tensor | None = None
 
     @property
     def out(self) -> Tensor:
         return self.args["out"]
 
     def run(self) -> None:
-        run_recurrent_op(self.meta, self.states, self.op, (), self.args)
+        if self.position is None:
+            run_recurrent_op(self.meta, self.states, self.op, (), self.args)
+            return
+        before = self.states[STATE].clone()
+        self.run_drafts(lambda: torch.testing.assert_close(self.states[STATE], before, rtol=0, atol=0, equal_nan=True))
+
+    def run_drafts(self, check_read: Callable[[], None] = lambda: None) -> None:
+        """Run a step with drafts, and `check_read` before the states advance."""
+        assert self.position is not None
+        held = read_recurrent_op(self.meta, self.states, self.op, (), self.args)
+        check_read()
+        self.overwrite_inputs()
+        commit_recurrent_op(self.meta, self.states, held, self.position)
+
+    def overwrite_inputs(self) -> None:
+        """Write NaN into the inputs with a row per token, as later operations of a step may."""
+        for name in KINDS[self.op.name().split("::")[1]][2]:
+            if self.args[name] is not None and self.args[name].stride(0):
+                self.args[name].fill_(NAN)
 
     def check(self, tolerance: float) -> None:
         """`out`, padding included, and the states: those of other slots and other calls as they were."""
@@ -245,7 +268,14 @@ def build(case: Case, device: str = "cpu") -> Built:
             for name, value in args.items()
         }
         before = expected_state[slots[i]] if row[1] else torch.zeros(shape, dtype=torch.float64)
-        expected[begin : begin + row[0]], expected_state[slots[i]] = oracle(mine, before)
+        expected[begin : begin + row[0]], after = oracle(mine, before)
+        if case.kept is not None:
+            kept = {
+                name: value[: case.kept[i]] if name in by_token and value is not None else value
+                for name, value in mine.items()
+            }
+            _, after = oracle(kept, before)
+        expected_state[slots[i]] = after
     padding = torch.tensor([row is None for row in case.rows])
     meta = AttentionMetadata(
         slots=slots.masked_fill(padding, -1).to(device),
@@ -258,6 +288,11 @@ def build(case: Case, device: str = "cpu") -> Built:
         decode_only=case.decode_only,
         max_seq_len=max((sum(row) for row in case.rows if row), default=0),
     )
+    position = None
+    if case.kept is not None:
+        position = torch.full((len(case.rows) + 2,), -1, dtype=torch.int32, device=device)
+        for slot, row, kept in zip(slots.tolist(), case.rows, case.kept, strict=True):
+            position[slot] = row[1] + kept if row else -1
     for name in by_token:
         value = args[name]
         if value is None or value.stride(0) == 0:
@@ -271,7 +306,8 @@ def build(case: Case, device: str = "cpu") -> Built:
         for name in by_token:
             if moved[name] is not None and moved[name].stride(0):
                 moved[name] = with_gaps(moved[name].cpu()).to(device)[..., : moved[name].shape[-1]]
-    return Built(meta, [each.to(device) for each in states], op, {"state": STATE, **moved}, expected, expected_state)
+    args = {"state": STATE, **moved}
+    return Built(meta, [each.to(device) for each in states], op, args, expected, expected_state, position)
 
 
 SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -295,6 +331,11 @@ STEPS: dict[str, dict[str, Any]] = {
     "prefill": {"rows": ((70, 0),)},
     "continued": {"rows": ((130, 3),)},
     "mixed": {"rows": ((1, 9), (1, 0), (33, 20), (2, 0), (0, 4), (65, 0), (2, 1), None), "padded_tokens": 21},
+    "drafts": {
+        "rows": ((4, 9), (1, 6), (3, 0), (4, 70), (0, 4), None, (4, 2), (2, 1)),
+        "kept": (2, 1, 2, 4, 0, 0, 1, 2),
+        "padded_tokens": 14,
+    },
     "padding_only": {"rows": (None, None), "padded_tokens": 3},
 }
 

@@ -15,23 +15,31 @@ pytest.importorskip("triton")
 
 from tests.ops.cross_compile import Launch, compile_for_hopper, recorded
 from torchweave.ops.recurrent import triton as recurrent_triton
+from torchweave.ops.recurrent.call import StateAccess
 from torchweave.ops.recurrent.op import _CALLS
 
 KERNELS = (
     "conv_decode", "conv_mixed", "delta_prefill", "delta_scan", "delta_solve", "lru_scan", "selective_scan", "ssd_decode",
-    "ssd_prefill",
+    "ssd_drafts", "ssd_prefill",
 )  # fmt: skip
 HOPPER_SMEM = 232448
 DECODE = {"rows": ((1, 5), (1, 70))}
 MIXED = {"rows": ((1, 5), (7, 70))}
+DRAFTS = {"rows": ((4, 5), (1, 70)), "kept": (2, 1), "padded_tokens": 3}
 
 
 def launches(chosen: Case) -> list[Launch]:
-    """What the op launches for one step."""
+    """What the op launches for one step; with drafts, to read the state and to advance it."""
     built = build(chosen)
+    call, state = _CALLS[built.op](**built.args), built.states[STATE]
     with ExitStack() as stack:
         found = stack.enter_context(recorded(recurrent_triton, *KERNELS))
-        recurrent_triton.run_on_triton(_CALLS[built.op](**built.args), built.states[STATE], built.meta)
+        if built.position is None:
+            recurrent_triton.run_on_triton(call, state, built.meta)
+        else:
+            recurrent_triton.run_on_triton(call, state, built.meta, StateAccess.READ)
+            held = dataclasses.replace(call.held(), out=torch.empty_like(call.out))
+            recurrent_triton.run_on_triton(held, state, built.meta, StateAccess.COMMIT, built.position)
     return found
 
 
@@ -46,31 +54,40 @@ def test_interpreted_kernels_are_right(name: str) -> None:
 
 
 LAUNCHED = {
-    "conv": (["conv_decode"], ["conv_mixed"]),
-    "delta": (["delta_scan"], ["delta_solve", "delta_prefill", "delta_scan"]),
-    "delta_by_channel": (["delta_scan"], ["delta_scan"]),
-    "ssd": (["ssd_decode"], ["ssd_prefill", "ssd_decode"]),
-    "scan": (["selective_scan"], ["selective_scan"]),
-    "lru": (["lru_scan"], ["lru_scan"]),
+    "conv": (["conv_decode"], ["conv_mixed"], "conv_mixed"),
+    "delta": (["delta_scan"], ["delta_solve", "delta_prefill", "delta_scan"], "delta_scan"),
+    "delta_by_channel": (["delta_scan"], ["delta_scan"], "delta_scan"),
+    "ssd": (["ssd_decode"], ["ssd_prefill", "ssd_decode"], "ssd_drafts"),
+    "scan": (["selective_scan"], ["selective_scan"], "selective_scan"),
+    "lru": (["lru_scan"], ["lru_scan"], "lru_scan"),
 }
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_a_decode_step_is_one_launch(name: str) -> None:
-    decode, mixed = LAUNCHED[name]
+    decode, mixed, drafts = LAUNCHED[name]
     assert names(launches(case(name, "decode", **DECODE))) == decode
     assert names(launches(case(name, "mixed", **MIXED))) == mixed
+    assert names(launches(case(name, "drafts", **DRAFTS))) == [drafts, drafts]
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_grids_depend_on_rows_and_tokens_only(name: str) -> None:
+@pytest.mark.parametrize("step", ["mixed", "drafts"])
+def test_grids_depend_on_rows_and_tokens_only(name: str, step: str) -> None:
     """Other lengths of the same number of rows and tokens launch the same programs, as a recorded CUDA graph needs."""
+    lengths = {
+        "mixed": ({"rows": ((1, 5), (1, 0), (40, 0))}, {"rows": ((20, 3), (20, 0), (2, 900))}),
+        "drafts": (
+            {"rows": ((4, 5), (4, 9), (4, 70)), "kept": (1, 2, 4), "padded_tokens": 0},
+            {"rows": ((1, 5), (3, 9), None), "kept": (1, 1, 0), "padded_tokens": 8},
+        ),
+    }
     first, second = (
         [
             (each.kernel, each.grid, sorted(each.kwargs.items(), key=str))
-            for each in launches(case(name, "mixed", rows=rows))
+            for each in launches(case(name, step, **changes))
         ]
-        for rows in (((1, 5), (1, 0), (40, 0)), ((20, 3), (20, 0), (2, 900)))
+        for changes in lengths[step]
     )
     assert first == second
 
@@ -91,7 +108,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_kernels_build_for_hopper(model: str, dtype: torch.dtype) -> None:
     name, sizes = PUBLISHED[model]
-    for step, rows in (("decode", DECODE), ("mixed", MIXED)):
+    for step, rows in (("decode", DECODE), ("mixed", MIXED), ("drafts", DRAFTS)):
         chosen = dataclasses.replace(case(name, step, dtype=dtype, **rows), sizes=sizes)
         for launch in launches(chosen):
             kernel = compile_for_hopper(launch)

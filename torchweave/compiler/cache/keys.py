@@ -64,16 +64,13 @@ _CLASS_ATTRIBUTES = (*_PLAIN, FunctionType, functools.partial, tuple, list, dict
 """Attributes of a class that describe it."""
 MISSING = "missing"
 """In place of the hash of a source that cannot be read."""
-HASHED_FOLDERS = ("compiler", "models", "ops")
-"""Folders of this package whose sources determine what is captured, built and stored."""
-_SOURCE_SUFFIXES = (".py", ".json", ".cpp")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Factors of the machine: versions, this package's sources, the kind of device, and torch settings that change code."""
     return {
         "torchweave": version.__version__,
-        "torchweave_sources": package_source_hash(),
+        "torchweave_sources": version.package_source_hash(),
         "torch": torch.__version__,
         "torch_git": torch.version.git_version,
         "triton": _version("triton"),
@@ -130,33 +127,6 @@ def piece_factors(piece: Piece, config: TorchCompileConfig, device: torch.device
         "inductor": inductor_options(config),
         "inductor_config": _digest(_inductor_config()),
     }
-
-
-@functools.cache
-def package_source_hash() -> str:
-    """Hash of every source file in `HASHED_FOLDERS`: an entry is invalid once the code that made it changes.
-
-    Raises:
-        FileNotFoundError: a folder is missing or empty: the installation is incomplete.
-    """
-    return hash_folders([version.PACKAGE_FOLDER / folder for folder in HASHED_FOLDERS])
-
-
-def hash_folders(folders: Iterable[Path]) -> str:
-    """Hash of the names and contents of all source files below the folders.
-
-    Raises:
-        FileNotFoundError: a folder holds no source file.
-    """
-    digest = hashlib.sha256()
-    for folder in folders:
-        paths = sorted(path for path in folder.rglob("*") if path.suffix in _SOURCE_SUFFIXES)
-        if not paths:
-            raise FileNotFoundError(f"{folder} holds no source files; reinstall torchweave")
-        for path in paths:
-            digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\n".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:16]
 
 
 def source_digests(modules: Iterable[str]) -> dict[str, str]:

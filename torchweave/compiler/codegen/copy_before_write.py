@@ -25,15 +25,14 @@ Cost      a copy of v, which the forward asked for; an opaque write is not fused
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from torchweave import version
 from torchweave.compiler.codegen.opaque_writes import OPAQUE, OPAQUE_CLONE
 from torchweave.compiler.codegen.slice_indices import resolve_slices
 from torchweave.compiler.ir.symbols import value
@@ -81,9 +80,8 @@ class CopyBeforeWrite(CustomGraphPass):
                 node.update_arg(1, copy)
 
     def uuid(self) -> Any:
-        """The key of the pass in Inductor's caches, with all that changes Inductor's code beside it."""
-        files = [Path(__file__).with_name(name) for name in (Path(__file__).name, "overlaps.py", "slice_indices.py")]
-        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
+        """The key of the pass in Inductor's caches: all sources, since fake results of ops change Inductor's code as well."""
+        return version.package_source_hash()
 
 
 def _is_indexed_and_read(node: fx.Node) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 aten = torch.ops.aten
 _library = torch.library.Library("torchweave", "FRAGMENT")
@@ -20,12 +19,10 @@ def _define(op: Any) -> Any:
     schema = str(op._schema)
     _library.define(name + schema[schema.index("(") :])
     _library.impl(name, op, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torchweave::{name}", _fake, lib=_library)
+    torch.library.register_fake(
+        f"torchweave::{name}", op, lib=_library
+    )  # scatter's results are contiguous, index_put's not
     return getattr(torch.ops.torchweave, name).default
-
-
-def _fake(self: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(self)
 
 
 OPAQUE: dict[Any, Any] = {

@@ -143,6 +143,8 @@ def measure_memory(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner.run_dummy_step(plan.max_num_tokens)
+    if plan.query_len > 1 and recurrent_states:  # which hold the inputs of recurrent layers until the end
+        runner.run_dummy_draft_step(plan.max_drafting_rows, plan.query_len)
     if encode_image is not None:
         encode_image()
     torch.cuda.synchronize(device)

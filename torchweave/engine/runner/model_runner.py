@@ -31,7 +31,7 @@ from torchweave.engine.runner.draft_step import DraftModel, DraftStep, HiddenSta
 from torchweave.engine.runner.pipeline_stage import StageForward, StageTokens
 from torchweave.engine.runner.pooling import check_rows, sum_rows
 from torchweave.engine.runner.resample import Resampler
-from torchweave.engine.runner.step_boundary import BEGIN, StepBoundary
+from torchweave.engine.runner.step_boundary import BEGIN, COMMIT, StepBoundary
 from torchweave.engine.runner.step_buffers import (
     HostBufferRing,
     PackedInputs,
@@ -184,11 +184,12 @@ class ModelRunner:
             else:
                 tokens = max(int(views.query_start[-1]), self._min_size)
                 exact = self._buffers.inputs(rows, tokens)
-                boundary = self._boundary(slots, views.query_start, exact, plan.max_model_len, False)
+                boundary = self._boundary(slots, views.query_start, exact, plan.max_model_len, False, has_drafts=True)
                 boundary(BEGIN, (), {})
                 all_tokens = torch.arange(tokens)
                 logits = self._run_model(boundary, exact, all_tokens)[views.logits_index]
             draft_step.end(logits, slots, views)
+            boundary(COMMIT, (self.state.position,), {})
             return logits
 
         return run
@@ -204,7 +205,8 @@ class ModelRunner:
     def _draft_boundary(self, rows: int, query_len: int) -> StepBoundary:
         assert self._draft_step is not None
         views, inputs = self._draft_step.buffers.rows(rows, query_len), self._buffers.inputs(rows, rows * query_len)
-        return self._boundary(self.state.slots[:rows], views.query_start, inputs, self.plan.max_model_len, False)
+        slots, limit = self.state.slots[:rows], self.plan.max_model_len
+        return self._boundary(slots, views.query_start, inputs, limit, False, has_drafts=True)
 
     def _mixed_step(
         self, rows: int, tokens: int, max_seq_len: int, prompt_targets: Tensor | None = None
@@ -256,6 +258,7 @@ class ModelRunner:
         max_seq_len: int,
         decode_only: bool,
         lookahead: Tensor | None = None,
+        has_drafts: bool = False,
     ) -> StepBoundary:
         """The boundary of a step, with the metadata of each layer group."""
         num_rows, num_tokens = slots.numel(), inputs.ids.numel()
@@ -265,7 +268,7 @@ class ModelRunner:
             AttentionMetadata(slots, query_start, inputs.seq_lens, table, mapping, *sizes, lookahead)
             for table, mapping in zip(self.state.tables, group_mapping, strict=True)
         ]
-        return StepBoundary(self._backend, self.caches, self.recurrent_states, metas)
+        return StepBoundary(self._backend, self.caches, self.recurrent_states, metas, has_drafts)
 
     def rows_of(self, tokens: int) -> int:
         """Row capacity of a recording of `tokens` tokens."""
@@ -404,7 +407,9 @@ class ModelRunner:
             run(boundary)
 
     def run_dummy_draft_step(self, rows: int, query_len: int) -> None:
-        """Run a decode step with drafts while no slot is in use."""
+        """Run a decode step with drafts while no slot is in use; fewer rows than the draft model takes become as many."""
+        assert self._draft_step is not None
+        rows = max(rows, self._draft_step.min_size)
         with torch.inference_mode(), self._on_stream():
             self._draft_run(rows, query_len)(self._draft_boundary(rows, query_len))
 

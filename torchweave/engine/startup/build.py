@@ -261,11 +261,6 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan, draft: DecoderStep | None = 
             f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name}: it rotates by "
             "positions of its own, which drafts do not have; remove it"
         )
-    if loaded.has_recurrent_layers and plan.query_len > 1:
-        raise ValueError(
-            f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name}: its recurrent "
-            "states cannot go back behind a token that is not kept; remove it"
-        )
     if isinstance(loaded.module, ImageDecoderStep) and plan.query_len > 1:
         raise ValueError(
             f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name} with images; "

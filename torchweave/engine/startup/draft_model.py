@@ -64,10 +64,10 @@ def load_draft_model(
 def _check_head_target(plan: Plan, target: LoadedModel) -> None:
     """Reject a model whose hidden states a head cannot take."""
     module = target.module
-    if module.recurrent_layers or module.rope_axes or isinstance(module, ImageDecoderStep):
+    if module.rope_axes or isinstance(module, ImageDecoderStep):
         raise ValueError(
-            f"speculative_config.method={plan.config.speculative_config.method} is not supported for {target.name}, which has "
-            "recurrent layers or takes images; remove it"
+            f"speculative_config.method={plan.config.speculative_config.method} is not supported for {target.name}, which takes "
+            "images; remove it"
         )
 
 

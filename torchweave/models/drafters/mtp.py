@@ -135,6 +135,10 @@ def _mtp_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
         raise ValueError(
             f"the config of {name} has {config.num_mtp_layers} MTP layers; checkpoints of one MTP layer are supported"
         )
+    if getattr(config, "layer_types", None) is not None and getattr(config, "mtp_layer_types", None) is None:
+        raise ValueError(
+            f"transformers {transformers.__version__} does not tell the kind of the MTP layer of {config.model_type} ({name})"
+        )
     return config.get_mtp_config()
 
 

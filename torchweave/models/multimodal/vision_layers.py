@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweave.models.multimodal.support import decoder_of
-from torchweave.ops.attention.varlen import varlen_attention
+from torchweave.ops.attention.varlen import has_triton_kernel, takes_triton_kernel, varlen_attention
 
 VARLEN_ATTENTION = "torchweave_varlen_flash_attention"
 """Name in transformers' registry. It contains `flash`: towers pass `cu_seqlens` to such an attention and split for others."""
+BATCH_ATTENTION = "torchweave_varlen_sdpa"
+"""Name in transformers' registry for towers whose sequences are a batch; the masks of these are those of `sdpa`."""
 MAX_TENSORS = 8
 """Most tensors among the arguments of a layer."""
 _IGNORED = "max_seqlen"
@@ -169,15 +173,20 @@ def without_hooks(layer: nn.Module) -> Iterator[None]:
 
 
 def use_varlen_attention(layers: Sequence[nn.Module]) -> Callable[[], None]:
-    """Let layers with `cu_seqlens` call `varlen_attention`, without host reads; returns a function that restores theirs."""
-    if not all("cu_seqlens" in inspect.signature(type(layer).forward).parameters for layer in layers):
+    """Let layers call `varlen_attention`, without host reads: those with `cu_seqlens`, and on a GPU with its Triton kernel those
+    with torch's attention, for the calls that the kernel takes; returns a function that restores theirs."""
+    packed = all("cu_seqlens" in inspect.signature(type(layer).forward).parameters for layer in layers)
+    if not packed and not has_triton_kernel(next(layers[0].parameters()).device):
         return lambda: None
     ALL_ATTENTION_FUNCTIONS.register(VARLEN_ATTENTION, _varlen_forward)
+    ALL_ATTENTION_FUNCTIONS.register(BATCH_ATTENTION, _batch_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(BATCH_ATTENTION, sdpa_mask)
     modules = [module for layer in layers for module in layer.modules() if hasattr(module, "config")]
     configs: dict[int, Any] = {id(module.config): module.config for module in modules}
     before = [(config, config._attn_implementation) for config in configs.values()]
-    for config in configs.values():
-        config._attn_implementation = VARLEN_ATTENTION
+    for config, name in before:
+        if packed or name == "sdpa":
+            config._attn_implementation = VARLEN_ATTENTION if packed else BATCH_ATTENTION
 
     def restore() -> None:
         for config, name in before:
@@ -204,6 +213,31 @@ def _varlen_forward(
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     heads = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return varlen_attention(*heads, cu_seq_lens_q, scale)[None], None
+
+
+def _batch_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: `[B, H, S, D]` -> `[B, S, H, D]`, each of the batch a sequence."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    plain = attention_mask is None and position_bias is None and not causal and not others.get("dropout")
+    if not (plain and query.shape == key.shape == value.shape and takes_triton_kernel(query, scale)):
+        others |= {"scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
+    batch, heads, length, head_dim = query.shape
+    cu_seqlens = torch.arange(batch + 1, device=query.device) * length
+    packed = (tensor.transpose(1, 2).reshape(batch * length, heads, head_dim) for tensor in (query, key, value))
+    return varlen_attention(*packed, cu_seqlens, scale).view(batch, length, heads, head_dim), None
 
 
 @dataclass

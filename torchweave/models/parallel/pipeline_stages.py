@@ -121,7 +121,7 @@ def make_pipeline_stage(
     try:
         numbers, recurrent = renumber_attention_layers(model)
     except UnsupportedModel as refusal:
-        raise _refusal(name, f"it does not run without the other layers ({refusal})") from refusal
+        raise _refusal(name, "its forward reads more of the other layers than their hidden states") from refusal
     stage = replace(stage, attention=tuple(numbers))
     report.event(
         "pipeline_parallel",

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 CONV_ACTIVATIONS = ("", "silu", "swish")
+
+
+class StateAccess(IntEnum):
+    """What a run of a call does with the states of its rows. A step with drafts runs each call twice.
+
+    ADVANCE: advance them by all tokens of the row.
+    READ: read them only; which drafts are kept is not known yet.
+    COMMIT: advance them by the tokens of the row that were kept, and write no results.
+    """
+
+    ADVANCE = 0
+    READ = 1
+    COMMIT = 2
+
+
+def _without_memory(out: Tensor) -> Tensor:
+    return torch.empty_like(out, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +49,11 @@ class ConvCall:
         channels, width = self.weight.shape
         return (channels, width - 1), self.x.dtype
 
+    def held(self) -> ConvCall:
+        """The same call for `StateAccess.COMMIT`, later: copies of the inputs that the state depends on, and `out` on the meta
+        device."""
+        return replace(self, x=self.x.clone(), out=_without_memory(self.out))
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaCall:
@@ -49,6 +72,11 @@ class DeltaCall:
     def state_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
         """`[HV, K, V]`."""
         return (self.v.shape[1], self.k.shape[2], self.v.shape[2]), torch.float32
+
+    def held(self) -> DeltaCall:
+        """See `ConvCall.held`; q has no part in the state."""
+        k, v, g, beta = (each.clone() for each in (self.k, self.v, self.g, self.beta))
+        return replace(self, q=k, k=k, v=v, g=g, beta=beta, out=_without_memory(self.out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +101,11 @@ class SsdCall:
         """`[H, P, N]`."""
         return (self.x.shape[1], self.x.shape[2], self.B.shape[2]), torch.float32
 
+    def held(self) -> SsdCall:
+        """See `ConvCall.held`; C and D have no part in the state."""
+        x, dt, B = (each.clone() for each in (self.x, self.dt, self.B))
+        return replace(self, x=x, dt=dt, B=B, C=B, D=None, out=_without_memory(self.out))
+
 
 @dataclass(frozen=True, slots=True)
 class ScanCall:
@@ -94,6 +127,11 @@ class ScanCall:
         """`[I, N]`."""
         return (self.A.shape[0], self.A.shape[1]), torch.float32
 
+    def held(self) -> ScanCall:
+        """See `ConvCall.held`; C, D and z have no part in the state."""
+        x, dt, B = (each.clone() for each in (self.x, self.dt, self.B))
+        return replace(self, x=x, dt=dt, B=B, C=B, D=None, z=None, out=_without_memory(self.out))
+
 
 @dataclass(frozen=True, slots=True)
 class LruCall:
@@ -108,6 +146,10 @@ class LruCall:
     def state_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
         """`[I]`."""
         return (self.x.shape[1],), torch.float32
+
+    def held(self) -> LruCall:
+        """See `ConvCall.held`."""
+        return replace(self, a=self.a.clone(), x=self.x.clone(), out=_without_memory(self.out))
 
 
 RecurrentCall = ConvCall | DeltaCall | SsdCall | ScanCall | LruCall

@@ -7,6 +7,12 @@ an engine, the tokens are one sequence that starts from zeros; that is the eager
     RecurrentSpec.of(op, args, tokens)                    once, to allocate a slot's state
     run_recurrent_op(meta, states, op, args, kwargs)      once per call and step, from the boundary handler
 
+A step with drafts cannot advance a state before it knows which of them are kept, and a state cannot go back. So it runs each
+call twice:
+
+    held = read_recurrent_op(meta, states, op, args, kwargs)     the results; states stay
+    commit_recurrent_op(meta, states, held, position)            the states, once the slots have advanced
+
 Numerics: inputs are widened to float32, results are computed in float32 and rounded once, to `out`'s dtype. transformers rounds
 intermediate results of bfloat16 models (dt, the output of the convolution before its activation) to bfloat16 as well.
 """
@@ -15,14 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchweave.ops.attention.op import AttentionMetadata
-from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall
+from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall, StateAccess
 from torchweave.ops.recurrent.torch_native import one_sequence, run_on_torch, step_rows
 from torchweave.ops.registry import define
 
@@ -219,11 +225,46 @@ def run_recurrent_op(
     position 0 starts from zeros, whatever the slot holds. Padding rows and rows without tokens touch no state; `out` of padded
     tokens becomes zero.
     """
+    _run(_CALLS[op](*args, **kwargs), states, meta)
+
+
+def read_recurrent_op(
+    meta: AttentionMetadata, states: Sequence[Tensor], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> RecurrentCall:
+    """As `run_recurrent_op`, of a step with drafts and without writing a state; returns what `commit_recurrent_op` takes.
+
+    The step goes on before the states advance, and a later operation may write into the arguments, so they are copied.
+    """
     call = _CALLS[op](*args, **kwargs)
+    _run(call, states, meta, StateAccess.READ)
+    return call.held()
+
+
+def commit_recurrent_op(
+    meta: AttentionMetadata, states: Sequence[Tensor], held: RecurrentCall, position: Tensor
+) -> None:
+    """Advance the states by the tokens that a step with drafts kept.
+
+    Args:
+        meta: of the step, unchanged.
+        held: result of `read_recurrent_op`.
+        position: int32 `[S]`, `SlotState.position` after the step: of a row's tokens, those at lower positions were kept.
+    """
+    dropped = torch.empty_like(held.out, device=states[held.state].device)
+    _run(replace(held, out=dropped), states, meta, StateAccess.COMMIT, position)
+
+
+def _run(
+    call: RecurrentCall,
+    states: Sequence[Tensor],
+    meta: AttentionMetadata,
+    access: StateAccess = StateAccess.ADVANCE,
+    position: Tensor | None = None,
+) -> None:
     state = states[call.state]
     if state.is_cuda:
         from torchweave.ops.recurrent.triton import run_on_triton
 
-        run_on_triton(call, state, meta)
+        run_on_triton(call, state, meta, access, position)
     else:
-        run_on_torch(call, state, step_rows(meta))
+        run_on_torch(call, state, step_rows(meta, position), access != StateAccess.READ)

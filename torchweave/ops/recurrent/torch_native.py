@@ -53,8 +53,12 @@ class StepRows:
     padded: Tensor | slice | None
 
 
-def step_rows(meta: AttentionMetadata) -> StepRows:
-    """The rows of `meta`, whose tensors are on the CPU."""
+def step_rows(meta: AttentionMetadata, position: Tensor | None = None) -> StepRows:
+    """The rows of `meta`, whose tensors are on the CPU.
+
+    Args:
+        position: int32 `[S]`, of the slots after a step with drafts, which ends the rows behind the tokens that were kept.
+    """
     slots, lengths = meta.slots.numpy(), meta.seq_lens.numpy()
     if meta.decode_only:
         valid, fresh = slots >= 0, lengths == 1
@@ -66,6 +70,8 @@ def step_rows(meta: AttentionMetadata) -> StepRows:
     bounds = meta.query_start.numpy()
     starts, counts, end = bounds[:-1], np.diff(bounds), int(bounds[-1])
     fresh = lengths == counts
+    if position is not None:
+        counts = np.where(slots >= 0, counts - (lengths - position.numpy()[slots]), 0)
     one, many = np.flatnonzero((counts == 1) & (slots >= 0)), np.flatnonzero((counts > 1) & (slots >= 0))
     prefill = (PrefillRow(int(slots[i]), int(starts[i]), int(starts[i] + counts[i]), bool(fresh[i])) for i in many)
     padded = slice(end, None) if end < meta.num_tokens else None
@@ -87,17 +93,21 @@ def one_sequence(num_tokens: int) -> StepRows:
     return StepRows(empty, empty, None, prefill, None)
 
 
-def run_on_torch(call: RecurrentCall, state: Tensor, rows: StepRows) -> None:
-    """Run a call over `rows` and advance their slots of `state` `[S, ...]`."""
+def run_on_torch(call: RecurrentCall, state: Tensor, rows: StepRows, writes_state: bool = True) -> None:
+    """Run a call over `rows` and advance their slots of `state` `[S, ...]`; without `writes_state`, it stays."""
     step, scan = _FUNCTIONS[type(call)]
     if len(rows.slots):
         before = state[rows.slots]
         if rows.fresh is not None:
             before[rows.fresh] = 0
-        state[rows.slots] = step(call, rows.tokens, before)
+        after = step(call, rows.tokens, before)
+        if writes_state:
+            state[rows.slots] = after
     for slot, begin, end, fresh in rows.prefill:
         before = torch.zeros_like(state[slot]) if fresh else state[slot].clone()
-        state[slot] = scan(call, begin, end, before)
+        after = scan(call, begin, end, before)
+        if writes_state:
+            state[slot] = after
     if rows.padded is not None:
         call.out[rows.padded] = 0
 

@@ -3,7 +3,7 @@
 Grids depend on the number of rows and tokens only, so that a CUDA graph may hold them for any rows. A decode step is one launch a
 call. A mixed step of SSD is two: its chunked kernel skips rows with one token, which a step of the recurrence serves. A mixed
 step of the gated delta rule is three: the systems of the chunks, the chunks, and the rows with few tokens. The other ops serve all
-rows in one launch.
+rows in one launch. A step with drafts, whose rows are short, is one launch a call to read the state and one to advance it.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -12,7 +12,7 @@ rows in one launch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from torchweave.ops.kernels.dependent_launch import pdl_options, supports_pdl
 from torchweave.ops.kernels.recurrent.conv import conv_decode, conv_mixed
 from torchweave.ops.kernels.recurrent.gated_delta import delta_prefill, delta_scan, delta_solve
 from torchweave.ops.kernels.recurrent.scan import lru_scan, selective_scan
-from torchweave.ops.kernels.recurrent.ssd import ssd_decode, ssd_prefill
+from torchweave.ops.kernels.recurrent.ssd import ssd_decode, ssd_drafts, ssd_prefill
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
-from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall
+from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall, StateAccess
 
 CHUNK = 64
 CONV_CHUNK = 16
@@ -37,17 +37,38 @@ FEW_PROGRAMS = 512
 """Below this number of programs blocks are smaller: some waves over the multiprocessors hide the latency of one read."""
 
 
-def run_on_triton(call: RecurrentCall, state: Tensor, meta: AttentionMetadata) -> None:
-    """Run a call over the rows of `meta` and advance their slots of `state` `[S, ...]`; nothing is read by the host."""
+class Rows(NamedTuple):
+    """The rows of a step, and what happens to their states; `position` is read by `StateAccess.COMMIT`."""
+
+    meta: AttentionMetadata
+    access: StateAccess
+    position: Tensor
+
+    @property
+    def programs(self) -> int:
+        """Rows, and one of padded tokens, which have results only."""
+        return self.meta.num_rows + (not self.meta.decode_only and self.access != StateAccess.COMMIT)
+
+
+def run_on_triton(
+    call: RecurrentCall,
+    state: Tensor,
+    meta: AttentionMetadata,
+    access: StateAccess = StateAccess.ADVANCE,
+    position: Tensor | None = None,
+) -> None:
+    """Run a call over the rows of `meta` and advance their slots of `state` `[S, ...]` as `access` says; nothing is read by the
+    host."""
     if meta.num_tokens == 0:
         return
     assert state.is_contiguous()
-    launch = _LAUNCHES[type(call)]
+    assert access == StateAccess.ADVANCE or not meta.decode_only
+    launch, rows = _LAUNCHES[type(call)], Rows(meta, access, meta.seq_lens if position is None else position)
     if call.out.stride(-1) == 1:
-        launch(call, call.out, state, meta)
+        launch(call, call.out, state, rows)
     else:
         out = torch.empty(call.out.shape, dtype=call.out.dtype, device=call.out.device)
-        launch(call, out, state, meta)
+        launch(call, out, state, rows)
         call.out.copy_(out)
 
 
@@ -75,7 +96,8 @@ def _block(size: int, programs: int, large: int, small: int) -> int:
     return block
 
 
-def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
+def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, rows: Rows) -> None:
+    meta = rows.meta
     x, weight = _dense(call.x), call.weight
     channels, width = weight.shape
     shared = {"WIDTH": width, "BIAS": call.bias is not None, "SILU": bool(call.activation)}
@@ -92,12 +114,14 @@ def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, meta: AttentionMeta
     block = min(128, next_power_of_2(channels))
     chunks = meta.num_tokens // CONV_CHUNK + meta.num_rows + 1
     conv_mixed[chunks, cdiv(channels, block)](
-        x, weight, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens, channels,
-        *strides, **shared, CHUNK=CONV_CHUNK, BLOCK=block, **_options(x.device, 4),
+        x, weight, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position, meta.num_rows,
+        meta.num_tokens, channels, *strides, **shared, CHUNK=CONV_CHUNK, BLOCK=block, ACCESS=int(rows.access),
+        **_options(x.device, 4),
     )  # fmt: skip
 
 
-def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
+def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, rows: Rows) -> None:
+    meta = rows.meta
     q, k, v, beta = _dense(call.q), _dense(call.k), _dense(call.v), call.beta
     by_channel = call.g.ndim == 3
     g = _dense(call.g) if by_channel else call.g
@@ -108,7 +132,7 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, meta: AttentionMe
         "VALUE_HEADS": value_heads, "GROUP": value_heads // heads, "KEY_DIM": key_dim,
         "KEY_PAD": max(16, next_power_of_2(key_dim)), "NORMALIZE": call.normalize,
     }  # fmt: skip
-    chunked = not meta.decode_only and not by_channel
+    chunked = not meta.decode_only and not by_channel and rows.access == StateAccess.ADVANCE
     if chunked:
         sizes |= {"FEW": DELTA_FEW, "PRECISION": _precision(q.dtype), "CHUNK": DELTA_CHUNK}
         chunks = meta.num_tokens // DELTA_CHUNK + meta.num_rows + 1
@@ -127,14 +151,15 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, meta: AttentionMe
     else:
         sizes["FEW"] = ALL
     block = _block(value_dim, value_heads * meta.num_rows, 32, 16)
-    delta_scan[cdiv(value_dim, block), value_heads, meta.num_rows + (not meta.decode_only)](
-        q, k, v, g, beta, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens,
-        key_dim**-0.5, *strides, **sizes, VALUE_DIM=value_dim, BLOCK=block, BY_CHANNEL=by_channel,
-        DECODE_ONLY=meta.decode_only, **_options(q.device, 2 if block > 16 else 1),
+    delta_scan[cdiv(value_dim, block), value_heads, rows.programs](
+        q, k, v, g, beta, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position, meta.num_rows,
+        meta.num_tokens, key_dim**-0.5, *strides, **sizes, VALUE_DIM=value_dim, BLOCK=block, BY_CHANNEL=by_channel,
+        DECODE_ONLY=meta.decode_only, ACCESS=int(rows.access), **_options(q.device, 2 if block > 16 else 1),
     )  # fmt: skip
 
 
-def _launch_ssd(call: SsdCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
+def _launch_ssd(call: SsdCall, out: Tensor, state: Tensor, rows: Rows) -> None:
+    meta = rows.meta
     x, B, C, dt = _dense(call.x), _dense(call.B), _dense(call.C), call.dt
     _, heads, head_dim = x.shape
     groups, width = B.shape[1:]
@@ -147,22 +172,30 @@ def _launch_ssd(call: SsdCall, out: Tensor, state: Tensor, meta: AttentionMetada
     skip, bias = (rate if each is None else each.contiguous() for each in (call.D, call.dt_bias))
     inputs = (x, dt, rate, B, C, skip, bias, out, state, meta.slots, meta.query_start, meta.seq_lens)
     strides = [stride for each in (x, dt, B, C, out) for stride in each.stride()[:2]]
+    block = _block(head_dim, heads * meta.num_rows, 32, 8)
+    options = _options(x.device, 2 if block > 8 else 1)
+    if rows.access != StateAccess.ADVANCE:
+        ssd_drafts[cdiv(head_dim, block), heads, rows.programs](
+            *inputs, rows.position, meta.num_rows, meta.num_tokens, call.dt_min, call.dt_max, *strides,
+            **shared, BLOCK=block, ACCESS=int(rows.access), **options,
+        )  # fmt: skip
+        return
     if not meta.decode_only:
         wide = x.dtype == torch.float32
-        block = max(16, min(32, next_power_of_2(head_dim)))
-        ssd_prefill[cdiv(head_dim, block), heads, meta.num_rows + 1](
+        chunk_block = max(16, min(32, next_power_of_2(head_dim)))
+        ssd_prefill[cdiv(head_dim, chunk_block), heads, meta.num_rows + 1](
             *inputs, meta.num_rows, meta.num_tokens, call.dt_min, call.dt_max, *strides,
-            **shared, BLOCK=block, CHUNK=32 if wide else CHUNK, PRECISION=_precision(x.dtype),
+            **shared, BLOCK=chunk_block, CHUNK=32 if wide else CHUNK, PRECISION=_precision(x.dtype),
             **_options(x.device, 8 if wide else 4, 1 if wide else 2),
         )  # fmt: skip
-    block = _block(head_dim, heads * meta.num_rows, 32, 8)
     ssd_decode[cdiv(head_dim, block), heads, meta.num_rows](
         *inputs, call.dt_min, call.dt_max, *strides,
-        **shared, BLOCK=block, DECODE_ONLY=meta.decode_only, **_options(x.device, 2 if block > 8 else 1),
+        **shared, BLOCK=block, DECODE_ONLY=meta.decode_only, **options,
     )  # fmt: skip
 
 
-def _launch_scan(call: ScanCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
+def _launch_scan(call: ScanCall, out: Tensor, state: Tensor, rows: Rows) -> None:
+    meta = rows.meta
     x, dt, B, C = (_dense(each) for each in (call.x, call.dt, call.B, call.C))
     z = x if call.z is None else _dense(call.z)
     channels, width = call.A.shape
@@ -170,26 +203,28 @@ def _launch_scan(call: ScanCall, out: Tensor, state: Tensor, meta: AttentionMeta
     skip, bias = (rate if each is None else each.contiguous() for each in (call.D, call.dt_bias))
     tile = 1 if meta.decode_only else SCAN_TILE
     block = min(64 if meta.decode_only else 16, next_power_of_2(channels))
-    selective_scan[cdiv(channels, block), meta.num_rows + (not meta.decode_only)](
-        x, dt, rate, B, C, skip, z, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
-        meta.num_tokens, channels, *(each.stride(0) for each in (x, dt, B, C, z, out)),
+    selective_scan[cdiv(channels, block), rows.programs](
+        x, dt, rate, B, C, skip, z, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position,
+        meta.num_rows, meta.num_tokens, channels, *(each.stride(0) for each in (x, dt, B, C, z, out)),
         STATE=width, STATE_PAD=next_power_of_2(width), BLOCK=block, TILE=tile, SKIP=call.D is not None,
-        GATE=call.z is not None, BIAS=call.dt_bias is not None, DECODE_ONLY=meta.decode_only, **_options(x.device, 4),
+        GATE=call.z is not None, BIAS=call.dt_bias is not None, DECODE_ONLY=meta.decode_only, ACCESS=int(rows.access),
+        **_options(x.device, 4),
     )  # fmt: skip
 
 
-def _launch_lru(call: LruCall, out: Tensor, state: Tensor, meta: AttentionMetadata) -> None:
+def _launch_lru(call: LruCall, out: Tensor, state: Tensor, rows: Rows) -> None:
+    meta = rows.meta
     a, x = _dense(call.a), _dense(call.x)
     channels = x.shape[1]
     block = min(256 if meta.decode_only else 64, next_power_of_2(channels))
-    lru_scan[cdiv(channels, block), meta.num_rows + (not meta.decode_only)](
-        a, x, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens, channels,
-        a.stride(0), x.stride(0), out.stride(0),
-        BLOCK=block, TILE=1 if meta.decode_only else LRU_TILE, DECODE_ONLY=meta.decode_only, **_options(x.device, 4),
+    lru_scan[cdiv(channels, block), rows.programs](
+        a, x, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position, meta.num_rows, meta.num_tokens,
+        channels, a.stride(0), x.stride(0), out.stride(0), BLOCK=block, TILE=1 if meta.decode_only else LRU_TILE,
+        DECODE_ONLY=meta.decode_only, ACCESS=int(rows.access), **_options(x.device, 4),
     )  # fmt: skip
 
 
-_LAUNCHES: dict[type, Callable[[Any, Tensor, Tensor, AttentionMetadata], None]] = {
+_LAUNCHES: dict[type, Callable[[Any, Tensor, Tensor, Rows], None]] = {
     ConvCall: _launch_conv,
     DeltaCall: _launch_delta,
     SsdCall: _launch_ssd,

@@ -46,7 +46,7 @@ def write_kv(
 
 
 @triton.jit
-def _find_row(query_start, tile, num_rows, BQ: tl.constexpr, CHUNK: tl.constexpr):
+def find_row(query_start, tile, num_rows, BQ: tl.constexpr, CHUNK: tl.constexpr):
     """The last row whose tiles begin at or before `tile`; `num_rows` means the padded tokens."""
     row = -1
     for start in range(0, num_rows + 1, CHUNK):
@@ -127,7 +127,7 @@ def paged_prefill(
     BQ: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first: a row's last tiles have the most keys
-    row = _find_row(query_start, tile, num_rows, BQ, 128)
+    row = find_row(query_start, tile, num_rows, BQ, 128)
     start = tl.load(query_start + row)
     stop = tl.load(query_start + tl.minimum(row + 1, num_rows))
     stop = tl.where(row == num_rows, num_tokens, stop)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 _ROWS = tl.constexpr(128)  # rows that one load reads
+READ, COMMIT = tl.constexpr(1), tl.constexpr(2)  # of `StateAccess`
 
 
 @triton.jit
@@ -38,6 +39,14 @@ def row_tokens(query_start, row, num_rows, num_tokens, DECODE_ONLY: tl.constexpr
     if row < num_rows:
         end = tl.load(query_start + row + 1)
     return first, end
+
+
+@triton.jit
+def row_end(end, length, position, slot, ACCESS: tl.constexpr):
+    """Last + 1 token of a row whose state advances; `length` is its sequence's with all drafts."""
+    if ACCESS == COMMIT:
+        end -= length - tl.load(position + slot)
+    return end
 
 
 @triton.jit

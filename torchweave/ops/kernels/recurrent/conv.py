@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import find_chunk, silu
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, row_end, silu
 
 
 @triton.jit
@@ -59,10 +59,10 @@ def _write_inputs(x, inputs, first, end, continued, valid, x_stride, WIDTH: tl.c
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def conv_mixed(
-    x, weight, bias, out, state, slots, query_start, seq_lens, num_rows, num_tokens, channels,
+    x, weight, bias, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, channels,
     x_stride, out_stride, weight_stride, width_stride,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """CHUNK tokens of a row, BLOCK channels. The program of a row's first chunk alone reads and writes the row's state."""
     pdl_wait(DEPENDENT)
@@ -75,11 +75,18 @@ def conv_mixed(
     valid = (token < end)[:, None] & valid_channel[None, :]
     target = out + token[:, None] * out_stride + channel[None, :]
     if row == num_rows:
-        tl.store(target, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
+        if ACCESS != COMMIT:
+            tl.store(target, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
         return
     slot = tl.load(slots + row).to(tl.int64)
-    continued = tl.load(seq_lens + row) > end - first
+    length = tl.load(seq_lens + row)
+    continued = length > end - first
     inputs = state + (slot * channels + channel) * (WIDTH - 1)
+    if ACCESS == COMMIT:
+        if begin == first:
+            end = row_end(end, length, position, slot, ACCESS)
+            _write_inputs(x + channel, inputs, first, end, continued, valid_channel, x_stride, WIDTH)
+        return
     weights = weight + channel * weight_stride
     result = tl.zeros([CHUNK, BLOCK], tl.float32)
     if BIAS:
@@ -97,6 +104,6 @@ def conv_mixed(
     if SILU:
         result = silu(result)
     tl.store(target, result.to(out.dtype.element_ty), mask=valid)
-    if begin == first:
+    if (ACCESS != READ) & (begin == first):
         tl.debug_barrier()  # every thread has read the state before it changes
         _write_inputs(x + channel, inputs, first, end, continued, valid_channel, x_stride, WIDTH)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import find_chunk, is_padding, row_tokens
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, is_padding, row_end, row_tokens
 
 
 @triton.jit
@@ -26,12 +26,12 @@ def _inverse_norm(x):
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def delta_scan(
-    q, k, v, g, beta, out, state, slots, query_start, seq_lens, num_rows, num_tokens, scale,
+    q, k, v, g, beta, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, scale,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, g_stride, g_head_stride,
     beta_stride, beta_head_stride, out_stride, out_head_stride,
     VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZE: tl.constexpr, DECODE_ONLY: tl.constexpr, FEW: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, token after token; padded tokens become zero. Rows
     of more than FEW tokens are skipped."""
@@ -55,7 +55,9 @@ def delta_scan(
     slot = tl.load(slots + row).to(tl.int64)
     place = state + ((slot * VALUE_HEADS + head) * KEY_DIM + key_dim[:, None]) * VALUE_DIM + value_dim[None, :]
     valid = valid_key[:, None] & valid_value[None, :]
-    matrix = tl.load(place, mask=valid & (tl.load(seq_lens + row) > end - first), other=0.0)
+    length = tl.load(seq_lens + row)
+    matrix = tl.load(place, mask=valid & (length > end - first), other=0.0)
+    end = row_end(end, length, position, slot, ACCESS)
     q_row, k_row = q + head // GROUP * q_head_stride + key_dim, k + head // GROUP * k_head_stride + key_dim
     for _ in range(first, end):
         query = tl.load(q_row + token * q_stride, mask=valid_key, other=0.0).to(tl.float32)
@@ -72,10 +74,12 @@ def delta_scan(
             matrix *= tl.exp(tl.load(g + token * g_stride + head * g_head_stride).to(tl.float32))
         delta = rate * (value.to(tl.float32) - tl.sum(matrix * key[:, None], 0))
         matrix += key[:, None] * delta[None, :]
-        result = tl.sum(matrix * query[:, None], 0) * scale
-        tl.store(target + token * out_stride, result.to(out.dtype.element_ty), mask=valid_value)
+        if ACCESS != COMMIT:
+            result = tl.sum(matrix * query[:, None], 0) * scale
+            tl.store(target + token * out_stride, result.to(out.dtype.element_ty), mask=valid_value)
         token += 1
-    tl.store(place, matrix, mask=valid)
+    if ACCESS != READ:
+        tl.store(place, matrix, mask=valid)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import is_padding, row_tokens, silu, softplus
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, is_padding, row_end, row_tokens, silu, softplus
 
 
 @triton.jit
@@ -20,10 +20,10 @@ def _combine(decay, added, next_decay, next_added):
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def selective_scan(
-    x, dt, A, B, C, D, z, dt_bias, out, state, slots, query_start, seq_lens, num_rows, num_tokens, channels,
+    x, dt, A, B, C, D, z, dt_bias, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, channels,
     x_stride, dt_stride, b_stride, c_stride, z_stride, out_stride,
     STATE: tl.constexpr, STATE_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SKIP: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, DECODE_ONLY: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATE: tl.constexpr, BIAS: tl.constexpr, DECODE_ONLY: tl.constexpr, ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of row `program_id(1)`, token after token; padded tokens become zero."""
     pdl_wait(DEPENDENT)
@@ -44,7 +44,9 @@ def selective_scan(
     element = channel[:, None] * STATE + column[None, :]
     valid_state = valid_channel[:, None] & valid_column[None, :]
     place = state + slot * channels * STATE + element
-    matrix = tl.load(place, mask=valid_state & (tl.load(seq_lens + row) > end - first), other=0.0)
+    length = tl.load(seq_lens + row)
+    matrix = tl.load(place, mask=valid_state & (length > end - first), other=0.0)
+    end = row_end(end, length, position, slot, ACCESS)
     rate = tl.load(A + element, mask=valid_state, other=0.0).to(tl.float32)
     for begin in tl.range(first, end, TILE):
         token = (begin + at).to(tl.int64)
@@ -67,21 +69,24 @@ def selective_scan(
             decay, added = tl.associative_scan((decay, added), 0, _combine)
             states = decay * matrix[None, :, :] + added
             matrix = tl.sum(tl.where((at == TILE - 1)[:, None, None], states, 0.0), 0)
-        result = tl.sum(states * query[:, None, :], 2)
-        if SKIP:
-            result += tl.load(D + channel, mask=valid_channel, other=0.0).to(tl.float32)[None, :] * values
-        if GATE:
-            gate = tl.load(z + token[:, None] * z_stride + channel[None, :], mask=valid, other=0.0)
-            result *= silu(gate.to(tl.float32))
-        target = out + token[:, None] * out_stride + channel[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=valid)
-    tl.store(place, matrix, mask=valid_state)
+        if ACCESS != COMMIT:
+            result = tl.sum(states * query[:, None, :], 2)
+            if SKIP:
+                result += tl.load(D + channel, mask=valid_channel, other=0.0).to(tl.float32)[None, :] * values
+            if GATE:
+                gate = tl.load(z + token[:, None] * z_stride + channel[None, :], mask=valid, other=0.0)
+                result *= silu(gate.to(tl.float32))
+            target = out + token[:, None] * out_stride + channel[None, :]
+            tl.store(target, result.to(out.dtype.element_ty), mask=valid)
+    if ACCESS != READ:
+        tl.store(place, matrix, mask=valid_state)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def lru_scan(
-    a, x, out, state, slots, query_start, seq_lens, num_rows, num_tokens, channels, a_stride, x_stride, out_stride,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, DECODE_ONLY: tl.constexpr, DEPENDENT: tl.constexpr,
+    a, x, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, channels,
+    a_stride, x_stride, out_stride,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, DECODE_ONLY: tl.constexpr, ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of row `program_id(1)`, token after token; padded tokens become zero."""
     pdl_wait(DEPENDENT)
@@ -95,7 +100,9 @@ def lru_scan(
     slot, continued = tl.zeros([], tl.int64), False
     if not padding:
         slot = tl.load(slots + row).to(tl.int64)
-        continued = tl.load(seq_lens + row) > end - first
+        length = tl.load(seq_lens + row)
+        continued = length > end - first
+        end = row_end(end, length, position, slot, ACCESS)
     place = state + slot * channels + channel
     before = tl.load(place, mask=valid_channel & continued, other=0.0)
     for begin in tl.range(first, end, TILE):
@@ -108,5 +115,7 @@ def lru_scan(
             decay, added = tl.associative_scan((decay, added), 0, _combine)
         states = decay * before[None, :] + added
         before = tl.sum(tl.where((at == TILE - 1)[:, None], states, 0.0), 0)
-        tl.store(out + token * out_stride + channel[None, :], states.to(out.dtype.element_ty), mask=valid)
-    tl.store(place, before, mask=valid_channel & (not padding))
+        if ACCESS != COMMIT:
+            tl.store(out + token * out_stride + channel[None, :], states.to(out.dtype.element_ty), mask=valid)
+    if ACCESS != READ:
+        tl.store(place, before, mask=valid_channel & (not padding))

@@ -2,6 +2,7 @@
 
 Rows with one token: one step of the recurrence, the state read and written once. Rows with several tokens: a program for each head
 walks the chunks of its row with the state in registers; inside a chunk the scan is attention with decays on the tensor cores.
+Rows with drafts, which are short: steps of the recurrence one after the other, with the state in registers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import softplus
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, row_end, row_tokens, softplus
 
 
 @triton.jit
@@ -21,6 +22,21 @@ def _time_step(dt, bias, head, limit_min, limit_max, BIAS: tl.constexpr, SOFTPLU
     if SOFTPLUS:
         dt = softplus(dt)
     return tl.minimum(tl.maximum(dt, limit_min), limit_max)
+
+
+@triton.jit
+def _token_inputs(
+    x, dt, B, C, dt_bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
+    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """x, B, C and the time step of a token and head, in float32."""
+    values = tl.load(x + token * x_stride + head * x_head_stride + dim, mask=valid_dim, other=0.0).to(tl.float32)
+    group = head // GROUP
+    keys = tl.load(B + token * b_stride + group * b_group_stride + column, mask=valid_column, other=0.0).to(tl.float32)
+    query = tl.load(C + token * c_stride + group * c_group_stride + column, mask=valid_column, other=0.0).to(tl.float32)
+    step = tl.load(dt + token * dt_stride + head * dt_head_stride)
+    return values, keys, query, _time_step(step, dt_bias, head, dt_min, dt_max, BIAS, SOFTPLUS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["query_start"])
@@ -52,18 +68,65 @@ def ssd_decode(
     place = state + ((slot * HEADS + head) * HEAD_DIM + dim[:, None]) * STATE + column[None, :]
     valid = valid_dim[:, None] & valid_column[None, :]
     matrix = tl.load(place, mask=valid & (tl.load(seq_lens + row) > 1), other=0.0)
-    values = tl.load(x + token * x_stride + head * x_head_stride + dim, mask=valid_dim, other=0.0).to(tl.float32)
-    group = head // GROUP
-    keys = tl.load(B + token * b_stride + group * b_group_stride + column, mask=valid_column, other=0.0).to(tl.float32)
-    query = tl.load(C + token * c_stride + group * c_group_stride + column, mask=valid_column, other=0.0).to(tl.float32)
-    step = tl.load(dt + token * dt_stride + head * dt_head_stride)
-    step = _time_step(step, dt_bias, head, dt_min, dt_max, BIAS, SOFTPLUS)
+    values, keys, query, step = _token_inputs(
+        x, dt, B, C, dt_bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
+        x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+        GROUP, BIAS, SOFTPLUS,
+    )  # fmt: skip
     matrix = matrix * tl.exp(step * tl.load(A + head).to(tl.float32)) + (step * values)[:, None] * keys[None, :]
     tl.store(place, matrix, mask=valid)
     result = tl.sum(matrix * query[None, :], 1)
     if SKIP:
         result += tl.load(D + head).to(tl.float32) * values
     tl.store(target, result.to(out.dtype.element_ty), mask=valid_dim)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
+def ssd_drafts(
+    x, dt, A, B, C, D, dt_bias, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, dt_min, dt_max,
+    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+    out_stride, out_head_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, STATE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, ACCESS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK channels of head `program_id(1)` of row `program_id(2)`, token after token; padded tokens become zero."""
+    pdl_wait(DEPENDENT)
+    head, row = tl.program_id(1), tl.program_id(2)
+    first, end = row_tokens(query_start, row, num_rows, num_tokens, False)
+    if first >= end:
+        return
+    dim, column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, STATE_PAD)
+    valid_dim, valid_column = dim < HEAD_DIM, column < STATE
+    token = first.to(tl.int64)
+    target = out + head * out_head_stride + dim
+    if row == num_rows:
+        for _ in range(first, end):
+            tl.store(target + token * out_stride, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid_dim)
+            token += 1
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    place = state + ((slot * HEADS + head) * HEAD_DIM + dim[:, None]) * STATE + column[None, :]
+    valid = valid_dim[:, None] & valid_column[None, :]
+    length = tl.load(seq_lens + row)
+    matrix = tl.load(place, mask=valid & (length > end - first), other=0.0)
+    end = row_end(end, length, position, slot, ACCESS)
+    rate = tl.load(A + head).to(tl.float32)
+    for _ in range(first, end):
+        values, keys, query, step = _token_inputs(
+            x, dt, B, C, dt_bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
+            x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+            GROUP, BIAS, SOFTPLUS,
+        )  # fmt: skip
+        matrix = matrix * tl.exp(step * rate) + (step * values)[:, None] * keys[None, :]
+        if ACCESS != COMMIT:
+            result = tl.sum(matrix * query[None, :], 1)
+            if SKIP:
+                result += tl.load(D + head).to(tl.float32) * values
+            tl.store(target + token * out_stride, result.to(out.dtype.element_ty), mask=valid_dim)
+        token += 1
+    if ACCESS != READ:
+        tl.store(place, matrix, mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
