@@ -311,7 +311,7 @@ def test_products_of_blocks_are_asynchronous_and_keep_their_registers(config: In
 CONFIGS = [
     IntConfig("split", 64, 4, 3, 32, 2),
     IntConfig("tile", 128, 4, 5, 32, 4),
-    IntConfig("tile", 64, 4, 3, 32, 2, hopper=False),
+    IntConfig("split", 64, 4, 3, 32, 2, hopper=False),
 ]
 
 

@@ -112,7 +112,7 @@ class IntConfig:
         block_t: tokens of a program, not for "row".
         programs: programs that divide K, not for "row"; above 1, a second kernel adds their sums.
         hopper: use what sm_90 has: programmatic dependent launch, which starts a kernel while the previous one drains, and
-            arithmetic on pairs of 16-bit numbers.
+            arithmetic on pairs of 16-bit numbers. Tiles always use it there.
     """
 
     kernel: Literal["row", "split", "tile"]
