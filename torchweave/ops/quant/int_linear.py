@@ -153,7 +153,7 @@ _TILES = {
     ),
 }
 """Tiles for weights of few and of many rows, by tokens of a program."""
-_WAVE = 132
+_DEVICE_PROGRAMS = 132
 """Programs that run at a time, one on each multiprocessor of an H100."""
 _MIN_INPUTS, _MAX_PROGRAMS = 1024, 8
 """Inputs of a program at least, and programs at most, that divide K for a tile."""
@@ -215,14 +215,14 @@ def _choose_tile(kinds: tuple[IntConfig, ...], num_tokens: int, num_outputs: int
 
     few, many = kinds
     tiles = tiles_of(many)
-    if num_tokens > 256 and _WAVE < tiles <= _WAVE * 3 // 2:
+    if num_tokens > 256 and _DEVICE_PROGRAMS < tiles <= _DEVICE_PROGRAMS * 3 // 2:
         return None  # the second wave leaves half of the device idle
     if many.block_t <= 64:
-        config, room = few if num_outputs <= _FEW_ROWS and width <= _WIDE else many, 2 * _WAVE
+        config, room = few if num_outputs <= _FEW_ROWS and width <= _WIDE else many, 2 * _DEVICE_PROGRAMS
     else:
-        config, room = few if 2 * tiles <= _WAVE and width <= _SHORT else many, _WAVE
+        config, room = few if 2 * tiles <= _DEVICE_PROGRAMS and width <= _SHORT else many, _DEVICE_PROGRAMS
     tiles, programs = tiles_of(config), 1
-    if tiles > _WAVE * 3 // 4:
+    if tiles > _DEVICE_PROGRAMS * 3 // 4:
         return config  # sums of several programs cost more than idle multiprocessors
     while 2 * programs * tiles <= room and 2 * programs <= min(_MAX_PROGRAMS, width // _MIN_INPUTS):
         programs *= 2
