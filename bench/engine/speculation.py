@@ -43,13 +43,21 @@ STEP_SIZES = {"capture_num_tokens": (256, 1024, 4096)}
 
 HEAD_VOCABULARY = 32000
 """Tokens that a head predicts, as published heads of Llama 3 do."""
+HEAD_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    "head_dim": 128,
+    "intermediate_size": 8192,
+}
+"""Fields of a head whose model, for example one with recurrent layers, has none of that name."""
 
 
 def write_head(model: str, folder: Path) -> Path:
     """Write an EAGLE-3 head with random weights for `model`, of the sizes of its layers."""
     names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "hidden_size", "vocab_size")
-    config = resolve(model).config
-    layer = {name: config[name] for name in (*names, "hidden_act", "rms_norm_eps", "rope_parameters")}
+    config = {**HEAD_DEFAULTS, **resolve(model).config}
+    layer = {name: config[name] for name in (*names, *HEAD_DEFAULTS)}
     heads, kv_heads, dim, inner, hidden, vocab = (layer[name] for name in names)
     shapes = {
         "fc.weight": (hidden, 3 * hidden),

@@ -1,6 +1,7 @@
 """Times of the attention kernels inside CUDA graphs, over a KV cache larger than the L2 cache.
 
-    python -m bench.kernels.attention --out attention.json [--only decode|prefill|mixed|varlen] [--defaults]
+    python -m bench.kernels.attention --out attention.json [--only decode|prefill|mixed|varlen] [--defaults] [--models llama-8b]
+                                   [--batches 1 8]
 
 A number is one layer's call, KV write included. Decode is compared with the bytes of keys and values over copy bandwidth, prefill
 with causal operations per second. One run compares every launch configuration; `--defaults` takes only the backend's choice. For
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,17 @@ from torchweave.ops.attention.varlen import VarlenConfig, default_varlen_config,
 
 COPY_GB_PER_S = 3020.0  # measured on an H100 80GB HBM3
 COLD_BYTES = 256 << 20  # KV bytes between two reads of the same address: five times the L2 cache
-HEADS = {"llama-1b": LayerSpec(8, 64, 64, 32), "llama-8b": LayerSpec(8, 128, 128, 32)}
+HEADS = {
+    "llama-1b": LayerSpec(8, 64, 64, 32),
+    "llama-8b": LayerSpec(8, 128, 128, 32),
+    "qwen3.5-35b": LayerSpec(2, 256, 256, 16),
+}
 BATCHES = (1, 8, 32, 128, 256)
-CONTEXTS = (192, 1024, 8192)
+CONTEXTS = (128, 192, 1024, 8192)
+MAX_SEQ_LEN = 8192
+"""The longest row that a launch has to allow for: CUDA graphs hold launches for the model's limit, not for the rows of a step."""
 PREFILLS = ((16, 1024), (4, 8192), (1, 1000), (1, 16))
+Heads = dict[str, LayerSpec]
 MIXED = (64, 128, 256, 384, 512, 1024, 2048)
 """Tokens of a mixed step: MIXED_ROWS decode rows with MIXED_CONTEXT tokens; the others are the second half of a prompt."""
 MIXED_ROWS, MIXED_CONTEXT = 48, 640
@@ -63,6 +72,18 @@ DECODE_CONFIGS = (
     DecodeConfig(32, 2, 4, 4, 4),
     DecodeConfig(128, 4, 2, 2, 2),
 )
+WIDE_DECODE_CONFIGS = (
+    DecodeConfig(32, 4, 2, 2, 4),
+    DecodeConfig(32, 4, 2, 2, 2),
+    DecodeConfig(32, 4, 2, 2, 1),
+    DecodeConfig(32, 8, 2, 2, 4),
+    DecodeConfig(32, 8, 2, 2, 2),
+    DecodeConfig(32, 8, 2, 2, 1),
+    DecodeConfig(16, 4, 3, 2, 2),
+    DecodeConfig(16, 8, 3, 2, 2),
+    DecodeConfig(64, 8, 2, 2, 1),
+)
+"""For heads of more than 128 channels."""
 PREFILL_CONFIGS = (
     PrefillConfig(128, 64, 4, 3),
     PrefillConfig(128, 64, 4, 2),
@@ -130,7 +151,7 @@ def make(spec: LayerSpec, rows: Sequence[tuple[int, int]], block_size: int, laye
         num_rows=len(rows) + padded_rows,
         num_tokens=tokens,
         decode_only=all(new == 1 for new, _ in rows),
-        max_seq_len=most,
+        max_seq_len=max(most, MAX_SEQ_LEN),
     )
 
     def draw(heads: int, dim: int) -> torch.Tensor:
@@ -182,13 +203,16 @@ def graph_us(run: Callable[[], None], replays: int = 20) -> float:
     return times[len(times) // 2]
 
 
-def decode_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
+def decode_results(
+    heads: Heads, block_size: int, defaults: bool, batches: Sequence[int] = BATCHES
+) -> Iterator[dict[str, Any]]:
     """One result per heads, batch, context and configuration."""
-    for model, spec in HEADS.items():
+    for model, spec in heads.items():
         chosen = default_decode_config(spec.head_dim, torch.bfloat16)
-        configs = [chosen] if defaults else list(dict.fromkeys((chosen, *DECODE_CONFIGS)))
+        others = WIDE_DECODE_CONFIGS if spec.head_dim > 128 else DECODE_CONFIGS
+        configs = [chosen] if defaults else list(dict.fromkeys((chosen, *others)))
         for context in CONTEXTS:
-            for batch in BATCHES:
+            for batch in batches:
                 kv_bytes = batch * context * spec.bytes_per_token(torch.bfloat16)
                 layers = max(2, min(48, COLD_BYTES // kv_bytes))
                 bench = make(spec, [(1, context)] * batch, block_size, layers)
@@ -199,10 +223,10 @@ def decode_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
                 del bench
 
 
-def prefill_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
+def prefill_results(heads: Heads, block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
     """One result per heads, shape and configuration, and FlashAttention 3 if installed."""
     fa3 = available_backends("cuda")["fa3"] is None
-    for model, spec in HEADS.items():
+    for model, spec in heads.items():
         chosen = default_prefill_config(spec.head_dim, spec.num_heads // spec.num_kv_heads, torch.bfloat16)
         configs = [chosen] if defaults else list(dict.fromkeys((chosen, *PREFILL_CONFIGS)))
         for rows, length in PREFILLS:
@@ -221,9 +245,9 @@ def prefill_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]
             del bench
 
 
-def mixed_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
+def mixed_results(heads: Heads, block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
     """A result per heads and step size, in both orders, padded as in recorded graphs."""
-    for model, spec in HEADS.items():
+    for model, spec in heads.items():
         for tokens in MIXED:
             new = tokens - MIXED_ROWS
             rows = [(1, MIXED_CONTEXT)] * MIXED_ROWS + [(new, 2 * new)]
@@ -241,7 +265,7 @@ def mixed_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
             del bench
 
 
-def varlen_results(block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
+def varlen_results(_: Heads, block_size: int, defaults: bool) -> Iterator[dict[str, Any]]:
     """One result per head size, shape and configuration, with the largest error against float64 and the time of the first call,
     which builds a Triton kernel or cuDNN's plan; and torch's attention: its own choice, and flash."""
     repeats = 8
@@ -361,6 +385,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="write the results to this JSON file")
     parser.add_argument("--only", choices=("decode", "prefill", "mixed", "varlen"))
+    parser.add_argument("--models", nargs="+", choices=list(HEADS), default=list(HEADS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), help="rows of a decode step")
     parser.add_argument("--block-size", type=int, default=TritonBackend.block_size)
     parser.add_argument("--defaults", action="store_true", help="time only the backend's default configurations")
     args = parser.parse_args()
@@ -368,10 +394,11 @@ def main() -> None:
         sys.exit("bench.kernels.attention needs a CUDA GPU")
     torch.manual_seed(0)
     results: list[dict[str, Any]] = []
-    runs = {"prefill": prefill_results, "decode": decode_results, "mixed": mixed_results, "varlen": varlen_results}
+    decode = partial(decode_results, batches=args.batches)
+    runs = {"prefill": prefill_results, "decode": decode, "mixed": mixed_results, "varlen": varlen_results}
     for kind, run in runs.items():
         if args.only in (None, kind):
-            for result in run(args.block_size, args.defaults):
+            for result in run({name: HEADS[name] for name in args.models}, args.block_size, args.defaults):
                 results.append(result)
                 record = {
                     "command": " ".join(["python -m bench.kernels.attention", *sys.argv[1:]]),

@@ -147,7 +147,7 @@ def test_towers_without_cu_seqlens_call_varlen_attention(model_type: str, monkey
     expected = [encoder.features(image) for image in other]
     module, sequences = "torchweave.models.multimodal.vision_layers", []
     monkeypatch.setattr(f"{module}.has_triton_kernel", lambda device: True)
-    monkeypatch.setattr(f"{module}.takes_triton_kernel", lambda query, scale: True)
+    monkeypatch.setattr(f"{module}.takes_triton_kernel", lambda *_: True)
     reference = varlen.varlen_reference
 
     def counted(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
@@ -165,7 +165,7 @@ def test_towers_without_cu_seqlens_call_varlen_attention(model_type: str, monkey
 
 
 def test_calls_with_a_mask_or_an_order_keep_their_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{vision_layers.__name__}.takes_triton_kernel", lambda query, scale: True)
+    monkeypatch.setattr(f"{vision_layers.__name__}.takes_triton_kernel", lambda *_: True)
     monkeypatch.setattr(f"{vision_layers.__name__}.varlen_attention", lambda *_: pytest.fail("the mask is lost"))
     query, key, value = torch.randn(3, 2, 4, 5, 8)
     mask = torch.rand(2, 1, 5, 5) > 0.3

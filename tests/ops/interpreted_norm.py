@@ -6,7 +6,7 @@ import torch
 
 from tests.ops.fusion_cases import DIALECTS, draw, heads_of, norm64
 from torchweave.ops.kernels.norm import launch_norm
-from torchweave.ops.norm import add_rms_norm, rms_norm
+from torchweave.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
 
 EPS = 1e-5
 
@@ -25,6 +25,15 @@ def main() -> None:
             assert h is not None and h.equal(x + residual)
             torch.testing.assert_close(y.double(), norm64(h, weight, EPS, offset), rtol=2**-21, atol=1e-7)
             assert launch_norm(x, residual, weight, EPS, offset, wide, keep_sum=False)[1] is None
+
+    x, z, weight = draw(6, 16), draw(3, 48)[:, 8:40].unflatten(1, (2, 16)), draw(16)
+    for activation, exact in (("silu", torch.nn.functional.silu), ("sigmoid", torch.sigmoid)):
+        y, _ = launch_norm(x, None, weight, EPS, 0.0, False, gate=z, activation=activation)
+        expected = norm64(x, weight, EPS) * exact(z.double().reshape(6, 16))
+        torch.testing.assert_close(y.double(), expected, rtol=2**-20, atol=1e-7)
+        halves = (x.half(), z.half(), weight.half())
+        y, _ = launch_norm(halves[0], None, halves[2], EPS, 0.0, False, gate=halves[1], activation=activation)
+        assert y.equal(gated_rms_norm(*halves, EPS, 0.0, False, activation))
 
     x, residual, weight = draw(9, 64).half(), draw(9, 64).half() * 2, draw(64).half()
     for _, options in DIALECTS:

@@ -58,6 +58,9 @@ def test_kernel_choice() -> None:
     assert choose(MAX_TOKENS + 1, 3072, 2048, bf16) is None and choose(0, 3072, 2048, bf16) is None
     assert choose(1, 3072, 2048, torch.float32) is None, "float32 is for checking: it stays with cuBLAS"
     assert choose(1, 256, 256, bf16) is None and choose(1, 8192, 2047, bf16) is None
+    router = choose(1, 264, 2048, bf16)
+    assert router is not None and router.block_k == 2048, "a small weight is read whole before its input exists"
+    assert choose(2, 264, 2048, bf16) == router and choose(3, 264, 2048, bf16) is None
 
 
 def test_choices_round_trip() -> None:

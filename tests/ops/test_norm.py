@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.ops.fusion_cases import DIALECTS, draw, heads_of, norm64
 from tests.ops.interpreted import run_interpreted
-from torchweave.ops.norm import add_rms_norm, rms_norm, rms_norm_of_sum
+from torchweave.ops.norm import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_of_sum
 
 EPS = 1e-5
 
@@ -58,6 +58,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(rms_norm, (x, None, EPS, 1.0, True))
     torch.library.opcheck(add_rms_norm, (x, x * 2, weight, EPS))
     torch.library.opcheck(rms_norm_of_sum, (x, x * 2, weight, EPS))
+    torch.library.opcheck(gated_rms_norm, (x, draw(3, 32)[:, :16], weight, EPS, 0.0, False, "silu"))
 
 
 def test_the_kernel_in_the_interpreter() -> None:
@@ -74,5 +75,7 @@ def test_the_kernel_builds_for_hopper(width: int, wide: bool) -> None:
     x, weight = torch.empty(8, width, dtype=torch.bfloat16), torch.empty(width, dtype=torch.bfloat16)
     with recorded(kernels, "norm_kernel") as launches:
         kernels.launch_norm(x, x, weight, EPS, 1.0, wide)
-    ptx = compile_for_hopper(launches[0]).asm["ptx"]
-    assert ".v4.b32" in ptx or width == 128, "rows must be read 16 bytes at a time"
+        kernels.launch_norm(x, None, weight, EPS, 1.0, wide, gate=x, activation="silu")
+    for launch in launches:
+        ptx = compile_for_hopper(launch).asm["ptx"]
+        assert ".v4.b32" in ptx or width == 128, "rows must be read 16 bytes at a time"

@@ -127,8 +127,11 @@ def select_config(text: str, num_tokens: int) -> LinearConfig | None:
 MAX_TOKENS = 32
 """Above this many tokens the rule takes the BLAS."""
 
-_MIN_WEIGHT = 1 << 20  # elements: below this the launch dominates
+_MIN_WEIGHT = 1 << 18  # elements: below this the launch dominates
+_SMALL_WEIGHT = 1 << 20  # elements: below this, programs of one wave load it whole before x exists
 _WIDE = 4096  # columns from which a program reads longer parts of a row
+_SMALL = LinearConfig("row", 2, 2048, num_warps=4, depth=1, dependent=1)
+_SMALL_MAX_TOKENS = 2
 _ONE_TOKEN = LinearConfig("row", 4, 1024, num_warps=4, depth=4, dependent=1)
 _TWO_TOKENS = LinearConfig("row", 4, 1024, num_warps=4, depth=2, dependent=2, norm_apart=True)
 _NARROW = LinearConfig("row", 8, 512, num_warps=4, depth=4, dependent=1)
@@ -148,6 +151,8 @@ def choose(num_tokens: int, num_outputs: int, width: int, dtype: torch.dtype) ->
     """
     if num_tokens < 1 or not supported(num_outputs, width, dtype):
         return None
+    if num_outputs * width < _SMALL_WEIGHT:
+        return _SMALL if num_tokens <= _SMALL_MAX_TOKENS else None
     wide = width >= _WIDE
     if num_tokens <= 2 and not wide:
         if width < 2048:
@@ -158,9 +163,11 @@ def choose(num_tokens: int, num_outputs: int, width: int, dtype: torch.dtype) ->
     return _MANY if num_tokens <= MAX_TOKENS and width <= num_outputs else None
 
 
-def supported(num_outputs: int, width: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels support a weight [num_outputs, width] and it is large enough to profit."""
-    return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and num_outputs * width >= _MIN_WEIGHT
+def supported(num_outputs: int, width: int, dtype: torch.dtype, *, fused: bool = False) -> bool:
+    """Whether the kernels support a weight [num_outputs, width] and it is large enough to profit; `fused`: with ops around it,
+    which pays where the kernels serve more than two tokens."""
+    minimum = _SMALL_WEIGHT if fused else _MIN_WEIGHT
+    return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and num_outputs * width >= minimum
 
 
 def default_choices(num_outputs: int, width: int, dtype: torch.dtype) -> str:

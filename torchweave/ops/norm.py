@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchweave.ops.registry import define
@@ -85,6 +86,29 @@ def rms_norm_of_sum(
 ) -> Tensor:
     """`add_rms_norm` where nothing else reads the sum: only `y` is written."""
     return _normalize((x + residual).contiguous(), weight, eps, offset, wide)
+
+
+def _launch_gated(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, activation: str
+) -> Tensor:
+    from torchweave.ops.kernels.norm import launch_norm
+
+    return launch_norm(x, None, weight, eps, offset, wide, gate=gate, activation=activation)[0]
+
+
+@define("torchweave::gated_rms_norm", fake=_fake, cuda=_launch_gated)
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, activation: str
+) -> Tensor:
+    """`rms_norm(x, ...) * activation(gate)`, the activation and the product in float32, rounded to x's dtype; contiguous.
+
+    Args:
+        gate: `[..., D]` of x's dtype with as many rows as x, whose leading dimensions may differ.
+        activation: `silu` or `sigmoid`.
+    """
+    activate = {"silu": F.silu, "sigmoid": torch.sigmoid}[activation]
+    active = activate(gate.reshape(x.shape).to(torch.float32))
+    return (_normalize(x, weight, eps, offset, wide).to(torch.float32) * active).to(x.dtype).contiguous()
 
 
 def _normalize(x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Tensor:

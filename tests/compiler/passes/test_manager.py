@@ -242,7 +242,6 @@ class Pair(nn.Module):
         (Pair("method"), "strides of its own"),
         (Pair("strides"), "strides of its own"),
         (Pair(bias=(True, False)), "differs in bias"),
-        (Pair(rows=(16, 1)), "misalign"),
         (Pair("same weight"), "already part of"),
     ],
     ids=lambda thing: thing.between or "kind" if isinstance(thing, Pair) else "",
@@ -254,6 +253,49 @@ def test_near_misses_are_unchanged_and_have_reasons(module: Pair, why: str) -> N
     result = MergeLinears().run(graph)
     assert result.matches == 0 and num_linears(graph) == before
     assert any(why in miss.why for miss in result.near_misses), result.near_misses
+
+
+class SharedExpert(nn.Module):
+    """Gate and up of a shared expert, a router that reads x through a view, and the expert's gate of one row."""
+
+    def __init__(self, router: bool = True) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(8, 16, bias=False) for _ in range(2))
+        self.router = nn.Linear(8, 24, bias=False) if router else None
+        self.expert_gate = nn.Linear(8, 1, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        scale = self.expert_gate(x).sigmoid()
+        if self.router is not None:
+            scale = scale * self.router(x.reshape(-1, 8)).softmax(-1)[:, :1]
+        return scale * F.silu(self.gate(x)) * self.up(x)
+
+
+def test_a_router_and_a_gate_of_one_row_are_merged_with_padding() -> None:
+    """Gate and up stay a pair, which a later pass fuses with their activation."""
+    module = SharedExpert()
+    want = {x: module(x) for x in (torch.randn(1, 8), torch.randn(7, 8))}
+    report = Report(show=False)
+    compiled_graph = compile_graph(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, report=report)
+    assert report.select("pass")[0]["matches"] == 2 and report.select("pass")[0]["rewritten"] == 4
+    rows = {name: each.untyped_storage().nbytes() // 32 for name, each in module.named_parameters()}
+    assert rows == {"gate.weight": 32, "up.weight": 32, "router.weight": 32, "expert_gate.weight": 32}, (
+        "24 + 1 + 7 zeros"
+    )
+    for x, expected in want.items():
+        torch.testing.assert_close(compiled_graph(call_op, x), expected)
+    graph = graph_of(SharedExpert(), 5, 8)
+    MergeLinears().run(graph)
+    sizes = [node.args[1] for node in graph.graph.find_nodes(op="call_function", target=torch.split)]
+    assert sorted(sizes) == [[1, 7, 24], [16, 16]], "the router's columns behind the gate's are aligned"
+
+
+def test_a_gate_of_one_row_beside_a_merged_group_is_left_alone() -> None:
+    graph = graph_of(SharedExpert(router=False), 5, 8)
+    result = MergeLinears().run(graph)
+    assert result.rewritten == 2 and ["misalign" in miss.why for miss in result.near_misses] == [True]
 
 
 def test_near_miss_does_not_prevent_other_merges() -> None:

@@ -15,6 +15,7 @@ from torchweave.ops.attention.varlen import (
     VarlenConfig,
     default_varlen_config,
     launch_varlen_attention,
+    takes_triton_kernel,
 )
 from torchweave.ops.kernels.attention import varlen as kernels
 
@@ -34,7 +35,7 @@ def test_interpreted_kernel_equals_float64() -> None:
     run_interpreted("tests.ops.attention.interpreted_varlen")
 
 
-@pytest.mark.parametrize("head_dim", sorted(TRITON_HEAD_DIMS | {104}))
+@pytest.mark.parametrize("head_dim", [*TRITON_HEAD_DIMS, 104])
 @pytest.mark.parametrize("length", [64, 512, 4096])
 def test_kernel_builds_for_hopper(head_dim: int, length: int) -> None:
     kernel = compile_for_hopper(launch(head_dim, [length]))
@@ -53,6 +54,13 @@ def test_tiles_follow_the_length_of_sequences() -> None:
     assert default_varlen_config(64 * 64, 64, 16) == VarlenConfig(64, 64, 4, 3)
     assert default_varlen_config(1024, 1, 16) == VarlenConfig(128, 64, 8, 3)
     assert default_varlen_config(4096, 1, 16) == default_varlen_config(4096, 4, 16) == VarlenConfig(128, 64, 4, 3)
+
+
+def test_calls_that_run_the_kernel() -> None:
+    half, single = torch.empty(4, 2, 72, dtype=torch.bfloat16), torch.empty(4, 2, 72)
+    assert takes_triton_kernel(half, 1, 0.1) and not takes_triton_kernel(single, 1, 0.1)
+    assert not takes_triton_kernel(half, 1, -0.1), "the largest product would be the smallest score"
+    assert not takes_triton_kernel(half[..., :64], 4, 0.1), "a power of two has no padding to save"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 20, 16])

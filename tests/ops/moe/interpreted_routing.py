@@ -37,6 +37,8 @@ def first_of_equals_and_nothing_out_of_range() -> None:
     assert index[0].tolist() == [1, 2]
     assert index[1].tolist() == [5, 5], "a token that is not a number has experts that add nothing"
     assert index[2].tolist() == [1, 0]
+    weights, index = by_kernel(torch.tensor([[-1.0, -0.0, 0.0, -3.0]]), None, 3, score="chosen_softmax")
+    assert index[0].tolist() == [1, 2, 0] and weights[0, 0] == weights[0, 1], "both zeros are equal"
 
 
 if __name__ == "__main__":

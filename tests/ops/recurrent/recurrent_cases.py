@@ -112,14 +112,19 @@ def draw_delta(case: Case, draw: Callable[..., Tensor], tokens: int) -> dict[str
     if case.options.get("alike"):  # keys that repeat are what makes the triangular systems hard
         k = k[:1].expand(tokens, heads, key) if tokens else k
         g = g - 4
+    gates = case.options.get("gates", False)
+    beta = draw(tokens, value_heads)
     return {
         "q": draw(tokens, heads, key),
         "k": k if normalize else k * key**-0.5,
         "v": draw(tokens, value_heads, value),
-        "g": -F.softplus((g - 2) * case.options.get("decay", 2.0)),  # most states live longer than a chunk
-        "beta": draw(tokens, value_heads).sigmoid(),
+        # Most states live longer than a chunk.
+        "g": g.to(case.dtype) if gates else -F.softplus((g - 2) * case.options.get("decay", 2.0)),
+        "beta": beta if gates else beta.sigmoid(),
         "out": draw(tokens, value_heads, value),
         "normalize": normalize,
+        "A_log": draw(value_heads).float() - 2 if gates else None,
+        "dt_bias": draw(value_heads) if gates else None,
     }
 
 
@@ -173,6 +178,8 @@ def conv_oracle(args: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
 
 def delta_oracle(args: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta = (args[name] for name in ("q", "k", "v", "g", "beta"))
+    if args["A_log"] is not None:
+        g, beta = -args["A_log"].exp() * F.softplus(g + args["dt_bias"]), beta.sigmoid()
     if args["normalize"]:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     group, results = v.shape[1] // k.shape[1], []
@@ -317,6 +324,7 @@ SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "delta_unnormalized": ((3, 3, 32, 16), {"normalize": False}),
     "delta_alike": ((1, 2, 16, 16), {"alike": True}),
     "delta_by_channel": ((2, 2, 16, 16), {"by_channel": True}),
+    "delta_gates": ((2, 4, 16, 16), {"gates": True}),
     "delta_strong_decay": ((1, 2, 16, 16), {"decay": 40.0}),
     "ssd": ((4, 16, 2, 32), {"dt_max": 2.0}),
     "ssd_float_out": ((2, 16, 1, 16), {"out": torch.float32}),

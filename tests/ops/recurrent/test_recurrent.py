@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops.recurrent.recurrent_cases import KINDS, OPS, SIZES, STATE, STEPS, Built, Case, build, case, close
@@ -128,8 +129,11 @@ def transformers_result(case: Case, args: dict) -> tuple[Tensor, Tensor | None]:
     if case.op == "gated_delta":
         function = kimi.chunk_kimi_delta_attention if args["g"].ndim == 3 else qwen.torch_chunk_gated_delta_rule
         inputs = [batched[name] for name in ("q", "k", "v")]
+        g, beta = batched["g"], batched["beta"]
+        if args["A_log"] is not None:
+            g, beta = -args["A_log"].exp() * F.softplus(g + args["dt_bias"]), beta.sigmoid()
         out, state = function(
-            *inputs, g=batched["g"], beta=batched["beta"], output_final_state=True,
+            *inputs, g=g, beta=beta, output_final_state=True,
             use_qk_l2norm_in_kernel=args["normalize"],
         )  # fmt: skip
         return out[0], state[0]

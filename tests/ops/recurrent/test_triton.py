@@ -96,6 +96,7 @@ PUBLISHED = {
     "lfm2": ("conv", (2048, 3)),
     "qwen3_next_conv": ("conv", (8192, 4)),
     "qwen3_next": ("delta", (16, 32, 128, 128)),
+    "qwen3_5": ("delta_gates", (16, 32, 128, 128)),
     "kimi_linear": ("delta_by_channel", (32, 32, 128, 128)),
     "falcon_h1": ("ssd", (128, 64, 1, 128)),
     "minimax": ("ssd_lightning", (64, 128, 64, 128)),

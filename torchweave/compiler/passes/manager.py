@@ -21,7 +21,14 @@ from torchweave.compiler.ir.graph import CapturedGraph, FakeGraph, Input, run_fa
 from torchweave.compiler.ir.mutation import mutated_args
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece
-from torchweave.compiler.passes.aten import add_rms_norm, gated_activation, qk_norm_rope, raise_rms_norm, rope
+from torchweave.compiler.passes.aten import (
+    add_rms_norm,
+    gated_activation,
+    gated_rms_norm,
+    qk_norm_rope,
+    raise_rms_norm,
+    rope,
+)
 from torchweave.compiler.passes.aten.expand import Expand
 from torchweave.compiler.passes.aten.fp8_activation import FUSION as FP8_ACTIVATION
 from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
@@ -36,6 +43,7 @@ from torchweave.compiler.passes.collectives.user_buffers import (
     UserBuffersFinalize,
     UserBuffersPrologue,
 )
+from torchweave.compiler.passes.torch_ir.delta_gates import DeltaGates
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
 from torchweave.compiler.passes.torch_ir.merge_int_linears import MergeIntLinears
@@ -61,11 +69,13 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
     return (
         MergeLinears(),
         RotaryAttention(),
+        DeltaGates(),
         SmallLinears(table=table),
         MergeFp8Linears(),
         MergeIntLinears(),
         Fp8Attention(),
         raise_rms_norm.FUSION,
+        gated_rms_norm.FUSION,
         gated_activation.FUSION,
         all_reduce_norm.FUSION,
         all_reduce_norm_quant.FP8,

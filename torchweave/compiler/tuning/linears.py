@@ -91,10 +91,10 @@ def candidates(tokens: int, around: str) -> list[LinearConfig]:
     """The configurations to measure at a token count."""
     plain: list[LinearConfig] = []
     if tokens == 1:
-        shapes = [(2, 2048, 4, 4), (4, 1024, 4, 4), (4, 2048, 4, 2), (8, 1024, 4, 2), (8, 1024, 8, 2)]
+        shapes = [(2, 2048, 4, 1), (2, 2048, 4, 4), (4, 1024, 4, 4), (4, 2048, 4, 2), (8, 1024, 4, 2), (8, 1024, 8, 2)]
         plain += [LinearConfig("row", *shape) for shape in shapes]
     elif tokens <= 4:
-        shapes = [(4, 1024, 4, 2), (2, 1024, 4, 2), (8, 512, 4, 2)]
+        shapes = [(2, 2048, 4, 1), (4, 1024, 4, 2), (2, 1024, 4, 2), (8, 512, 4, 2)]
         plain += [LinearConfig("row", *shape) for shape in shapes]
     if 1 < tokens <= 16:
         shapes = [(16, 64, 4, 4), (16, 128, 4, 3), (32, 64, 4, 4)]

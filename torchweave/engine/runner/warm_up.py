@@ -103,12 +103,21 @@ class PlaceholderForward:
             slopes = {"alibi_slopes": torch.zeros(layer.num_heads, device=device)} if layer.alibi else {}
             boundary(torch.ops.torchweave.attention.default, arguments, slopes)
         for state, call in enumerate(self._recurrent):
-            boundary(call.op, call.zeros(tokens, state, device), {})
+            boundary(call.op, _with_gates(call.op, call.zeros(tokens, state, device)), {})
         logits = torch.zeros(index.shape[0], self._num_outputs, dtype=self._dtype, device=device)
         if not self._hidden_size:
             return logits
         rows = len(logits) if others else tokens
         return logits, torch.zeros(rows, self._hidden_size, dtype=self._dtype, device=device)
+
+
+def _with_gates(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a recurrent op as the pass `delta_gates` leaves them, in models whose gates are of its form."""
+    if op is not torch.ops.torchweave.gated_delta.default or args[3].ndim > 2:
+        return args
+    q, k, v, g, beta, *others = args[:8]
+    gate = torch.zeros(beta.shape[1], dtype=beta.dtype, device=beta.device)
+    return (q, k, v, g.to(beta.dtype), beta, *others, gate, gate)
 
 
 def launch_resample(state: SlotState, logits: Tensor) -> None:

@@ -231,7 +231,7 @@ def _batch_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = attention_mask is None and position_bias is None and not causal and not others.get("dropout")
-    if not (plain and query.shape == key.shape == value.shape and takes_triton_kernel(query, scale)):
+    if not (plain and query.shape == key.shape == value.shape and takes_triton_kernel(query, query.shape[0], scale)):
         others |= {"scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
     batch, heads, length, head_dim = query.shape

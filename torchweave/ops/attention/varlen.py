@@ -22,8 +22,8 @@ from torchweave.ops.registry import define
 
 ALIGNMENT = 8
 """Flash attention takes heads whose size is a multiple of this; the Triton kernel takes such strides."""
-TRITON_HEAD_DIMS = frozenset({72, 80})
-"""Head sizes for which the Triton kernel is faster than torch's flash attention (`bench/kernels/attention.py --only varlen`)."""
+TRITON_HEAD_DIMS = {72: 1, 80: 2}
+"""Head sizes for which the Triton kernel is chosen, and from how many sequences (`bench/kernels/attention.py --only varlen`)."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ def has_triton_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def takes_triton_kernel(query: Tensor, scale: float) -> bool:
+def takes_triton_kernel(query: Tensor, sequences: int, scale: float) -> bool:
     """Whether `varlen_attention` runs the Triton kernel for these queries, on a device that has it; no value is read."""
-    return query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in TRITON_HEAD_DIMS and scale > 0.0
+    head_dim, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
+    return half and scale > 0.0 and head_dim in TRITON_HEAD_DIMS and sequences >= TRITON_HEAD_DIMS[head_dim]
 
 
 def _like_query(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
@@ -67,7 +68,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def _varlen_cuda(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    if has_triton_kernel(query.device) and takes_triton_kernel(query, scale):
+    if has_triton_kernel(query.device) and takes_triton_kernel(query, len(cu_seqlens) - 1, scale):
         return launch_varlen_attention(query, key, value, cu_seqlens, scale)
     if len(cu_seqlens) == 2:
         return _attend(query, key, value, scale)

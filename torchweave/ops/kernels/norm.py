@@ -1,4 +1,4 @@
-"""Triton: RMSNorm of rows, with an optional residual add before it. A program holds whole rows in registers."""
+"""Triton: RMSNorm of rows, with an optional residual add before it or gate behind it. A program holds whole rows in registers."""
 
 # Triton's decorators and constexpr arguments are untyped.
 # pyright: reportCallIssue=false
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchweave.ops.kernels.activation import activate
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
 from torchweave.ops.kernels.rows import strided_rows
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
@@ -27,12 +28,14 @@ def scale_rows(rows, norm, weight, offset, WEIGHT: tl.constexpr, WIDE: tl.conste
 
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_kernel(
-    x, residual, weight, y, total, num_rows, eps, offset,
-    x_inner, x_outer_stride, x_inner_stride, r_inner, r_outer_stride, r_inner_stride,
+    x, other, weight, y, total, num_rows, eps, offset,
+    x_inner, x_outer_stride, x_inner_stride, other_inner, other_outer_stride, other_inner_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    ADD: tl.constexpr, STORE_SUM: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+    ADD: tl.constexpr, STORE_SUM: tl.constexpr, WEIGHT: tl.constexpr, WIDE: tl.constexpr, ACTIVATION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """y [num_rows, WIDTH] = norm of x, or of x + residual, also written to `total` if KEEP; x and residual are `StridedRows`."""
+    """y [num_rows, WIDTH] = norm of x; ADD: of x + other, also written to `total` if STORE_SUM; ACTIVATION: times the activation
+    of other. x and other are `StridedRows`."""
     pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -41,16 +44,19 @@ def norm_kernel(
     value = tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0)
     dtype = value.dtype
     target = row[:, None] * WIDTH + column[None, :]
+    if ADD or ACTIVATION is not None:
+        at = row // other_inner * other_outer_stride + row % other_inner * other_inner_stride
+        second = tl.load(other + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        at = row // r_inner * r_outer_stride + row % r_inner * r_inner_stride
-        other = tl.load(residual + at[:, None] + column[None, :], mask=mask, other=0.0)
-        value = (value.to(tl.float32) + other.to(tl.float32)).to(dtype)
+        value = (value.to(tl.float32) + second).to(dtype)
         if STORE_SUM:
             tl.store(total + target, value, mask=mask)
     wide = value.to(tl.float32)
     norm = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)[None, :] if WEIGHT else 0.0
     result = scale_rows(wide, norm[:, None], scale, offset, WEIGHT, WIDE, dtype)
+    if ACTIVATION is not None:
+        result *= activate(second, ACTIVATION)
     tl.store(y + target, result.to(dtype), mask=mask)
 
 
@@ -62,10 +68,15 @@ def launch_norm(
     offset: float,
     wide: bool,
     keep_sum: bool = True,
+    *,
+    gate: Tensor | None = None,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The norm of x, or of x + residual, and that sum if it is requested."""
+    """The norm of x, or of x + residual, and that sum if it is requested; or the norm of x times the activation of `gate`."""
+    assert residual is None or gate is None, "a norm has a residual or a gate"
+    other = gate if residual is None else residual
     rows = strided_rows(x)
-    added = rows if residual is None else strided_rows(residual)
+    others = rows if other is None else strided_rows(other)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     keep = residual is not None and keep_sum
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keep else None
@@ -75,11 +86,11 @@ def launch_norm(
     block = next_power_of_2(width)
     rows_per_program = max(1, min(2048 // block, next_power_of_2(rows.count)))
     norm_kernel[(cdiv(rows.count, rows_per_program),)](
-        rows.tensor, added.tensor, x if weight is None else weight, y, y if total is None else total,
+        rows.tensor, others.tensor, x if weight is None else weight, y, y if total is None else total,
         rows.count, eps, offset,
-        rows.inner, rows.outer_stride, rows.inner_stride, added.inner, added.outer_stride, added.inner_stride,
+        rows.inner, rows.outer_stride, rows.inner_stride, others.inner, others.outer_stride, others.inner_stride,
         WIDTH=width, BLOCK=block, ROWS=rows_per_program,
-        ADD=residual is not None, STORE_SUM=keep, WEIGHT=weight is not None, WIDE=wide,
+        ADD=residual is not None, STORE_SUM=keep, WEIGHT=weight is not None, WIDE=wide, ACTIVATION=activation,
         DEPENDENT=dependent, num_warps=max(1, min(16, block * rows_per_program // 256)), enable_fp_fusion=False,
         **pdl_options(dependent),
     )  # fmt: skip

@@ -67,6 +67,8 @@ class DeltaCall:
     out: Tensor
     state: int
     normalize: bool
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
 
     @property
     def state_shape(self) -> tuple[tuple[int, ...], torch.dtype]:

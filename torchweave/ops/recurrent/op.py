@@ -56,7 +56,16 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, sta
 
 @define("torchweave::gated_delta", mutates=("out",), boundary=True)
 def gated_delta(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor, state: int, normalize: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    out: Tensor,
+    state: int,
+    normalize: bool,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
 ) -> None:
     """Gated delta rule, for each value head, with a state `S[K, V]`:
     `S = exp(g) * S; S += k (beta * (v - k S))^T; out = K**-0.5 * q S`.
@@ -69,8 +78,10 @@ def gated_delta(
         out: `[T, HV, V]`, written whole.
         state: index of the state, `[S, HV, K, V]` float32.
         normalize: divide q and k by `sqrt(sum of squares + 1e-6)` first.
+        A_log, dt_bias: `[HV]`, both or none. With them g `[T, HV]` and beta are projections before their gates: the log decay is
+            `-exp(A_log) * softplus(g + dt_bias)` in float32, the rate `sigmoid(beta)`, rounded to beta's dtype.
     """
-    _alone(DeltaCall(q, k, v, g, beta, out, state, normalize))
+    _alone(DeltaCall(q, k, v, g, beta, out, state, normalize, A_log, dt_bias))
 
 
 @define("torchweave::ssd", mutates=("out",), boundary=True)

@@ -138,7 +138,11 @@ def _apply_activation(call: ConvCall, result: Tensor) -> Tensor:
 
 def _delta_inputs(call: DeltaCall, index: Tensor | slice) -> tuple[Tensor, ...]:
     """q with its scale, k, v, g and beta of some tokens in float32, q and k for each value head."""
-    q, k, v, g, beta = (each[index].float() for each in (call.q, call.k, call.v, call.g, call.beta))
+    beta = call.beta[index] if call.A_log is None else call.beta[index].sigmoid()
+    q, k, v, g, beta = (each.float() for each in (call.q[index], call.k[index], call.v[index], call.g[index], beta))
+    if call.A_log is not None:
+        assert call.dt_bias is not None, "A_log comes with dt_bias"
+        g = -call.A_log.float().exp() * F.softplus(g + call.dt_bias.float())
     if call.normalize:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
     group = v.shape[1] // k.shape[1]

@@ -125,12 +125,15 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, rows: Rows) -> No
     q, k, v, beta = _dense(call.q), _dense(call.k), _dense(call.v), call.beta
     by_channel = call.g.ndim == 3
     g = _dense(call.g) if by_channel else call.g
+    assert call.A_log is None or not by_channel, "gates are computed for a decay a head"
+    gates = [beta if each is None else each.contiguous() for each in (call.A_log, call.dt_bias)]
     heads, key_dim = k.shape[1:]
     value_heads, value_dim = v.shape[1:]
     strides = [stride for each in (q, k, v, g, beta, out) for stride in each.stride()[:2]]
     sizes = {
         "VALUE_HEADS": value_heads, "GROUP": value_heads // heads, "KEY_DIM": key_dim,
         "KEY_PAD": max(16, next_power_of_2(key_dim)), "NORMALIZE": call.normalize,
+        "GATES": call.A_log is not None,
     }  # fmt: skip
     chunked = not meta.decode_only and not by_channel and rows.access == StateAccess.ADVANCE
     if chunked:
@@ -138,12 +141,12 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, rows: Rows) -> No
         chunks = meta.num_tokens // DELTA_CHUNK + meta.num_rows + 1
         inverse = torch.empty(chunks, value_heads, DELTA_CHUNK, DELTA_CHUNK, device=q.device)
         delta_solve[chunks, value_heads](
-            k, g, beta, inverse, meta.query_start, meta.num_rows, meta.num_tokens,
+            k, g, beta, *gates, inverse, meta.query_start, meta.num_rows, meta.num_tokens,
             *(stride for each in (k, g, beta) for stride in each.stride()[:2]), **sizes, **_options(q.device, SOLVE_WARPS),
         )  # fmt: skip
         block = max(16, min(DELTA_BLOCK, next_power_of_2(value_dim)))
         delta_prefill[cdiv(value_dim, block), value_heads, meta.num_rows](
-            q, k, v, g, beta, inverse, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
+            q, k, v, g, beta, *gates, inverse, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
             meta.num_tokens, key_dim**-0.5, *strides, **sizes, VALUE_DIM=value_dim, BLOCK=block,
             **_options(q.device, DELTA_WARPS),
         )  # fmt: skip
@@ -152,7 +155,7 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, rows: Rows) -> No
         sizes["FEW"] = ALL
     block = _block(value_dim, value_heads * meta.num_rows, 32, 16)
     delta_scan[cdiv(value_dim, block), value_heads, rows.programs](
-        q, k, v, g, beta, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position, meta.num_rows,
+        q, k, v, g, beta, *gates, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position, meta.num_rows,
         meta.num_tokens, key_dim**-0.5, *strides, **sizes, VALUE_DIM=value_dim, BLOCK=block, BY_CHANNEL=by_channel,
         DECODE_ONLY=meta.decode_only, ACCESS=int(rows.access), **_options(q.device, 2 if block > 16 else 1),
     )  # fmt: skip

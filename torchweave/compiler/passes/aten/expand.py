@@ -33,6 +33,7 @@ EXPANDED_OPS = (
     "torchweave::rms_norm",
     "torchweave::add_rms_norm",
     "torchweave::rms_norm_of_sum",
+    "torchweave::gated_rms_norm",
     "torchweave::gated_activation",
     "torchweave::gated_activation_pair",
     "torchweave::rope",

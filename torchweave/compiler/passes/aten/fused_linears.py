@@ -8,8 +8,9 @@ Before                                                       After
 
 Runs behind `raise_rms_norm` and `gated_activation`, and before `add_rms_norm`, which would fuse the residual add elsewhere.
 
-When      W is a parameter for which `torchweave.ops.linear` has kernels; nothing else reads the intermediate results; the add
-          has no alpha and does not broadcast or widen; tokens lie in one dimension. A linear takes a gate or a residual, not both.
+When      W is a parameter of at least 2**20 elements for which `torchweave.ops.linear` has kernels; nothing else reads the
+          intermediate results; the add has no alpha and does not broadcast or widen; tokens lie in one dimension. A linear takes
+          a gate or a residual, not both.
 Numerics  exact: same roundings; only the summation order differs.
 Pays      up to 32 tokens on a GPU, where a launch costs as much as its computation: five dependent launches a layer remain. A
           table of measurements selects the kernel by token count (`compiler/tuning`); see bench/kernels/layer.py. Beyond that the
@@ -115,7 +116,7 @@ def _reject_reason(x: Any, weight: Any, bias: Any) -> str | None:
     if not isinstance(weight, fx.Node) or weight.op != "placeholder" or (bias is not None and bias.op != "placeholder"):
         return "its weight or bias is computed, not a parameter"
     w = value(weight)
-    if w.ndim != 2 or not isinstance(w, Tensor) or not supported(w.shape[0], w.shape[1], w.dtype):
+    if w.ndim != 2 or not isinstance(w, Tensor) or not supported(w.shape[0], w.shape[1], w.dtype, fused=True):
         return f"for {describe_weight(w)} the op has no kernel but the BLAS"
     if bias is not None and not value(bias).is_contiguous():
         return "its bias is not contiguous"

@@ -46,12 +46,14 @@ class StackableCall:
         x: the input that all calls of the group read.
         constants: stacked along the first dimension; the weight `[N, K]` first.
         arguments: builds the call's arguments with the given constants (nodes or fake values); `read` maps the other nodes.
+        padding: rows of zeros that are stacked behind its constants, so that the next call's outputs stay aligned.
     """
 
     node: fx.Node
     x: fx.Node
     constants: tuple[fx.Node, ...]
     arguments: Callable[[Sequence[Any], Callable[[fx.Node], Any]], tuple[Any, ...]]
+    padding: int = 0
 
 
 def mergeable_groups(
@@ -124,15 +126,16 @@ def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _Fake
 
     Raises the error of a reader that cannot take a strided view.
     """
-    sizes = [value(item.constants[0]).shape[0] for item in group]
     target: Any = group[0].node.target
     columns = zip(*(item.constants for item in group), strict=True)
-    constants = [graph.fake_ops.run(torch.cat, ([value(node) for node in column],), {}) for column in columns]
+    constants = [
+        graph.fake_ops.run(torch.cat, (_padded([value(node) for node in column], group),), {}) for column in columns
+    ]
     whole = graph.fake_ops.run(target, group[0].arguments(constants, value), {})
-    parts = graph.fake_ops.run(torch.split, (whole, sizes), {"dim": -1})
+    parts = graph.fake_ops.run(torch.split, (whole, _split_sizes(group)), {"dim": -1})
     results = [
         graph.fake_ops.run(torch.clone, (part,), _CONTIGUOUS) if _is_returned(graph, item.node) else part
-        for item, part in zip(group, parts, strict=True)
+        for item, part in zip(group, (parts[index] for index in _part_indices(group)), strict=True)
     ]
     changed = update_fake_values(
         graph, {item.node: result for item, result in zip(group, results, strict=True)}, commit=False
@@ -152,18 +155,18 @@ def _rewrite(
     key = tuple(item.constants[0] for item in group)
     if key not in stacked:
         columns = zip(*(item.constants for item in group), strict=True)
-        stacked[key] = tuple(_merge_constants(graph, column) for column in columns)
+        stacked[key] = tuple(_merge_constants(graph, column, group) for column in columns)
     whole, parts, results, changed = faked
     for node, new in changed.items():
         node.meta["example_value"] = new
-    sizes = [part.shape[-1] for part in parts]
     nodes, first = graph.graph, group[0].node
     target: Any = first.target
     with nodes.inserting_before(first):
         one = nodes.call_function(target, group[0].arguments(stacked[key], lambda node: node))
-        pieces = nodes.call_function(torch.split, (one, sizes), {"dim": -1})
-        items = [nodes.call_function(operator.getitem, (pieces, index)) for index in range(len(group))]
-        for index, (part, result) in enumerate(zip(parts, results, strict=True)):
+        pieces = nodes.call_function(torch.split, (one, _split_sizes(group)), {"dim": -1})
+        items = [nodes.call_function(operator.getitem, (pieces, index)) for index in _part_indices(group)]
+        for index, (number, result) in enumerate(zip(_part_indices(group), results, strict=True)):
+            part = parts[number]
             items[index].meta["example_value"] = part
             if result is not part:
                 items[index] = nodes.call_function(torch.clone, (items[index],), _CONTIGUOUS)
@@ -175,16 +178,37 @@ def _rewrite(
         nodes.erase_node(item.node)
 
 
-def _merge_constants(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> fx.Node:
+def _split_sizes(group: Sequence[StackableCall]) -> list[int]:
+    """Outputs of each call, and its padding behind them where it has some."""
+    sizes = ((value(item.constants[0]).shape[0], item.padding) for item in group)
+    return [size for rows, padding in sizes for size in ((rows, padding) if padding else (rows,))]
+
+
+def _part_indices(group: Sequence[StackableCall]) -> list[int]:
+    """The index of each call's outputs in the parts of `_split_sizes`."""
+    return [index + sum(item.padding > 0 for item in group[:index]) for index in range(len(group))]
+
+
+def _padded(tensors: Sequence[Tensor], group: Sequence[StackableCall]) -> list[Tensor]:
+    """One constant of each call, and the zeros behind it."""
+    padded: list[Tensor] = []
+    for tensor, item in zip(tensors, group, strict=True):
+        padded.append(tensor)
+        if item.padding:
+            padded.append(tensor.new_zeros(item.padding, *tensor.shape[1:]))
+    return padded
+
+
+def _merge_constants(graph: CapturedGraph, nodes: Sequence[fx.Node], group: Sequence[StackableCall]) -> fx.Node:
     """Stack constants into one; the originals become views of it."""
-    tensors = [graph.constant(node) for node in nodes]
-    whole = _concatenate([tensor for tensor in tensors if tensor is not None])
+    tensors = [tensor for node in nodes if (tensor := graph.constant(node)) is not None]
+    assert len(tensors) == len(nodes), "only constants are stacked"
+    whole = _concatenate(_padded(tensors, group))
     start = 0
-    for node, tensor in zip(nodes, tensors, strict=True):
-        assert tensor is not None, "only constants are stacked"
+    for node, tensor, item in zip(nodes, tensors, group, strict=True):
         end = start + tensor.shape[0]
         graph.rebind_constant(node, whole[start:end])
-        start = end
+        start = end + item.padding
     return graph.add_constant(f"merged_{nodes[0].name}", whole)
 
 

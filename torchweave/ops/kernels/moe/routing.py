@@ -12,6 +12,15 @@ from torch import Tensor
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 from torchweave.ops.kernels.sizes import next_power_of_2
 
+_TAKEN = tl.constexpr(-(1 << 31))
+"""Key below that of every score: of an expert that was chosen, or whose score is NaN."""
+
+
+@triton.jit
+def _ordered(bits):
+    """The bits of a float32 as an integer that sorts like it, and back. A warp reduces integers in one instruction."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
 
 @triton.jit
 def _best(score, free, lane, BLOCK: tl.constexpr):
@@ -55,18 +64,20 @@ def route_kernel(
             at, _ = _best(value[None, :], ((allowed == 0) & (group < GROUPS))[None, :], group[None, :], GROUP_BLOCK)
             allowed = tl.where(group == at, 1, allowed)
         choice = tl.where(allowed[:, None] == 1, choice, FILL)
-    if not HAS_BIAS:
-        score = choice
-    free = real
     slot = tl.arange(0, TOP_BLOCK)
     chosen = tl.zeros([TOP_BLOCK], tl.int32)
     value = tl.zeros([TOP_BLOCK], tl.float32)
+    bits = tl.where(choice == 0.0, 0.0, choice).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    keys = tl.where(real & (choice == choice), _ordered(bits), _TAKEN)
     for j in tl.static_range(TOP):
-        best = tl.max(tl.max(tl.where(free, choice, float("-inf")), axis=1), axis=0)
-        at = tl.min(tl.min(tl.where(free & (choice == best), expert, num_experts), axis=1), axis=0)
-        taken = expert == at
-        top_score = tl.sum(tl.sum(tl.where(taken & real, score, 0.0), axis=1), axis=0)
-        free = free & (expert != at)
+        best = tl.max(tl.max(keys, axis=1), axis=0)
+        found = best != _TAKEN
+        at = tl.min(tl.min(tl.where((keys == best) & found, expert, num_experts), axis=1), axis=0)
+        if HAS_BIAS:
+            top_score = tl.sum(tl.sum(tl.where((expert == at) & real, score, 0.0), axis=1), axis=0)
+        else:
+            top_score = tl.where(found, _ordered(best).to(tl.float32, bitcast=True), 0.0)
+        keys = tl.where(expert == at, _TAKEN, keys)
         chosen = tl.where(slot == j, at, chosen)
         value = tl.where(slot == j, top_score, value)
     used = slot < TOP

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, is_padding, row_end, row_tokens
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, is_padding, row_end, row_tokens, softplus
 
 
 @triton.jit
@@ -24,14 +24,28 @@ def _inverse_norm(x):
     return tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
 
 
+@triton.jit
+def _load_gates(g, beta, A_log, dt_bias, valid, GATES: tl.constexpr):
+    """Log decay and rate of tokens of a head, float32, 0 where not `valid`; `g` and `beta` are their places, `A_log` and
+    `dt_bias` the head's. GATES: those are projections; see the op."""
+    decay = tl.load(g, mask=valid, other=0.0).to(tl.float32)
+    loaded = tl.load(beta, mask=valid, other=0.0)
+    rate = loaded.to(tl.float32)
+    if GATES:
+        step = softplus(decay + tl.load(dt_bias).to(tl.float32))
+        decay = tl.where(valid, -tl.exp(tl.load(A_log).to(tl.float32)) * step, 0.0)
+        rate = tl.where(valid, (1.0 / (1.0 + tl.exp(-rate))).to(loaded.dtype).to(tl.float32), 0.0)
+    return decay, rate
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def delta_scan(
-    q, k, v, g, beta, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, scale,
+    q, k, v, g, beta, A_log, dt_bias, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, scale,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, g_stride, g_head_stride,
     beta_stride, beta_head_stride, out_stride, out_head_stride,
     VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZE: tl.constexpr, DECODE_ONLY: tl.constexpr, FEW: tl.constexpr,
-    ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATES: tl.constexpr, ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, token after token; padded tokens become zero. Rows
     of more than FEW tokens are skipped."""
@@ -63,15 +77,18 @@ def delta_scan(
         query = tl.load(q_row + token * q_stride, mask=valid_key, other=0.0).to(tl.float32)
         key = tl.load(k_row + token * k_stride, mask=valid_key, other=0.0).to(tl.float32)
         value = tl.load(v + token * v_stride + head * v_head_stride + value_dim, mask=valid_value, other=0.0)
-        rate = tl.load(beta + token * beta_stride + head * beta_head_stride).to(tl.float32)
+        rate_place = beta + token * beta_stride + head * beta_head_stride
+        decay_place = g + token * g_stride + head * g_head_stride
         if NORMALIZE:
             query *= _inverse_norm(query)
             key *= _inverse_norm(key)
         if BY_CHANNEL:
-            decay = tl.load(g + token * g_stride + head * g_head_stride + key_dim, mask=valid_key, other=0.0)
+            rate = tl.load(rate_place).to(tl.float32)
+            decay = tl.load(decay_place + key_dim, mask=valid_key, other=0.0)
             matrix *= tl.exp(decay.to(tl.float32))[:, None]
         else:
-            matrix *= tl.exp(tl.load(g + token * g_stride + head * g_head_stride).to(tl.float32))
+            decay, rate = _load_gates(decay_place, rate_place, A_log + head, dt_bias + head, True, GATES)
+            matrix *= tl.exp(decay)
         delta = rate * (value.to(tl.float32) - tl.sum(matrix * key[:, None], 0))
         matrix += key[:, None] * delta[None, :]
         if ACCESS != COMMIT:
@@ -107,10 +124,10 @@ def _product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def delta_solve(
-    k, g, beta, inverse, query_start, num_rows, num_tokens,
+    k, g, beta, A_log, dt_bias, inverse, query_start, num_rows, num_tokens,
     k_stride, k_head_stride, g_stride, g_head_stride, beta_stride, beta_head_stride,
     VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    NORMALIZE: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORMALIZE: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr, GATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`inverse[chunk, head]` `[CHUNK, CHUNK]` of chunk `program_id(0)` and value head `program_id(1)`, for rows of more than FEW
     tokens."""
@@ -126,8 +143,12 @@ def delta_solve(
     valid = token < end
     place = k + head // GROUP * k_head_stride + token[:, None] * k_stride + key_dim[None, :]
     keys = _unit_rows(tl.load(place, mask=valid[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0), NORMALIZE)
-    rate = tl.load(beta + token * beta_stride + head * beta_head_stride, mask=valid, other=0.0).to(tl.float32)
-    total = tl.cumsum(tl.load(g + token * g_stride + head * g_head_stride, mask=valid, other=0.0).to(tl.float32), 0)
+    g_place, beta_place = (
+        g + token * g_stride + head * g_head_stride,
+        beta + token * beta_stride + head * beta_head_stride,
+    )
+    decay, rate = _load_gates(g_place, beta_place, A_log + head, dt_bias + head, valid, GATES)
+    total = tl.cumsum(decay, 0)
     # Transposed: entry [j, i] is A[i, j], so that a row of A comes out along the rows of `result`.
     between = tl.exp(tl.where(at[:, None] < at[None, :], total[None, :] - total[:, None], float("-inf")))
     entries = _product(keys, tl.trans(keys), PRECISION) * between * rate[None, :]
@@ -142,12 +163,12 @@ def delta_solve(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def delta_prefill(
-    q, k, v, g, beta, inverse, out, state, slots, query_start, seq_lens, num_rows, num_tokens, scale,
+    q, k, v, g, beta, A_log, dt_bias, inverse, out, state, slots, query_start, seq_lens, num_rows, num_tokens, scale,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, g_stride, g_head_stride,
     beta_stride, beta_head_stride, out_stride, out_head_stride,
     VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, NORMALIZE: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    GATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, if it has more than FEW tokens, chunk after chunk."""
     pdl_wait(DEPENDENT)
@@ -174,8 +195,8 @@ def delta_prefill(
         query = tl.load(q_head + token[:, None] * q_stride + key_dim[None, :], mask=by_key, other=0.0)
         keys, query = _unit_rows(keys, NORMALIZE), _unit_rows(query, NORMALIZE) * scale
         values = tl.load(v_head + token[:, None] * v_stride + value_dim[None, :], mask=by_value, other=0.0)
-        rate = tl.load(beta_head + token * beta_stride, mask=valid, other=0.0).to(tl.float32)
-        decay = tl.load(g_head + token * g_stride, mask=valid, other=0.0).to(tl.float32)
+        g_place, beta_place = g_head + token * g_stride, beta_head + token * beta_stride
+        decay, rate = _load_gates(g_place, beta_place, A_log + head, dt_bias + head, valid, GATES)
         total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
         before = _product(keys, matrix, PRECISION) * tl.exp(total)[:, None]
         delta = _product(tl.load(inverse_place), (values.to(tl.float32) - before) * rate[:, None], PRECISION)
