@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,4 +86,19 @@ def compile_for_hopper(launch: Launch) -> Any:
         else:
             signature[parameter.name] = "fp32"
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    early = products_that_lose_registers(compiled.asm["ttgir"])
+    assert not early, f"registers of products in flight are written: {early}"
+    return compiled
+
+
+def products_that_lose_registers(ttgir: str) -> list[str]:
+    """Products of registers that are in flight when the next iteration writes the registers.
+
+    Triton 3.6 waits for the first of several products only (github.com/triton-lang/triton/issues/9433); then the kernel must wait
+    in assembly before it computes the registers.
+    """
+    found = re.findall(r"(%\S+) = ttng\.warp_group_dot .* : tensor<[^>]*#ttg\.dot_op", ttgir)
+    waits = re.findall(r"ttng\.warp_group_dot_wait (%\S+?),? .*pendings = (\d+)", ttgir)
+    pending = {product for product, count in waits if int(count) > 0}
+    return [] if "wgmma.wait_group.sync.aligned 0;" in ttgir else [product for product in found if product in pending]

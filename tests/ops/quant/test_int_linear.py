@@ -119,8 +119,9 @@ def test_choice() -> None:
                 chosen = choose(tokens, rows, 4096, bits)
                 assert chosen is not None and replace(chosen, programs=min(chosen.programs, 2)) in known
         last = MAX_TOKENS[bits]
-        assert choose(last, 6144, 4096, bits) and choose(last + 1, 6144, 4096, bits) is None
+        assert choose(last, 4096, 4096, bits) and choose(last + 1, 4096, 4096, bits) is None
         assert choose(0, 6144, 4096, bits) is None
+    assert choose(384, 6144, 4096, 4) is None, "144 tiles would leave most of a second wave idle"
     assert choose(1, 4096, 4096, 4) != choose(1, 6144, 4096, 4) != choose(1, 4096, 14336, 4)
     assert choose(8, 4096, 256, 4).programs == 1, "as many blocks as two warps divide"  # type: ignore[union-attr]
     assert not choose(1, 6144, 4096, 4, hopper=False).hopper  # type: ignore[union-attr]
@@ -311,7 +312,7 @@ def test_products_of_blocks_are_asynchronous_and_keep_their_registers(config: In
 CONFIGS = [
     IntConfig("split", 64, 4, 3, 32, 2),
     IntConfig("tile", 128, 4, 5, 32, 4),
-    IntConfig("tile", 64, 4, 3, 32, 2, hopper=False),
+    IntConfig("split", 64, 4, 3, 32, 2, hopper=False),
 ]
 
 

@@ -112,7 +112,7 @@ class IntConfig:
         block_t: tokens of a program, not for "row".
         programs: programs that divide K, not for "row"; above 1, a second kernel adds their sums.
         hopper: use what sm_90 has: programmatic dependent launch, which starts a kernel while the previous one drains, and
-            arithmetic on pairs of 16-bit numbers.
+            arithmetic on pairs of 16-bit numbers. Tiles always use it there.
     """
 
     kernel: Literal["row", "split", "tile"]
@@ -145,12 +145,19 @@ _TILES = {
     ),
     64: (
         IntConfig("tile", 64, num_warps=4, depth=3, block_t=64),
-        IntConfig("tile", 128, num_warps=8, depth=4, block_t=64),
+        IntConfig("tile", 128, num_warps=8, depth=3, block_t=64),
     ),
-    128: (IntConfig("tile", 128, num_warps=8, depth=4, block_t=128),),
+    128: (
+        IntConfig("tile", 64, num_warps=4, depth=3, block_t=128),
+        IntConfig("tile", 128, num_warps=8, depth=4, block_t=128),
+    ),
 }
 """Tiles for weights of few and of many rows, by tokens of a program."""
-_WIDE, _FEW_ROWS = 8192, 4096
+_DEVICE_PROGRAMS = 132
+"""Programs that run at a time, one on each multiprocessor of an H100."""
+_MIN_INPUTS, _MAX_PROGRAMS = 1024, 8
+"""Inputs of a program at least, and programs at most, that divide K for a tile."""
+_WIDE, _SHORT, _FEW_ROWS = 8192, 2048, 4096
 _FULL, _HALF = 192, 80
 """Tiles from which a GPU is filled by one program for each, and by two."""
 
@@ -189,13 +196,37 @@ def choose(
     kinds = _kinds(num_tokens, width, bits, e2m1)
     if kinds[0].kernel == "row":
         return replace(kinds[0 if num_outputs <= _FEW_ROWS else -1], hopper=hopper)
+    if kinds[0].kernel == "tile":
+        config = _choose_tile(kinds, num_tokens, num_outputs, width)
+        return None if config is None else replace(config, hopper=hopper)
     tiles = -(-num_outputs // kinds[0].block_n) * -(-num_tokens // kinds[0].block_t)
     config = kinds[-1 if tiles >= _FULL else 0]
     programs = 1 if tiles >= _FULL else 2 if tiles >= _HALF else 4
-    shared = 8 if config.kernel == "tile" else config.num_warps
-    while programs > 1 and programs * shared * BLOCK > width:
+    while programs > 1 and programs * config.num_warps * BLOCK > width:
         programs //= 2
     return replace(config, programs=programs, hopper=hopper)
+
+
+def _choose_tile(kinds: tuple[IntConfig, ...], num_tokens: int, num_outputs: int, width: int) -> IntConfig | None:
+    """The tile for weights of few or of many rows, and the programs that fill the device; None for the BLAS."""
+
+    def tiles_of(config: IntConfig) -> int:
+        return -(-num_outputs // config.block_n) * -(-num_tokens // config.block_t)
+
+    few, many = kinds
+    tiles = tiles_of(many)
+    if num_tokens > 256 and _DEVICE_PROGRAMS < tiles <= _DEVICE_PROGRAMS * 3 // 2:
+        return None  # the second wave leaves half of the device idle
+    if many.block_t <= 64:
+        config, room = few if num_outputs <= _FEW_ROWS and width <= _WIDE else many, 2 * _DEVICE_PROGRAMS
+    else:
+        config, room = few if 2 * tiles <= _DEVICE_PROGRAMS and width <= _SHORT else many, _DEVICE_PROGRAMS
+    tiles, programs = tiles_of(config), 1
+    if tiles > _DEVICE_PROGRAMS * 3 // 4:
+        return config  # sums of several programs cost more than idle multiprocessors
+    while 2 * programs * tiles <= room and 2 * programs <= min(_MAX_PROGRAMS, width // _MIN_INPUTS):
+        programs *= 2
+    return replace(config, programs=programs)
 
 
 def kernels_support(width: int, group: int, dtype: torch.dtype, scale_dtype: torch.dtype = torch.bfloat16) -> bool:

@@ -560,7 +560,11 @@ def launch(
 ) -> None:  # fmt: skip
     """out [T, N] of x [T, K] and a weight as `torchweave::int_linear`, rows contiguous."""
     (tokens, width), (outputs, groups) = x.shape, scale.shape
-    hopper = config.hopper and (not x.is_cuda or supports_pdl(x.device))
+    # Tiles on sm_90 must wait in assembly for products in flight.
+    asked = config.hopper or (
+        config.kernel == "tile" and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+    )
+    hopper = asked and (not x.is_cuda or supports_pdl(x.device))
     divided = config.programs > 1
     parts = parts_of(scale, group)
     tiles = cdiv(outputs, config.block_n)
