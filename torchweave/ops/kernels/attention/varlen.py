@@ -5,6 +5,9 @@ takes 80 columns of products; padded to a power of two it would take 128. The qu
 keys or values needs a mask of channels. The device finds a program's sequence, as in `paged_prefill`.
 """
 
+# MASKED is known when a kernel is compiled.
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import triton

@@ -5,6 +5,9 @@ walks the chunks of its row with the state in registers; inside a chunk the scan
 Rows with drafts, which are short: steps of the recurrence one after the other, with the state in registers.
 """
 
+# Triton's decorators are untyped.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
