@@ -28,6 +28,7 @@ LONGEST_FIRST = (
     "verify/test_verify.py",
     "engine/test_eagle.py",
     "engine/test_recurrent_models.py",
+    "engine/test_recurrent_speculation.py",
     "e2e/test_demo_quantized.py",
     "models/weights/test_packed_checkpoint.py",
     "distributed/test_launchers.py",
