@@ -162,6 +162,25 @@ def test_what_was_read_before_a_write_by_a_mask_is_not_what_was_written(kind: st
     torch.testing.assert_close(compiled(**inputs), module(*inputs.values()))
 
 
+@pytest.mark.parametrize("config", [FX, INDUCTOR], ids=["fx", "inductor"])
+def test_a_result_in_an_out_argument_has_its_strides(config: TorchCompileConfig) -> None:
+    """Seed 6024 of the fuzzer: stock torch.compile returns the strides of the sum, which are transposed."""
+
+    def forward(self: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        m = x * 1
+        torch.add((x.t() * 2).contiguous().t(), y, out=m)
+        return m, m[1:], torch.mul(m, m, out=x)
+
+    inputs = {"x": torch.randn(5, 4), "y": torch.randn(5, 4)}
+    compiled = torchweave.compile(module_of(forward), inputs, {"x": {0: "T"}, "y": {0: "T"}}, config)
+    for rows in (2, 5, 17):
+        x, y = torch.randn(rows, 4), torch.randn(rows, 4)
+        written, expected = x.clone(), forward(None, x, y)  # type: ignore[arg-type]
+        results = compiled(written, y)
+        torch.testing.assert_close((*results, written), (*expected, x))
+        assert [each.stride() for each in results] == [each.stride() for each in expected]
+
+
 def test_a_piece_that_fails_an_assertion_of_inductor_runs_as_fx_code() -> None:
     def forward(self: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         x[:, 1:3] += (y + 1)[:, :2]

@@ -56,7 +56,7 @@ from torchweave.compiler.ir.graph import (
     clean_up_graph,
     resolve,
 )
-from torchweave.compiler.ir.mutation import mutated_args, storage_id
+from torchweave.compiler.ir.mutation import mutated_args, op_overload, storage_id
 from torchweave.compiler.ir.symbols import (
     DynamicDims,
     choose_size_hints,
@@ -396,10 +396,29 @@ def _plain_module(gm: fx.GraphModule) -> fx.GraphModule:
         if node.op == "output":
             copy = graph.output(map_arg(tuple(node.args[0]), copies.__getitem__))
         else:
-            copy = graph.node_copy(node, copies.__getitem__)
+            copy = _copied_to_out(graph, node, copies) or graph.node_copy(node, copies.__getitem__)
         copies[node] = copy
         copy.meta = {key: node.meta[key] for key in _NODE_META if key in node.meta}
     return _LazyGraphModule(gm, graph, "Captured")  # generates its code on demand, not after each change
+
+
+def _copied_to_out(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+    """`f(..., out=m)` of torch as `m.copy_(f(...))`; None for another call.
+
+    Functionalization puts the result in the place of m, with the result's strides; stock torch.compile returns these.
+    """
+    out = node.kwargs.get("out")
+    if node.op != "call_function" or not isinstance(out, fx.Node) or op_overload(node.target) is not None:
+        return None
+    args, kwargs = map_arg((node.args, {**node.kwargs, "out": None}), value)
+    with value(out).fake_mode:
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    if not isinstance(result, Tensor) or list(result.shape) != list(value(out).shape):
+        return None  # eager code resizes m
+    args, kwargs = map_arg((node.args, {**node.kwargs, "out": None}), copies.__getitem__)
+    call = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    call.meta = {**{key: node.meta[key] for key in _NODE_META if key in node.meta}, "example_value": result}
+    return graph.call_method("copy_", (copies[out], call))
 
 
 def _reject_functorch(gm: fx.GraphModule) -> None:
