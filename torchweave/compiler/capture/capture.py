@@ -56,7 +56,7 @@ from torchweave.compiler.ir.graph import (
     clean_up_graph,
     resolve,
 )
-from torchweave.compiler.ir.mutation import mutated_args, op_overload, storage_id
+from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.symbols import (
     DynamicDims,
     choose_size_hints,
@@ -408,11 +408,11 @@ def _copied_to_out(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.N
     Functionalization puts the result in the place of m, with the result's strides; stock torch.compile returns these.
     """
     out = node.kwargs.get("out")
-    if node.op != "call_function" or not isinstance(out, fx.Node) or op_overload(node.target) is not None:
+    if not isinstance(out, fx.Node) or not inspect.isbuiltin(node.target):  # others may need their `out`
         return None
     args, kwargs = map_arg((node.args, {**node.kwargs, "out": None}), value)
     with value(out).fake_mode:
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = node.target(*args, **kwargs)
     if not isinstance(result, Tensor) or list(result.shape) != list(value(out).shape):
         return None  # eager code resizes m
     args, kwargs = map_arg((node.args, {**node.kwargs, "out": None}), copies.__getitem__)
