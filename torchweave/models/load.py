@@ -333,8 +333,8 @@ def _why_no_images(
         return "limit_mm_per_prompt.image is 0"
     if pooling is not None:
         return "a model that pools takes no images"
-    if process_groups.size > 1:
-        return "a model with images runs on a single rank"
+    if process_groups.pipeline_parallel_size > 1:
+        return "a model with images runs in a single pipeline stage"
     return image_rejection(config)
 
 
