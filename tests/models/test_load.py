@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -16,7 +17,7 @@ from torchweave.models.load import build_on_meta, model_facts, read_config
 from torchweave.models.resolve import SHAPES, resolve
 from torchweave.models.weights import read as weights_read
 from torchweave.report import Report
-from torchweave.verify import zoo
+from torchweave.verify import image_zoo, zoo
 
 
 def save(name: str, folder: Path, **options: Any) -> Any:
@@ -151,12 +152,29 @@ def test_experts_that_are_missing_or_odd(leaf: str, wrong: Any, said: str, tmp_p
         load(tmp_path)
 
 
-def test_other_conversions_are_those_of_transformers(tmp_path: Path) -> None:
-    model = save("granitemoe", tmp_path)
+@pytest.mark.parametrize("name", ["gpt_neox", "granitemoe"])
+def test_tensors_that_transformers_only_renames_are_streamed(name: str, tmp_path: Path) -> None:
+    model = save(name, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) - set(model.state_dict()), "the checkpoint has names of its own"
     report = Report(show=False)
     loaded = load(tmp_path, report=report)
-    assert report.select("weights_converted")[0]["by"] == "transformers"
+    assert not report.select("weights_converted")
     torch.testing.assert_close(logits_of(loaded, IDS), model(IDS[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_other_conversions_are_those_of_transformers(tmp_path: Path) -> None:
+    """Experts of Qwen3-VL are stored transposed."""
+    entry = image_zoo.zoo_entry("qwen3_vl_moe-images")
+    assert isinstance(entry, image_zoo.ImageZooModel)
+    model = entry.build()
+    zoo.save(model, tmp_path)
+    report = Report(show=False)
+    loaded = load(tmp_path, torch.float32, report=report, images=True)
+    assert report.select("weights_converted")[0]["by"] == "transformers"
+    parameters: Any = dict(loaded.module.model.named_parameters())  # type: ignore[union-attr]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameters[name], parameter), name
 
 
 def test_dummy_needs_a_config_only_and_gives_finite_logits(tmp_path: Path) -> None:

@@ -22,12 +22,13 @@ def test_architectures_pass_in_the_whole_engine() -> None:
 
 
 def test_architectures_pass_on_two_ranks_and_the_page_has_a_column_for_them() -> None:
-    result = verify(["falcon-alibi", "llama-tied"], ranks=(2,))
-    falcon, llama = result["results"]
+    result = verify(["falcon-alibi", "llama-tied", "gemma3-images"], ranks=(2,))
+    falcon, llama, gemma = result["results"]
+    assert gemma["passed"], gemma["reason"]
     assert not falcon["passed"] and "ALiBi" in falcon["reason"], "a refusal is a row, and the ranks go on"
     assert llama["passed"] and (llama["distinct_pieces"], llama["pieces"]) == (3, 4)
-    alone = [row | {"ranks": 1} for row in result["results"]]
-    page = table(result | {"results": alone + result["results"], "refused": []})
+    alone = [row | {"ranks": 1} for row in (falcon, llama)]
+    page = table(result | {"results": [*alone, falcon, llama], "refused": []})
     assert "(transformers" in page and ", and 1 of 2 sharded over 2 ranks." in page
     assert "| llama-tied | LlamaForCausalLM | yes | yes | 3 / 4 |" in page
     assert "--all --tensor_parallel_size 1,2 --write" in page

@@ -304,7 +304,7 @@ BUILD_TIMEOUT_SECONDS = 60.0
 class MessageKind:
     """First byte of a message: the first line from the leader, the second from other ranks, `ALIVE` (heartbeat) from both."""
 
-    TASK, STEP, IDLE, ALIVE, END = b"t", b"s", b"r", b"a", b"e"
+    TASK, STEP, IMAGE, IDLE, ALIVE, END = b"t", b"s", b"i", b"r", b"a", b"e"
     JOINED, BUILT, FAILED, DIGEST = b"j", b"b", b"f", b"d"
 
 

@@ -149,7 +149,7 @@ def load(
     device, process_groups = torch.device(device), process_groups or ProcessGroups.single_rank()
     source = _checked_source(resolve(name_or_path, trust_remote_code, revision, download_dir), load_format)
     pooling = resolve_pooling(source, _read_whole_config(source, trust_remote_code), runner, pooler)
-    no_images = _why_no_images(source, trust_remote_code, quantization, process_groups, images, pooling)
+    no_images = _why_no_images(source, trust_remote_code, process_groups, images, pooling)
     images = images and not no_images
     config = _read_served_config(source, trust_remote_code, no_images, images)
     if no_images:
@@ -321,7 +321,6 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
 def _why_no_images(
     source: Source,
     trust_remote_code: bool,
-    quantization: str | None,
     process_groups: ProcessGroups,
     images: bool,
     pooling: Pooling | None,
@@ -334,10 +333,8 @@ def _why_no_images(
         return "limit_mm_per_prompt.image is 0"
     if pooling is not None:
         return "a model that pools takes no images"
-    if process_groups.size > 1:
-        return "a model with images runs on a single rank"
-    if quantization is not None or checkpoint_scheme(source) is not None:
-        return "a model with images is not quantized"
+    if process_groups.pipeline_parallel_size > 1:
+        return "a model with images runs in a single pipeline stage"
     return image_rejection(config)
 
 

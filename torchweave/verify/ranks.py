@@ -12,7 +12,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,9 +28,11 @@ from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.scheduler.step import Step, StepResult
 from torchweave.engine.startup.build import build
+from torchweave.images import EncodedPrompt
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.utils.child_process import ChildProcess, exit_with_parent
+from torchweave.verify.image_zoo import IMAGE_TOKEN
 from torchweave.verify.zoo import Answer
 
 _TIMEOUT = 300.0
@@ -90,8 +91,10 @@ class RankProcesses:
     def __exit__(self, *_: object) -> None:
         self._end(_EXIT_TIMEOUT)
 
-    def generate(self, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[RankResult]:
+    def generate(self, config: EngineConfig, prompts: Sequence[EncodedPrompt], num_tokens: int) -> list[RankResult]:
         """Generate greedily on all ranks; returns the result of each. Once a rank fails, all are replaced by new ones.
+
+        With images among the prompts, the model is loaded with its tower and never generates its image token.
 
         Raises:
             ValueError: the model is not supported.
@@ -155,18 +158,26 @@ def run_step(process_groups: ProcessGroups, runner: ModelRunner, step: Step) -> 
 
 
 def _generate(
-    process_groups: ProcessGroups, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int
+    process_groups: ProcessGroups, config: EngineConfig, prompts: Sequence[EncodedPrompt], num_tokens: int
 ) -> RankResult:
-    report = Report(show=False)
+    report, has_images = Report(show=False), any(prompt.images for prompt in prompts)
     loaded = load(
-        config.model, config.dtype, report=report, max_model_len=config.max_model_len, process_groups=process_groups
+        config.model,
+        config.dtype,
+        report=report,
+        max_model_len=config.max_model_len,
+        process_groups=process_groups,
+        images=has_images,
     )
+    if has_images and loaded.no_images:
+        raise ValueError(f"the model is served without images: {loaded.no_images}")
     engine = build(config, report, loaded, process_groups)
     scheduler, runner = engine.scheduler, engine.runner
     logprobs = None if config.speculative_config.method else 0
-    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs)
+    bias = {IMAGE_TOKEN: -100.0} if has_images else None
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs, logit_bias=bias)
     for number, prompt in enumerate(prompts):
-        scheduler.add(InferenceRequest(number, np.asarray(prompt), greedy), seed=number)
+        scheduler.add(InferenceRequest(number, prompt.token_ids, greedy, images=prompt.images), seed=number)
     answers: dict[int, Answer] = {}
     runner.start()
     while len(answers) < len(prompts):

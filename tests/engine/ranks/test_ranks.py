@@ -24,6 +24,8 @@ from torchweave.engine.request import SamplingParams
 from torchweave.engine.scheduler.step import Chunk, LogitsProcessorRows, Step
 from torchweave.engine.startup import open as opening
 from torchweave.engine.startup.rank_worker import WorkerTask
+from torchweave.images import ImageInput
+from torchweave.verify import image_zoo, zoo
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -190,6 +192,29 @@ def test_every_step_field_is_sent_or_derived():
         "prompt_targets",
         "state_saves",
     }  # a step that has one of them is sent as it is
+    whole |= {"rope_offsets", "lookahead"}  # only a step with chunks has them
     not_needed = {"starts", "logprobs", "extra_rows"}  # by a rank that carries out a decode step
-    one_rank = {"rope_offsets", "lookahead"}  # models with images are served by one rank
-    assert {field.name for field in fields(Step)} == sent | whole | not_needed | one_rank
+    assert {field.name for field in fields(Step)} == sent | whole | not_needed
+
+
+def test_images_are_encoded_on_all_ranks(tmp_path: Path):
+    """Qwen3-VL: positions of three axes, features added in layers, a chunk that cuts an image, and one that cannot be encoded."""
+    entry = image_zoo.zoo_entry("qwen3_vl-images")
+    assert isinstance(entry, image_zoo.ImageZooModel)
+    model = entry.build()
+    zoo.save(model, tmp_path)
+    prompts = image_zoo.image_prompts(entry, model)
+    expected = [answer.tokens for answer in image_zoo.image_reference_answers(entry, model, prompts, 8)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias={image_zoo.IMAGE_TOKEN: -100.0})
+    options = OPTIONS | {"dtype": "float32", "max_num_tokens": 20, "max_batch_size": 4}
+    with LLM(str(tmp_path), tensor_parallel_size=2, **options) as llm:
+        for _ in range(2):  # the second time behind cached prefixes
+            found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy)]
+            assert found == expected
+        image = prompts[1].images[0]
+        fewer = {**image.tensors, "pixel_values": image.tensors["pixel_values"][:-4]}
+        broken = replace(prompts[1], images=(ImageInput(fewer, image.index),))
+        with pytest.raises(RuntimeError, match="cannot encode the image"):
+            llm.generate([broken, prompts[0]], greedy)
+        assert [list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy)] == expected
+        assert agreed(llm, steps=30)

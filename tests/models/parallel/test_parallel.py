@@ -26,7 +26,7 @@ from torchweave.models.parallel import linear_roles as roles
 from torchweave.models.weights.quantize import Fp8Linear
 from torchweave.models.weights.shards import HeadSharding, TensorShard, even_shard, padded_shard
 from torchweave.report import Report
-from torchweave.verify import zoo
+from torchweave.verify import image_zoo, zoo
 
 # Grouped heads and experts by width or number; packed heads of other classes; norms over all heads; tied vocabularies.
 NAMES = ("llama-tied", "gpt2", "olmo2", "gpt_oss")
@@ -243,7 +243,8 @@ def test_unsupported_tensor_parallel_models_are_rejected() -> None:
 
 
 def test_unknown_architectures_are_divided_by_their_own_plan_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {entry.config().model_type for entry in zoo.ZOO_MODELS} >= roles.VERIFIED
+    models = *zoo.ZOO_MODELS, *image_zoo.IMAGE_MODELS
+    assert {entry.config().get_text_config().model_type for entry in models} >= roles.VERIFIED
     monkeypatch.setattr(roles, "VERIFIED", frozenset())
     part = part_of(zoo.zoo_model("glm").config().to_dict(), 1, load_format="dummy").module.model
     assert tuple(part.model.layers[0].self_attn.q_proj.weight.shape) == (32, 64)

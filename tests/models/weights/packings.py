@@ -253,19 +253,31 @@ def order_seed(name: str) -> int:
     """Linears that read one input have one order of inputs, as it is the order of that input's activations."""
     reads = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "qkv_proj": 0, "o_proj": 1, "down_proj": 2}
     layer = re.search(r"\.(\d+)\.", name)
-    assert layer is not None
-    return 4 * int(layer[1]) + reads.get(name.split(".")[-2], 3)
+    return 4 * int(layer[1] if layer else 0) + reads.get(name.split(".")[-2], 3)
 
 
-def write(model: Any, form: Form, folder: Path, save: Callable[[Any, Path], None]) -> dict[str, Tensor]:
-    """Save a model with packed linears; its own linears get the numbers that those stand for, which are returned by name."""
+def write(
+    model: Any,
+    form: Form,
+    folder: Path,
+    save: Callable[[Any, Path], None],
+    packs: Callable[[str], bool] = lambda name: name.endswith("proj.weight"),
+) -> dict[str, Tensor]:
+    """Save a model with packed linears; its own linears get the numbers that those stand for, which are returned by name.
+
+    A checkpoint may have other names than the model: a parameter is found by its numbers.
+    """
     save(model, folder)
     file, values = folder / "model.safetensors", {}
     tensors = load_file(file)
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        made, values[name] = tensors_and_values(name.removesuffix(".weight"), tensors.pop(name).float(), form)
+    parameters = {parameter.numpy().tobytes(): name for name, parameter in model.named_parameters()}
+    for name in [name for name, tensor in tensors.items() if packs(name) and tensor.ndim == 2]:
+        weight = tensors.pop(name).float()
+        made, numbers = tensors_and_values(name.removesuffix(".weight"), weight, form)
         tensors |= made
-        model.get_parameter(name).data.copy_(values[name])
+        target = parameters[weight.numpy().tobytes()]
+        model.get_parameter(target).data.copy_(numbers)
+        values[target] = numbers
     save_file(tensors, file)
     change_config(folder, form.config)
     return values

@@ -26,7 +26,7 @@ from torchweave.models.weights.quantize import (
 )
 from torchweave.ops.quant.fp8 import FP8, GROUP
 from torchweave.report import Report
-from torchweave.verify import zoo
+from torchweave.verify import image_zoo, zoo
 
 IDS = torch.arange(3, 33)
 ONLINE = ("fp8", "fp8_per_channel", "fp8_per_block")
@@ -525,10 +525,12 @@ def test_ranks_cut_fp8_experts_with_their_scales(expert_parallel: bool, tmp_path
 
 
 def test_an_fp8_checkpoint_that_transformers_would_have_to_read(tmp_path: Path) -> None:
-    zoo.save(zoo.build(zoo.zoo_model("gpt_neox")), tmp_path)
+    entry = image_zoo.zoo_entry("qwen3_vl_moe-images")
+    assert isinstance(entry, image_zoo.ImageZooModel)
+    zoo.save(entry.build(), tmp_path)
     change_config(tmp_path, FORMS["ct-channel"][0])
-    with pytest.raises(ValueError, match="needs conversion to the tensors of GPTNeoXForCausalLM"):
-        load(tmp_path)
+    with pytest.raises(ValueError, match="needs conversion to the tensors of Qwen3VLMoeForConditionalGeneration"):
+        load(tmp_path, images=True)
 
 
 def test_a_tensor_setter_receives_every_tensor() -> None:

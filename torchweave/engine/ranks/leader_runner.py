@@ -1,4 +1,4 @@
-"""The leader's runner: sends each step to the other ranks before it launches the step itself."""
+"""The leader's runner and image encoder: they send each step and image to the other ranks before they run it themselves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from torchweave.distributed.process_groups import ProcessGroups, RendezvousStore, destroy_process_groups
 from torchweave.distributed.worker_group import MessageKind, RankFailure, WorkerGroup
-from torchweave.engine.ranks.step_message import StateDigest, encode
+from torchweave.engine.kv_cache.image_rows import ImageModel
+from torchweave.engine.ranks.step_message import StateDigest, encode, encode_image
 from torchweave.engine.runner.model_runner import LaunchedStep, ModelRunner
 from torchweave.engine.scheduler.step import Step, StepResult
+from torchweave.images import ImageInput
 
 _POLL_SECONDS = 5e-5  # between checks of a step in flight
 _DIGEST_SECONDS = 30.0
@@ -97,6 +101,27 @@ class LeaderRunner:
             if len(set(self.digests)) > 1:
                 states = "; ".join(f"rank {rank}: {digest.decode()}" for rank, digest in enumerate(self.digests))
                 self._worker_group.fail_and_raise(RankFailure(f"The ranks' states differ ({states})"))
+
+
+class LeaderImageEncoder:
+    """Rank 0's image encoder: sends each image to the other ranks, which have the vision tower too, before it encodes the image.
+
+    Args:
+        encoder: of this rank.
+        worker_group: the other ranks.
+    """
+
+    def __init__(self, encoder: ImageModel, worker_group: WorkerGroup) -> None:
+        self.num_rows, self.first_image_id, self.token_id = encoder.num_rows, encoder.first_image_id, encoder.token_id
+        self.rope_axes, self.both_ways = encoder.rope_axes, encoder.both_ways
+        self.rope_offsets = encoder.rope_offsets
+        self._encoder = encoder
+        self._worker_group = worker_group
+
+    def encode(self, image: ImageInput, rows: np.ndarray) -> None:
+        """Write the features of an image to `rows` of each rank's pool; errors as the encoder's."""
+        self._worker_group.send(MessageKind.IMAGE, encode_image(image, rows))
+        self._encoder.encode(image, rows)
 
 
 @dataclass(frozen=True)

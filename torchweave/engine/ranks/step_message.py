@@ -1,4 +1,4 @@
-"""Messages of steps from the leader to the other ranks, and digests that compare the ranks' states."""
+"""Messages of steps and images from the leader to the other ranks, and digests that compare the ranks' states."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import zlib
 import numpy as np
 
 from torchweave.engine.scheduler.step import Step
+from torchweave.images import ImageInput
 from torchweave.ops.slot_state import SlotState
 
 _NO_STARTS = np.empty(0, np.int64)
@@ -40,6 +41,17 @@ def decode(message: bytes) -> Step:
     drafts = {"query_len": query_len, "catch_up": catch_up}
     moved = {"copies": copies, "state_restores": state_restores}
     return Step(index, slots, _NO_STARTS, (), emits, arrays, max_seq_len, depends_on=depends_on, **moved, **drafts)
+
+
+def encode_image(image: ImageInput, rows: np.ndarray) -> bytes:
+    """Encode an image that each rank writes to `rows` of its pool."""
+    return pickle.dumps((dict(image.tensors), image.index, image.digest, rows), 5)
+
+
+def decode_image(message: bytes) -> tuple[ImageInput, np.ndarray]:
+    """Decode an image and its rows."""
+    tensors, index, digest, rows = pickle.loads(message)
+    return ImageInput(tensors, index, digest), rows
 
 
 class StateDigest:

@@ -19,7 +19,7 @@ from torchweave.distributed.process_groups import (
     init_process_groups,
 )
 from torchweave.distributed.worker_group import RankFailure, WorkerGroup
-from torchweave.engine.ranks.leader_runner import Executor, LeaderRunner
+from torchweave.engine.ranks.leader_runner import Executor, LeaderImageEncoder, LeaderRunner
 from torchweave.engine.startup.build import Engine, build, resolve_plan
 from torchweave.engine.startup.early_start import WORKER_ENTRYPOINT
 from torchweave.engine.startup.rank_worker import WorkerTask, run_worker
@@ -78,6 +78,8 @@ def _open(config: EngineConfig, device: str, report: Report, worker_pool: Worker
         raise cause from None
     for facts in executor.worker_group.worker_facts.values():
         report.event("rank", **facts)
+    if (images := engine.scheduler.image_rows) is not None:
+        images.model = LeaderImageEncoder(images.model, executor.worker_group)
     return replace(
         engine, steps=LeaderRunner(engine.runner, executor.worker_group, executor.process_groups), executor=executor
     )

@@ -27,9 +27,8 @@ from torchweave.distributed.process_groups import (
     join_rendezvous_store,
 )
 from torchweave.distributed.worker_group import Channel, LeaderConnection, MessageKind
-from torchweave.engine.ranks.step_message import StateDigest, decode
-from torchweave.engine.runner.model_runner import ModelRunner
-from torchweave.engine.startup.build import build
+from torchweave.engine.ranks.step_message import StateDigest, decode, decode_image
+from torchweave.engine.startup.build import Engine, build
 from torchweave.report import Report
 from torchweave.utils import gc
 
@@ -101,7 +100,7 @@ def _run_worker(leader: LeaderConnection, task: WorkerTask, store: RendezvousSto
     engine = build(worker_config, report, process_groups=process_groups)
     leader.report_built(_rank_facts(report, task, time.monotonic() - begin))
     with gc.gc_frozen():
-        _run_steps(engine.runner, leader, process_groups)
+        _run_steps(engine, leader, process_groups)
     engine.runner.release_graphs()
     destroy_process_groups(process_groups)
 
@@ -113,8 +112,9 @@ def _rank_facts(report: Report, task: WorkerTask, seconds: float) -> dict[str, A
     return {"rank": task.rank, "device": task.device, "process": os.getpid(), "seconds": seconds, **counts}
 
 
-def _run_steps(runner: ModelRunner, leader: LeaderConnection, process_groups: ProcessGroups) -> None:
-    """Run the leader's steps in order, with as many in flight as on the leader."""
+def _run_steps(engine: Engine, leader: LeaderConnection, process_groups: ProcessGroups) -> None:
+    """Run the leader's steps and encode its images in order, with as many steps in flight as on the leader."""
+    runner, images = engine.runner, engine.scheduler.image_rows
     runner.start()
     digest = StateDigest(runner.state, runner.plan.config.torch_compile_config.debug)
     in_flight: deque[Any] = deque()
@@ -131,6 +131,11 @@ def _run_steps(runner: ModelRunner, leader: LeaderConnection, process_groups: Pr
             in_flight.append(runner.launch(decode(payload)))
             if len(in_flight) > runner.plan.run_ahead:
                 collect()
+            continue
+        if kind == MessageKind.IMAGE:
+            assert images is not None, "the leader has a model with images"
+            with contextlib.suppress(ValueError):  # the leader fails alike, and ends the request
+                images.model.encode(*decode_image(payload))
             continue
         while in_flight:
             collect()

@@ -70,6 +70,12 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return model.get_decoder()  # type: ignore[attr-defined]
 
 
+def decoder_name(model: PreTrainedModel) -> str:
+    """Name of the text decoder within an image-text model; empty for any other model."""
+    decoder = decoder_of(model)
+    return next(name for name, module in model.named_modules() if module is decoder)
+
+
 def text_config(model: PreTrainedModel) -> Any:
     """Config of the decoder that reads the tokens."""
     return model.config.get_text_config() if is_image_model(model) else model.config

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from torchweave.models.hooks.recurrent import is_recurrent
+from torchweave.models.multimodal.support import decoder_name, text_config
 
 Role = Literal["columns", "rows"]
 
@@ -47,7 +48,7 @@ VERIFIED = frozenset(
         "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
         "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
         "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-        "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+        "qwen3_vl_text", "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     }
 )  # fmt: skip
 """Architectures (`model_type`) whose tokens equal transformers' on 2 ranks, many also on 4: docs/models.md."""
@@ -75,10 +76,10 @@ def name_pattern(name: str) -> str:
 
 
 def transformers_tp_plan(model: PreTrainedModel) -> dict[str, str]:
-    """transformers' plan of the model: style by name pattern."""
+    """transformers' plan of the model, or of the decoder of an image-text model: style by name pattern."""
     styles: dict[str, str] = {}
-    prefix = model.base_model_prefix
-    for name, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items():
+    prefix = decoder_name(model) or model.base_model_prefix
+    for name, style in (getattr(text_config(model), "base_model_tp_plan", None) or {}).items():
         styles[name] = styles[f"{prefix}.{name}"] = style
     return styles | dict(getattr(model, "_tp_plan", None) or {})
 
@@ -97,14 +98,15 @@ def is_transposed(module: nn.Module) -> bool:
 def roles(model: PreTrainedModel) -> dict[str, Role]:
     """Roles of the sharded linears but the output layer, by name.
 
-    A module is sharded only if it has both column and row linears. Layers with a recurrent state have functions of their own.
+    A module is sharded only if it has both column and row linears. Layers with a recurrent state have functions of their own. A
+    vision tower is replicated.
     """
     plan, head = transformers_tp_plan(model), model.get_output_embeddings()
-    verified = model.config.model_type in VERIFIED
+    verified, decoder = text_config(model).model_type in VERIFIED, decoder_name(model)
     recurrent = tuple(f"{name}." for name, module in model.named_modules() if is_recurrent(module))
     role_by_name: dict[str, Role] = {}
     for name, module in model.named_modules():
-        if not is_linear(module) or module is head or name.startswith(recurrent):
+        if not is_linear(module) or module is head or name.startswith(recurrent) or not name.startswith(decoder):
             continue
         if (role := _role(name, plan, verified)) is not None:
             role_by_name[name] = role

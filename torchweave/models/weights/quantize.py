@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
 from torchweave.models.experts import expert_weights, runs_as_op
+from torchweave.models.multimodal.support import decoder_of
 from torchweave.models.weights.read import set_tensor
 from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, scale_from_amax, to_fp8
 from torchweave.ops.quant.fp8_linear import block_scales, supports_weight_shape
@@ -123,8 +124,13 @@ def quantize_weight(weight: Tensor, quant_scheme: QuantScheme) -> tuple[Tensor, 
     return to_fp8(weight, scale[:, None]), scale
 
 
-def select_linears(model: PreTrainedModel, quant_scheme: QuantScheme) -> tuple[list[str], dict[str, list[str]]]:
+def select_linears(
+    model: PreTrainedModel, quant_scheme: QuantScheme, with_tower: bool = False
+) -> tuple[list[str], dict[str, list[str]]]:
     """Names of linears to quantize, and of the other linears by reason.
+
+    Args:
+        with_tower: include the vision tower and projector of an image-text model.
 
     Raises:
         ValueError: the model has no linear to quantize.
@@ -132,9 +138,12 @@ def select_linears(model: PreTrainedModel, quant_scheme: QuantScheme) -> tuple[l
     chosen: list[str] = []
     excluded: dict[str, list[str]] = {}
     head = model.get_output_embeddings() or getattr(model, "score", None)
+    decoder = {head, *decoder_of(model).modules()}
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             why = _exclusion(name, module, head)
+            if not with_tower and module not in decoder:
+                why = "the vision tower: rounding costs accuracy, and its weights are read once an image"
         elif any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
             why = "experts of a mixture"
         else:
@@ -179,7 +188,7 @@ class Quantizer:
         self.scheme = quant_scheme
         self.stored = weight_scales is not None
         self.expert_scales = expert_scales or {}
-        self.linears, self.excluded = select_linears(model, quant_scheme)
+        self.linears, self.excluded = select_linears(model, quant_scheme, with_tower=self.stored)
         rounded = {} if self.stored else expert_weights(model)
         self.experts = [name for name, transposed in rounded.items() if not transposed]
         quantized = {name.rpartition(".")[0] for name in (*self.expert_scales, *self.experts)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,18 +143,36 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 def map_tensor_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Checkpoint name -> model name, for names that exist in the model.
 
-    Checkpoint names may lack or add the base model's prefix and the prefix of a multimodal model's text part.
+    Checkpoint names may lack or add the base model's prefix and the prefix of a multimodal model's text part, or be those of an
+    earlier version of the class, which transformers renames.
     """
     wanted = loadable_tensors(model).keys()
-    prefix = f"{model.base_model_prefix}."
-    renamed = {}
+    renamed, others = {}, []
     for name in names:
-        text = _TEXT_PART.sub(lambda match: match["base"] or "", name)
-        for candidate in (name, prefix + name, name.removeprefix(prefix), text):
-            if candidate in wanted:
-                renamed[name] = candidate
-                break
+        found = _find_name(name, model.base_model_prefix, wanted)
+        if found is None:
+            others.append(name)
+        else:
+            renamed[name] = found
+    renamings = conversions(model)[1] if others else []
+    taken = set(renamed.values())
+    for name in others if renamings else ():
+        latest = name
+        for renaming in renamings:
+            latest = renaming.rename_source_key(latest)[0]
+        found = _find_name(latest, model.base_model_prefix, wanted)
+        if found is not None and found not in taken:
+            renamed[name] = found
+            taken.add(found)
     return renamed
+
+
+def _find_name(name: str, base: str, wanted: Collection[str]) -> str | None:
+    """The name of a tensor in the model, by its name with other prefixes."""
+    prefix = f"{base}."
+    text = _TEXT_PART.sub(lambda match: match["base"] or "", name)
+    candidates = (name, prefix + name, name.removeprefix(prefix), text)
+    return next((each for each in candidates if each in wanted), None)
 
 
 def loadable_tensors(model: nn.Module) -> dict[str, Tensor]:
