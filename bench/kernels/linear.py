@@ -2,6 +2,7 @@
 
     python bench/kernels/linear.py --json bench/results/linear_h100_202611.json [--models 1b 8b] [--tokens 1 2 4] [--dtype float16]
     python bench/kernels/linear.py --weights int4 [--group 128] [--zero_points]   # weights in 4 bits, or int8; see int_linear.py
+    python bench/kernels/linear.py --weights int4 --fused   # with norm, gate and residual around products of one and two tokens
     python bench/kernels/linear.py --read bench/results/linear*_h100_202611.json --table torchweave/compiler/tuning/tables/KIND.json
 
 A candidate is a CUDA graph over 256 MB of distinct weights, so that caches stay cold; the graphs of a row's candidates are replayed
@@ -154,6 +155,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all requested products until the time is up."""
     started, dtype = time.monotonic(), getattr(torch, arguments.dtype)
     subjects = {f"{model} {name}": shape for model in arguments.models for name, shape in SUBJECTS[model].items()}
+    if arguments.fused:
+        subjects = {name: shape for name, shape in subjects.items() if shape.around}
+        group, zero = arguments.group, arguments.zero_points
+        return facts_of(arguments, int_linear.measure_fused(subjects, group, zero, dtype, arguments.seconds))
     if arguments.weights != "float":
         shapes = {name: (shape.outputs, shape.width) for name, shape in subjects.items() if not name.endswith("head")}
         bits, counts = int(arguments.weights.removeprefix("int")), arguments.tokens or int_linear.TOKENS
@@ -199,11 +204,18 @@ def main() -> None:
     parser.add_argument("--weights", choices=["float", "int4", "int8"], default="float", help="weights of the products")
     parser.add_argument("--group", type=int, default=128, help="inputs that share a scale of integer weights")
     parser.add_argument("--zero_points", action="store_true", help="integer weights have zero points")
+    parser.add_argument(
+        "--fused",
+        action="store_true",
+        help="int4: products of one and two tokens with norm, gate and residual around them",
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument(
         "--seconds", type=float, default=230, help="time limit of the search over candidates, in seconds"
     )
     arguments = parser.parse_args()
+    if arguments.fused and arguments.weights != "int4":
+        parser.error("--fused compares products with weights in 4 bits; give --weights int4")
     if arguments.read:
         read = [json.loads(path.read_text()) for path in arguments.read]
     elif torch.cuda.is_available():
@@ -211,7 +223,8 @@ def main() -> None:
     else:
         sys.exit("this benchmark needs a CUDA GPU")
     facts = {**read[0], "results": [row for each in read for row in each["results"]]}
-    print((table if arguments.weights == "float" else int_linear.table)(facts["results"]))
+    tables = {"float": table, "int4": int_linear.fused_table if arguments.fused else int_linear.table}
+    print(tables.get(arguments.weights, int_linear.table)(facts["results"]))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(facts, indent=1) + "\n")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import demo_tasks as tasks
 import pytest
 import torch
 
-from tests.ops.int_cases import IntCase, Operands, fp4_operands, operands, weight_values
+from tests.ops.int_cases import Fp4Operands, IntCase, Operands, fp4_operands, operands, weight_values
 from tests.ops.quant.test_int8_linear import expected as int8_expected
 from tests.ops.quant.test_int8_linear import operands as int8_operands
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.ops.kernels.quant.dequantize import launch_dequantize
+from torchweave.ops.linear_config import LinearFusion
 from torchweave.ops.quant.int8_linear import int8_linear
-from torchweave.ops.quant.int_linear import IntConfig, int_linear, launch_samples
+from torchweave.ops.quant.int_linear import IntConfig, fused_int_linear, int_linear, launch_samples
 from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
@@ -49,11 +51,14 @@ def check(got: torch.Tensor, made: Operands, unit: float) -> None:
     torch.testing.assert_close(got.double(), made.expected(), rtol=unit, atol=unit * 0.5)
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, torch.bfloat16) for case in CASES), (CASES[1], torch.float16), (CASES[8], torch.float16)],
-)
-@pytest.mark.parametrize("shape", SHAPES)
+BF16, FP16 = torch.bfloat16, torch.float16
+OPS = [(SHAPES[0], case, BF16) for case in CASES]
+OPS += [(shape, case, BF16) for shape in SHAPES[1:] for case in (CASES[1], CASES[2], CASES[7])]
+OPS += [(SHAPES[1], CASES[1], FP16), (SHAPES[1], CASES[8], FP16)]
+"""Every kind of weight at one width and three at each other: a kernel is compiled for each width, kind and dtype."""
+
+
+@pytest.mark.parametrize(("shape", "case", "dtype"), OPS, ids=str)
 def test_op_at_every_kind_of_token_count(shape: tuple[int, int], case: IntCase, dtype: torch.dtype) -> None:
     unit = 2 * torch.finfo(dtype).eps
     for tokens in (0, 1, 2, 3, 9, 17, 40, 64, 65, 300, 513):
@@ -64,26 +69,34 @@ def test_op_at_every_kind_of_token_count(shape: tuple[int, int], case: IntCase, 
     assert int_linear(made.x[None], *made.weight, made.bias, made.group).shape == (1, tokens, shape[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+FP4 = [("mxfp4", BF16), ("mxfp4", FP16), ("nvfp4", BF16), ("nvfp4", FP16)]
+
+
+def check_fp4(got: torch.Tensor, made: Fp4Operands) -> None:
+    unit = 2 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(
+        got.double(), made.expected(), rtol=unit, atol=unit * float(made.expected().abs().amax())
+    )
+
+
+@pytest.mark.parametrize(("kind", "dtype"), FP4)
 @pytest.mark.parametrize("shape", [(4096, 4096), (1000, 2880), (6144, 14336)])
 def test_e2m1_numbers(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
-    unit = 2 * torch.finfo(dtype).eps
     for tokens in (1, 2, 3, 9, 17, 64, 65, 300):
         made = fp4_operands(kind, tokens, *shape, dtype, "cuda", bias=tokens % 2 == 1)
-        scale = made.expected().abs().amax()
-        torch.testing.assert_close(
-            int_linear(*made.arguments).double(), made.expected(), rtol=unit, atol=unit * float(scale)
-        )
-        for config in (
-            IntConfig("split", 64, 4, 3, 32, 2),
-            *(IntConfig("tile", n, warps, 3, t, p) for n, warps, t, p in TILES),
-        ):
-            if kind == "mxfp4" and dtype == torch.float16:
-                continue
-            out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=dtype)
+        check_fp4(int_linear(*made.arguments), made)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [each for each in FP4 if each != ("mxfp4", FP16)])
+def test_configs_with_e2m1_numbers(kind: str, dtype: torch.dtype) -> None:
+    """In float16 a power of two of MXFP4 may not fit."""
+    configs = [IntConfig("split", 64, 4, 3, 32, 2), *(IntConfig("tile", n, warps, 3, t, p) for n, warps, t, p in TILES)]
+    for tokens in (1, 3, 17, 65, 300):
+        made = fp4_operands(kind, tokens, 1000, 2880, dtype, "cuda", bias=tokens > 1)
+        for config in configs:
+            out = torch.full((tokens, 1000), torch.nan, device="cuda", dtype=dtype)
             config.run(made.x, made.w, made.scale, None, made.bias, made.group, out, made.row_scale)
-            torch.testing.assert_close(out.double(), made.expected(), rtol=unit, atol=unit * float(scale))
+            check_fp4(out, made)
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (1000, 2880), (28672, 4096)])
@@ -96,9 +109,9 @@ def test_w8a8(shape: tuple[int, int]) -> None:
         torch.testing.assert_close(int8_linear(x, w, scale, bias).double(), right, rtol=2**-7, atol=atol)
 
 
-@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize(("hopper", "shape"), [(True, SHAPES[0]), (False, SHAPES[3])])
 @pytest.mark.parametrize("case", CASES[:5], ids=str)
-def test_configs(case: IntCase, hopper: bool) -> None:
+def test_configs(case: IntCase, hopper: bool, shape: tuple[int, int]) -> None:
     rows = [
         IntConfig("row", n, warps, depth, hopper=hopper) for n, warps, depth in ((4, 4, 512), (8, 2, 256), (2, 8, 1024))
     ]
@@ -110,13 +123,12 @@ def test_configs(case: IntCase, hopper: bool) -> None:
         IntConfig(kernel, n, 4, stages, block_t=t, programs=programs, hopper=hopper)
         for kernel, n, stages, t, programs in (("split", 64, 3, 8, 2), ("tile", 64, 5, 16, 1), ("tile", 128, 5, 32, 4))
     ]
-    for shape in (SHAPES[0], SHAPES[3]):
-        for config in (*rows, *splits):
-            for tokens in (1, 3) if config.kernel == "row" else (1, 5, 40):
-                made = operands(case, tokens, *shape, torch.bfloat16, "cuda")
-                out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=torch.bfloat16)
-                config.run(made.x, *made.weight[:3], made.bias, made.group, out)
-                check(out, made, 2**-7)
+    for config in (*rows, *splits):
+        for tokens in (1, 3) if config.kernel == "row" else (1, 5, 40):
+            made = operands(case, tokens, *shape, torch.bfloat16, "cuda")
+            out = torch.full((tokens, shape[0]), torch.nan, device="cuda", dtype=torch.bfloat16)
+            config.run(made.x, *made.weight[:3], made.bias, made.group, out)
+            check(out, made, 2**-7)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -146,39 +158,103 @@ def test_dequantization_rounds_once(case: IntCase) -> None:
         torch.testing.assert_close(out, weight_values(made).float().bfloat16(), rtol=2**-8, atol=0)
 
 
-def test_chain_in_a_graph() -> None:
+def check_replays(chain: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
     """Dependent launches one behind the other: one that did not wait would read stale numbers."""
-    layers = [
-        operands(IntCase(4, 128, zero=bool(at % 2)), 1, 4096, 4096, torch.bfloat16, "cuda", seed=at) for at in range(8)
-    ]
-    for tokens in (1, 2, 8, 100):
-        x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
-
-        def chain(x: torch.Tensor) -> torch.Tensor:
-            for made in layers:
-                x = int_linear(x, *made.weight, None, made.group)
-                x = x / x.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3).bfloat16()
-            return x
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            chain(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        chain(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(x)
+    for _ in range(10):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = chain(x)
-        for _ in range(10):
-            x.copy_(torch.randn_like(x))
-            graph.replay()
-            torch.cuda.synchronize()
-            assert torch.equal(out, chain(x))
+        assert torch.equal(out, chain(x))
+
+
+def layers_of(outputs: int, width: int) -> list[Operands]:
+    cases = [IntCase(4, 128, zero=bool(at % 2)) for at in range(8)]
+    return [operands(case, 1, outputs, width, BF16, "cuda", seed=at) for at, case in enumerate(cases)]
+
+
+def test_chain_in_a_graph() -> None:
+    layers = layers_of(4096, 4096)
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for made in layers:
+            x = int_linear(x, *made.weight, None, made.group)
+            x = x / x.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3).bfloat16()
+        return x
+
+    for tokens in (1, 2, 8, 100):
+        check_replays(chain, torch.randn(tokens, 4096, device="cuda", dtype=BF16))
+
+
+def fusion_of(kind: str, tokens: int, outputs: int, width: int) -> LinearFusion:
+    """n: RMSNorm as Llama's, w: as Gemma's, g: gate, r: residual."""
+    norm = torch.rand(width, device="cuda").bfloat16() if set(kind) & {"n", "w"} else None
+    residual = torch.randn(tokens, outputs, device="cuda").bfloat16() if "r" in kind else None
+    wide = "w" in kind
+    return LinearFusion(None, norm, 1e-5, float(wide), wide, residual, "silu" if "g" in kind else None)
+
+
+def check_fused(case: IntCase, kind: str, tokens: int, outputs: int, width: int) -> None:
+    """Against float64: a rounding of the norm, the product, the gate and the sum each."""
+    made = operands(case, tokens, outputs, width, BF16, "cuda", seed=tokens)
+    fusion, x = fusion_of(kind, tokens, outputs, width), made.x.double()
+    if fusion.norm is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * (fusion.norm.double() + fusion.offset)
+    expected = x @ made.values().t() + (0 if made.bias is None else made.bias.double())
+    if fusion.activation is not None:
+        gate, up = expected.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    if fusion.residual is not None:
+        expected += fusion.residual.double()
+    around = (fusion.norm, fusion.eps, fusion.offset, fusion.wide, fusion.residual, fusion.activation)
+    got = fused_int_linear(made.x, *made.weight, made.bias, made.group, None, *around)
+    assert got.shape == expected.shape and got.dtype == BF16
+    torch.testing.assert_close(got.double(), expected, rtol=2**-6, atol=2**-7 * float(expected.abs().amax()))
+
+
+@pytest.mark.parametrize("kind", ["n", "wg", "r"])
+@pytest.mark.parametrize("case", CASES[:6], ids=str)
+def test_fused_rows(case: IntCase, kind: str) -> None:
+    for tokens in (1, 2):
+        for outputs in (1000, 6000):
+            check_fused(case, kind, tokens, outputs, 2880)
+
+
+@pytest.mark.parametrize(
+    ("case", "width", "tokens"), [(CASES[0], 4096, 3), (CASES[6], 2880, 1), (CASES[7], 2880, 1)], ids=str
+)
+def test_fused_op_where_no_row_kernel_runs(case: IntCase, width: int, tokens: int) -> None:
+    """More tokens, groups that the kernels do not support, and 8 bits."""
+    for kind in ("ng", "nr"):
+        check_fused(case, kind, tokens, 1000, width)
+
+
+def test_fused_chain_in_a_graph() -> None:
+    ups, downs = layers_of(8192, 2048), layers_of(2048, 4096)
+    norm = torch.rand(2048, device="cuda").bfloat16()
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(ups, downs, strict=True):
+            y = fused_int_linear(x, *up.weight, None, up.group, None, norm, 1e-5, 0.0, False, None, "silu")
+            x = fused_int_linear(y, *down.weight, None, down.group, None, None, 0.0, 0.0, False, x, None)
+        return x
+
+    for tokens in (1, 2):
+        check_replays(chain, torch.randn(tokens, 2048, device="cuda", dtype=BF16))
 
 
 def test_samples_launch_what_merged_linears_need() -> None:
     """After them no shape of this width builds a kernel."""
     from torchweave.ops.kernels.quant.dequantize import dequantize_words_kernel
-    from torchweave.ops.kernels.quant.int_linear import add_kernel, row_kernel, split_kernel
+    from torchweave.ops.kernels.quant.int_linear import add_kernel, split_kernel
+    from torchweave.ops.kernels.quant.int_rows import row_kernel
     from torchweave.ops.kernels.quant.int_tiles import tile_kernel
 
     made = operands(IntCase(4, 128), 8, 512, 2048, torch.bfloat16, "cuda")
@@ -207,3 +283,6 @@ def test_the_demo_model_in_int4(enable_inductor: bool, tmp_path: Path) -> None:
     assert sum(right) / len(right) >= 0.95
     merged = next(event for event in report.select("pass") if event["name"] == "merge_int_linears")
     assert merged["matches"] == 10, "q/k/v and gate/up in each of 5 layers"
+    fused = [event for event in report.select("pass") if event["name"] == "fused_int_linears" and event["matches"]]
+    assert sum(event["matches"] * event["shared_by"] for event in fused) == 20, "four products in each of 5 layers"
+    assert all(event["tokens"] == [1, 2] for event in fused)

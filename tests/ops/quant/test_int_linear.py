@@ -110,7 +110,7 @@ def test_rows_of_weights_can_be_stacked() -> None:
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-6, atol=1e-6)
 
 
-def surroundings(tokens: int, outputs: int, width: int, gated: bool) -> dict[str, Any]:
+def arguments_around(tokens: int, outputs: int, width: int, gated: bool) -> dict[str, Any]:
     """Arguments of the fused op: a norm in Gemma's dialect and a gate, or one in Llama's and a residual."""
     norm = torch.rand(width)
     residual = None if gated else torch.randn(1, tokens, outputs)
@@ -128,7 +128,7 @@ def test_the_fused_op_is_the_separate_ops(case: IntCase, gated: bool) -> None:
         made = operands(case, tokens, 48, 208, torch.bfloat16)
         around = {
             name: each.bfloat16() if isinstance(each, Tensor) else each
-            for name, each in surroundings(tokens, 48, 208, gated).items()
+            for name, each in arguments_around(tokens, 48, 208, gated).items()
         }
         norm, residual = around["norm"], around["residual"]
         y = torch.ops.torchweave.rms_norm(made.x[None], norm, 1e-3, around["offset"], gated)
@@ -141,7 +141,7 @@ def test_the_fused_op_is_the_separate_ops(case: IntCase, gated: bool) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_opcheck_of_the_fused_op(gated: bool) -> None:
     made = operands(CASES[2], 5, 48, 208)
-    around = tuple(surroundings(5, 48, 208, gated).values())
+    around = tuple(arguments_around(5, 48, 208, gated).values())
     torch.library.opcheck(fused_int_linear, (made.x[None], *made.weight, made.bias, made.group, None, *around))
 
 
@@ -167,7 +167,9 @@ def test_choice() -> None:
     assert supported == [32, 64, 128, 256, 4096] and not kernels_support(4096, 128, torch.float32)
     assert choose(1, 6144, 4096, 4, e2m1=True).kernel == "split"  # type: ignore[union-attr]
     words, numbers = (torch.empty(0, dtype=dtype) for dtype in (torch.int32, torch.bfloat16))
-    assert fuses(6144, 4096, 128, words, numbers, torch.bfloat16) and not fuses(6144, 4096, 48, words, numbers, torch.bfloat16)
+    assert fuses(6144, 4096, 128, words, numbers, torch.bfloat16) and not fuses(
+        6144, 4096, 48, words, numbers, torch.bfloat16
+    )
     assert not fuses(6144, 4096, 32, words, numbers.to(torch.uint8), torch.bfloat16)
     assert not fuses(6144, 4096, 128, numbers.to(torch.int8), numbers, torch.bfloat16)
     assert kernels_support(4096, 16, torch.float16, torch.float8_e4m3fn), "e2m1 times e4m3 is exact in 16 bits"

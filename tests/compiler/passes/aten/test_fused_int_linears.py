@@ -23,7 +23,8 @@ K, N = 256, 384
 PASS = FusedIntLinears(devices=("cpu",))
 X, RESIDUAL = torch.randn(1, T, K).bfloat16(), torch.randn(1, T, N).bfloat16()
 NORM = torch.rand(K).bfloat16()
-PLAIN, POINTS = operands(IntCase(4, 128), 1, N, K, torch.bfloat16), operands(IntCase(4, 64, True, True, True), 1, N, K, torch.bfloat16)
+PLAIN = operands(IntCase(4, 128), 1, N, K, torch.bfloat16)
+POINTS = operands(IntCase(4, 64, zero=True, order=True, bias=True), 1, N, K, torch.bfloat16)
 W, S = PLAIN.weight[:2]
 
 
@@ -63,7 +64,9 @@ def all_tensors(x: Tensor, w: Tensor, scale: Tensor, zero: Tensor, order: Tensor
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_norm_gate_and_residual_are_fused_with_equal_rounding(function: Callable[..., Any], examples: list[Any]) -> None:
+def test_norm_gate_and_residual_are_fused_with_equal_rounding(
+    function: Callable[..., Any], examples: list[Any]
+) -> None:
     check(PASS, function, examples, matches=1)
     graph = graph_of(function, examples)
     run_pass(PASS, graph)

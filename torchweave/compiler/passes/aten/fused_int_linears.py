@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, fx
 
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.aten.fused_linears import Surroundings, SurroundingsPass, aten
+from torchweave.compiler.passes.aten.fused_linears import FusableLinear, LinearFusionPass, aten
 from torchweave.compiler.passes.base import Mismatch
 from torchweave.ops.quant.int_linear import ROW_KERNEL_MAX_TOKENS, bits_of, fuses
 
 _LINEAR, _FUSED = torch.ops.torchweave.int_linear.default, torch.ops.torchweave.fused_int_linear.default
 
 
-class FusedIntLinears(SurroundingsPass):
+class FusedIntLinears(LinearFusionPass):
     """See the module's text."""
 
     name = "fused_int_linears"
@@ -52,7 +52,7 @@ class FusedIntLinears(SurroundingsPass):
             raise Mismatch(f"for a weight of {what} the op has no kernel that fuses")
         return found
 
-    def fused_call(self, operands: tuple[Any, ...], around: Surroundings) -> tuple[Any, tuple[Any, ...]]:
+    def fused_call(self, operands: tuple[Any, ...], around: FusableLinear) -> tuple[Any, tuple[Any, ...]]:
         return _FUSED, (around.x, *operands[1:], *around.arguments)
 
     def prologue_norm(self, x: fx.Node) -> tuple[tuple[Any, ...] | None, str | None]:

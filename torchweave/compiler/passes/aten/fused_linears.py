@@ -43,8 +43,8 @@ _FUSED = _ops.fused_linear.default
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What is fused with a linear that reads x; the fused op replaces the value of `last`."""
+class FusableLinear:
+    """A linear of x with its prologue and epilogue, as nodes; the fused op replaces the value of `last`."""
 
     x: fx.Node
     norm: tuple[Any, ...] | None
@@ -63,7 +63,7 @@ class Surroundings:
         return (*((None, 0.0, 0.0, False) if self.norm is None else self.norm[1:]), self.residual, self.activation)
 
 
-class SurroundingsPass(GraphPass):
+class LinearFusionPass(GraphPass):
     """Base class: fuse each linear of a kind with the operations around it.
 
     Args:
@@ -84,7 +84,7 @@ class SurroundingsPass(GraphPass):
         """
 
     @abstractmethod
-    def fused_call(self, operands: tuple[Any, ...], around: Surroundings) -> tuple[Any, tuple[Any, ...]]:
+    def fused_call(self, operands: tuple[Any, ...], around: FusableLinear) -> tuple[Any, tuple[Any, ...]]:
         """The fused op and its arguments."""
 
     def prologue_norm(self, x: fx.Node) -> tuple[tuple[Any, ...] | None, str | None]:
@@ -124,18 +124,21 @@ class SurroundingsPass(GraphPass):
             return 0, "its tokens are in more than one dimension"
         norm, why_norm = self.prologue_norm(x)
         last, activation, residual, why_epilogue = _epilogue(node)
-        around, why = Surroundings(x if norm is None else norm[0], norm, residual, activation, last), why_norm or why_epilogue
+        around, why = (
+            FusableLinear(x if norm is None else norm[0], norm, residual, activation, last),
+            why_norm or why_epilogue,
+        )
         if not around.letters:
             return 0, why
         replaced = _replace(graph, last, *self.fused_call(operands, around))
         return (len(around.letters), why) if replaced else (0, "its result has another layout or dtype than the op's")
 
 
-class FusedLinears(SurroundingsPass):
+class FusedLinears(LinearFusionPass):
     """See the module's text.
 
     Args:
-        devices: see `SurroundingsPass`.
+        devices: see `LinearFusionPass`.
         table: measurements; None: the table shipped for the device.
     """
 
@@ -155,7 +158,7 @@ class FusedLinears(SurroundingsPass):
             raise Mismatch(why)
         return x, weight, bias
 
-    def fused_call(self, operands: tuple[Any, ...], around: Surroundings) -> tuple[Any, tuple[Any, ...]]:
+    def fused_call(self, operands: tuple[Any, ...], around: FusableLinear) -> tuple[Any, tuple[Any, ...]]:
         _, weight, bias = operands
         choices = linear_choices(value(weight), self._table, around.letters)
         return _FUSED, (around.x, weight, bias, *around.arguments, choices)

@@ -1,8 +1,8 @@
 """Triton kernels for products with weights in 4 or 8 bits: the layouts are those of `torchweave.ops.quant.int_linear`.
 
 `split_kernel` (4 bits) makes 16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a program share its rows
-and divide K. `byte_kernel` is the same for 8 bits. Of few tokens and 4 bits is `int_rows.row_kernel`, of many `int_tiles.tile_kernel`.
-Several programs may divide K; then `add_kernel` adds their sums.
+and divide K. `byte_kernel` is the same for 8 bits. Several programs may divide K; then `add_kernel` adds their sums. Few tokens and
+4 bits run in `int_rows.row_kernel`, many in `int_tiles.tile_kernel`.
 
 Each starts under programmatic dependent launch while the previous kernel drains. Without sm_90's instructions (and in Triton's
 interpreter) shifts and conversions replace the assembly (ASSEMBLY).
@@ -358,7 +358,7 @@ def launch(
     config: Any, x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, out: Tensor,
     row_scale: Tensor | None = None, fusion: LinearFusion = NO_FUSION,
 ) -> None:  # fmt: skip
-    """out [T, N] of x [T, K] and a weight as `torchweave::int_linear`, rows contiguous; fusion: what a row kernel fuses, less bias."""
+    """out [T, N] of x [T, K] and a weight as `torchweave::int_linear`, rows contiguous; fusion: of a row kernel, less its bias."""
     (tokens, width), (outputs, groups) = x.shape, scale.shape
     # Tiles on sm_90 must wait in assembly for products in flight.
     asked = config.hopper or (

@@ -20,7 +20,15 @@ import triton.language as tl
 from torchweave.ops.kernels.dependent_launch import pdl_wait
 from torchweave.ops.kernels.linear import epilogue, inverse_rms, weight_rows
 from torchweave.ops.kernels.norm import scale_rows
-from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, e2m1, nibbles, parameter_group, scale_value, shifted_pair
+from torchweave.ops.kernels.quant.int_linear import (
+    BLOCK,
+    WORDS,
+    e2m1,
+    nibbles,
+    parameter_group,
+    scale_value,
+    shifted_pair,
+)
 
 _EVEN_BITS, _ODD_BITS = (11, 15, 19, 12), (16, 11, 15, 19)
 """Bit of a float's mantissa at which nibble j % 4 of the even and of the odd input of a pair is placed."""
