@@ -13,6 +13,7 @@ import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,12 @@ from torchweave.ops.kernels.quant.dequantize import launch_dequantize
 from torchweave.ops.quant.int_linear import ROW_KERNEL_MAX_TOKENS, IntConfig, choose, dequantize_int, num_groups
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512]
+FUSED_ROWS = tuple(
+    IntConfig("row", *shape) for shape in ((4, 2, 256), (8, 2, 256), (16, 2, 256), (16, 4, 256), (8, 4, 512))
+)
+"""Rows that are measured with operations around them."""
 COLD_BYTES = 256 << 20
 _ROWS = ((2, 4, 512), (4, 4, 512), (8, 4, 512), (4, 2, 256), (8, 2, 256), (16, 4, 256), (4, 4, 1024), (2, 8, 1024))
-_FUSED_ROWS = ((4, 2, 256), (8, 2, 256), (16, 2, 256), (16, 4, 256), (8, 4, 512))
 _SPLITS = ((16, 4, 4), (16, 8, 3), (32, 4, 4), (64, 4, 3), (64, 2, 4))
 _TILES = {
     32: ((64, 4, 4), (128, 4, 4), (128, 8, 4)),
@@ -180,15 +184,6 @@ def measure(
     return results
 
 
-def fused_candidates(around: str) -> list[IntConfig]:
-    """Rows with operations around them; a norm also in a launch of its own."""
-    return [
-        IntConfig("row", *shape, norm_apart=apart)
-        for shape in _FUSED_ROWS
-        for apart in ((False, True) if "n" in around else (False,))
-    ]
-
-
 def _build_fused(subjects: list[LinearShape], group: int, zero: bool, dtype: torch.dtype) -> None:
     """`build_all` for rows with operations around them."""
 
@@ -201,7 +196,7 @@ def _build_fused(subjects: list[LinearShape], group: int, zero: bool, dtype: tor
 
     small = {replace(each, outputs=256) for each in subjects}
     with ThreadPoolExecutor() as pool:
-        list(pool.map(build, [(shape, config) for shape in small for config in fused_candidates(shape.around)]))
+        list(pool.map(build, list(product(small, FUSED_ROWS))))
     torch.cuda.synchronize()
 
 
@@ -223,8 +218,8 @@ def compare_fused(
     }
     configs: dict[str, IntConfig] = {}
     expected = separate(0).float()
-    for config in fused_candidates(shape.around):
-        key = f"{config.block_n},{config.num_warps},{config.depth}{'/norm' * config.norm_apart}"
+    for config in FUSED_ROWS:
+        key = f"{config.block_n},{config.num_warps},{config.depth}"
         try:
             out.fill_(torch.nan)
             config.run(x, *weights[0], None, group, out, None, fusion)
@@ -255,12 +250,12 @@ class Layer(NamedTuple):
 
 
 def compare_layer(model: str, layers: list[Layer], tokens: int, group: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """A layer as it runs without the fused op, where the residual add is fused with the norm behind it, and with it."""
+    """A layer without the fused op, where the residual add is fused with the norm behind it, and with all or parts of it."""
     ops, width = torch.ops.torchweave, layers[0].o.scale.shape[0]
     x, h = (torch.randn(tokens, width, device="cuda", dtype=dtype) for _ in range(2))
     norm = torch.rand(width, device="cuda", dtype=dtype)
 
-    def product(x: Tensor, weight: Weight) -> Tensor:
+    def linear(x: Tensor, weight: Weight) -> Tensor:
         return ops.int_linear(x, *weight, None, None, group)
 
     def fused(x: Tensor, weight: Weight, normed: bool, residual: Tensor | None, activation: str | None) -> Tensor:
@@ -269,9 +264,9 @@ def compare_layer(model: str, layers: list[Layer], tokens: int, group: int, dtyp
 
     def separate(i: int) -> Tensor:
         layer = layers[i % len(layers)]
-        y, total = ops.add_rms_norm(product(x, layer.o), h, norm, 1e-5)
-        y = product(ops.gated_activation(product(y, layer.gate_up), "silu"), layer.down)
-        return product(ops.add_rms_norm(y, total, norm, 1e-5)[0], layer.qkv)
+        y, total = ops.add_rms_norm(linear(x, layer.o), h, norm, 1e-5)
+        y = linear(ops.gated_activation(linear(y, layer.gate_up), "silu"), layer.down)
+        return linear(ops.add_rms_norm(y, total, norm, 1e-5)[0], layer.qkv)
 
     def in_one(i: int) -> Tensor:
         layer = layers[i % len(layers)]
@@ -284,9 +279,17 @@ def compare_layer(model: str, layers: list[Layer], tokens: int, group: int, dtyp
         total = fused(x, layer.o, False, h, None)
         y = fused(ops.rms_norm(total, norm, 1e-5), layer.gate_up, False, None, "silu")
         total = fused(y, layer.down, False, total, None)
-        return product(ops.rms_norm(total, norm, 1e-5), layer.qkv)
+        return linear(ops.rms_norm(total, norm, 1e-5), layer.qkv)
 
-    calls: dict[str, Call] = {"separate": separate, "fused": in_one, "norms apart": with_norms_apart}
+    def with_gate(i: int) -> Tensor:
+        layer = layers[i % len(layers)]
+        y, total = ops.add_rms_norm(linear(x, layer.o), h, norm, 1e-5)
+        y = linear(fused(y, layer.gate_up, False, None, "silu"), layer.down)
+        return linear(ops.add_rms_norm(y, total, norm, 1e-5)[0], layer.qkv)
+
+    calls: dict[str, Call] = {
+        "separate": separate, "fused": in_one, "norms apart": with_norms_apart, "gate only": with_gate,
+    }  # fmt: skip
     return [
         {
             "name": f"{model} layer", "outputs": 0, "width": width, "around": "", "tokens": tokens, "which": which, "config": None,
@@ -323,9 +326,7 @@ def measure_fused(
 
 def fused_table(results: list[dict[str, Any]]) -> str:
     """A row per product or layer and token count: separate ops, the fused op, and the fastest configurations."""
-    lines = [
-        "product, T: us of separate ops; of the fused op (gain); fastest rows, warps, words (/norm: in its own launch)"
-    ]
+    lines = ["product, T: us of separate ops; of the fused op (gain); fastest others (rows, warps, words)"]
     for name, tokens in dict.fromkeys((r["name"], r["tokens"]) for r in results):
         rows = {r["which"]: r for r in results if (r["name"], r["tokens"]) == (name, tokens)}
         base, op = rows.get("separate"), rows.get("fused")

@@ -119,7 +119,6 @@ class IntConfig:
         programs: programs that divide K, not for "row"; above 1, a second kernel adds their sums.
         hopper: use what sm_90 has: programmatic dependent launch, which starts a kernel while the previous one drains, and
             arithmetic on pairs of 16-bit numbers. Tiles always use it there.
-        norm_apart: launch the RMSNorm of x separately, before this kernel; else every program of "row" computes it.
     """
 
     kernel: Literal["row", "split", "tile"]
@@ -129,7 +128,6 @@ class IntConfig:
     block_t: int = 16
     programs: int = 1
     hopper: bool = True
-    norm_apart: bool = False
 
     def run(
         self, x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, out: Tensor,
@@ -141,8 +139,6 @@ class IntConfig:
         """
         from torchweave.ops.kernels.quant.int_linear import launch
 
-        if self.norm_apart and fusion.norm is not None:
-            x, fusion = fusion.normalized(x), replace(fusion, norm=None)
         launch(self, x, w, scale, zero, bias, group, out, row_scale, fusion)
 
 
