@@ -166,7 +166,7 @@ _DEVICE_PROGRAMS = 132
 """Programs that run at a time, one on each multiprocessor of an H100."""
 _MIN_INPUTS, _MAX_PROGRAMS = 1024, 8
 """Inputs of a program at least, and programs at most, that divide K for a tile."""
-_WIDE, _SHORT, _FEW_ROWS = 8192, 2048, 4096
+_WIDE, _SHORT, FEW_ROWS = 8192, 2048, 4096
 _FULL, _HALF = 192, 80
 """Tiles from which a GPU is filled by one program for each, and by two."""
 
@@ -204,7 +204,7 @@ def choose(
         return None
     kinds = _kinds(num_tokens, width, bits, e2m1)
     if kinds[0].kernel == "row":
-        return replace(kinds[0 if num_outputs <= _FEW_ROWS else -1], hopper=hopper)
+        return replace(kinds[0 if num_outputs <= FEW_ROWS else -1], hopper=hopper)
     if kinds[0].kernel == "tile":
         config = _choose_tile(kinds, num_tokens, num_outputs, width)
         return None if config is None else replace(config, hopper=hopper)
@@ -227,7 +227,7 @@ def _choose_tile(kinds: tuple[IntConfig, ...], num_tokens: int, num_outputs: int
     if num_tokens > 256 and _DEVICE_PROGRAMS < tiles <= _DEVICE_PROGRAMS * 3 // 2:
         return None  # the second wave leaves half of the device idle
     if many.block_t <= 64:
-        config, room = few if num_outputs <= _FEW_ROWS and width <= _WIDE else many, 2 * _DEVICE_PROGRAMS
+        config, room = few if num_outputs <= FEW_ROWS and width <= _WIDE else many, 2 * _DEVICE_PROGRAMS
     else:
         config, room = few if 2 * tiles <= _DEVICE_PROGRAMS and width <= _SHORT else many, _DEVICE_PROGRAMS
     tiles, programs = tiles_of(config), 1
