@@ -281,6 +281,12 @@ def compare_layer(model: str, layers: list[Layer], tokens: int, group: int, dtyp
         total = fused(y, layer.down, False, total, None)
         return linear(ops.rms_norm(total, norm, 1e-5), layer.qkv)
 
+    def with_one_norm(i: int) -> Tensor:
+        layer = layers[i % len(layers)]
+        total = fused(x, layer.o, False, h, None)
+        y = fused(ops.rms_norm(total, norm, 1e-5), layer.gate_up, False, None, "silu")
+        return fused(fused(y, layer.down, False, total, None), layer.qkv, True, None, None)
+
     def with_gate(i: int) -> Tensor:
         layer = layers[i % len(layers)]
         y, total = ops.add_rms_norm(linear(x, layer.o), h, norm, 1e-5)
@@ -289,6 +295,7 @@ def compare_layer(model: str, layers: list[Layer], tokens: int, group: int, dtyp
 
     calls: dict[str, Call] = {
         "separate": separate, "fused": in_one, "norms apart": with_norms_apart, "gate only": with_gate,
+        "norm of qkv": with_one_norm,
     }  # fmt: skip
     return [
         {
