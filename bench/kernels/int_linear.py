@@ -13,7 +13,6 @@ import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +25,9 @@ from torchweave.ops.kernels.quant.dequantize import launch_dequantize
 from torchweave.ops.quant.int_linear import ROW_KERNEL_MAX_TOKENS, IntConfig, choose, dequantize_int, num_groups
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512]
-FUSED_ROWS = tuple(
-    IntConfig("row", *shape) for shape in ((4, 2, 256), (8, 2, 256), (16, 2, 256), (16, 4, 256), (8, 4, 512))
-)
-"""Rows that are measured with operations around them."""
+_FUSED_ROWS = ((4, 2, 256), (8, 2, 256), (16, 2, 256), (8, 4, 512), (4, 4, 512))
+_WIDE = 8192
+"""Inputs of a row above which fused rows are measured with 512 words only: a kernel has all words of a row in its code."""
 COLD_BYTES = 256 << 20
 _ROWS = ((2, 4, 512), (4, 4, 512), (8, 4, 512), (4, 2, 256), (8, 2, 256), (16, 4, 256), (4, 4, 1024), (2, 8, 1024))
 _SPLITS = ((16, 4, 4), (16, 8, 3), (32, 4, 4), (64, 4, 3), (64, 2, 4))
@@ -184,8 +182,13 @@ def measure(
     return results
 
 
+def fused_candidates(width: int) -> list[IntConfig]:
+    """Rows that are measured with operations around them."""
+    return [IntConfig("row", *shape) for shape in _FUSED_ROWS if width <= _WIDE or shape[-1] == 512]
+
+
 def _build_fused(subjects: list[LinearShape], group: int, zero: bool, dtype: torch.dtype) -> None:
-    """`build_all` for rows with operations around them."""
+    """`build_all` for rows with operations around them, and with parts of these for layers."""
 
     def build(job: tuple[LinearShape, IntConfig]) -> None:
         shape, config = job
@@ -194,9 +197,14 @@ def _build_fused(subjects: list[LinearShape], group: int, zero: bool, dtype: tor
         with contextlib.suppress(Exception):  # failures are reported by the timing
             config.run(x, *weight, None, group, out, None, shape.fused(1, dtype, x.device))
 
-    small = {replace(each, outputs=256) for each in subjects}
+    jobs: dict[tuple[LinearShape, IntConfig], None] = {}
+    for shape in subjects:
+        chosen, small = choose(1, shape.outputs, shape.width, 4), replace(shape, outputs=256)
+        parts = (small, replace(small, around=small.around.replace("n", "")), replace(small, around=""))
+        jobs |= {(part, chosen): None for part in parts if chosen is not None}
+        jobs |= {(small, config): None for config in fused_candidates(shape.width)}
     with ThreadPoolExecutor() as pool:
-        list(pool.map(build, list(product(small, FUSED_ROWS))))
+        list(pool.map(build, jobs))
     torch.cuda.synchronize()
 
 
@@ -218,7 +226,7 @@ def compare_fused(
     }
     configs: dict[str, IntConfig] = {}
     expected = separate(0).float()
-    for config in FUSED_ROWS:
+    for config in fused_candidates(shape.width):
         key = f"{config.block_n},{config.num_warps},{config.depth}"
         try:
             out.fill_(torch.nan)
