@@ -260,23 +260,23 @@ def _op_call(node: fx.Node, group: str | None) -> OpCall | None:
         copied = {"producer": "copy", "operands": (operand,), "choices": "", "slot": 0}
         plain = [copied.get(name, each) for name, each in zip(names, plain, strict=True)]
     if op is torch.ops.torchweave.fused_int_linear.default:
-        plain = list(_with_fewer_rows(dict(zip(names, plain, strict=True))).values())
+        plain = list(_limit_rows(dict(zip(names, plain, strict=True))).values())
     return OpCall(op, group, tuple(plain))
 
 
-def _with_fewer_rows(arguments: dict[str, Any]) -> dict[str, Any]:
+def _limit_rows(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `fused_int_linear`, of a large weight with `_PACKED_ROWS` rows."""
     if arguments["w"].bytes(1) <= _MAX_OPERAND_BYTES:
         return arguments
     rows, residual = (min(arguments["w"].sizes[0], _PACKED_ROWS),), arguments["residual"]
-    fewer = {
+    limited = {
         name: replace(each, sizes=rows + each.sizes[1:])
         for name in ("w", "scale", "zero", "bias", "row_scale")
         if isinstance(each := arguments[name], Operand)
     }
     if residual is not None:
-        fewer["residual"] = Operand(residual.sizes[:-1] + rows, residual.dtype)
-    return arguments | fewer
+        limited["residual"] = Operand(residual.sizes[:-1] + rows, residual.dtype)
+    return arguments | limited
 
 
 def _plain(argument: Any) -> Any:
