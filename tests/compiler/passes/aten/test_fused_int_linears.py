@@ -12,9 +12,10 @@ from torch import Tensor
 from tests.ops.int_cases import IntCase, fp4_operands, operands
 from torchweave.compiler.passes.aten import add_rms_norm
 from torchweave.compiler.passes.aten.fused_int_linears import FusedIntLinears
-from torchweave.compiler.passes.manager import default_passes, run_pass
+from torchweave.compiler.passes.manager import PassManager, run_pass
 from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.compiler.piece_builder import passes_for_range, token_ranges
+from torchweave.config.options import TorchCompileConfig
 from torchweave.ops.activation import gated_activation
 from torchweave.ops.norm import rms_norm
 from torchweave.ops.quant.int_linear import ROW_KERNEL_MAX_TOKENS, int_linear
@@ -135,12 +136,13 @@ def test_near_misses_have_reasons(function: Callable[..., Any], examples: list[T
     check(PASS, function, examples, near_miss=why)
 
 
-def test_it_runs_on_gpus_for_one_and_two_tokens() -> None:
-    passes = default_passes()
+def test_it_runs_where_it_is_enabled_on_gpus_for_one_and_two_tokens() -> None:
+    off = next(each for each in PassManager().settings if each.each.name == "fused_int_linears")
+    assert not off.enabled and off.why == "no measurement shows that it pays here"
+    passes = PassManager(config=TorchCompileConfig(enabled_passes=("fused_int_linears",))).passes("aten")
     names = [each.name for each in passes]
     each = passes[names.index("fused_int_linears")]
     assert run_pass(each, graph_of(added, [X, W, S, RESIDUAL])).matches == 0 and each.token_range == (1, 2)
     assert names.index("gated_activation") < names.index(each.name) < names.index("add_rms_norm")
-    ranges = token_ranges([one for one in passes if one.stage == "aten"])
-    runs = [span for span in ranges if each in passes_for_range(passes, *span)]
+    runs = [span for span in token_ranges(passes) if each in passes_for_range(passes, *span)]
     assert runs == [(1, ROW_KERNEL_MAX_TOKENS)], "steps of more tokens keep add_rms_norm"
