@@ -1,7 +1,7 @@
 """Products with weights in 4 or 8 bits on a GPU: Torchweave's kernels against cuBLAS in 16 bits; run by bench/kernels/linear.py.
 
     python bench/kernels/linear.py --weights int4 [--group 128] [--models 1b 8b] [--tokens 1 2 4 8 16 32 64 128 256 512]
-    python bench/kernels/linear.py --weights int4 --fused [--models 1b 8b]   # one and two tokens, with norm, gate and residual
+    python bench/kernels/linear.py --weights int4 --layers --models 1b 8b   # a decoder layer, and its products alone
 
 A candidate is a CUDA graph over 256 MB of distinct weights, so that caches stay cold; candidates of a row are replayed in turn. The
 first is cuBLAS on 16-bit weights; "blas" dequantizes the weight and multiplies by cuBLAS; the chosen configuration is marked.
@@ -19,15 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.compiler.tuning.linears import LinearShape
 from torchweave.compiler.tuning.measure import Call, GraphClock
+from torchweave.ops.activation import gated_activation
 from torchweave.ops.kernels.quant.dequantize import launch_dequantize
-from torchweave.ops.quant.int_linear import ROW_KERNEL_MAX_TOKENS, IntConfig, choose, dequantize_int, num_groups
+from torchweave.ops.norm import add_rms_norm
+from torchweave.ops.quant.int_linear import IntConfig, choose, dequantize_int, num_groups
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512]
-_FUSED_ROWS = ((4, 2, 256), (8, 2, 256), (16, 2, 256), (8, 4, 512), (4, 4, 512))
-_WIDE = 8192
-"""Inputs of a row above which fused rows are measured with 512 words only: a kernel has all words of a row in its code."""
 COLD_BYTES = 256 << 20
 _ROWS = ((2, 4, 512), (4, 4, 512), (8, 4, 512), (4, 2, 256), (8, 2, 256), (16, 4, 256), (4, 4, 1024), (2, 8, 1024))
 _SPLITS = ((16, 4, 4), (16, 8, 3), (32, 4, 4), (64, 4, 3), (64, 2, 4))
@@ -182,72 +180,6 @@ def measure(
     return results
 
 
-def fused_candidates(width: int) -> list[IntConfig]:
-    """Rows that are measured with operations around them."""
-    return [IntConfig("row", *shape) for shape in _FUSED_ROWS if width <= _WIDE or shape[-1] == 512]
-
-
-def _build_fused(subjects: list[LinearShape], group: int, zero: bool, dtype: torch.dtype) -> None:
-    """`build_all` for rows with operations around them, and with parts of these for layers."""
-
-    def build(job: tuple[LinearShape, IntConfig]) -> None:
-        shape, config = job
-        x, out = (torch.zeros(1, each, device="cuda", dtype=dtype) for each in (shape.width, shape.columns))
-        weight = random_weight(shape.outputs, shape.width, 4, group, zero, dtype)
-        with contextlib.suppress(Exception):  # failures are reported by the timing
-            config.run(x, *weight, None, group, out, None, shape.fused(1, dtype, x.device))
-
-    jobs: dict[tuple[LinearShape, IntConfig], None] = {}
-    for shape in subjects:
-        chosen, small = choose(1, shape.outputs, shape.width, 4), replace(shape, outputs=256)
-        parts = (small, replace(small, around=small.around.replace("n", "")), replace(small, around=""))
-        jobs |= {(part, chosen): None for part in parts if chosen is not None}
-        jobs |= {(small, config): None for config in fused_candidates(shape.width)}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(build, jobs))
-    torch.cuda.synchronize()
-
-
-def compare_fused(
-    name: str, shape: LinearShape, tokens: int, weights: list[Weight], group: int, dtype: torch.dtype
-) -> list[dict[str, Any]]:
-    """A product with the operations around it: separate ops, the fused op, and each configuration."""
-    x = torch.randn(tokens, shape.width, device="cuda", dtype=dtype)
-    out = torch.empty(tokens, shape.columns, device="cuda", dtype=dtype)
-    fusion, ops = shape.fused(tokens, dtype, x.device), torch.ops.torchweave
-    around = (fusion.norm, fusion.eps, fusion.offset, fusion.wide, fusion.residual, fusion.activation)
-
-    def separate(i: int) -> Tensor:
-        return fusion.run_around(x, lambda x: ops.int_linear(x, *weights[i % len(weights)], None, None, group))
-
-    calls: dict[str, Call] = {
-        "separate": separate,
-        "fused": lambda i: ops.fused_int_linear(x, *weights[i % len(weights)], None, None, group, None, *around),
-    }
-    configs: dict[str, IntConfig] = {}
-    expected = separate(0).float()
-    for config in fused_candidates(shape.width):
-        key = f"{config.block_n},{config.num_warps},{config.depth}"
-        try:
-            out.fill_(torch.nan)
-            config.run(x, *weights[0], None, group, out, None, fusion)
-            torch.testing.assert_close(out.float(), expected, rtol=3e-2, atol=3e-2)
-        except Exception as error:
-            print(f"{name} {tokens}: {key}: {' '.join(str(error).split())[:200]}", flush=True)
-            continue
-        configs[key] = config
-        calls[key] = lambda i, config=config: config.run(x, *weights[i % len(weights)], None, group, out, None, fusion)
-    clock = GraphClock(failed=lambda which, error: print(name, which, str(error)[:200], flush=True))
-    return [
-        {
-            "name": name, "outputs": shape.outputs, "width": shape.width, "around": shape.around, "tokens": tokens, "which": which,
-            "config": asdict(configs[which]) if which in configs else None, "us": round(timing.microseconds, 3),
-            "noise": round(timing.noise, 3),
-        }
-        for which, timing in clock.time(calls, max(4, len(weights))).items()
-    ]  # fmt: skip
-
-
 class Layer(NamedTuple):
     """Products of a decoder layer from the attention's output to the next layer's queries, keys and values."""
 
@@ -257,100 +189,61 @@ class Layer(NamedTuple):
     qkv: Weight
 
 
-def compare_layer(model: str, layers: list[Layer], tokens: int, group: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """A layer without the fused op, where the residual add is fused with the norm behind it, and with all or parts of it."""
-    ops, width = torch.ops.torchweave, layers[0].o.scale.shape[0]
+def compare_layer(
+    model: str, layers: list[Layer], width: int, tokens: int, group: int, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """A layer with its norms and gate, and its products alone: what fusing them could save at most."""
+    inner = layers[0].gate_up.scale.shape[0] // 2
     x, h = (torch.randn(tokens, width, device="cuda", dtype=dtype) for _ in range(2))
-    norm = torch.rand(width, device="cuda", dtype=dtype)
+    wide, norm = torch.randn(tokens, inner, device="cuda", dtype=dtype), torch.rand(width, device="cuda", dtype=dtype)
 
-    def linear(x: Tensor, weight: Weight) -> Tensor:
-        return ops.int_linear(x, *weight, None, None, group)
+    def product(x: Tensor, weight: Weight) -> Tensor:
+        return torch.ops.torchweave.int_linear(x, *weight, None, None, group)
 
-    def fused(x: Tensor, weight: Weight, normed: bool, residual: Tensor | None, activation: str | None) -> Tensor:
-        around = (norm if normed else None, 1e-5, 0.0, False, residual, activation)
-        return ops.fused_int_linear(x, *weight, None, None, group, None, *around)
-
-    def separate(i: int) -> Tensor:
+    def whole(i: int) -> Tensor:
         layer = layers[i % len(layers)]
-        y, total = ops.add_rms_norm(linear(x, layer.o), h, norm, 1e-5)
-        y = linear(ops.gated_activation(linear(y, layer.gate_up), "silu"), layer.down)
-        return linear(ops.add_rms_norm(y, total, norm, 1e-5)[0], layer.qkv)
+        y, total = add_rms_norm(product(x, layer.o), h, norm, 1e-5)
+        y = product(gated_activation(product(y, layer.gate_up), "silu"), layer.down)
+        return product(add_rms_norm(y, total, norm, 1e-5)[0], layer.qkv)
 
-    def in_one(i: int) -> Tensor:
+    def products(i: int) -> Tensor:
         layer = layers[i % len(layers)]
-        total = fused(x, layer.o, False, h, None)
-        y = fused(total, layer.gate_up, True, None, "silu")
-        return fused(fused(y, layer.down, False, total, None), layer.qkv, True, None, None)
+        product(product(x, layer.o), layer.gate_up)
+        return product(product(wide, layer.down), layer.qkv)
 
-    def with_norms_apart(i: int) -> Tensor:
-        layer = layers[i % len(layers)]
-        total = fused(x, layer.o, False, h, None)
-        y = fused(ops.rms_norm(total, norm, 1e-5), layer.gate_up, False, None, "silu")
-        total = fused(y, layer.down, False, total, None)
-        return linear(ops.rms_norm(total, norm, 1e-5), layer.qkv)
-
-    def with_one_norm(i: int) -> Tensor:
-        layer = layers[i % len(layers)]
-        total = fused(x, layer.o, False, h, None)
-        y = fused(ops.rms_norm(total, norm, 1e-5), layer.gate_up, False, None, "silu")
-        return fused(fused(y, layer.down, False, total, None), layer.qkv, True, None, None)
-
-    def with_gate(i: int) -> Tensor:
-        layer = layers[i % len(layers)]
-        y, total = ops.add_rms_norm(linear(x, layer.o), h, norm, 1e-5)
-        y = linear(fused(y, layer.gate_up, False, None, "silu"), layer.down)
-        return linear(ops.add_rms_norm(y, total, norm, 1e-5)[0], layer.qkv)
-
-    calls: dict[str, Call] = {
-        "separate": separate, "fused": in_one, "norms apart": with_norms_apart, "gate only": with_gate,
-        "norm of qkv": with_one_norm,
-    }  # fmt: skip
+    calls: dict[str, Call] = {"whole": whole, "products": products}
     return [
         {
-            "name": f"{model} layer", "outputs": 0, "width": width, "around": "", "tokens": tokens, "which": which, "config": None,
+            "name": f"{model} layer", "width": width, "tokens": tokens, "which": which,
             "us": round(timing.microseconds, 3), "noise": round(timing.noise, 3),
         }
         for which, timing in GraphClock().time(calls, 4 * len(layers)).items()
     ]  # fmt: skip
 
 
-def measure_fused(
-    subjects: dict[str, LinearShape], group: int, zero: bool, dtype: torch.dtype, seconds: float
+def measure_layers(
+    shapes: dict[str, tuple[int, int]], tokens: list[int], bits: int, group: int, zero: bool, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
-    """Measure all products with the operations around them, and a layer of each model, until the time is up."""
-    started = time.monotonic()
-    _build_fused(list(subjects.values()), group, zero, dtype)
-    print(f"kernels built in {time.monotonic() - started:.1f} s", flush=True)
+    """A layer of each model; names of shapes are a model and a field of `Layer`."""
     results: list[dict[str, Any]] = []
-    made: dict[str, list[Weight]] = {}
-    for name, shape in subjects.items():
-        count = max(4, COLD_BYTES * 2 // (shape.outputs * shape.width) + 1)
-        made[name] = [random_weight(shape.outputs, shape.width, 4, group, zero, dtype) for _ in range(count)]
-    for tokens in range(1, ROW_KERNEL_MAX_TOKENS + 1):
-        for model in dict.fromkeys(name.split()[0] for name in subjects):
-            parts = {name.split()[1]: each for name, each in made.items() if name.startswith(f"{model} ")}
-            layers = [Layer(*each) for each in zip(*(parts[field] for field in Layer._fields), strict=False)]
-            results += compare_layer(model, layers, tokens, group, dtype)
-        for name, shape in subjects.items():
-            if time.monotonic() > started + seconds:
-                print(f"out of time at {name}, {tokens} tokens", flush=True)
-                break
-            results += compare_fused(name, shape, tokens, made[name], group, dtype)
+    for model in dict.fromkeys(name.split()[0] for name in shapes):
+        parts = {field: shapes[f"{model} {field}"] for field in Layer._fields}
+        count = max(3, COLD_BYTES * 8 // (bits * sum(outputs * width for outputs, width in parts.values())) + 1)
+        layers = [
+            Layer(*(random_weight(*parts[field], bits, group, zero, dtype) for field in Layer._fields))
+            for _ in range(count)
+        ]
+        for number in tokens:
+            results += compare_layer(model, layers, parts["qkv"][1], number, group, dtype)
     return results
 
 
-def fused_table(results: list[dict[str, Any]]) -> str:
-    """A row per product or layer and token count: separate ops, the fused op, and the fastest configurations."""
-    lines = ["product, T: us of separate ops; of the fused op (gain); fastest others (rows, warps, words)"]
+def layer_table(results: list[dict[str, Any]]) -> str:
+    """A row per model and token count."""
+    lines = ["layer, T: us of its products with norms and gate; of the products alone"]
     for name, tokens in dict.fromkeys((r["name"], r["tokens"]) for r in results):
-        rows = {r["which"]: r for r in results if (r["name"], r["tokens"]) == (name, tokens)}
-        base, op = rows.get("separate"), rows.get("fused")
-        if base is None or op is None:
-            continue
-        ranked = sorted((r for which, r in rows.items() if which not in ("separate", "fused")), key=lambda r: r["us"])
-        best = "  ".join(f"{r['which']} {r['us']:.2f}" for r in ranked[:5])
-        gain = base["us"] / op["us"]
-        lines.append(f"{name:12} {op['around']:2} {tokens} {base['us']:>8.2f} {op['us']:>8.2f} ({gain:.2f})  {best}")
+        us = {r["which"]: r["us"] for r in results if (r["name"], r["tokens"]) == (name, tokens)}
+        lines.append(f"{name:12} {tokens:>3} {us['whole']:>8.2f} {us['products']:>8.2f}")
     return "\n".join(lines)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import demo_tasks as tasks
@@ -14,9 +13,8 @@ from tests.ops.quant.test_int8_linear import expected as int8_expected
 from tests.ops.quant.test_int8_linear import operands as int8_operands
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.ops.kernels.quant.dequantize import launch_dequantize
-from torchweave.ops.linear_config import LinearFusion
 from torchweave.ops.quant.int8_linear import int8_linear
-from torchweave.ops.quant.int_linear import IntConfig, fused_int_linear, int_linear, launch_samples
+from torchweave.ops.quant.int_linear import IntConfig, int_linear, launch_samples
 from torchweave.report import Report
 
 pytestmark = pytest.mark.gpu
@@ -158,103 +156,39 @@ def test_dequantization_rounds_once(case: IntCase) -> None:
         torch.testing.assert_close(out, weight_values(made).float().bfloat16(), rtol=2**-8, atol=0)
 
 
-def check_replays(chain: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
-    """Dependent launches one behind the other: one that did not wait would read stale numbers."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        chain(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(x)
-    for _ in range(10):
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, chain(x))
-
-
-def layers_of(outputs: int, width: int) -> list[Operands]:
-    cases = [IntCase(4, 128, zero=bool(at % 2)) for at in range(8)]
-    return [operands(case, 1, outputs, width, BF16, "cuda", seed=at) for at, case in enumerate(cases)]
-
-
 def test_chain_in_a_graph() -> None:
-    layers = layers_of(4096, 4096)
-
-    def chain(x: torch.Tensor) -> torch.Tensor:
-        for made in layers:
-            x = int_linear(x, *made.weight, None, made.group)
-            x = x / x.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3).bfloat16()
-        return x
-
+    """Dependent launches one behind the other: one that did not wait would read stale numbers."""
+    layers = [
+        operands(IntCase(4, 128, zero=bool(at % 2)), 1, 4096, 4096, torch.bfloat16, "cuda", seed=at) for at in range(8)
+    ]
     for tokens in (1, 2, 8, 100):
-        check_replays(chain, torch.randn(tokens, 4096, device="cuda", dtype=BF16))
+        x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
 
+        def chain(x: torch.Tensor) -> torch.Tensor:
+            for made in layers:
+                x = int_linear(x, *made.weight, None, made.group)
+                x = x / x.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3).bfloat16()
+            return x
 
-def fusion_of(kind: str, tokens: int, outputs: int, width: int) -> LinearFusion:
-    """n: RMSNorm as Llama's, w: as Gemma's, g: gate, r: residual."""
-    norm = torch.rand(width, device="cuda").bfloat16() if set(kind) & {"n", "w"} else None
-    residual = torch.randn(tokens, outputs, device="cuda").bfloat16() if "r" in kind else None
-    wide = "w" in kind
-    return LinearFusion(None, norm, 1e-5, float(wide), wide, residual, "silu" if "g" in kind else None)
-
-
-def check_fused(case: IntCase, kind: str, tokens: int, outputs: int, width: int) -> None:
-    """Against float64: a rounding of the norm, the product, the gate and the sum each."""
-    made = operands(case, tokens, outputs, width, BF16, "cuda", seed=tokens)
-    fusion, x = fusion_of(kind, tokens, outputs, width), made.x.double()
-    if fusion.norm is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * (fusion.norm.double() + fusion.offset)
-    expected = x @ made.values().t() + (0 if made.bias is None else made.bias.double())
-    if fusion.activation is not None:
-        gate, up = expected.chunk(2, -1)
-        expected = torch.nn.functional.silu(gate) * up
-    if fusion.residual is not None:
-        expected += fusion.residual.double()
-    around = (fusion.norm, fusion.eps, fusion.offset, fusion.wide, fusion.residual, fusion.activation)
-    got = fused_int_linear(made.x, *made.weight, made.bias, made.group, None, *around)
-    assert got.shape == expected.shape and got.dtype == BF16
-    torch.testing.assert_close(got.double(), expected, rtol=2**-6, atol=2**-7 * float(expected.abs().amax()))
-
-
-@pytest.mark.parametrize("kind", ["n", "wg", "r"])
-@pytest.mark.parametrize("case", CASES[:6], ids=str)
-def test_fused_rows(case: IntCase, kind: str) -> None:
-    for tokens in (1, 2):
-        for outputs in (1000, 6000):
-            check_fused(case, kind, tokens, outputs, 2880)
-
-
-@pytest.mark.parametrize(
-    ("case", "width", "tokens"), [(CASES[0], 4096, 3), (CASES[6], 2880, 1), (CASES[7], 2880, 1)], ids=str
-)
-def test_fused_op_where_no_row_kernel_runs(case: IntCase, width: int, tokens: int) -> None:
-    """More tokens, groups that the kernels do not support, and 8 bits."""
-    for kind in ("ng", "nr"):
-        check_fused(case, kind, tokens, 1000, width)
-
-
-def test_fused_chain_in_a_graph() -> None:
-    ups, downs = layers_of(8192, 2048), layers_of(2048, 4096)
-    norm = torch.rand(2048, device="cuda").bfloat16()
-
-    def chain(x: torch.Tensor) -> torch.Tensor:
-        for up, down in zip(ups, downs, strict=True):
-            y = fused_int_linear(x, *up.weight, None, up.group, None, norm, 1e-5, 0.0, False, None, "silu")
-            x = fused_int_linear(y, *down.weight, None, down.group, None, None, 0.0, 0.0, False, x, None)
-        return x
-
-    for tokens in (1, 2):
-        check_replays(chain, torch.randn(tokens, 2048, device="cuda", dtype=BF16))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            chain(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain(x)
+        for _ in range(10):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, chain(x))
 
 
 def test_samples_launch_what_merged_linears_need() -> None:
     """After them no shape of this width builds a kernel."""
     from torchweave.ops.kernels.quant.dequantize import dequantize_words_kernel
-    from torchweave.ops.kernels.quant.int_linear import add_kernel, split_kernel
-    from torchweave.ops.kernels.quant.int_rows import row_kernel
+    from torchweave.ops.kernels.quant.int_linear import add_kernel, row_kernel, split_kernel
     from torchweave.ops.kernels.quant.int_tiles import tile_kernel
 
     made = operands(IntCase(4, 128), 8, 512, 2048, torch.bfloat16, "cuda")
@@ -271,11 +205,7 @@ def test_samples_launch_what_merged_linears_need() -> None:
 
 @pytest.mark.parametrize("enable_inductor", [True, False])
 def test_the_demo_model_in_int4(enable_inductor: bool, tmp_path: Path) -> None:
-    """With Inductor as it starts; without also with the pass that is off, since its steps are no faster."""
-    enabled = () if enable_inductor else ("fused_int_linears",)
-    config = TorchCompileConfig(
-        enable_inductor=enable_inductor, compile_cache_dir=str(tmp_path), enabled_passes=enabled
-    )
+    config = TorchCompileConfig(enable_inductor=enable_inductor, compile_cache_dir=str(tmp_path))
     report = Report(show=False)
     asked = [one for task in tasks.TASKS for one in tasks.held_out_questions(task, 20)]
     with LLM("demo", device="cuda", quantization="int4", torch_compile_config=config, report=report) as llm:
@@ -287,7 +217,3 @@ def test_the_demo_model_in_int4(enable_inductor: bool, tmp_path: Path) -> None:
     assert sum(right) / len(right) >= 0.95
     merged = next(event for event in report.select("pass") if event["name"] == "merge_int_linears")
     assert merged["matches"] == 10, "q/k/v and gate/up in each of 5 layers"
-    fused = [event for event in report.select("pass") if event["name"] == "fused_int_linears" and event["matches"]]
-    matches = sum(event["matches"] * event["shared_by"] for event in fused)
-    assert matches == (0 if enable_inductor else 20), "four products in each of 5 layers"
-    assert all(event["tokens"] == [1, 2] for event in fused)

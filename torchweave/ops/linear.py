@@ -17,8 +17,10 @@ from torch import Tensor
 
 from torchweave.ops import activation as _activation  # noqa: F401 (registers the ops that stand around a product)
 from torchweave.ops import norm as _norm  # noqa: F401
-from torchweave.ops.linear_config import NO_FUSION, LinearConfig, LinearFusion, select_config
+from torchweave.ops.linear_config import LinearConfig, LinearFusion, select_config
 from torchweave.ops.registry import define
+
+NO_FUSION = LinearFusion()
 
 
 def run(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: LinearFusion = NO_FUSION) -> None:
@@ -26,13 +28,22 @@ def run(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: LinearF
     from torchweave.ops.kernels.linear import launch
 
     if config.norm_apart and fusion.norm is not None:
-        x, fusion = fusion.normalized(x), replace(fusion, norm=None)
+        x, fusion = _normalized(x, fusion), replace(fusion, norm=None)
     launch(config, x, w, out, fusion)
 
 
 def run_unfused(x: Tensor, w: Tensor, fusion: LinearFusion = NO_FUSION) -> Tensor:
     """x [..., K] times w by the BLAS, and the fusion by separate ops."""
-    return fusion.run_around(x, lambda x: F.linear(x, w, fusion.bias))
+    if fusion.norm is not None:
+        x = _normalized(x, fusion)
+    y = F.linear(x, w, fusion.bias)
+    if fusion.activation is not None:
+        y = torch.ops.torchweave.gated_activation(y, fusion.activation)
+    return y if fusion.residual is None else fusion.residual + y
+
+
+def _normalized(x: Tensor, fusion: LinearFusion) -> Tensor:
+    return torch.ops.torchweave.rms_norm(x, fusion.norm, fusion.eps, fusion.offset, fusion.wide)
 
 
 def _run_chosen(x: Tensor, w: Tensor, fusion: LinearFusion, choices: str) -> Tensor:

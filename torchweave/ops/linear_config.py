@@ -6,7 +6,7 @@ second, above that the BLAS. The string is an argument of the op, so a graph is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Literal
@@ -81,19 +81,6 @@ class LinearFusion:
     residual: Tensor | None = None
     activation: str | None = None
 
-    def normalized(self, x: Tensor) -> Tensor:
-        """The RMSNorm of x, by its op."""
-        return torch.ops.torchweave.rms_norm(x, self.norm, self.eps, self.offset, self.wide)
-
-    def run_around(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """A product of x [..., K], which adds the bias, with the other operations by their own ops around it."""
-        y = product(x if self.norm is None else self.normalized(x))
-        if self.activation is not None:
-            y = torch.ops.torchweave.gated_activation(y, self.activation)
-        return y if self.residual is None else self.residual + y
-
-
-NO_FUSION = LinearFusion()
 
 Choices = tuple[tuple[int, LinearConfig | None], ...]
 """Largest number of tokens and its configuration (None: the BLAS), in increasing order."""

@@ -138,30 +138,6 @@ def test_kernels_that_depend_on_operands_only_are_found() -> None:
             assert len(wanted) == 3 and keys(wanted) <= seen, f"at {tokens} tokens"
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_large_packed_weight_has_fewer_rows_and_the_same_kernels(
-    gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels must be loaded before a step is recorded, which no run of its size precedes."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("torchweave.compiler.precompile.precompile._TOKENS", (1, 2))
-    width = 4096
-
-    def product(x: Tensor, w: Tensor, scale: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
-        weight, around = (w, scale, None, None, None, 128, None), (norm, 1e-5, 0.0, False)
-        return ops.fused_int_linear(x, *weight, *around, None if gated else residual, "silu" if gated else None)
-
-    def found(rows: int) -> tuple[int, set[tuple[str, str]]]:
-        x, w = torch.empty(T, width, dtype=BF16), torch.empty(rows, width // 8, dtype=torch.int32)
-        scale, residual = torch.empty(rows, width // 128, dtype=BF16), torch.empty(T, rows, dtype=BF16)
-        (call,) = op_calls(graph_of(product, [x, w, scale, x[0], residual]))
-        with hopper():
-            return call.arguments[1].sizes[0], keys(kernel_specs(partial(call.launch, torch.device("cpu"))))
-
-    rows, few = found(8192)
-    assert rows == 8192 and {name for name, _ in few} == {"row_kernel"} and found(1 << 16) == (4352, few)
-
-
 def test_torch_distributed_collectives_launch_no_triton_kernel(piece: Piece) -> None:
     (first, *_) = op_calls(piece)
     with mirrored() as group:

@@ -107,7 +107,7 @@ def test_no_step_needs_an_integer_linear_that_was_not_built_ahead(bits: int, gro
     from tests.ops.hopper import hopper
     from torchweave.compiler.precompile.kernel_jobs import kernel_specs
     from torchweave.ops.kernels.quant import int_linear as kernels
-    from torchweave.ops.kernels.quant import int_rows, int_tiles
+    from torchweave.ops.kernels.quant import int_tiles
     from torchweave.ops.quant.int_linear import MAX_TOKENS, IntConfig, choose, configs
 
     width = 4096
@@ -125,7 +125,7 @@ def test_no_step_needs_an_integer_linear_that_was_not_built_ahead(bits: int, gro
     def kernels_of(steps: Iterable[tuple[IntConfig, int, int]]) -> set[tuple[str, str]]:
         return {(spec.name, spec.key) for step in steps for spec in kernel_specs(lambda step=step: launch(*step))}
 
-    with hopper(kernels, int_rows, int_tiles):
+    with hopper(kernels, int_tiles):
         ahead = kernels_of((config, tokens, 1024) for tokens in _TOKENS for config in configs(tokens, width, bits))
         assert ahead
         wanted = [(tokens, rows) for tokens in range(1, MAX_TOKENS[bits] + 1) for rows in (1024, 6144, 28672)]

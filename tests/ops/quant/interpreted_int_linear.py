@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 
 import torch
 
-from tests.ops.int_cases import Fp4Operands, IntCase, Operands, fp4_operands, operands, weight_values
+from tests.ops.int_cases import IntCase, Operands, fp4_operands, operands, weight_values
 from torchweave.ops.kernels.quant.dequantize import launch_dequantize
-from torchweave.ops.linear_config import LinearFusion
 from torchweave.ops.quant.int_linear import IntConfig
 
 GROUPS = (128, 64, 32, 256, 0)
-EPS = 1e-3
 
 
 def check(config: IntConfig, made: Operands) -> None:
@@ -29,47 +26,6 @@ def row() -> None:
             for width, words in ((336, 16), (520, 64)):
                 made = operands(IntCase(4, group, zero, bias=zero), 2, 13, width)
                 check(IntConfig("row", 8, 4, words, hopper=False), made)
-
-
-def around_of(kind: str, tokens: int, outputs: int, width: int) -> LinearFusion:
-    """What a letter stands for: n norm as Llama's, w norm as Gemma's, r residual, g gate, h the other gate."""
-    norm = torch.rand(width) if set(kind) & {"n", "w"} else None
-    activation = "silu" if "g" in kind else "gelu_tanh" if "h" in kind else None
-    columns = outputs // 2 if activation else outputs
-    residual = torch.randn(tokens, columns + 5)[:, :columns] if "r" in kind else None
-    return LinearFusion(None, norm, EPS, 1.0 if "w" in kind else 0.0, "w" in kind, residual, activation)
-
-
-def check_fused(made: Operands | Fp4Operands, values: torch.Tensor, kind: str, words: int) -> None:
-    """Rows with a norm of all inputs before the product, and a gate or a residual behind it, against float64."""
-    (tokens, width), outputs = made.x.shape, len(values)
-    fusion = around_of(kind, tokens, outputs, width)
-    weights = values if made.bias is None else torch.cat((values, made.bias.double()[:, None]), 1)
-    x = made.x.double()
-    if fusion.norm is not None:
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * (fusion.norm.double() + fusion.offset)
-    expected = torch.cat((x, torch.ones(tokens, weights.shape[1] - width, dtype=torch.float64)), 1) @ weights.t()
-    if fusion.activation is not None:
-        gate, up = expected.chunk(2, -1)
-        tanh = torch.nn.functional.gelu(gate, approximate="tanh")
-        expected = (tanh if fusion.activation == "gelu_tanh" else torch.nn.functional.silu(gate)) * up
-    if fusion.residual is not None:
-        expected = expected + fusion.residual.double()
-    out = torch.full((tokens, expected.shape[1] + 3), torch.nan)[:, : expected.shape[1]]
-    config = IntConfig("row", 8, 4, words, hopper=False)
-    row_scale = made.row_scale if isinstance(made, Fp4Operands) else None
-    config.run(made.x, *made.weight[:3], made.bias, made.group, out, row_scale, fusion)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
-
-
-def fused() -> None:
-    for at, kind in enumerate(2 * ("n", "w", "r", "g", "ng", "wh", "nr")):
-        group, zero = GROUPS[at % len(GROUPS)], at % 2 == 1
-        made = operands(IntCase(4, group, zero, bias=at % 3 == 0), 1 + at % 3, 18, (336, 520)[at // 2 % 2])
-        check_fused(made, weight_values(made), kind, (16, 64)[at // 7])
-    for format_, kind in itertools.product(("mxfp4", "nvfp4"), ("ng", "wr")):
-        fp4 = fp4_operands(format_, 2, 18, 544, bias=kind == "ng")
-        check_fused(fp4, fp4.values, kind, 32)
 
 
 def split() -> None:
@@ -126,7 +82,7 @@ def fp4() -> None:
         torch.testing.assert_close(out.double(), made.values, rtol=1e-6, atol=1e-9)
 
 
-CHECKS = {"row": row, "fused": fused, "split": split, "tile": tile, "byte": byte, "dequantize": dequantize, "fp4": fp4}
+CHECKS = {"row": row, "split": split, "tile": tile, "byte": byte, "dequantize": dequantize, "fp4": fp4}
 
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or tuple(CHECKS):

@@ -15,15 +15,12 @@ from torch import Tensor
 from tests.ops.cross_compile import Launch, compile_for_hopper, recorded
 from tests.ops.int_cases import CODES, Fp4Operands, IntCase, Operands, fp4_operands, operands, weight_values
 from tests.ops.interpreted import run_interpreted
-from torchweave.ops.linear_config import NO_FUSION, LinearFusion
 from torchweave.ops.quant.int_linear import (
     MAX_TOKENS,
     IntConfig,
     choose,
     configs,
     dequantize_int,
-    fused_int_linear,
-    fuses,
     int_linear,
     kernels_support,
     launch_samples,
@@ -110,41 +107,6 @@ def test_rows_of_weights_can_be_stacked() -> None:
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-6, atol=1e-6)
 
 
-def arguments_around(tokens: int, outputs: int, width: int, gated: bool) -> dict[str, Any]:
-    """Arguments of the fused op: a norm in Gemma's dialect and a gate, or one in Llama's and a residual."""
-    norm = torch.rand(width)
-    residual = None if gated else torch.randn(1, tokens, outputs)
-    return {
-        "norm": norm, "eps": 1e-3, "offset": float(gated), "wide": gated, "residual": residual,
-        "activation": "gelu_tanh" if gated else None,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_fused_op_is_the_separate_ops(case: IntCase, gated: bool) -> None:
-    """In bfloat16 every rounding is in its place; the norm comes before the order of inputs."""
-    for tokens in (1, 3):
-        made = operands(case, tokens, 48, 208, torch.bfloat16)
-        around = {
-            name: each.bfloat16() if isinstance(each, Tensor) else each
-            for name, each in arguments_around(tokens, 48, 208, gated).items()
-        }
-        norm, residual = around["norm"], around["residual"]
-        y = torch.ops.torchweave.rms_norm(made.x[None], norm, 1e-3, around["offset"], gated)
-        y = int_linear(y, *made.weight, made.bias, made.group)
-        separate = torch.ops.torchweave.gated_activation(y, "gelu_tanh") if gated else residual + y
-        got = fused_int_linear(made.x[None], *made.weight, made.bias, made.group, None, **around)
-        assert torch.equal(got, separate) and got.shape == (1, tokens, 24 if gated else 48)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_opcheck_of_the_fused_op(gated: bool) -> None:
-    made = operands(CASES[2], 5, 48, 208)
-    around = tuple(arguments_around(5, 48, 208, gated).values())
-    torch.library.opcheck(fused_int_linear, (made.x[None], *made.weight, made.bias, made.group, None, *around))
-
-
 def test_choice() -> None:
     assert choose(1, 6144, 4096, 4).kernel == "row" and choose(1, 6144, 4096, 8).kernel == "split"  # type: ignore[union-attr]
     for bits, kernels in ((4, ("split", "split", "tile", "tile", "tile", "tile")), (8, ("split",) * 5)):
@@ -166,12 +128,6 @@ def test_choice() -> None:
     supported = [group for group in (16, 32, 64, 96, 128, 256, 4096) if kernels_support(4096, group, torch.bfloat16)]
     assert supported == [32, 64, 128, 256, 4096] and not kernels_support(4096, 128, torch.float32)
     assert choose(1, 6144, 4096, 4, e2m1=True).kernel == "split"  # type: ignore[union-attr]
-    words, numbers = (torch.empty(0, dtype=dtype) for dtype in (torch.int32, torch.bfloat16))
-    assert fuses(6144, 4096, 128, words, numbers, torch.bfloat16) and not fuses(
-        6144, 4096, 48, words, numbers, torch.bfloat16
-    )
-    assert not fuses(6144, 4096, 32, words, numbers.to(torch.uint8), torch.bfloat16)
-    assert not fuses(6144, 4096, 128, numbers.to(torch.int8), numbers, torch.bfloat16)
     assert kernels_support(4096, 16, torch.float16, torch.float8_e4m3fn), "e2m1 times e4m3 is exact in 16 bits"
     assert not kernels_support(4096, 32, torch.float16, torch.uint8), "a power of two may not fit float16"
 
@@ -181,7 +137,7 @@ def test_samples_run_without_a_gpu() -> None:
     launch_samples(made.x, *made.weight, None, 128)
 
 
-@pytest.mark.parametrize("part", ["row", "fused", "split", "tile", "byte", "dequantize", "fp4"])
+@pytest.mark.parametrize("part", ["row", "split", "tile", "byte", "dequantize", "fp4"])
 def test_kernels_in_the_interpreter(part: str) -> None:
     run_interpreted("tests.ops.quant.interpreted_int_linear", part)
 
@@ -219,16 +175,15 @@ def test_assembly_unpacks_two_words() -> None:
     """The instructions that the interpreter cannot run, by hand: every nibble to its input, exactly."""
     pytest.importorskip("triton")
     from torchweave.ops.kernels.quant import int_linear as kernels
-    from torchweave.ops.kernels.quant import int_rows as rows
 
     q = torch.randint(0, 16, (1, 128), dtype=torch.uint8)
     packed = [int(word) & 0xFFFFFFFF for word in pack_int4(q)[0]]
     for pair in range(8):
         words = packed[2 * pair], packed[2 * pair + 1]
-        floats = torch.tensor(assembled(rows.float_code(), words, 16)).to(torch.int32).view(torch.float32)
+        floats = torch.tensor(assembled(kernels.float_code(), words, 16)).to(torch.int32).view(torch.float32)
         for at, value in enumerate(floats.tolist()):
             j, odd = at // 2, at % 2
-            scales = (rows.ODD_SCALES if odd else rows.EVEN_SCALES).value
+            scales = (kernels.ODD_SCALES if odd else kernels.EVEN_SCALES).value
             assert (value - 1) * scales[j % 4] == int(q[0, 16 * j + 2 * pair + odd])
         for text, kind in ((kernels.HALVES_BFLOAT, torch.bfloat16), (kernels.HALVES, torch.float16)):
             halves = torch.tensor(assembled(text.value, words, 8)).to(torch.int32).view(kind).view(8, 2)
@@ -262,21 +217,17 @@ def assembly_pairs_columns(compiled: Any) -> bool:
     return bool(found)
 
 
-def launches_of(config: IntConfig, made: Operands | Fp4Operands, fusion: LinearFusion = NO_FUSION) -> list[Launch]:
-    """The launches of a product of 256 rows of a weight, not executed."""
+def launches_of(config: IntConfig, made: Operands | Fp4Operands) -> list[Launch]:
+    """The launches of a product of 256 outputs, not executed."""
     from torchweave.ops.kernels.quant import int_linear as kernels
-    from torchweave.ops.kernels.quant import int_rows, int_tiles
+    from torchweave.ops.kernels.quant import int_tiles
 
     x, (w, scale, zero), row_scale = made.x, made.weight[:3], made.row_scale if isinstance(made, Fp4Operands) else None
-    out = torch.empty(len(x), 256 if fusion.activation is None else 128, dtype=x.dtype)
-    names = ("split_kernel", "byte_kernel", "add_kernel")
-    with (
-        recorded(kernels, *names) as launches,
-        recorded(int_tiles, "tile_kernel") as tiles,
-        recorded(int_rows, "row_kernel") as rows,
-    ):
-        config.run(x, w, scale, zero, made.bias, made.group, out, row_scale, fusion)
-    return [*rows, *tiles, *launches]
+    out = torch.empty(len(x), 256, dtype=x.dtype)
+    names = ("row_kernel", "split_kernel", "byte_kernel", "add_kernel")
+    with recorded(kernels, *names) as launches, recorded(int_tiles, "tile_kernel") as tiles:
+        config.run(x, w, scale, zero, made.bias, made.group, out, row_scale)
+    return [*tiles, *launches]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), CASES[5]], ids=str)
@@ -315,24 +266,6 @@ def test_kernels_with_e2m1_numbers_build_for_hopper(kind: str, dtype: torch.dtyp
     weight = compile_for_hopper(replace(launch, kwargs=launch.kwargs | {"ASSEMBLY": True}))
     assert assembly_pairs_columns(weight)
     assert ("mul.rn.bf16x2" in weight.asm["ptx"]) == (dtype == torch.bfloat16)
-
-
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True)], ids=str)
-@pytest.mark.parametrize("kind", ["n", "wg", "r"])
-def test_fused_rows_build_for_hopper(case: IntCase, kind: str) -> None:
-    """The norm, the gate and the residual cost no load of weights ahead, and spill no register."""
-    pytest.importorskip("triton")
-    made = operands(case, 1, 256, 4096, torch.bfloat16)
-    norm = torch.rand(4096).bfloat16() if kind[0] in "nw" else None
-    residual = torch.zeros(1, 256, dtype=torch.bfloat16) if kind == "r" else None
-    wide = "w" in kind
-    fusion = LinearFusion(None, norm, 1e-5, float(wide), wide, residual, "silu" if "g" in kind else None)
-    for config in configs(1, 4096, 4)[case.group != 128 :]:
-        compiled = compile_for_hopper(launches_of(config, made, fusion)[0])
-        ptx = compiled.asm["ptx"]
-        assert "ld.global" in ptx[: ptx.index("griddepcontrol.wait")], "words are loaded before the kernel waits"
-        assert assembly_pairs_columns(compiled) and ("rsqrt.approx" in ptx) == (norm is not None)
-        assert "lop3.b32" in ptx and "0 bytes spill stores" in warnings_of(compiled)
 
 
 def warnings_of(compiled: Any) -> str:

@@ -32,7 +32,6 @@ from torchweave.compiler.passes.aten import (
 from torchweave.compiler.passes.aten.expand import Expand
 from torchweave.compiler.passes.aten.fp8_activation import FUSION as FP8_ACTIVATION
 from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
-from torchweave.compiler.passes.aten.fused_int_linears import FusedIntLinears
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.aten.route import FUSION as ROUTE
@@ -82,7 +81,6 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         all_reduce_norm_quant.FP8,
         all_reduce_norm_quant.FP4,
         FusedLinears(table=table),
-        FusedIntLinears(),
         add_rms_norm.FUSION,
         rope.FUSION,
         qk_norm_rope.FUSION,

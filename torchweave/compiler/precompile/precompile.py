@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ from torchweave.distributed.symmetric_memory import fake_collectives
 from torchweave.ops.collectives.user_buffers import operand_shape
 from torchweave.ops.linear import LinearFusion, run
 from torchweave.ops.linear_config import LinearConfig, parse_choices
-from torchweave.ops.quant.int_linear import FEW_ROWS
 from torchweave.ops.registry import cuda_kernel
 
 _ROWS = 256  # of the small weights: Triton specialises kernels for this number as for real ones
@@ -43,8 +42,6 @@ _NO_FUSION = (None, 0.0, 0.0, False, None, None)
 _TOKENS = tuple(1 << power for power in range(13))
 """Up to 4096: kernels change with the size of their operand, at sizes further apart than these."""
 _MAX_OPERAND_BYTES = 64 << 20
-_PACKED_ROWS = FEW_ROWS + 256
-"""Rows at most of a traced packed weight that exceeds `_MAX_OPERAND_BYTES`: the row kernel is the same for more rows."""
 _LINEAR_OPS = frozenset(f"torchweave::{name}" for name in ("linear", "fused_linear", "fp8_linear"))
 """They choose their kernels when they run, and not only among the project's."""
 _log = logging.getLogger("torchweave")
@@ -259,24 +256,7 @@ def _op_call(node: fx.Node, group: str | None) -> OpCall | None:
         operand = Operand(_sizes(shape), by_name["dtype"])
         copied = {"producer": "copy", "operands": (operand,), "choices": "", "slot": 0}
         plain = [copied.get(name, each) for name, each in zip(names, plain, strict=True)]
-    if op is torch.ops.torchweave.fused_int_linear.default:
-        plain = list(_limit_rows(dict(zip(names, plain, strict=True))).values())
     return OpCall(op, group, tuple(plain))
-
-
-def _limit_rows(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `fused_int_linear`, of a large weight with `_PACKED_ROWS` rows."""
-    if arguments["w"].bytes(1) <= _MAX_OPERAND_BYTES:
-        return arguments
-    rows, residual = (min(arguments["w"].sizes[0], _PACKED_ROWS),), arguments["residual"]
-    limited = {
-        name: replace(each, sizes=rows + each.sizes[1:])
-        for name in ("w", "scale", "zero", "bias", "row_scale")
-        if isinstance(each := arguments[name], Operand)
-    }
-    if residual is not None:
-        limited["residual"] = Operand(residual.sizes[:-1] + rows, residual.dtype)
-    return arguments | limited
 
 
 def _plain(argument: Any) -> Any:

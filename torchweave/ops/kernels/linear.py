@@ -26,27 +26,27 @@ from torchweave.ops.linear_config import LinearConfig, LinearFusion
 
 
 @triton.jit
-def weight_rows(tile, num_outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Rows of w of a tile, `[BLOCK_N]`, and whether each exists.
+def _weight_rows(num_outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Rows of w of this program, `[BLOCK_N]`, and whether each exists.
 
     GATED: the first half are gates, the second half the rows that they gate, `num_outputs` further down.
     """
     index = tl.arange(0, BLOCK_N)
     if GATED:
         half: tl.constexpr = BLOCK_N // 2
-        output = tile * half + index % half
+        output = tl.program_id(0) * half + index % half
         return output + index // half * num_outputs, output < num_outputs
     else:  # noqa: RET505 (Triton compiles only the branch that is taken when there are two)
-        output = tile * BLOCK_N + index
+        output = tl.program_id(0) * BLOCK_N + index
         return output, output < num_outputs
 
 
 @triton.jit
-def inverse_rms(x, eps, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr = 1024):
+def _inverse_rms(x, eps, real, WIDTH: tl.constexpr):
     """`rsqrt(mean(x ** 2) + eps)` of one token, if it is real: a float32 scalar."""
-    k = tl.arange(0, BLOCK)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, WIDTH, BLOCK):
+    k = tl.arange(0, 1024)
+    squares = tl.zeros([1024], tl.float32)
+    for start in range(0, WIDTH, 1024):
         value = tl.load(x + start + k, mask=real & (start + k < WIDTH), other=0.0).to(tl.float32)
         squares += value * value
     return tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
@@ -54,7 +54,7 @@ def inverse_rms(x, eps, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr = 1024):
 
 @triton.jit
 def _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
-    """`inverse_rms` of each token, `[TOKENS]`."""
+    """`_inverse_rms` of each token, `[TOKENS]`."""
     block: tl.constexpr = 512 if TOKENS <= 8 else 256
     token, k = tl.arange(0, TOKENS), tl.arange(0, block)
     squares = tl.zeros([TOKENS, block], tl.float32)
@@ -66,15 +66,12 @@ def _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH: tl.constexpr, TOKEN
 
 
 @triton.jit
-def epilogue(
-    total, bias, residual, out, tile, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+def _epilogue(
+    total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Store float32 products `total [BLOCK_N, TOKENS]` of a tile's rows (`weight_rows`) after bias, gate and residual.
-
-    It rounds as the separate operations do.
-    """
+    """Store float32 products `total [BLOCK_N, TOKENS]` after bias, gate and residual, rounding as the separate operations do."""
     pdl_trigger(DEPENDENT)
     dtype = out.dtype.element_ty
     token = tl.arange(0, TOKENS)
@@ -86,7 +83,7 @@ def epilogue(
         half: tl.constexpr = BLOCK_N // 2
         gate, up = tl.split(tl.permute(tl.reshape(value, [2, half, TOKENS]), [1, 2, 0]))
         value = (activate(gate, ACTIVATION).to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
-        output = tile * half + tl.arange(0, half)
+        output = tl.program_id(0) * half + tl.arange(0, half)
         inside = output < num_outputs
     mask = inside[:, None] & (token < num_tokens)[None, :]
     if ADD:
@@ -117,16 +114,16 @@ def row_kernel(
     ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Up to four tokens: a program multiplies BLOCK_N whole rows of w by x, element by element in float32."""
-    rows, inside = weight_rows(tl.program_id(0), num_outputs, BLOCK_N, ACTIVATION is not None)
+    rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
     k = tl.arange(0, BLOCK_K)
     first = w + rows.to(tl.int64) * w_stride
     weights = first[:, None] + k[None, :]
     tile = tl.load(weights, mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
     pdl_wait(DEPENDENT)
-    scale0 = inverse_rms(x, eps, num_tokens > 0, WIDTH) if NORM else 0.0
-    scale1 = inverse_rms(x + x_stride, eps, num_tokens > 1, WIDTH) if NORM and TOKENS > 1 else 0.0
-    scale2 = inverse_rms(x + 2 * x_stride, eps, num_tokens > 2, WIDTH) if NORM and TOKENS > 2 else 0.0
-    scale3 = inverse_rms(x + 3 * x_stride, eps, num_tokens > 3, WIDTH) if NORM and TOKENS > 2 else 0.0
+    scale0 = _inverse_rms(x, eps, num_tokens > 0, WIDTH) if NORM else 0.0
+    scale1 = _inverse_rms(x + x_stride, eps, num_tokens > 1, WIDTH) if NORM and TOKENS > 1 else 0.0
+    scale2 = _inverse_rms(x + 2 * x_stride, eps, num_tokens > 2, WIDTH) if NORM and TOKENS > 2 else 0.0
+    scale3 = _inverse_rms(x + 3 * x_stride, eps, num_tokens > 3, WIDTH) if NORM and TOKENS > 2 else 0.0
     sum0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sum1 = tl.zeros([BLOCK_N, BLOCK_K] if TOKENS > 1 else [1, 1], tl.float32)
     sum2 = tl.zeros([BLOCK_N, BLOCK_K] if TOKENS > 2 else [1, 1], tl.float32)
@@ -153,8 +150,8 @@ def row_kernel(
     if TOKENS == 4:
         even, odd = tl.join(tl.sum(sum0, 1), tl.sum(sum2, 1)), tl.join(tl.sum(sum1, 1), tl.sum(sum3, 1))
         total = tl.reshape(tl.join(even, odd), [BLOCK_N, TOKENS])
-    epilogue(
-        total, bias, residual, out, tl.program_id(0), rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+    _epilogue(
+        total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
         TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
 
@@ -167,7 +164,7 @@ def dot_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """On tensor cores, with the rows of w as the long side: w [BLOCK_N, K] times x.T [K, TOKENS]."""
-    rows, inside = weight_rows(tl.program_id(0), num_outputs, BLOCK_N, ACTIVATION is not None)
+    rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
     token, k = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
     real = (token < num_tokens)[None, :]
     first = w + rows.to(tl.int64) * w_stride
@@ -185,8 +182,8 @@ def dot_kernel(
             weight = tl.load(norm + start + k, mask=left, other=0.0)[:, None]
             b = scale_rows(b.to(tl.float32), scale, weight, offset, True, WIDE, b.dtype).to(b.dtype)
         total = tl.dot(a, b, total, input_precision="ieee")
-    epilogue(
-        total, bias, residual, out, tl.program_id(0), rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+    _epilogue(
+        total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
         TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
 
@@ -203,7 +200,7 @@ def split_kernel(
     Warp i takes columns `[i * BLOCK_K, (i + 1) * BLOCK_K)` of every SPLIT * BLOCK_K: Triton gives each batch of a batched
     product its own warp.
     """
-    rows, inside = weight_rows(tl.program_id(0), num_outputs, BLOCK_N, ACTIVATION is not None)
+    rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
     token = tl.arange(0, TOKENS)
     begin = tl.arange(0, SPLIT)[:, None, None] * BLOCK_K
     along, down = begin + tl.arange(0, BLOCK_K)[None, None, :], begin + tl.arange(0, BLOCK_K)[None, :, None]
@@ -225,9 +222,9 @@ def split_kernel(
             weight = tl.load(norm + start + down, mask=down < left, other=0.0)
             b = scale_rows(b.to(tl.float32), scale, weight, offset, True, WIDE, b.dtype).to(b.dtype)
         total = tl.dot(a, b, total, input_precision="ieee")
-    epilogue(
-        tl.sum(total, 0), bias, residual, out, tl.program_id(0), rows, inside, num_tokens, num_outputs, residual_stride,
-        out_stride, TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
+    _epilogue(
+        tl.sum(total, 0), bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
 
 

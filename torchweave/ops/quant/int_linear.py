@@ -15,24 +15,18 @@ exponent of MXFP4 (`2 ** (s - 127)`, 32 inputs), or e4m3 with another scale for 
 All leading dimensions are N: weights that read one input can be stacked. On a GPU, up to `MAX_TOKENS` tokens run in kernels that
 read the packed weight; above, the weight is dequantized to x's dtype and multiplied by the BLAS. Products are exact and summed in
 float32; above 16 tokens in 4 bits and 64 in 8, weights are rounded to x's dtype when they are dequantized.
-
-`torchweave::fused_int_linear` also normalises its input, gates half of its output by the other half, or adds a residual, as
-`torchweave::fused_linear` does: within the row kernel, and by separate ops where another kernel runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.ops import activation as _activation  # noqa: F401 (registers the ops that stand around a product)
-from torchweave.ops import norm as _norm  # noqa: F401
 from torchweave.ops.kernels.quant.formats import FP8
-from torchweave.ops.linear_config import NO_FUSION, LinearFusion
 from torchweave.ops.quant.nvfp4 import VALUES
 from torchweave.ops.registry import define
 
@@ -131,15 +125,12 @@ class IntConfig:
 
     def run(
         self, x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int, out: Tensor,
-        row_scale: Tensor | None = None, fusion: LinearFusion = NO_FUSION,
+        row_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """out [T, N] from x [T, K] and the rest as `int_linear`, all on one GPU, rows contiguous.
-
-        fusion: what is fused with a "row", less its bias; gated, out is [T, N // 2].
-        """
+        """out [T, N] from x [T, K] and the rest as `int_linear`, all on one GPU, rows contiguous."""
         from torchweave.ops.kernels.quant.int_linear import launch
 
-        launch(self, x, w, scale, zero, bias, group, out, row_scale, fusion)
+        launch(self, x, w, scale, zero, bias, group, out, row_scale)
 
 
 _ROW = IntConfig("row", 8, num_warps=2, depth=256)
@@ -166,7 +157,7 @@ _DEVICE_PROGRAMS = 132
 """Programs that run at a time, one on each multiprocessor of an H100."""
 _MIN_INPUTS, _MAX_PROGRAMS = 1024, 8
 """Inputs of a program at least, and programs at most, that divide K for a tile."""
-_WIDE, _SHORT, FEW_ROWS = 8192, 2048, 4096
+_WIDE, _SHORT, _FEW_ROWS = 8192, 2048, 4096
 _FULL, _HALF = 192, 80
 """Tiles from which a GPU is filled by one program for each, and by two."""
 
@@ -204,7 +195,7 @@ def choose(
         return None
     kinds = _kinds(num_tokens, width, bits, e2m1)
     if kinds[0].kernel == "row":
-        return replace(kinds[0 if num_outputs <= FEW_ROWS else -1], hopper=hopper)
+        return replace(kinds[0 if num_outputs <= _FEW_ROWS else -1], hopper=hopper)
     if kinds[0].kernel == "tile":
         config = _choose_tile(kinds, num_tokens, num_outputs, width)
         return None if config is None else replace(config, hopper=hopper)
@@ -227,7 +218,7 @@ def _choose_tile(kinds: tuple[IntConfig, ...], num_tokens: int, num_outputs: int
     if num_tokens > 256 and _DEVICE_PROGRAMS < tiles <= _DEVICE_PROGRAMS * 3 // 2:
         return None  # the second wave leaves half of the device idle
     if many.block_t <= 64:
-        config, room = few if num_outputs <= FEW_ROWS and width <= _WIDE else many, 2 * _DEVICE_PROGRAMS
+        config, room = few if num_outputs <= _FEW_ROWS and width <= _WIDE else many, 2 * _DEVICE_PROGRAMS
     else:
         config, room = few if 2 * tiles <= _DEVICE_PROGRAMS and width <= _SHORT else many, _DEVICE_PROGRAMS
     tiles, programs = tiles_of(config), 1
@@ -265,18 +256,13 @@ def _options(rows: Tensor, w: Tensor, scale: Tensor, group: int) -> dict[str, bo
     return {"e2m1": scale.dtype in E2M1_SCALES, "hopper": torch.cuda.get_device_capability(rows.device)[0] == 9}
 
 
-def _config_on_gpu(rows: Tensor, w: Tensor, scale: Tensor, group: int) -> IntConfig | None:
-    """`choose` for operands on a GPU; None also if the kernels do not support them."""
-    options = _options(rows, w, scale, group)
-    return None if options is None else choose(len(rows), w.shape[0], rows.shape[1], bits_of(w), **options)
-
-
 def _launch(
     x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int,
     row_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     rows, width = _ordered(x, order), x.shape[-1]
-    config = _config_on_gpu(rows, w, scale, group)
+    options = _options(rows, w, scale, group)
+    config = None if options is None else choose(len(rows), w.shape[0], width, bits_of(w), **options)
     shape = (*x.shape[:-1], w.shape[0])
     if config is None:
         weight = _dequantize_on_gpu(w, scale, zero, width, group, x.dtype, row_scale)
@@ -341,57 +327,3 @@ def int_linear(
     if bias is not None:
         out += bias.float()
     return out.to(x.dtype).view(*x.shape[:-1], w.shape[0])
-
-
-def _fake_fused(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], w.shape[0] if rest[-1] is None else w.shape[0] // 2))
-
-
-def fuses(num_outputs: int, width: int, group: int, w: Tensor, scale: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a product of one token and such a weight `[num_outputs, width]` runs in the row kernel, which fuses."""
-    config = choose(1, num_outputs, width, bits_of(w), e2m1=scale.dtype in E2M1_SCALES)
-    return kernels_support(width, group, dtype, scale.dtype) and config is not None and config.kernel == "row"
-
-
-def _launch_fused(
-    x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor | None, bias: Tensor | None, group: int,
-    row_scale: Tensor | None, *fields: Any,
-) -> Tensor:  # fmt: skip
-    fusion = LinearFusion(bias, *fields)
-    residual, columns = fusion.residual, w.shape[0] if fusion.activation is None else w.shape[0] // 2
-    if order is not None and fusion.norm is not None:  # the norm's weight is in the order of x
-        x, fusion = fusion.normalized(x), replace(fusion, norm=None)
-    rows = _ordered(x, order)
-    config = _config_on_gpu(rows, w, scale, group)
-    residual_fits = residual is None or (residual.is_contiguous() and residual.dtype == x.dtype)
-    if config is None or config.kernel != "row" or not residual_fits:
-        product = fusion.run_around(x, lambda x: _launch(x, w, scale, zero, order, bias, group, row_scale))
-        return product.contiguous()
-    if residual is not None:
-        fusion = replace(fusion, residual=residual.view(-1, columns))
-    out = x.new_empty((*x.shape[:-1], columns))
-    config.run(rows, w, scale, zero, bias, group, out.view(-1, columns), row_scale, fusion)
-    return out
-
-
-@define("torchweave::fused_int_linear", fake=_fake_fused, cuda=_launch_fused)
-def fused_int_linear(
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    order: Tensor | None,
-    bias: Tensor | None,
-    group: int,
-    row_scale: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    offset: float,
-    wide: bool,
-    residual: Tensor | None,
-    activation: str | None,
-) -> Tensor:
-    """`int_linear` with the fusion (`LinearFusion`) -> [..., N], or [..., N // 2] when gated; contiguous."""
-    fusion = LinearFusion(bias, norm, eps, offset, wide, residual, activation)
-    weight = (w, scale, zero, order, bias, group, row_scale)
-    return fusion.run_around(x, lambda x: torch.ops.torchweave.int_linear(x, *weight)).contiguous()

@@ -20,7 +20,6 @@ Pays      up to 32 tokens on a GPU, where a launch costs as much as its computat
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -43,10 +42,12 @@ _FUSED = _ops.fused_linear.default
 
 
 @dataclass(frozen=True)
-class FusableLinear:
-    """A linear of x with its prologue and epilogue, as nodes; the fused op replaces the value of `last`."""
+class _FusableLinear:
+    """A linear with its prologue and epilogue, as nodes; the fused op replaces the value of `last`."""
 
     x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
     norm: tuple[Any, ...] | None
     residual: fx.Node | None
     activation: str | None
@@ -57,53 +58,28 @@ class FusableLinear:
         parts = (("n", self.norm), ("g", self.activation), ("r", self.residual))
         return "".join(letter for letter, part in parts if part is not None)
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Those of a fused op: norm, eps, offset, wide, residual, activation."""
-        return (*((None, 0.0, 0.0, False) if self.norm is None else self.norm[1:]), self.residual, self.activation)
 
-
-class LinearFusionPass(GraphPass):
-    """Base class: fuse each linear of a kind with the operations around it.
+class FusedLinears(GraphPass):
+    """See the module's text.
 
     Args:
         devices: device types on which linears are fused; on others the op is its reference, which only tests use.
+        table: measurements; None: the table shipped for the device.
     """
 
+    name = "fused_linears"
     stage: Stage = "aten"
+    token_range: tuple[int | None, int | None] = (1, FUSED_TOKENS)
 
-    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
+    def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
         self.devices = frozenset(devices)
-
-    @abstractmethod
-    def operands(self, node: fx.Node) -> tuple[Any, ...]:
-        """Arguments of a linear, x first; empty for another call.
-
-        Raises:
-            Mismatch: the reason why the fused op does not support them.
-        """
-
-    @abstractmethod
-    def fused_call(self, operands: tuple[Any, ...], around: FusableLinear) -> tuple[Any, tuple[Any, ...]]:
-        """The fused op and its arguments."""
-
-    def prologue_norm(self, x: fx.Node) -> tuple[tuple[Any, ...] | None, str | None]:
-        """Arguments of the norm that computes x, if only the linear reads x; else None and the reason if any."""
-        if x.target is not _ops.rms_norm.default:
-            return None, None
-        arguments = self.bind(x, "x", "weight", "eps", offset=0.0, wide=False)
-        if arguments[1] is None:
-            return None, "its norm has no weight"
-        return (None, f"its norm is also read by {_other_readers(x)}") if len(x.users) > 1 else (arguments, None)
+        self._table, self.table = table, "shipped" if table is None else table.digest
 
     def run(self, graph: FakeGraph) -> PassResult:
+        products = [node for node in graph.graph.nodes if self._is_product(node)]
         matches = rewritten = 0
         rejected: dict[str, list[str]] = {}
-        for node in list(graph.graph.nodes):
-            if node.op != "call_function" or not isinstance(value(node), Tensor):
-                continue
-            if value(node).device.type not in self.devices:
-                continue
+        for node in products:
             num_erased, why = self._fuse(graph, node)
             if num_erased:
                 matches, rewritten = matches + 1, rewritten + num_erased
@@ -111,57 +87,28 @@ class LinearFusionPass(GraphPass):
                 rejected.setdefault(why, []).append(node.name)
         return PassResult(matches, rewritten, near_misses_by_reason(rejected))
 
+    def _is_product(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or node.target not in (aten.linear.default, _ops.linear.default):
+            return False
+        return value(node).device.type in self.devices
+
     def _fuse(self, graph: FakeGraph, node: fx.Node) -> tuple[int, str | None]:
         """Fuse a linear with its prologue and epilogue; return the number of fused nodes, and why others were not."""
         try:
-            operands = self.operands(node)
+            x, weight, bias = self.bind(node, "input", "weight", bias=None, choices="")[:3]
         except Mismatch as mismatch:
             return 0, str(mismatch)
-        if not operands:
-            return 0, None
-        x = operands[0]
-        if any(isinstance(size, torch.SymInt) or size != 1 for size in value(x).shape[:-2]):
-            return 0, "its tokens are in more than one dimension"
-        norm, why_norm = self.prologue_norm(x)
-        last, activation, residual, why_epilogue = _epilogue(node)
-        around, why = (
-            FusableLinear(x if norm is None else norm[0], norm, residual, activation, last),
-            why_norm or why_epilogue,
-        )
-        if not around.letters:
-            return 0, why
-        replaced = _replace(graph, last, *self.fused_call(operands, around))
-        return (len(around.letters), why) if replaced else (0, "its result has another layout or dtype than the op's")
-
-
-class FusedLinears(LinearFusionPass):
-    """See the module's text.
-
-    Args:
-        devices: see `LinearFusionPass`.
-        table: measurements; None: the table shipped for the device.
-    """
-
-    name = "fused_linears"
-    token_range: tuple[int | None, int | None] = (1, FUSED_TOKENS)
-
-    def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
-        super().__init__(devices)
-        self._table, self.table = table, "shipped" if table is None else table.digest
-
-    def operands(self, node: fx.Node) -> tuple[Any, ...]:
-        if node.target not in (aten.linear.default, _ops.linear.default):
-            return ()
-        x, weight, bias = self.bind(node, "input", "weight", bias=None, choices="")[:3]
         why = _reject_reason(x, weight, bias)
         if why is not None:
-            raise Mismatch(why)
-        return x, weight, bias
-
-    def fused_call(self, operands: tuple[Any, ...], around: FusableLinear) -> tuple[Any, tuple[Any, ...]]:
-        _, weight, bias = operands
-        choices = linear_choices(value(weight), self._table, around.letters)
-        return _FUSED, (around.x, weight, bias, *around.arguments, choices)
+            return 0, why
+        norm, why_norm = _prologue_norm(x)
+        last, activation, residual, why_epilogue = _epilogue(node)
+        fusable = _FusableLinear(x if norm is None else norm[0], weight, bias, norm, residual, activation, last)
+        why = why_norm or why_epilogue
+        if not fusable.letters:
+            return 0, why
+        replaced = _replace(graph, fusable, linear_choices(value(weight), self._table, fusable.letters))
+        return (len(fusable.letters), why) if replaced else (0, "its result has another layout or dtype than the op's")
 
 
 def _reject_reason(x: Any, weight: Any, bias: Any) -> str | None:
@@ -173,7 +120,19 @@ def _reject_reason(x: Any, weight: Any, bias: Any) -> str | None:
         return f"for {describe_weight(w)} the op has no kernel but the BLAS"
     if bias is not None and not value(bias).is_contiguous():
         return "its bias is not contiguous"
-    return None if value(x).dtype == w.dtype else "its input and weight differ in dtype"
+    if any(isinstance(size, torch.SymInt) or size != 1 for size in value(x).shape[:-2]) or value(x).dtype != w.dtype:
+        return "its tokens are in more than one dimension, or its input and weight differ in dtype"
+    return None
+
+
+def _prologue_norm(x: fx.Node) -> tuple[tuple[Any, ...] | None, str | None]:
+    """Arguments of the norm that computes x, if only the linear reads x; else None and the reason if any."""
+    if x.target is not _ops.rms_norm.default:
+        return None, None
+    arguments = GraphPass.bind(x, "x", "weight", "eps", offset=0.0, wide=False)
+    if arguments[1] is None:
+        return None, "its norm has no weight"
+    return (None, f"its norm is also read by {_other_readers(x)}") if len(x.users) > 1 else (arguments, None)
 
 
 def _epilogue(node: fx.Node) -> tuple[fx.Node, str | None, fx.Node | None, str | None]:
@@ -201,15 +160,18 @@ def _other_readers(x: fx.Node) -> str:
     return ", ".join(user.name for user in list(x.users)[1:])
 
 
-def _replace(graph: FakeGraph, last: fx.Node, op: Any, arguments: tuple[Any, ...]) -> bool:
+def _replace(graph: FakeGraph, fusable: _FusableLinear, choices: str) -> bool:
     """Insert the op before the last fused node; return whether its result has the same layout and dtype."""
+    norm = (None, 0.0, 0.0, False) if fusable.norm is None else fusable.norm[1:]
+    linear, epilogue = (fusable.x, fusable.weight, fusable.bias), (fusable.residual, fusable.activation)
+    arguments = (*linear, *norm, *epilogue, choices)
     with graph.enable_fake_mode():
-        result = op(*fx.map_arg(arguments, value))
-    if not same_geometry(result, value(last)):
+        result = _FUSED(*fx.map_arg(arguments, value))
+    if not same_geometry(result, value(fusable.last)):
         return False
-    with graph.graph.inserting_before(last):
-        new = graph.graph.call_function(op, arguments)
-    new.meta = {**last.meta, "val": result}
-    last.replace_all_uses_with(new)
+    with graph.graph.inserting_before(fusable.last):
+        new = graph.graph.call_function(_FUSED, arguments)
+    new.meta = {**fusable.last.meta, "val": result}
+    fusable.last.replace_all_uses_with(new)
     graph.graph.eliminate_dead_code()
     return True

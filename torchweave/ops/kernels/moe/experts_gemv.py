@@ -19,8 +19,7 @@ from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packed_arguments
-from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS
-from torchweave.ops.kernels.quant.int_rows import add_row_words, row_parameter, row_words
+from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, add_row_words, row_parameter, row_words
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
