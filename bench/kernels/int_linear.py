@@ -1,6 +1,7 @@
 """Products with weights in 4 or 8 bits on a GPU: Torchweave's kernels against cuBLAS in 16 bits; run by bench/kernels/linear.py.
 
     python bench/kernels/linear.py --weights int4 [--group 128] [--models 1b 8b] [--tokens 1 2 4 8 16 32 64 128 256 512]
+    python bench/kernels/linear.py --weights int4 --layers --models 1b 8b   # a decoder layer, and its products alone
 
 A candidate is a CUDA graph over 256 MB of distinct weights, so that caches stay cold; candidates of a row are replayed in turn. The
 first is cuBLAS on 16-bit weights; "blas" dequantizes the weight and multiplies by cuBLAS; the chosen configuration is marked.
@@ -19,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweave.compiler.tuning.measure import Call, GraphClock
+from torchweave.ops.activation import gated_activation
 from torchweave.ops.kernels.quant.dequantize import launch_dequantize
+from torchweave.ops.norm import add_rms_norm
 from torchweave.ops.quant.int_linear import IntConfig, choose, dequantize_int, num_groups
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512]
@@ -175,6 +178,73 @@ def measure(
                 break
             results += compare(name, outputs, width, number, weights, bits, group, dtype)
     return results
+
+
+class Layer(NamedTuple):
+    """Products of a decoder layer from the attention's output to the next layer's queries, keys and values."""
+
+    o: Weight
+    gate_up: Weight
+    down: Weight
+    qkv: Weight
+
+
+def compare_layer(
+    model: str, layers: list[Layer], width: int, tokens: int, group: int, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """A layer with its norms and gate, and its products alone: what fusing them could save at most."""
+    inner = layers[0].gate_up.scale.shape[0] // 2
+    x, h = (torch.randn(tokens, width, device="cuda", dtype=dtype) for _ in range(2))
+    wide, norm = torch.randn(tokens, inner, device="cuda", dtype=dtype), torch.rand(width, device="cuda", dtype=dtype)
+
+    def product(x: Tensor, weight: Weight) -> Tensor:
+        return torch.ops.torchweave.int_linear(x, *weight, None, None, group)
+
+    def whole(i: int) -> Tensor:
+        layer = layers[i % len(layers)]
+        y, total = add_rms_norm(product(x, layer.o), h, norm, 1e-5)
+        y = product(gated_activation(product(y, layer.gate_up), "silu"), layer.down)
+        return product(add_rms_norm(y, total, norm, 1e-5)[0], layer.qkv)
+
+    def products(i: int) -> Tensor:
+        layer = layers[i % len(layers)]
+        product(product(x, layer.o), layer.gate_up)
+        return product(product(wide, layer.down), layer.qkv)
+
+    calls: dict[str, Call] = {"whole": whole, "products": products}
+    return [
+        {
+            "name": f"{model} layer", "width": width, "tokens": tokens, "which": which,
+            "us": round(timing.microseconds, 3), "noise": round(timing.noise, 3),
+        }
+        for which, timing in GraphClock().time(calls, 4 * len(layers)).items()
+    ]  # fmt: skip
+
+
+def measure_layers(
+    shapes: dict[str, tuple[int, int]], tokens: list[int], bits: int, group: int, zero: bool, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """A layer of each model; names of shapes are a model and a field of `Layer`."""
+    results: list[dict[str, Any]] = []
+    for model in dict.fromkeys(name.split()[0] for name in shapes):
+        parts = {field: shapes[f"{model} {field}"] for field in Layer._fields}
+        count = max(3, COLD_BYTES * 8 // (bits * sum(outputs * width for outputs, width in parts.values())) + 1)
+        layers = [
+            Layer(*(random_weight(*parts[field], bits, group, zero, dtype) for field in Layer._fields))
+            for _ in range(count)
+        ]
+        for number in tokens:
+            results += compare_layer(model, layers, parts["qkv"][1], number, group, dtype)
+    return results
+
+
+def layer_table(results: list[dict[str, Any]]) -> str:
+    """A row per model and token count."""
+    lines = ["layer, T: us of its products with norms and gate; of the products alone"]
+    for name, tokens in dict.fromkeys((r["name"], r["tokens"]) for r in results):
+        us = {r["which"]: r["us"] for r in results if (r["name"], r["tokens"]) == (name, tokens)}
+        lines.append(f"{name:12} {tokens:>3} {us['whole']:>8.2f} {us['products']:>8.2f}")
+    return "\n".join(lines)
 
 
 def table(results: list[dict[str, Any]]) -> str:

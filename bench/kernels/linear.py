@@ -2,6 +2,7 @@
 
     python bench/kernels/linear.py --json bench/results/linear_h100_202611.json [--models 1b 8b] [--tokens 1 2 4] [--dtype float16]
     python bench/kernels/linear.py --weights int4 [--group 128] [--zero_points]   # weights in 4 bits, or int8; see int_linear.py
+    python bench/kernels/linear.py --weights int4 --layers --models 1b 8b   # decoder layers of such weights
     python bench/kernels/linear.py --read bench/results/linear*_h100_202611.json --table torchweave/compiler/tuning/tables/KIND.json
 
 A candidate is a CUDA graph over 256 MB of distinct weights, so that caches stay cold; the graphs of a row's candidates are replayed
@@ -157,9 +158,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.weights != "float":
         shapes = {name: (shape.outputs, shape.width) for name, shape in subjects.items() if not name.endswith("head")}
         bits, counts = int(arguments.weights.removeprefix("int")), arguments.tokens or int_linear.TOKENS
-        results = int_linear.measure(
-            shapes, counts, bits, arguments.group, arguments.zero_points, dtype, arguments.seconds
-        )
+        kind_of_weight = (bits, arguments.group, arguments.zero_points, dtype)
+        if arguments.layers:
+            return facts_of(arguments, int_linear.measure_layers(shapes, arguments.tokens or [1, 2], *kind_of_weight))
+        results = int_linear.measure(shapes, counts, *kind_of_weight, arguments.seconds)
         return facts_of(arguments, results)
     arguments.tokens = arguments.tokens or list(TOKENS)
     build_all(list(subjects.values()), arguments.tokens, dtype)
@@ -199,11 +201,18 @@ def main() -> None:
     parser.add_argument("--weights", choices=["float", "int4", "int8"], default="float", help="weights of the products")
     parser.add_argument("--group", type=int, default=128, help="inputs that share a scale of integer weights")
     parser.add_argument("--zero_points", action="store_true", help="integer weights have zero points")
+    parser.add_argument(
+        "--layers", action="store_true", help="integer weights: decoder layers and their products alone"
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument(
         "--seconds", type=float, default=230, help="time limit of the search over candidates, in seconds"
     )
     arguments = parser.parse_args()
+    if arguments.layers and arguments.weights == "float":
+        parser.error("--layers measures integer weights; give --weights int4 or int8")
+    if arguments.layers and not {"1b", "8b"}.issuperset(arguments.models):
+        parser.error("--layers measures whole decoders; give --models 1b, 8b or both")
     if arguments.read:
         read = [json.loads(path.read_text()) for path in arguments.read]
     elif torch.cuda.is_available():
@@ -211,7 +220,8 @@ def main() -> None:
     else:
         sys.exit("this benchmark needs a CUDA GPU")
     facts = {**read[0], "results": [row for each in read for row in each["results"]]}
-    print((table if arguments.weights == "float" else int_linear.table)(facts["results"]))
+    of_integers = int_linear.layer_table if arguments.layers else int_linear.table
+    print((table if arguments.weights == "float" else of_integers)(facts["results"]))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
