@@ -15,9 +15,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Files of 25 s and more. A process of pytest-xdist takes a file at a time in this order (`--no-loadscope-reorder`, since files
 # with most tests are not those that take longest), so that no process ends alone with a long one.
 LONGEST_FIRST = (
-    "e2e/test_demo.py",
-    "engine/ranks/test_pipeline.py",
+    "engine/test_mtp.py",
     "engine/test_speculation.py",
+    "engine/ranks/test_pipeline.py",
+    "e2e/test_demo.py",
     "verify/test_zoo.py",
     "serving/test_life_cycle.py",
     "compiler/passes/test_models.py",
@@ -33,6 +34,7 @@ LONGEST_FIRST = (
     "models/weights/test_packed_checkpoint.py",
     "distributed/test_launchers.py",
     "serving/engine_client/test_replicas.py",
+    "compiler/test_foreign_modules.py",
     "compiler/runtime/test_compiled_graph.py",
     "serving/test_ray_serve.py",
 )

@@ -24,27 +24,34 @@ ROOT = Path(__file__).parents[2]
 FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
+_IMPORTS = """
+import os, sys
+import torch._dynamo, torch._inductor  # once for all, which takes seconds
+for first in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(first)
+        import torchweave
+        assert callable(torchweave.compile), first
+        from torchweave import compile
+        assert compile is torchweave.compile, first
+        from torchweave.compiler import TraceError, compile_graph, eager_forward, open_cache
+        from torchweave.compiler.runtime.cuda_graphs import GraphPool
+        assert callable(compile_graph) and callable(eager_forward)
+        sys.exit()
+    assert os.wait()[1] == 0, first
+"""
+
+
+def test_compile_is_callable_after_any_import_order() -> None:
+    firsts = (
         "import torchweave",
         "import torchweave.compiler",
         "from torchweave import compile",
         "import torchweave.compiler.backend",
-    ],
-)
-def test_compile_is_callable_after_any_import_order(first: str) -> None:
-    code = f"""
-{first}
-import torchweave
-assert callable(torchweave.compile)
-from torchweave import compile
-assert compile is torchweave.compile
-from torchweave.compiler import TraceError, compile_graph, eager_forward, open_cache
-from torchweave.compiler.runtime.cuda_graphs import GraphPool
-assert callable(compile_graph) and callable(eager_forward)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTS, *firsts], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

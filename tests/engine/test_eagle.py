@@ -77,11 +77,11 @@ def test_a_model_of_another_kind_has_its_tokens(tmp_path: Path) -> None:
     taken = [1, text.num_hidden_layers, 1]
     folder = write_head(tmp_path / "head", weights, eagle_aux_hidden_state_layer_ids=taken)
     found = []
-    for config in (None, speculation(folder)):
+    for config, compiled in ((None, EAGER), (speculation(folder), COMPILED)):
         prompts = [[5, 9, 4, 3, 7, 6], list(range(3, 40)), [8, 8, 8]]
         with LLM(
             str(tmp_path / "model"), device="cpu", max_num_tokens=32, max_model_len=96, speculative_config=config,
-            torch_compile_config={"enable_inductor": False, "compile_cache": False},
+            torch_compile_config=compiled,
         ) as llm:  # fmt: skip
             outputs = llm.generate(prompts, [GREEDY, GREEDY, SEEDED])
             found.append([output.outputs[0].token_ids for output in outputs])

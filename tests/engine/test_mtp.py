@@ -29,14 +29,24 @@ PENALTY = SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.2)
 PROMPTS = [[5, 9, 4, 3, 7, 6], list(range(3, 60)), [8, 8, 8, 8], [200, 3, 17, 90, 41, 33, 2, 250], [7]]
 
 
-def engine(folder: Path, speculative_config: dict[str, Any] | None, **options: Any) -> LLM:
+COMPILED = {"enable_inductor": False, "compile_cache": False}
+EAGER = {"enable_fullgraph": False}
+"""For tests of the scheduler and the tokens, since a capture takes seconds; drafts are those of a captured model and layer."""
+
+
+def engine(
+    folder: Path,
+    speculative_config: dict[str, Any] | None,
+    compile_config: dict[str, bool] = EAGER,
+    **options: Any,
+) -> LLM:
     sizes: dict[str, Any] = {"block_size": 4, "max_num_tokens": 24, "max_model_len": 128, "max_batch_size": 6}
     return LLM(
         str(folder),
         device="cpu",
         report=Report(show=False),
         speculative_config=speculative_config,
-        torch_compile_config={"enable_inductor": False, "compile_cache": False},
+        torch_compile_config=compile_config,
         **sizes | options,
     )
 
@@ -56,7 +66,7 @@ def test_drafts_are_those_of_transformers(checkpoint: Path, monkeypatch: pytest.
     Drafts are accepted at random, so that the layer takes several tokens of a row at once.
     """
     config = MTP | {"synthetic_acceptance": 0.6, "disable_by_batch_size": 4}
-    with engine(checkpoint, config) as llm:
+    with engine(checkpoint, config, COMPILED) as llm:
         seen = record_drafts(llm, monkeypatch)
         for prompts in (PROMPTS, PROMPTS, PROMPTS[:2]):
             llm.generate(prompts, [GREEDY, GREEDY, PENALTY, SEEDED, SEEDED][: len(prompts)])
@@ -100,7 +110,8 @@ def test_every_rank_drafts_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The layer is divided as the model is, with the embeddings and the head that the ranks share."""
     folder, found = write_checkpoint(tmp_path, "deepseek_v3"), []
     for ranks in (1, 2):
-        with engine(folder, MTP, tensor_parallel_size=ranks, dtype="float32", cpu_kv_cache_gib=0.02) as llm:
+        options = {"tensor_parallel_size": ranks, "dtype": "float32", "cpu_kv_cache_gib": 0.02}
+        with engine(folder, MTP, **options) as llm:
             seen = record_drafts(llm, monkeypatch)
             found.append((tokens(llm, [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]), sorted(seen)))
     assert found[0] == found[1]
@@ -112,7 +123,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"method=mtp: the checkpoint of .* has no MTP layer; choose one with it"):
         engine(folder, MTP)
     with pytest.raises(ValueError, match="method=mtp is not supported with pipeline_parallel_size=2"):
-        engine(folder, MTP, pipeline_parallel_size=2)
+        engine(folder, MTP, COMPILED, pipeline_parallel_size=2)
     with pytest.raises(ValueError, match=r"model=other is used by .*, but the method is mtp; set the method or remove"):
         engine(folder, MTP | {"model": "other"})
     with pytest.raises(ValueError, match=r"method=mtp: transformers .* has no MTP layers of llama"):

@@ -193,13 +193,12 @@ def test_what_is_not_supported_is_refused() -> None:
         engine(SPECULATION, max_num_tokens=2, max_batch_size=1)
 
 
-@pytest.mark.parametrize(("name", "method"), [("mixtral", "ngram"), ("gemma2", "draft_model")])
-def test_models_have_the_tokens_of_transformers(name: str, method: Any) -> None:
-    """Experts, and windows beside dense layers; `torchweave models verify --num_speculative_tokens` runs the others.
+def test_models_have_the_tokens_of_transformers() -> None:
+    """Windows beside dense layers; `torchweave models verify --num_speculative_tokens` runs the others.
 
-    As its own draft model each accepts nearly all drafts, since its draft layers hold the same keys and values.
+    As its own draft model it accepts nearly all drafts, since its draft layers hold the same keys and values.
     """
-    result = verify([name], num_speculative_tokens=3, speculative_method=method)
+    result = verify(["gemma2"], num_speculative_tokens=3, speculative_method="draft_model")
     assert result["passed"] == 1, result["results"]
 
 

@@ -23,16 +23,15 @@ INPUTS = {
 DYNAMIC = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
 
 # Architectures, how many layers of them, and how many of these are clones: one kind of layer (with three of it, the last one is
-# a clone behind a clone; biases, learned positions, experts); two and more kinds by turns or in blocks; norms behind and before;
-# two ropes; dense layers before sparse ones; latent attention; sinks. Models whose layers repeat in one of these ways are left out.
+# a clone behind a clone; biases, learned positions); two and more kinds by turns or in blocks, with experts; norms behind and
+# before; two ropes; dense layers before sparse ones; latent attention; sinks. Models whose layers repeat in one of these ways are
+# left out.
 CASES = {
     "llama": (3, 2),
     "qwen2-sliding": (4, 2),
-    "gemma2": (4, 2),
     "gemma3": (8, 6),
     "gpt2": (3, 2),
     "cohere2": (5, 3),
-    "mixtral": (3, 2),
     "gpt_oss": (4, 2),
     "deepseek_v3": (4, 2),
     "llama4": (6, 4),

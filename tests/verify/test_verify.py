@@ -8,6 +8,7 @@ import pytest
 
 from torchweave.report import Report
 from torchweave.verify import verify as module
+from torchweave.verify.ranks import RankResult
 from torchweave.verify.verify import table, verify
 
 
@@ -37,6 +38,16 @@ def test_architectures_pass_on_two_ranks_and_the_page_has_a_column_for_them() ->
     assert "--all --write" in part and "| codegen | CodeGenForCausalLM | yes |  | 3 / 4 |" in part
 
 
+@pytest.fixture(scope="module")
+def served() -> RankResult:
+    """What the engine answers for Llama, for tests of the comparison."""
+    results, serve = list[RankResult](), module._serve
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_serve", lambda *given: results.append(serve(*given)) or results[-1])
+        assert verify(["llama"])["passed"] == 1
+    return results[0]
+
+
 @pytest.mark.parametrize(
     ("field", "by", "named"),
     [
@@ -45,7 +56,7 @@ def test_architectures_pass_on_two_ranks_and_the_page_has_a_column_for_them() ->
     ],
 )
 def test_a_wrong_token_or_log_probability_is_named(
-    field: str, by: float, named: str, monkeypatch: pytest.MonkeyPatch
+    field: str, by: float, named: str, served: RankResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = module.zoo.reference_answers
 
@@ -55,6 +66,7 @@ def test_a_wrong_token_or_log_probability_is_named(
         return answers
 
     monkeypatch.setattr(module.zoo, "reference_answers", wrong)
+    monkeypatch.setattr(module, "_serve", lambda *_: served)
     result = verify(["llama"])
     assert result["passed"] == 0
     assert named in result["results"][0]["reason"]

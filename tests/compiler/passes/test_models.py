@@ -50,7 +50,6 @@ EXPECTED = {
     # Two norms a layer and one at the end; every residual add but none before the first norm.
     "llama": {"raise_rms_norm": 7, "add_rms_norm": 6, "gated_activation": 3, "rope": 3},
     "phi3": {"raise_rms_norm": 7, "add_rms_norm": 6, "gated_activation": 3, "rope": 3},
-    "granite": {"raise_rms_norm": 7, "add_rms_norm": 6, "gated_activation": 3, "rope": 3},
     "qwen3": {"raise_rms_norm": 13, "add_rms_norm": 6, "gated_activation": 3, "rope": 3, "qk_norm_rope": 3},
     # A norm behind attention and MLP as well: four a layer.
     "gemma2": {"raise_rms_norm": 13, "add_rms_norm": 6, "gated_activation": 3, "rope": 3},

@@ -13,7 +13,7 @@ from torch._inductor.exc import InductorError, LoweringException
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, example, step, toy
-from torchweave.compiler import CompileCache, TraceError, compile_graph, eager_forward
+from torchweave.compiler import CompileCache, CompiledGraph, TraceError, compile_graph, eager_forward
 from torchweave.compiler.ir.size_ranges import MAX_SIZE
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
@@ -113,6 +113,13 @@ def test_generated_code_deletes_dead_values() -> None:
     assert kept.startswith("linear"), "the logits alone outlive the call"
 
 
+@pytest.fixture(scope="module")
+def one_layer() -> CompiledGraph:
+    return compile_graph(
+        toy(1), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False)
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -123,12 +130,9 @@ def test_generated_code_deletes_dead_values() -> None:
         (lambda ids, pos, idx: (ids, pos, idx[:0]), "logits_index is"),
     ],
 )
-def test_inputs_of_another_kind_are_refused(change: Any, word: str) -> None:
-    compiled_graph = compile_graph(
-        toy(1), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False)
-    )
+def test_inputs_of_another_kind_are_refused(one_layer: CompiledGraph, change: Any, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        compiled_graph(call_op, *change(*step(9, 2)))
+        one_layer(call_op, *change(*step(9, 2)))
 
 
 @pytest.mark.parametrize("inductor", [False, True])
