@@ -123,10 +123,11 @@ def run(call: ExpertsCall, strategy: Strategy | None = None, workspace: int = WO
     if call.num_tokens == 0:
         return
     call = _with_contiguous_rows(call)
-    shape = (call.num_experts, call.x.shape[1], call.inner)
     if strategy is None:
+        shape = (call.num_experts - call.shared, call.x.shape[1], call.inner)
         weight_dtype = None if call.up_scale is None else call.up.dtype
-        strategy = choose(call.num_tokens, call.top_k, shape, call.x.dtype, call.form.transposed, weight_dtype)
+        top_k = call.top_k - call.shared
+        strategy = choose(call.num_tokens, top_k, shape, call.x.dtype, call.form.transposed, weight_dtype)
         strategy = _supported_strategy(strategy, call)
     size = tokens_per_chunk(call, strategy, workspace)
     for begin in range(0, call.num_tokens, size):
@@ -192,7 +193,7 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
     kernels.launch_rows_up(*first, **_activation(call), **_launch(strategy.up), dependent=strategy.dependent)
     if call.down_scale is None or call.down.dtype == FP8:
         second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale)
-        kernels.launch_rows_down(*second, **down)
+        kernels.launch_rows_down(*second, shared=call.shared, **down)
         return
     y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
     kernels.launch_words_down(h, call.index, call.down, y, call.down_scale, call.down_packing, **down)
@@ -232,7 +233,8 @@ def _combine(call: ExpertsCall, y: Tensor, *, dependent: bool) -> None:
     """Sum rows `[T k, K]` of pairs, weighted."""
     from torchweave.ops.kernels.moe.experts_grouped_gemm import launch_combine
 
-    launch_combine(y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out, dependent=dependent)
+    pairs = (y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out)
+    launch_combine(*pairs, shared=call.shared, dependent=dependent)
 
 
 def _grouped(call: ExpertsCall) -> None:
@@ -249,7 +251,8 @@ def _grouped(call: ExpertsCall) -> None:
     kernels.launch_activate(z, call.index, rows, call.num_experts, call.up_bias, h, **_activation(call))
     del z
     y = torch._grouped_mm(h, down, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
-    kernels.launch_combine(y, call.index, call.weight, call.num_experts, positions, call.down_bias, call.out)
+    pairs = (y, call.index, call.weight, call.num_experts, positions, call.down_bias, call.out)
+    kernels.launch_combine(*pairs, shared=call.shared)
 
 
 def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,20 @@ def activation(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def weighted_sum(values, share, j, TOP: tl.constexpr, SHARED: tl.constexpr, DTYPE: tl.constexpr):
+    """[N] in float32 of the outputs `[j, N]` of a token's experts and their weights `[j]`.
+
+    SHARED: the last is a shared expert's, which is rounded and weighted apart, and added to the rounded sum of the others.
+    """
+    if SHARED:
+        routed = j < TOP - 1
+        result = tl.sum(values * tl.where(routed, share, 0.0)[:, None], axis=0).to(DTYPE).to(tl.float32)
+        own = tl.sum(tl.where(routed[:, None], 0.0, values), axis=0).to(DTYPE).to(tl.float32)
+        return result + (own * tl.sum(tl.where(routed, 0.0, share), axis=0)).to(DTYPE).to(tl.float32)
+    return tl.sum(values * share[:, None], axis=0)
+
+
+@triton.jit
 def rows_up_kernel(
     x, index, up, scales, bias, h, num_experts, inner, x_stride, expert_stride, row_stride, scale_rows,
     SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
@@ -128,7 +142,7 @@ def rows_up_kernel(
 def rows_down_kernel(
     h, index, weight, down, scales, bias, out, num_experts, num_outputs, expert_stride, row_stride, out_stride, scale_rows,
     SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
-    INNER: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    INNER: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all at once.
@@ -158,7 +172,7 @@ def rows_down_kernel(
         in_next_tile = readable & (k < INNER - BLOCK_K - start)[None, None, :]
         following = tl.load(weights + start + BLOCK_K, mask=in_next_tile, other=0.0, eviction_policy="evict_first")
         here = chosen[:, None] & (k < INNER - start)[None, :]
-        value = tl.load(inputs + start, mask=here, other=0.0).to(tl.float32) * share[:, None]
+        value = tl.load(inputs + start, mask=here, other=0.0).to(tl.float32)
         if GROUPS > 1:
             value *= tl.load(scales[:, None] + block + ((start + k) // 128)[None, :], mask=here, other=0.0)
         total += tile.to(tl.float32) * value[:, None, :]
@@ -168,11 +182,10 @@ def rows_down_kernel(
         sums *= tl.load(
             scales[:, None] + (n // SCALE_BLOCK)[None, :], mask=chosen[:, None] & inside[None, :], other=0.0
         )
-    result = tl.sum(sums, axis=0)
     if HAS_BIAS:
         biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
-        added = tl.load(biases, mask=chosen[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        result += tl.sum(added * share[:, None], axis=0)
+        sums += tl.load(biases, mask=chosen[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    result = weighted_sum(sums, share, j, TOP, SHARED, out.dtype.element_ty)
     tl.store(out + token * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -302,14 +315,14 @@ def launch_rows_up(
 
 def launch_rows_down(
     h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor | None = None,
-    *, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
     """h [T k, I], index and weight [T, k], down [E, K, I], out [T, K]; the rest as `launch_rows_up`, without words."""
     tokens, top = index.shape
     rows_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
         h, index, weight, down, bias=down if bias is None else bias, out=out, num_experts=down.shape[0],
         num_outputs=down.shape[1], expert_stride=down.stride(0), row_stride=down.stride(1), out_stride=out.stride(0),
-        INNER=down.shape[2], TOP=top, TOP_BLOCK=next_power_of_2(top), HAS_BIAS=bias is not None, BLOCK_N=block_n,
+        INNER=down.shape[2], TOP=top, TOP_BLOCK=next_power_of_2(top), SHARED=shared, HAS_BIAS=bias is not None, BLOCK_N=block_n,
         BLOCK_K=block_k, UNROLL=depth, DEPENDENT=dependent, num_warps=num_warps, **fp8_scales(down, scales),
         **pdl_options(dependent),
     )  # fmt: skip

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
-from torchweave.ops.kernels.moe.experts_gemv import activation, gated_activation
+from torchweave.ops.kernels.moe.experts_gemv import activation, gated_activation, weighted_sum
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packed_arguments
 from torchweave.ops.kernels.quant.int_linear import add_block, parameter
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
@@ -250,10 +250,10 @@ def tiles_down_kernel(
 @triton.jit
 def combine_kernel(
     y, index, weight, positions, bias, out, num_experts, num_outputs, y_stride, out_stride,
-    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SHARED: tl.constexpr, POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = sum_j weight[token, j] * (y[row of pair (token, j)] + bias of its expert), in float32, rounded once."""
+    """out[token]: `weighted_sum` of the rows of y of the token's pairs, plus the biases of their experts."""
     token = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
@@ -271,7 +271,7 @@ def combine_kernel(
     if HAS_BIAS:
         biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
         value += tl.load(biases, mask=valid, other=0.0).to(tl.float32)
-    result = tl.sum(value * share[:, None], axis=0)
+    result = weighted_sum(value, share, j, TOP, SHARED, out.dtype.element_ty)
     tl.store(out + token.to(tl.int64) * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -371,7 +371,7 @@ def launch_tiles_down(
 
 def launch_combine(
     y: Tensor, index: Tensor, weight: Tensor, num_experts: int, positions: Tensor | None, bias: Tensor | None, out: Tensor,
-    *, dependent: bool = False,
+    *, shared: bool = False, dependent: bool = False,
 ) -> None:  # fmt: skip
     """y [T k, K] by position if `positions` are given, else by pair; index and weight [T, k]; out [T, K]."""
     tokens, top = index.shape
@@ -380,7 +380,7 @@ def launch_combine(
     block = min(256 if tokens <= 64 else 1024, next_power_of_2(width))
     combine_kernel[(tokens, cdiv(width, block))](
         y, index, weight, index if positions is None else positions, y if bias is None else bias, out, num_experts, width,
-        y.stride(0), out.stride(0), TOP=top, TOP_BLOCK=next_power_of_2(top), POSITIONS=positions is not None,
+        y.stride(0), out.stride(0), TOP=top, TOP_BLOCK=next_power_of_2(top), SHARED=shared, POSITIONS=positions is not None,
         HAS_BIAS=bias is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4, **pdl_options(dependent),
     )  # fmt: skip
 
