@@ -57,17 +57,10 @@ def activation(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def weighted_sum(values, share, j, TOP: tl.constexpr, SHARED: tl.constexpr, DTYPE: tl.constexpr):
-    """[N] in float32 of the outputs `[j, N]` of a token's experts and their weights `[j]`.
-
-    SHARED: the last is a shared expert's, which is rounded and weighted apart, and added to the rounded sum of the others.
-    """
-    if SHARED:
-        routed = j < TOP - 1
-        result = tl.sum(values * tl.where(routed, share, 0.0)[:, None], axis=0).to(DTYPE).to(tl.float32)
-        own = tl.sum(tl.where(routed[:, None], 0.0, values), axis=0).to(DTYPE).to(tl.float32)
-        return result + (own * tl.sum(tl.where(routed, 0.0, share), axis=0)).to(DTYPE).to(tl.float32)
-    return tl.sum(values * share[:, None], axis=0)
+def add_shared(result, own, share, DTYPE: tl.constexpr):
+    """The sum of routed experts plus the output of a shared one times its weight, in float32, rounded as in the model."""
+    own = own.to(DTYPE).to(tl.float32) * share
+    return result.to(DTYPE).to(tl.float32) + own.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -148,14 +141,16 @@ def rows_down_kernel(
     """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all at once.
 
     The previous kernel only read the routing, so its writer has ended when this kernel starts: the routing is read, bypassing
-    L1, and the first weights are loaded before the wait.
+    L1, and the first weights are loaded before the wait. SHARED: of weights in 16 bits; the last expert is a shared one.
     """
+    tl.static_assert(GROUPS == 0 or not SHARED)
+    ROUTED: tl.constexpr = TOP - 1 if SHARED else TOP
     token = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     j = tl.arange(0, TOP_BLOCK)
     k = tl.arange(0, BLOCK_K)
     inside = n < num_outputs
-    expert = tl.load(index + token * TOP + j, mask=j < TOP, other=num_experts, cache_modifier=".cg")
+    expert = tl.load(index + token * TOP + j, mask=j < ROUTED, other=num_experts, cache_modifier=".cg")
     chosen = expert < num_experts
     share = tl.load(weight + token * TOP + j, mask=chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
     rows = expert.to(tl.int64)[:, None] * expert_stride + n[None, :] * row_stride
@@ -163,8 +158,14 @@ def rows_down_kernel(
     readable = (chosen[:, None] & inside[None, :])[:, :, None]
     first = readable & (k < INNER)[None, None, :]
     tile = tl.load(weights, mask=first, other=0.0, eviction_policy="evict_first")
+    if SHARED:
+        own_weights = down + (num_experts - 1).to(tl.int64) * expert_stride + n[:, None] * row_stride + k[None, :]
+        own_tile = tl.load(own_weights, mask=inside[:, None] & (k < INNER)[None, :], other=0.0)
+        own_share = tl.load(weight + token * TOP + ROUTED, cache_modifier=".cg").to(tl.float32)
+        own_total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     pdl_wait(DEPENDENT)
     inputs = h + (token * TOP + j).to(tl.int64)[:, None] * INNER + k[None, :]
+    own_inputs = h + (token * TOP + ROUTED).to(tl.int64) * INNER + k
     scales += expert.to(tl.int64) * scale_rows * GROUPS
     block = tl.program_id(0) * BLOCK_N // SCALE_BLOCK * GROUPS
     total = tl.zeros([TOP_BLOCK, BLOCK_N, BLOCK_K], tl.float32)
@@ -177,6 +178,12 @@ def rows_down_kernel(
             value *= tl.load(scales[:, None] + block + ((start + k) // 128)[None, :], mask=here, other=0.0)
         total += tile.to(tl.float32) * value[:, None, :]
         tile = following
+        if SHARED:
+            left = k < INNER - BLOCK_K - start
+            own_following = tl.load(own_weights + start + BLOCK_K, mask=inside[:, None] & left[None, :], other=0.0)
+            own_value = tl.load(own_inputs + start, mask=k < INNER - start, other=0.0).to(tl.float32)
+            own_total += own_tile.to(tl.float32) * own_value[None, :]
+            own_tile = own_following
     sums = tl.sum(total, axis=2)
     if GROUPS == 1:
         sums *= tl.load(
@@ -185,7 +192,9 @@ def rows_down_kernel(
     if HAS_BIAS:
         biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
         sums += tl.load(biases, mask=chosen[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    result = weighted_sum(sums, share, j, TOP, SHARED, out.dtype.element_ty)
+    result = tl.sum(sums * share[:, None], axis=0)
+    if SHARED:
+        result = add_shared(result, tl.sum(own_total, axis=1), own_share, out.dtype.element_ty)
     tl.store(out + token * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -322,8 +331,8 @@ def launch_rows_down(
     rows_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
         h, index, weight, down, bias=down if bias is None else bias, out=out, num_experts=down.shape[0],
         num_outputs=down.shape[1], expert_stride=down.stride(0), row_stride=down.stride(1), out_stride=out.stride(0),
-        INNER=down.shape[2], TOP=top, TOP_BLOCK=next_power_of_2(top), SHARED=shared, HAS_BIAS=bias is not None, BLOCK_N=block_n,
-        BLOCK_K=block_k, UNROLL=depth, DEPENDENT=dependent, num_warps=num_warps, **fp8_scales(down, scales),
+        INNER=down.shape[2], TOP=top, TOP_BLOCK=next_power_of_2(top - shared), SHARED=shared, HAS_BIAS=bias is not None,
+        BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=depth, DEPENDENT=dependent, num_warps=num_warps, **fp8_scales(down, scales),
         **pdl_options(dependent),
     )  # fmt: skip
 

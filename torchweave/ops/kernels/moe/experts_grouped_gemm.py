@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
-from torchweave.ops.kernels.moe.experts_gemv import activation, gated_activation, weighted_sum
+from torchweave.ops.kernels.moe.experts_gemv import activation, add_shared, gated_activation
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packed_arguments
 from torchweave.ops.kernels.quant.int_linear import add_block, parameter
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
@@ -253,7 +253,10 @@ def combine_kernel(
     TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SHARED: tl.constexpr, POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[token]: `weighted_sum` of the rows of y of the token's pairs, plus the biases of their experts."""
+    """out[token] = sum_j weight[token, j] * (y[row of pair (token, j)] + bias of its expert), in float32, rounded once.
+
+    SHARED: the last pair is the shared expert's.
+    """
     token = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
@@ -271,7 +274,13 @@ def combine_kernel(
     if HAS_BIAS:
         biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
         value += tl.load(biases, mask=valid, other=0.0).to(tl.float32)
-    result = weighted_sum(value, share, j, TOP, SHARED, out.dtype.element_ty)
+    if SHARED:
+        routed = j < TOP - 1
+        own = tl.sum(tl.where(routed[:, None], 0.0, value), axis=0)
+        result = tl.sum(value * tl.where(routed, share, 0.0)[:, None], axis=0)
+        result = add_shared(result, own, tl.sum(tl.where(routed, 0.0, share), axis=0), out.dtype.element_ty)
+    else:
+        result = tl.sum(value * share[:, None], axis=0)
     tl.store(out + token.to(tl.int64) * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
 
 
