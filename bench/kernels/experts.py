@@ -291,7 +291,8 @@ class Bench:
         shared = self.model.shared
         shape = (self.model.num_experts - shared, self.model.width, self.model.inner)
         weight_dtype = None if self.weights == "bfloat16" else self.layers[0].up.dtype
-        return choose(tokens, self.model.top_k - shared, shape, torch.bfloat16, self.model.form.transposed, weight_dtype)
+        top_k, transposed = self.model.top_k - shared, self.model.form.transposed
+        return choose(tokens, top_k, shape, torch.bfloat16, transposed, weight_dtype, shared)
 
     def _best(self, tokens: int, calls: list[ExpertsCall], right: Tensor, ways: list[Strategy]) -> Strategy | None:
         timed = [

@@ -74,6 +74,7 @@ Strategy = Rows | Tiles | Grouped
 
 ROW_TOKENS = 2
 _ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 3), dependent=True)
+_SHARED_ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 2), dependent=True)
 _FP8_ROWS = Rows(GemmConfig(4, 1024, 4, 2), GemmConfig(4, 128, 4, 2), dependent=True)
 _WORD_ROWS = Rows(GemmConfig(4, 2048, 1, 1), GemmConfig(8, 1024, 1, 1), dependent=True)
 _LONG_WORD_ROWS = Rows(GemmConfig(4, 1024, 2, 1), GemmConfig(8, 1024, 1, 1))
@@ -94,8 +95,10 @@ def choose(
     dtype: torch.dtype,
     transposed: bool = False,
     weight_dtype: torch.dtype | None = None,
+    shared: bool = False,
 ) -> Strategy:
-    """The strategy for a number of tokens and experts of `shape`: their number, K and I; weight_dtype: of quantized weights.
+    """The strategy for a number of tokens and routed experts of `shape`: their number, K and I; weight_dtype: of quantized weights;
+    shared: a shared expert runs with them.
 
     Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading
     the weights dominates; then grouped, or wide tiles if the weights are quantized. On an H100, experts of Qwen3-30B-A3B
@@ -106,7 +109,7 @@ def choose(
     num_experts, width, inner = shape
     if num_tokens <= ROW_TOKENS and not transposed and weight_dtype != torch.int8:
         words = _WORD_ROWS if width <= _WORD_ROWS.up.block_k else _LONG_WORD_ROWS
-        return {None: _ROWS, torch.int32: words}.get(weight_dtype, _FP8_ROWS)
+        return {None: _SHARED_ROWS if shared else _ROWS, torch.int32: words}.get(weight_dtype, _FP8_ROWS)
     if num_tokens * top_k <= _FEW_PAIRS * num_experts:
         return _TILES
     if num_tokens * top_k <= _MORE_PAIRS * num_experts and dtype.itemsize == 2:
@@ -127,7 +130,7 @@ def run(call: ExpertsCall, strategy: Strategy | None = None, workspace: int = WO
         shape = (call.num_experts - call.shared, call.x.shape[1], call.inner)
         weight_dtype = None if call.up_scale is None else call.up.dtype
         top_k = call.top_k - call.shared
-        strategy = choose(call.num_tokens, top_k, shape, call.x.dtype, call.form.transposed, weight_dtype)
+        strategy = choose(call.num_tokens, top_k, shape, call.x.dtype, call.form.transposed, weight_dtype, call.shared)
         strategy = _supported_strategy(strategy, call)
     size = tokens_per_chunk(call, strategy, workspace)
     for begin in range(0, call.num_tokens, size):

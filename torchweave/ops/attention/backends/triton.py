@@ -79,7 +79,7 @@ class PrefillConfig:
 def default_decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     """Configuration that fits in shared memory and registers; `bench/kernels/attention.py` compares the alternatives."""
     if dtype == torch.float32 or head_dim > 128:
-        return DecodeConfig(block_n=32, num_stages=2)
+        return DecodeConfig(block_n=32, num_stages=2, min_tiles=8)
     return DecodeConfig()
 
 
