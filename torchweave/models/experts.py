@@ -36,7 +36,7 @@ _ACTIVATIONS = {
 _CLAMPED_GATES = {"GptOssExperts": ("alpha", "limit")}
 
 
-_SPECIALIZED = 16
+_DIVISOR = 16
 """Triton builds a kernel for integers that are divisible by this, and another one."""
 
 
@@ -180,7 +180,7 @@ def _with_shared_experts(model: nn.Module) -> Iterator[tuple[Any, bool]]:
 
 def _launch_with_shared(block: Any, num_tokens: int, top_k: int) -> None:
     """Run experts with the last as a shared one: so many that kernels are specialised as for one more than there are."""
-    count = block.down_proj.shape[0] + 1 - _SPECIALIZED
+    count = block.down_proj.shape[0] + 1 - _DIVISOR
     if count <= top_k:
         return
     up, down = block.gate_up_proj[:count], block.down_proj[:count]

@@ -247,8 +247,9 @@ def with_shared(gated: bool) -> tuple[Function, Function]:
         logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
         over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype, shared_gate: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        routing = (dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
-        return op(logits, bias, k, score, *routing, True, shared_gate)
+        return op(
+            logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor, True, shared_gate
+        )  # fmt: skip
 
     return by_gate if gated else of_one, replacement
 

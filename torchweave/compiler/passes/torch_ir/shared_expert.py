@@ -34,9 +34,9 @@ from torchweave.compiler.partition.split import normalize_call
 from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.torch_ir.stacking import find_barrier
 
-_EXPERTS, _QUANTIZED, _ALL_REDUCE = "torchweave.experts", "torchweave.quantized_experts", "torchweave.all_reduce"
-_ADDS, _MULTIPLICATIONS = (operator.add, operator.iadd, torch.add), (operator.mul, operator.imul, torch.mul)
-_SIGMOIDS = (torch.sigmoid, F.sigmoid, "sigmoid")
+_EXPERTS, _QUANTIZED, _ALL_REDUCE = "torchweave::experts", "torchweave::quantized_experts", "torchweave::all_reduce"
+_ADD, _MULTIPLY = (operator.add, operator.iadd, torch.add), (operator.mul, operator.imul, torch.mul)
+_SIGMOID = (torch.sigmoid, F.sigmoid, "sigmoid")
 _ACTIVATIONS: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
 _VIEWS = ("reshape", "view", "contiguous", "flatten", "squeeze", "unsqueeze")
 _op = torch.ops.torchweave.experts.default
@@ -82,7 +82,7 @@ class SharedExpert(GraphPass):
         rejected: dict[str, list[str]] = {}
         stacked: StackedExperts = {}
         for node in list(graph.graph.nodes):
-            mixture = _mixture(node) if _runs(node, _EXPERTS, _QUANTIZED) else None
+            mixture = _mixture(node) if _op_name(node) in (_EXPERTS, _QUANTIZED) else None
             if mixture is None:
                 continue
             try:
@@ -106,14 +106,17 @@ def _calls(node: Any, *targets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
 
 
-def _runs(node: Any, *ops: str) -> bool:
-    """Whether a node calls one of these custom ops."""
-    return isinstance(node, fx.Node) and node.op == "call_function" and str(node.target).removesuffix(".default") in ops
+def _op_name(node: Any) -> str:
+    """The name of the custom op that a node calls, or nothing."""
+    target = node.target if isinstance(node, fx.Node) else None
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    return packet._qualified_op_name if isinstance(packet, torch._ops.OpOverloadPacket) else ""
 
 
 def _is_product(node: Any) -> bool:
     """Whether a node is a linear, of quantized weights or not."""
-    return _calls(node, F.linear) or (_runs(node, str(node.target)) and "linear" in str(node.target))
+    name = _op_name(node)
+    return _calls(node, F.linear) or (name.startswith("torchweave::") and "linear" in name)
 
 
 def _is_view(node: Any) -> bool:
@@ -123,7 +126,7 @@ def _is_view(node: Any) -> bool:
 
 def _source(node: Any, *ops: str) -> Any:
     """The node whose rows a node views, or passes through the ops."""
-    while _is_view(node) or _runs(node, *ops):
+    while _is_view(node) or _op_name(node) in ops:
         node = node.args[0]
     return node
 
@@ -140,11 +143,11 @@ def _mixture(routed: fx.Node) -> _Mixture | None:
     last, views = routed, []
     while len(last.users) == 1:
         (reader,) = last.users
-        if _calls(reader, *_ADDS):
+        if _calls(reader, *_ADD):
             for one, other in _operands(reader):
                 if one is last:
                     return _with_shared(routed, views, reader, other)
-        if not _is_view(reader) and not _runs(reader, _ALL_REDUCE):
+        if not _is_view(reader) and _op_name(reader) != _ALL_REDUCE:
             break
         last = reader
         views.append(reader)
@@ -155,15 +158,15 @@ def _with_shared(routed: fx.Node, views: list[fx.Node], total: fx.Node, added: A
     """The mixture, if what is added is the output of a gated MLP, with or without a weight."""
     scaled, weight = _source(added, _ALL_REDUCE), None
     down = scaled
-    for one, other in _operands(scaled) if _calls(scaled, *_MULTIPLICATIONS) else ():
-        if _calls(_source(one), *_SIGMOIDS):
+    for one, other in _operands(scaled) if _calls(scaled, *_MULTIPLY) else ():
+        if _calls(_source(one), *_SIGMOID):
             weight, down = _source(one), _source(other, _ALL_REDUCE)
     hidden = _source(down.args[0]) if _is_product(down) else None
-    for one, other in _operands(hidden) if _calls(hidden, *_MULTIPLICATIONS) else ():
+    for one, other in _operands(hidden) if _calls(hidden, *_MULTIPLY) else ():
         activation, up = _source(one), _source(other)
         gate = _source(activation.args[0]) if _calls(activation, *_ACTIVATIONS) else None
         if _is_product(gate) and _is_product(up):
-            reduced = any(_runs(each, _ALL_REDUCE) for each in views)
+            reduced = any(_op_name(each) == _ALL_REDUCE for each in views)
             outputs = (down, scaled)
             return _Mixture(routed, tuple(views), total, gate, up, down, activation, weight, outputs, reduced)
     return None
@@ -176,7 +179,8 @@ def _reject_reason(graph: CapturedGraph, found: _Mixture, stacked: StackedExpert
     """Why the shared expert stays apart, or None."""
     if found.reduced:
         return "each of the two outputs is rounded by an all-reduce of its own"
-    if _runs(found.routed, _QUANTIZED) or not all(_calls(each, F.linear) for each in (found.gate, found.up, found.down)):
+    products = (found.gate, found.up, found.down)
+    if _op_name(found.routed) == _QUANTIZED or not all(_calls(each, F.linear) for each in products):
         return "weights of the experts are quantized"
     arguments, _ = normalize_call(_op, found.routed.args, found.routed.kwargs)
     x, index, weight, up, down, up_bias, _, activation, *form = arguments
