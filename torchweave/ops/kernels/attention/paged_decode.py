@@ -134,12 +134,12 @@ def _combine_wide_splits(
 
 
 @triton.jit
-def _combine_narrow_splits(
+def _combine_splits(
     head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, dtype: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
     QUANT: tl.constexpr,
 ):  # fmt: skip
-    """`_combine_splits` of all splits at once."""
+    """Merge the partial results `[split, GROUP, VALUE_DIM]` of `used_splits` splits from `first` on into key head `head`."""
     split = tl.arange(0, SPLITS_PAD)
     dim = tl.arange(0, VALUE_PAD)
     valid_splits = split < used_splits
@@ -163,25 +163,6 @@ def _combine_narrow_splits(
                 result[None, :], one, one < (head + 1) * GROUP, out, out_scale, static_scale, token, num_tokens, dtype,
                 HEADS, VALUE_DIM, VALUE_PAD, QUANT,
             )  # fmt: skip
-
-
-@triton.jit
-def _combine_splits(
-    head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, dtype: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    QUANT: tl.constexpr,
-):  # fmt: skip
-    """Merge the partial results `[split, GROUP, VALUE_DIM]` of `used_splits` splits from `first` on into key head `head`."""
-    if SPLITS_PAD * VALUE_PAD > 8192:
-        _combine_wide_splits(
-            head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, dtype, HEADS, GROUP,
-            VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
-        )  # fmt: skip
-    else:
-        _combine_narrow_splits(
-            head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, dtype, HEADS, GROUP,
-            VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -362,7 +343,13 @@ def paged_decode(
     arrived = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
     if arrived == used_splits - 1:
         tl.store(counters + row * KV_HEADS + head, 0)
-        _combine_splits(
-            head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, q.dtype.element_ty,
-            HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
-        )  # fmt: skip
+        if SPLITS_PAD * VALUE_PAD > 8192:
+            _combine_wide_splits(
+                head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits,
+                q.dtype.element_ty, HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
+            )  # fmt: skip
+        else:
+            _combine_splits(
+                head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits,
+                q.dtype.element_ty, HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
+            )  # fmt: skip
