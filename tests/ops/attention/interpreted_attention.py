@@ -92,7 +92,6 @@ def variants() -> dict[str, tuple]:
         **{f"mixed_{form}": (in_fp8(CASES["mixed_value_dim"], dtype),) for form, dtype in FP8_DTYPES.items()},
         "turned_decode_fp8": (in_fp8(ROTARY_CASES["turned_decode_norm"]),),
         "turned_mixed_fp8": (in_fp8(ROTARY_CASES["turned_mixed"]),),
-        "wide_splits": (Case(((1, 520),), LayerSpec(1, 256, 200, 3)),),
         "many_rows": (Case(tuple((1 + i % 3, i % 5) for i in range(140)), LayerSpec(1, 16, 16, 1), padded_tokens=9),),
     }
 

@@ -95,45 +95,6 @@ def _store_output(
 
 
 @triton.jit
-def _combine_wide_splits(
-    head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, dtype: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    QUANT: tl.constexpr,
-):  # fmt: skip
-    """`_combine_splits` where registers do not hold the partial results of several members: a few splits at a time, so that the
-    time follows the number of used splits."""
-    MEMBERS: tl.constexpr = 4 if GROUP > 2 else 2 if GROUP == 2 else 1
-    PART: tl.constexpr = 8 if VALUE_PAD <= 256 else 4
-    split, dim, row = tl.arange(0, SPLITS_PAD), tl.arange(0, VALUE_PAD), tl.arange(0, MEMBERS)
-    for first_member in tl.range(0, GROUP, MEMBERS, num_stages=1):
-        member = first_member + row
-        inside = member < GROUP
-        index = (first + split)[None, :] * GROUP + member[:, None]
-        valid = inside[:, None] & (split < used_splits)[None, :]
-        maximum = tl.load(maxima + index, mask=valid, other=LOWEST, cache_modifier=".cg")
-        largest = tl.max(maximum, 1)
-        total = tl.load(sums + index, mask=valid, other=0.0, cache_modifier=".cg")
-        total = tl.sum(total * tl.exp2(maximum - largest[:, None]), 1)
-        result = tl.zeros([MEMBERS, VALUE_PAD], tl.float32)
-        for begin in tl.range(0, used_splits, PART, num_stages=1):
-            part = begin + tl.arange(0, PART)
-            at = (first + part)[None, :] * GROUP + member[:, None]
-            real = inside[:, None] & (part < used_splits)[None, :]
-            weight = tl.exp2(tl.load(maxima + at, mask=real, other=LOWEST, cache_modifier=".cg") - largest[:, None])
-            values = tl.load(
-                partial + at[:, :, None] * VALUE_DIM + dim[None, None, :],
-                mask=real[:, :, None] & (dim < VALUE_DIM)[None, None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            result += tl.sum(values * weight[:, :, None], 1)
-        _store_output(
-            result / tl.where(inside, total, 1.0)[:, None], head * GROUP + member, inside, out, out_scale, static_scale, token,
-            num_tokens, dtype, HEADS, VALUE_DIM, VALUE_PAD, QUANT,
-        )  # fmt: skip
-
-
-@triton.jit
 def _combine_splits(
     head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, dtype: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
@@ -343,13 +304,7 @@ def paged_decode(
     arrived = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
     if arrived == used_splits - 1:
         tl.store(counters + row * KV_HEADS + head, 0)
-        if SPLITS_PAD * VALUE_PAD > 8192:
-            _combine_wide_splits(
-                head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits,
-                q.dtype.element_ty, HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
-            )  # fmt: skip
-        else:
-            _combine_splits(
-                head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits,
-                q.dtype.element_ty, HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
-            )  # fmt: skip
+        _combine_splits(
+            head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, q.dtype.element_ty,
+            HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
+        )  # fmt: skip
