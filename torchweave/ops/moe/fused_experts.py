@@ -47,14 +47,12 @@ class GemmConfig:
 class Rows:
     """One or two tokens, element by element; `dependent`: by programmatic dependent launch.
 
-    `early`: a shared expert's gate and up are loaded before the routing is known; an iteration has all inputs.
     Of 4-bit weights the words of an iteration hold `block_k` numbers, a multiple of 128.
     """
 
     up: GemmConfig
     down: GemmConfig
     dependent: bool = False
-    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,9 +194,7 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
     down = _launch(strategy.down) | {"dependent": strategy.dependent}
     h = call.x.new_empty(call.index.numel(), call.inner)
     first = (call.x, call.index, call.up, call.up_bias, h, call.up_scale, call.up_packing)
-    early = strategy.early and call.x.shape[1] <= strategy.up.block_k and call.form.gated and not call.form.interleaved
-    up = _launch(strategy.up) | {"dependent": strategy.dependent, "shared": early}
-    kernels.launch_rows_up(*first, **_activation(call), **up)
+    kernels.launch_rows_up(*first, **_activation(call), **_launch(strategy.up), dependent=strategy.dependent)
     if call.down_scale is None or call.down.dtype == FP8:
         second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale)
         kernels.launch_rows_down(*second, shared=call.shared, **down)
