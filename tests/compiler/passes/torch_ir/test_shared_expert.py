@@ -65,7 +65,9 @@ class Mixture(nn.Module):
         if self.form == "written input":
             x.add_(1)
         weighted = F.sigmoid(self.shared_gate(x)) * shared if self.gated else shared
-        out = (x[None] + (routed.view(1, -1, WIDTH) + weighted.view(1, -1, WIDTH)))[0]
+        viewed = weighted.view(1, -1, WIDTH)
+        out = (x[None] + (routed.view(1, -1, WIDTH) + viewed))[0]
+        out = out + viewed[0] if self.form == "its view is read" else out
         return out + shared if self.form == "shared is read" else out
 
 
@@ -127,6 +129,7 @@ def test_shared_expert_keeps_every_bit(gated: bool, form: str) -> None:
         ("all-reduced", "is rounded by an all-reduce of its own"),
         ("written input", "writes to it between them"),
         ("shared is read", "has further readers"),
+        ("its view is read", "has further readers"),
     ],
 )
 def test_shared_expert_leaves_others_alone(form: str, why: str) -> None:

@@ -57,7 +57,7 @@ class _Mixture:
         gate, up, down: the shared expert's products.
         activation: the call between them.
         weight: the sigmoid that its output is multiplied by, or None.
-        outputs: its output, and that multiplied.
+        outputs: its output, that multiplied, and views of both up to the sum.
         reduced: an all-reduce lies between the experts and the sum.
     """
 
@@ -125,11 +125,17 @@ def _is_view(node: Any) -> bool:
     return _calls(node, *_VIEWS) and value(node).shape[-1] == value(node.args[0]).shape[-1]
 
 
+def _path(node: Any, *ops: str) -> list[Any]:
+    """A node, and those whose rows it views, or passes through the ops, up to the first that does neither."""
+    nodes = [node]
+    while _is_view(nodes[-1]) or _op_name(nodes[-1]) in ops:
+        nodes.append(nodes[-1].args[0])
+    return nodes
+
+
 def _source(node: Any, *ops: str) -> Any:
-    """The node whose rows a node views, or passes through the ops."""
-    while _is_view(node) or _op_name(node) in ops:
-        node = node.args[0]
-    return node
+    """The last node of `_path`."""
+    return _path(node, *ops)[-1]
 
 
 def _operands(node: fx.Node) -> tuple[tuple[Any, Any], ...]:
@@ -157,19 +163,20 @@ def _mixture(routed: fx.Node) -> _Mixture | None:
 
 def _with_shared(routed: fx.Node, views: list[fx.Node], total: fx.Node, added: Any) -> _Mixture | None:
     """The mixture, if what is added is the output of a gated MLP, with or without a weight."""
-    scaled, weight = _source(added, _ALL_REDUCE), None
-    down = scaled
+    outputs = _path(added, _ALL_REDUCE)
+    scaled = down = outputs[-1]
+    weight = None
     for one, other in _operands(scaled) if _calls(scaled, *_MULTIPLY) else ():
         if _calls(_source(one), *_SIGMOID):
-            weight, down = _source(one), _source(other, _ALL_REDUCE)
-    hidden = _source(down.args[0]) if _is_product(down) else None
+            weight, outputs = _source(one), [*outputs, *_path(other, _ALL_REDUCE)]
+            down = outputs[-1]
+    hidden: Any = _source(down.args[0]) if _is_product(down) else None
     for one, other in _operands(hidden) if _calls(hidden, *_MULTIPLY) else ():
         activation, up = _source(one), _source(other)
-        gate = _source(activation.args[0]) if _calls(activation, *_ACTIVATIONS) else None
+        gate: Any = _source(activation.args[0]) if _calls(activation, *_ACTIVATIONS) else None
         if _is_product(gate) and _is_product(up):
             reduced = any(_op_name(each) == _ALL_REDUCE for each in views)
-            outputs = (down, scaled)
-            return _Mixture(routed, tuple(views), total, gate, up, down, activation, weight, outputs, reduced)
+            return _Mixture(routed, tuple(views), total, gate, up, down, activation, weight, tuple(outputs), reduced)
     return None
 
 
@@ -249,7 +256,7 @@ def _other_output(graph: CapturedGraph, found: _Mixture, read: Sequence[fx.Node]
 def _rewrite(graph: CapturedGraph, found: _Mixture, stacked: StackedExperts) -> None:
     arguments, _ = normalize_call(_op, found.routed.args, found.routed.kwargs)
     x, index, weight, up, down, *rest = arguments
-    gate_up_down = [each.args[1] for each in (found.gate, found.up, found.down)]
+    gate_up_down: list[Any] = [each.args[1] for each in (found.gate, found.up, found.down)]
     key = (up, down, *gate_up_down)
     if key not in stacked:
         stacked[key] = _stack(graph, *key)
