@@ -47,7 +47,7 @@ SCHEMES = {"int4": IntScheme(), "mxfp4": MXFP4, "nvfp4": NVFP4}
 
 @dataclass(frozen=True)
 class Model:
-    """One layer's experts."""
+    """One layer's experts; `shared`: the last is a shared one, the last of the top_k of each token."""
 
     num_experts: int
     width: int
@@ -55,10 +55,12 @@ class Model:
     top_k: int
     form: ExpertForm = field(default_factory=ExpertForm)
     biased: bool = False
+    shared: bool = False
 
 
 MODELS = {
     "qwen3-30b-a3b": Model(128, 2048, 768, 8),
+    "qwen3.5-35b-a3b": Model(257, 2048, 512, 9, shared=True),
     "mixtral-8x7b": Model(8, 4096, 14336, 2),
     "gpt-oss-20b": Model(
         32, 2880, 2880, 4, ExpertForm(interleaved=True, transposed=True, alpha=1.702, limit=7.0), biased=True
@@ -84,6 +86,7 @@ ROWS_DOWN = [
     (1, 512, 4, 2),
     (4, 64, 4, 4),
     (4, 256, 8, 3),
+    (2, 512, 8, 1),
 ]
 TILES_UP = [
     (32, 128, 4, 4),
@@ -159,6 +162,7 @@ def make_layers(model: Model) -> list[ExpertsCall]:
         ExpertsCall(
             none, none, none, random(*up, scale=model.width**-0.5), random(*down, scale=model.inner**-0.5),
             random(columns) if biased else None, random(model.width) if biased else None, none, model.form,
+            shared=model.shared,
         )
         for _ in range(max(2, -(-COLD_BYTES // size)))
     ]  # fmt: skip
@@ -209,7 +213,11 @@ def make_calls(layers: list[ExpertsCall], model: Model, tokens: int) -> list[Exp
     calls = []
     for number in range(count):
         scores = torch.rand(tokens, model.num_experts, device="cuda")
+        if model.shared:
+            scores[:, -1] = -1.0
         weight, index = scores.topk(model.top_k)
+        if model.shared:
+            index[:, -1] = model.num_experts - 1
         x = torch.randn(tokens, model.width, device="cuda", dtype=torch.bfloat16)
         weight = (weight / weight.sum(-1, keepdim=True)).to(torch.bfloat16)
         layer = layers[number % len(layers)]
@@ -280,9 +288,11 @@ class Bench:
             yield strategy, ups, downs
 
     def _chosen(self, tokens: int) -> Strategy:
-        shape = (self.model.num_experts, self.model.width, self.model.inner)
+        shared = self.model.shared
+        shape = (self.model.num_experts - shared, self.model.width, self.model.inner)
         weight_dtype = None if self.weights == "bfloat16" else self.layers[0].up.dtype
-        return choose(tokens, self.model.top_k, shape, torch.bfloat16, self.model.form.transposed, weight_dtype)
+        top_k, transposed = self.model.top_k - shared, self.model.form.transposed
+        return choose(tokens, top_k, shape, torch.bfloat16, transposed, weight_dtype, shared)
 
     def _best(self, tokens: int, calls: list[ExpertsCall], right: Tensor, ways: list[Strategy]) -> Strategy | None:
         timed = [

@@ -30,7 +30,7 @@ def test_dump_dir_holds_graphs_around_passes_and_the_code_of_pieces(tmp_path: Pa
         fx = (folder / "pieces" / event["hash"] / "fx.py").read_text()
         assert "def forward(self" in fx and ': "f32[s' in fx  # with shapes
         assert "async_compile" in (folder / "pieces" / event["hash"] / "inductor.py").read_text()
-    before, after = (folder / "passes" / "00-merge_linears" / f"{name}.py" for name in ("before", "after"))
+    before, after = (folder / "passes" / "01-merge_linears" / f"{name}.py" for name in ("before", "after"))
     assert before.read_text().count("torch._C._nn.linear") > after.read_text().count("torch._C._nn.linear") > 0
     assert "LOAD_" in (folder / "dynamo" / "transformed_code.txt").read_text()
     timeline = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]

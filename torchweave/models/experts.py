@@ -6,6 +6,7 @@ transformers' grouped matmul, which can be traced too. Blocks outside transforme
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ _ACTIVATIONS = {
 }
 # Classes whose gate is the op's clamped form: attribute names of (alpha, limit).
 _CLAMPED_GATES = {"GptOssExperts": ("alpha", "limit")}
+
+
+_DIVISOR = 16
+"""Triton builds a kernel for integers that are divisible by this, and another one."""
 
 
 def activation_name(act: Any) -> str | None:
@@ -146,18 +151,45 @@ def check_dtype(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
 def launch_samples(module: nn.Module, num_tokens: int) -> None:
     """Run one experts block of each kind on zeros, which compiles the kernels for `num_tokens` tokens."""
     kinds: dict[tuple[Any, ...], Any] = {}
-    for block in experts_modules(module):
+    for block, shared in _with_shared_experts(module):
         top_k = getattr(block.config, "num_experts_per_tok", None)
         if top_k is not None and _activation_form(block) is not None:
-            kinds.setdefault((type(block), block.down_proj.shape, top_k), block)
-    for (_, shape, top_k), block in kinds.items():
+            kinds.setdefault((type(block), block.down_proj.shape, top_k, shared), block)
+    for (_, shape, top_k, shared), block in kinds.items():
         weight = block.down_proj
+        if shared:
+            _launch_with_shared(block, num_tokens, top_k)
+            continue
         packed = hasattr(block, "down_proj_scale")
         width = shape[2] if block.is_transposed and not packed else shape[1]
         dtype = torch.bfloat16 if packed else weight.dtype
         spread = torch.arange(num_tokens * top_k, device=weight.device).view(num_tokens, top_k) % shape[0]
         x = torch.zeros(num_tokens, width, dtype=dtype, device=weight.device)
         experts_forward(block, x, spread, torch.ones_like(spread, dtype=dtype))
+
+
+def _with_shared_experts(model: nn.Module) -> Iterator[tuple[Any, bool]]:
+    """Experts blocks, and whether the compiler's pass `shared_expert` finds a shared expert of their width beside them."""
+    for parent in model.modules():
+        blocks: list[Any] = [child for child in parent.children() if is_experts_module(child)]
+        for block in blocks:
+            packed = hasattr(block, "down_proj_scale") or block.is_transposed or block.has_bias
+            own = [getattr(getattr(child, "down_proj", None), "weight", None) for child in parent.children()]
+            yield block, not packed and any(each is not None and each.shape == block.down_proj.shape[1:] for each in own)
+
+
+def _launch_with_shared(block: Any, num_tokens: int, top_k: int) -> None:
+    """Run experts with the last as a shared one: so many that kernels are specialised as for one more than there are."""
+    count = block.down_proj.shape[0] + 1 - _DIVISOR
+    if count <= top_k:
+        return
+    up, down = block.gate_up_proj[:count], block.down_proj[:count]
+    index = torch.arange(num_tokens * (top_k + 1), device=down.device).view(num_tokens, top_k + 1) % (count - 1)
+    index[:, -1] = count - 1
+    x = torch.zeros(num_tokens, down.shape[1], dtype=down.dtype, device=down.device)
+    weight = torch.ones_like(index, dtype=down.dtype)
+    activation = _activation_form(block)[0]  # type: ignore[index]
+    torch.ops.torchweave.experts(x, index, weight, up, down, None, None, activation, shared=True)
 
 
 def install_experts(model: nn.Module) -> None:

@@ -28,6 +28,11 @@ def graph_of(module: nn.Module, *shape: int) -> CapturedGraph:
     return capture(module, {"x": torch.zeros(*shape)}, {"x": {0: "T"}}, "backed_size_oblivious")
 
 
+def merged(report: Report) -> dict[str, Any]:
+    """The event of merge_linears."""
+    return next(event for event in report.select("pass") if event["name"] == "merge_linears")
+
+
 def num_linears(graph: CapturedGraph) -> int:
     return sum(node.target is LINEAR for node in graph.graph.nodes)
 
@@ -174,7 +179,7 @@ def test_merging_is_exact_for_every_size_and_takes_no_memory() -> None:
     compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=FX, report=report)
     after = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in module.parameters()}
     assert sum(before.values()) == sum(after.values())
-    assert report.select("pass")[0]["matches"] == 6 and report.select("pass")[0]["rewritten"] == 15
+    assert merged(report)["matches"] == 6 and merged(report)["rewritten"] == 15
     for size in SIZES:
         assert torch.equal(compiled_graph(call_op, *step(*size)), want[size])
         assert torch.equal(module(*step(*size)), want[size]), "the module itself works on in its views"
@@ -191,7 +196,7 @@ def test_a_module_can_be_compiled_twice() -> None:
 def test_switched_off_by_name() -> None:
     config = TorchCompileConfig(enable_inductor=False, disabled_passes=("merge_linears",))
     compiled_graph = compile_graph(toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=config)
-    assert compiled_graph.report.select("pass")[0]["enabled"] is False
+    assert merged(compiled_graph.report)["enabled"] is False
 
 
 class Pair(nn.Module):
@@ -279,7 +284,7 @@ def test_a_router_and_a_gate_of_one_row_are_merged_with_padding() -> None:
     want = {x: module(x) for x in (torch.randn(1, 8), torch.randn(7, 8))}
     report = Report(show=False)
     compiled_graph = compile_graph(module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, config=FX, report=report)
-    assert report.select("pass")[0]["matches"] == 2 and report.select("pass")[0]["rewritten"] == 4
+    assert merged(report)["matches"] == 2 and merged(report)["rewritten"] == 4
     rows = {name: each.untyped_storage().nbytes() // 32 for name, each in module.named_parameters()}
     assert rows == {"gate.weight": 32, "up.weight": 32, "router.weight": 32, "expert_gate.weight": 32}, (
         "24 + 1 + 7 zeros"
@@ -320,7 +325,7 @@ def test_near_miss_does_not_prevent_other_merges() -> None:
     compiled_graph = compile_graph(
         module, {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, boundary_ops=BOUNDARY, config=FX, report=report
     )
-    assert report.select("pass")[0]["matches"] == 2 and report.select("pass")[0]["rewritten"] == 5
+    assert merged(report)["matches"] == 2 and merged(report)["rewritten"] == 5
     torch.testing.assert_close(compiled_graph(call_op, x), want)
 
 

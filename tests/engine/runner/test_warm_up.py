@@ -43,6 +43,17 @@ def test_experts_of_each_kind_are_run_once(name: str) -> None:
     assert all(x.shape[0] == 5 and index.shape == (5, 2) for x, index, *_ in experts)
 
 
+def test_experts_beside_a_shared_one_are_run_as_the_compiler_runs_them() -> None:
+    module = load(zoo.zoo_model("qwen3_next").config().to_dict() | {"num_experts": 30}, load_format="dummy").module
+    stand_in = PlaceholderForward(module, module.attention_layers, module.vocab_size, torch.float32)
+    ids = torch.zeros(5, dtype=torch.int64)
+    with _Ops() as seen:
+        stand_in(lambda op, args, kwargs: None, ids, ids, ids[:2])
+    ((_, index, _, up, *_, shared),) = (args for op, args in seen.calls if op == "torchweave::experts")
+    assert shared is True and index.shape == (5, 3) and set(index[:, -1].tolist()) == {len(up) - 1}
+    assert len(up) % 16 == (30 + 1) % 16, "Triton builds other kernels for sizes that are divisible by 16"
+
+
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 def test_dummy_run_may_run_while_a_graph_is_traced(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.fx catches calls of every module while it traces, those of other threads too."""

@@ -19,6 +19,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "ungated": {"gated": False, "activation": "relu2", "biased": True},
     "relu": {"gated": False, "activation": "relu"},
     "odd": {"width": 40, "inner": 24, "top": 3, "limit": 0.5},
+    "shared": {"shared": True},
 }
 
 
@@ -26,6 +27,7 @@ def cases(
     tokens: int, *, transposed: bool = False, interleaved: bool = False, biased: bool = False, gated: bool = True,
     alpha: float = 0.0, limit: float = 0.0, dtype: torch.dtype = torch.float32, activation: str = "silu",
     num_experts: int = NUM_EXPERTS, width: int = WIDTH, inner: int = INNER, top: int = TOP, seed: int = 0,
+    shared: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments of `torchweave::experts`, in order."""
     generator = torch.Generator().manual_seed(tokens + seed)
@@ -37,9 +39,11 @@ def cases(
     scale = 1.7 / width**0.5
     up = rand(num_experts, width, columns) if transposed else rand(num_experts, columns, width)
     down = rand(num_experts, inner, width) if transposed else rand(num_experts, width, inner)
+    routed = num_experts - shared
+    index = torch.stack([torch.randperm(routed, generator=generator)[: top - shared] for _ in range(tokens)])
     return {
         "x": rand(tokens, width),
-        "index": torch.stack([torch.randperm(num_experts, generator=generator)[:top] for _ in range(tokens)]),
+        "index": F.pad(index, (0, 1), value=routed) if shared else index,
         "weight": rand(tokens, top).float().softmax(-1),
         "up": up * scale,
         "down": down * scale,
@@ -51,14 +55,16 @@ def cases(
         "transposed": transposed,
         "alpha": alpha,
         "limit": limit,
+        "shared": shared,
     }
 
 
 def call_of(case: dict[str, Any]) -> ExpertsCall:
     """The same arguments as the op passes them."""
     names = ("activation", "gated", "interleaved", "transposed", "alpha", "limit")
-    tensors = [value for key, value in case.items() if key not in names]
-    return ExpertsCall(*tensors, torch.empty_like(case["x"]), ExpertForm(**{name: case[name] for name in names}))
+    tensors = [value for key, value in case.items() if key not in (*names, "shared")]
+    form = ExpertForm(**{name: case[name] for name in names})
+    return ExpertsCall(*tensors, torch.empty_like(case["x"]), form, shared=case["shared"])
 
 
 def expected(call: ExpertsCall) -> Tensor:

@@ -10,7 +10,8 @@ from torchweave.ops.moe.routing import route
 
 
 def by_kernel(logits, bias, top_k, **form):
-    weights, index = torch.full((len(logits), top_k), torch.nan), torch.full((len(logits), top_k), -1)
+    size = (len(logits), top_k + form.get("shared", False))
+    weights, index = torch.full(size, torch.nan), torch.full(size, -1)
     launch_route(logits, bias, weights, index, **PLAIN | form)
     return weights, index
 

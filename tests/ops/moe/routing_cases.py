@@ -15,6 +15,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "minimax": {"score": "sigmoid", "biased": True, "renormalize": True},
     "deepseek_v3": _V3 | {"biased": True, "renormalize": True, "epsilon": 1e-20, "scale": 2.5},
     "deepseek_v2": {"score": "softmax", "num_groups": 4, "top_groups": 2, "fill": 0.0, "scale": 16.0},
+    "qwen3_next": {"score": "softmax", "renormalize": True, "shared": True, "gated": True, "dtype": torch.bfloat16},
+    "glm4_moe": _V3 | {"biased": True, "renormalize": True, "scale": 2.5, "shared": True},
     "three_groups": _V3 | {"num_groups": 3, "top_groups": 1, "biased": True},
 }
 PLAIN: dict[str, Any] = {
@@ -37,12 +39,14 @@ def arguments(
     ranks = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
     logits = (ranks - experts / 2) * (6.0 / experts) + torch.rand(tokens, 1, generator=generator)
     bias = torch.rand(experts, generator=generator) * 0.2 if form.get("biased") else None
-    rest = {key: value for key, value in form.items() if key != "biased"}
+    rest = {key: value for key, value in form.items() if key not in ("biased", "gated")}
+    if form.get("gated"):
+        rest["shared_gate"] = torch.randn(tokens, 1, generator=generator).to(dtype)
     return {"logits": logits.to(dtype), "bias": bias, "top_k": top, "dtype": torch.float32, **rest}
 
 
 def dense(weights: Tensor, index: Tensor, experts: int) -> Tensor:
-    """[T, E] with each expert's weight, independent of the order of the selected experts."""
-    return torch.zeros(len(weights), experts, dtype=torch.float64, device=weights.device).scatter(
+    """[T, E + 1] with each expert's weight, the shared one's last, independent of the order of the selected experts."""
+    return torch.zeros(len(weights), experts + 1, dtype=torch.float64, device=weights.device).scatter(
         1, index, weights.double()
     )

@@ -10,7 +10,7 @@ import torch
 from tests.ops.interpreted import run_interpreted
 from tests.ops.moe.experts_cases import FORMS, call_of, cases, expected
 from torchweave.ops.moe import experts as ops
-from torchweave.ops.moe.experts import ExpertsCall, dense_experts
+from torchweave.ops.moe.experts import ExpertsCall, apply_expert, dense_experts
 from torchweave.ops.moe.fused_experts import (
     WORKSPACE_BYTES,
     Grouped,
@@ -45,6 +45,15 @@ def test_experts_of_other_ranks_are_skipped() -> None:
     torch.testing.assert_close(got.double(), expected(call_of(case)), atol=1e-4, rtol=1e-4)
 
 
+def test_a_shared_expert_is_rounded_as_in_the_model() -> None:
+    case = cases(40, shared=True, top=3, dtype=BF16)
+    case["weight"] = case["weight"].to(BF16)
+    routed = case | {key: case[key][:, :-1] for key in ("index", "weight")} | {"shared": False}
+    shared = apply_expert(call_of(case), case["x"], case["up"].shape[0] - 1) * case["weight"][:, -1:]
+    sum_of_both = torch.ops.torchweave.experts(*routed.values()) + shared
+    assert torch.ops.torchweave.experts(*case.values()).equal(sum_of_both)
+
+
 def test_opcheck() -> None:
     for form in FORMS.values():
         torch.library.opcheck(ops.experts, tuple(cases(5, **form).values()))
@@ -67,6 +76,7 @@ def meta_call(tokens: int, form: dict[str, Any]) -> ExpertsCall:
     """A call of Qwen3-30B-A3B's sizes without memory."""
     small = call_of(cases(1, **form, dtype=BF16))
     experts, width, inner, top = *QWEN3_30B, 8
+    experts, top = experts + small.shared, top + small.shared
     columns = inner * (2 if small.form.gated else 1)
     up, down = (experts, columns, width), (experts, width, inner)
     if small.form.transposed:
@@ -78,7 +88,7 @@ def meta_call(tokens: int, form: dict[str, Any]) -> ExpertsCall:
     biases = (empty(experts, columns), empty(experts, width)) if small.up_bias is not None else (None, None)
     index = empty(tokens, top, dtype=torch.int64)
     x, out = empty(tokens, width), empty(tokens, width)
-    return ExpertsCall(x, index, empty(tokens, top), empty(*up), empty(*down), *biases, out, small.form)
+    return ExpertsCall(x, index, empty(tokens, top), empty(*up), empty(*down), *biases, out, small.form, shared=small.shared)
 
 
 def test_chunks_have_one_size_and_stay_within_the_workspace() -> None:
@@ -103,7 +113,9 @@ def test_skewed_and_foreign_routing_in_the_interpreter() -> None:
     run_interpreted("tests.ops.moe.interpreted_experts", "follow_skewed_and_foreign_routing")
 
 
-@pytest.mark.parametrize(("form", "tokens"), [("plain", (1, 64, 4096)), ("gpt_oss", (64, 4096)), ("ungated", (1, 64))])
+@pytest.mark.parametrize(
+    ("form", "tokens"), [("plain", (1, 64, 4096)), ("gpt_oss", (64, 4096)), ("ungated", (1, 64)), ("shared", (1, 64))]
+)
 def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
     """Launches of each strategy; weights are read 16 bytes at a time."""
     pytest.importorskip("triton")

@@ -33,14 +33,15 @@ def test_kernel_in_the_interpreter() -> None:
     run_interpreted("tests.ops.moe.interpreted_routing")
 
 
-@pytest.mark.parametrize("form", ["qwen3", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("form", ["qwen3", "deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_kernel_builds_for_hopper(form: str) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
     from torchweave.ops.kernels.moe import routing
 
     given = arguments(FORMS[form], 4, 128, 8, torch.bfloat16)
-    weights, index = torch.empty(4, 8, dtype=given.pop("dtype", torch.float32)), torch.empty(4, 8, dtype=torch.int64)
+    size = (4, 8 + given.get("shared", False))
+    weights, index = torch.empty(size, dtype=given.pop("dtype", torch.float32)), torch.empty(size, dtype=torch.int64)
     logits, bias, _ = given.pop("logits"), given.pop("bias"), given.pop("top_k")
     with recorded(routing, "route_kernel") as launches:
         routing.launch_route(logits, bias, weights, index, **PLAIN | given)

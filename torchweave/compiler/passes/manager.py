@@ -49,6 +49,7 @@ from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linear
 from torchweave.compiler.passes.torch_ir.merge_int_linears import MergeIntLinears
 from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compiler.passes.torch_ir.rotary_attention import RotaryAttention
+from torchweave.compiler.passes.torch_ir.shared_expert import SharedExpert
 from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
 from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
@@ -67,6 +68,7 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         ranks: tensor-parallel size.
     """
     return (
+        SharedExpert(),
         MergeLinears(),
         RotaryAttention(),
         DeltaGates(),

@@ -58,6 +58,7 @@ class ExpertsCall:
     down_scale: Tensor | None = None
     up_packing: Packing = PLAIN
     down_packing: Packing = PLAIN
+    shared: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -170,6 +171,7 @@ def experts(
     transposed: bool = False,
     alpha: float = 0.0,
     limit: float = 0.0,
+    shared: bool = False,
 ) -> Tensor:
     """`sum_j weight[t, j] * expert[index[t, j]](x[t])`: `[T, K]` of x's dtype.
 
@@ -184,13 +186,15 @@ def experts(
         interleaved: gate and up alternate in the columns instead of being two halves.
         alpha, limit: where alpha > 0, `(up + 1) * gate * sigmoid(alpha * gate)`; where limit > 0, gate is clamped from above
             and up on both sides by it before.
+        shared: the last expert is a shared one, which every token's last column of `index` names.
 
     Numerics: products are summed in float32 and rounded to x's dtype; so is the activation; the weighted sum on a GPU stays in
-    float32 until it is rounded once. No result depends on timing: the same call gives the same bits.
+    float32 until it is rounded once. A shared expert's output is added to that: rounded, weighted and rounded, as models with
+    shared experts do. No result depends on timing: the same call gives the same bits.
     """
     form = ExpertForm(activation, gated, interleaved, transposed, alpha, limit)
     out = x.new_empty(x.shape)
-    call = ExpertsCall(x, index, weight, up, down, up_bias, down_bias, out, form)
+    call = ExpertsCall(x, index, weight, up, down, up_bias, down_bias, out, form, shared=shared)
     if not x.is_cuda:
         loop_over_experts(call)
     elif x.dtype in (torch.bfloat16, torch.float16):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweave.ops.moe.experts import ExpertsCall
+from torchweave.ops.moe.experts import ExpertsCall, apply_expert
 from torchweave.ops.quant.fp8 import FP8
 
 WORKSPACE_BYTES = 512 << 20
@@ -74,6 +74,9 @@ Strategy = Rows | Tiles | Grouped
 
 ROW_TOKENS = 2
 _ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 3), dependent=True)
+_SHARED_ROWS = Rows(GemmConfig(1, 2048, 4, 1), GemmConfig(4, 128, 4, 2), dependent=True)
+"""Qwen 3.5 35B on an H100, one token: 20.5 us, against 21.3 with (2, 2048) and (2, 128)
+(bench/results/experts-qwen3.5-shared_h100_202611.json)."""
 _FP8_ROWS = Rows(GemmConfig(4, 1024, 4, 2), GemmConfig(4, 128, 4, 2), dependent=True)
 _WORD_ROWS = Rows(GemmConfig(4, 2048, 1, 1), GemmConfig(8, 1024, 1, 1), dependent=True)
 _LONG_WORD_ROWS = Rows(GemmConfig(4, 1024, 2, 1), GemmConfig(8, 1024, 1, 1))
@@ -94,8 +97,10 @@ def choose(
     dtype: torch.dtype,
     transposed: bool = False,
     weight_dtype: torch.dtype | None = None,
+    shared: bool = False,
 ) -> Strategy:
-    """The strategy for a number of tokens and experts of `shape`: their number, K and I; weight_dtype: of quantized weights.
+    """The strategy for a number of tokens and routed experts of `shape`: their number, K and I; weight_dtype: of quantized weights;
+    shared: a shared expert runs with them.
 
     Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading
     the weights dominates; then grouped, or wide tiles if the weights are quantized. On an H100, experts of Qwen3-30B-A3B
@@ -106,7 +111,7 @@ def choose(
     num_experts, width, inner = shape
     if num_tokens <= ROW_TOKENS and not transposed and weight_dtype != torch.int8:
         words = _WORD_ROWS if width <= _WORD_ROWS.up.block_k else _LONG_WORD_ROWS
-        return {None: _ROWS, torch.int32: words}.get(weight_dtype, _FP8_ROWS)
+        return {None: _SHARED_ROWS if shared else _ROWS, torch.int32: words}.get(weight_dtype, _FP8_ROWS)
     if num_tokens * top_k <= _FEW_PAIRS * num_experts:
         return _TILES
     if num_tokens * top_k <= _MORE_PAIRS * num_experts and dtype.itemsize == 2:
@@ -123,10 +128,11 @@ def run(call: ExpertsCall, strategy: Strategy | None = None, workspace: int = WO
     if call.num_tokens == 0:
         return
     call = _with_contiguous_rows(call)
-    shape = (call.num_experts, call.x.shape[1], call.inner)
     if strategy is None:
+        shape = (call.num_experts - call.shared, call.x.shape[1], call.inner)
         weight_dtype = None if call.up_scale is None else call.up.dtype
-        strategy = choose(call.num_tokens, call.top_k, shape, call.x.dtype, call.form.transposed, weight_dtype)
+        top_k = call.top_k - call.shared
+        strategy = choose(call.num_tokens, top_k, shape, call.x.dtype, call.form.transposed, weight_dtype, call.shared)
         strategy = _supported_strategy(strategy, call)
     size = tokens_per_chunk(call, strategy, workspace)
     for begin in range(0, call.num_tokens, size):
@@ -192,7 +198,7 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
     kernels.launch_rows_up(*first, **_activation(call), **_launch(strategy.up), dependent=strategy.dependent)
     if call.down_scale is None or call.down.dtype == FP8:
         second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale)
-        kernels.launch_rows_down(*second, **down)
+        kernels.launch_rows_down(*second, shared=call.shared, **down)
         return
     y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
     kernels.launch_words_down(h, call.index, call.down, y, call.down_scale, call.down_packing, **down)
@@ -202,6 +208,9 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
 def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
     from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
 
+    own = None
+    if call.shared and call.num_tokens > strategy.block_m:
+        call, own = _apart(call)
     up, down = (w.transpose(1, 2) if call.form.transposed else w for w in (call.up, call.down))
     ends, rows = _sorted_pair_buffers(call)
     kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, None, dependent=strategy.dependent)
@@ -225,19 +234,32 @@ def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
     kernels.launch_tiles_down(
         h, down, y, ends, rows, call.down_scale, call.down_packing, **_launch(strategy.down), **tile
     )
-    _combine(call, y, dependent=strategy.dependent)
+    if call.shared and own is None:
+        own = y.unflatten(0, call.index.shape)[:, -1]
+    _combine(call, y, own, dependent=strategy.dependent)
 
 
-def _combine(call: ExpertsCall, y: Tensor, *, dependent: bool) -> None:
-    """Sum rows `[T k, K]` of pairs, weighted."""
+def _apart(call: ExpertsCall) -> tuple[ExpertsCall, Tensor]:
+    """The call of the routed experts alone, to which the shared one is another rank's, and the shared one's output `[T, K]`.
+
+    It has all tokens: a program of the tiles would multiply one tile after another, and the others wait for it.
+    """
+    own = apply_expert(call, call.x, call.num_experts - 1)
+    return replace(call, up=call.up[:-1], down=call.down[:-1]), own
+
+
+def _combine(call: ExpertsCall, y: Tensor, own: Tensor | None = None, *, dependent: bool) -> None:
+    """Sum rows `[T k, K]` of pairs, weighted, and a shared expert's output."""
     from torchweave.ops.kernels.moe.experts_grouped_gemm import launch_combine
 
-    launch_combine(y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out, dependent=dependent)
+    pairs = (y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out)
+    launch_combine(*pairs, own, dependent=dependent)
 
 
 def _grouped(call: ExpertsCall) -> None:
     from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
 
+    call, own = _apart(call) if call.shared else (call, None)
     up, down = (w if call.form.transposed else w.transpose(1, 2) for w in (call.up, call.down))
     ends, rows = _sorted_pair_buffers(call)
     positions = torch.empty_like(rows)
@@ -249,7 +271,8 @@ def _grouped(call: ExpertsCall) -> None:
     kernels.launch_activate(z, call.index, rows, call.num_experts, call.up_bias, h, **_activation(call))
     del z
     y = torch._grouped_mm(h, down, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
-    kernels.launch_combine(y, call.index, call.weight, call.num_experts, positions, call.down_bias, call.out)
+    pairs = (y, call.index, call.weight, call.num_experts, positions, call.down_bias, call.out)
+    kernels.launch_combine(*pairs, own)
 
 
 def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,8 @@ arithmetic.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchweave.ops.registry import define
@@ -20,10 +19,12 @@ MAX_EXPERTS = 2048
 
 
 def _fake(
-    logits: Tensor, bias: Tensor | None, top_k: int, score: str, dtype: torch.dtype, *_: Any
-) -> tuple[Tensor, Tensor]:
-    tokens = logits.shape[0]
-    return logits.new_empty((tokens, top_k), dtype=dtype), logits.new_empty((tokens, top_k), dtype=torch.int64)
+    logits: Tensor, bias: Tensor | None, top_k: int, score: str, dtype: torch.dtype, num_groups: int = 1, top_groups: int = 1,
+    group_best: int = 1, fill: float = 0.0, renormalize: bool = False, epsilon: float = 0.0, scale: float = 1.0,
+    shared: bool = False, shared_gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    size = (logits.shape[0], top_k + shared)
+    return logits.new_empty(size, dtype=dtype), logits.new_empty(size, dtype=torch.int64)
 
 
 @define("torchweave::route", fake=_fake)
@@ -40,6 +41,8 @@ def route(
     renormalize: bool = False,
     epsilon: float = 0.0,
     scale: float = 1.0,
+    shared: bool = False,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights `[T, k]` of `dtype` and experts `[T, k]` (int64) of logits `[T, E]`, the best expert first.
 
@@ -51,6 +54,8 @@ def route(
         num_groups: groups of neighbouring experts; with more than one, experts outside the `top_groups` best groups get `fill`
             as score. A group's score is the sum of its `group_best` best experts, 1 or 2.
         renormalize: divide by the sum over the chosen experts, plus epsilon; then multiply by scale.
+        shared: append a column, so that both results are `[T, k + 1]`: expert E, which every token has, of weight 1, or of the
+            sigmoid of shared_gate `[T, 1]`, which is rounded to that dtype first.
 
     Among equal scores the kernel takes the smaller expert index. `torch.topk`, and so the reference, does not specify it.
     """
@@ -59,11 +64,12 @@ def route(
         from torchweave.ops.kernels.dependent_launch import supports_pdl
         from torchweave.ops.kernels.moe.routing import launch_route
 
-        weights, index = _fake(logits, bias, top_k, score, dtype)
+        weights, index = _fake(logits, bias, top_k, score, dtype, shared=shared)
         if logits.shape[0]:
             launch_route(
                 logits, bias, weights, index, score=score, num_groups=num_groups, top_groups=top_groups, group_best=group_best,
-                fill=fill, renormalize=renormalize, epsilon=epsilon, scale=scale, dependent=supports_pdl(logits.device),
+                fill=fill, renormalize=renormalize, epsilon=epsilon, scale=scale, shared=shared, shared_gate=shared_gate,
+                dependent=supports_pdl(logits.device),
             )  # fmt: skip
         return weights, index
     scores = _scores(logits, score)
@@ -79,7 +85,14 @@ def route(
         weights = weights / (weights.sum(dim=-1, keepdim=True) + epsilon)
     if scale != 1.0:
         weights = weights * scale
-    return weights.to(dtype), index
+    weights = weights.to(dtype)
+    return _with_shared(weights, index, logits.shape[1], shared_gate) if shared else (weights, index)
+
+
+def _with_shared(weights: Tensor, index: Tensor, expert: int, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The routing with a column for the shared expert."""
+    own = weights.new_ones(weights.shape[0], 1) if gate is None else gate.sigmoid().to(weights.dtype)
+    return torch.cat([weights, own], -1), F.pad(index, (0, 1), value=expert)
 
 
 def _scores(logits: Tensor, score: str) -> Tensor:

@@ -8,7 +8,8 @@ Before (Qwen3-MoE)                                 After
 
 When      logits are `[T, E]`; scores are float32 by softmax or sigmoid, with or without a selection bias, with group selection as
           in DeepSeek V2 and V3, or the softmax is over the selected experts alone (gpt-oss, Granite). Later steps are fused one
-          by one: division by the sum (plus an epsilon), a factor, a cast. Any other step stays behind the op.
+          by one: division by the sum (plus an epsilon), a factor, a cast, the column of a shared expert (`shared_expert`). Any
+          other step stays behind the op.
 Numerics  exact, except that ties take the smaller index, best expert first; `torch.topk` may take any.
 Pays      three to twenty launches a layer in either build: neither Inductor nor torch has a single kernel for topk.
 """
@@ -221,6 +222,38 @@ def cast(like: bool) -> tuple[Function, Function]:
     return (to_dtype_of, replacement_like) if like else (to_dtype, _routed)
 
 
+def with_shared(gated: bool) -> tuple[Function, Function]:
+    """A column for a shared expert, whose weight is the sigmoid of a gate, or 1."""
+
+    def by_gate(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype, expert: float, shared_gate: Tensor,
+        to_dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
+        routed = op(logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
+        own = aten.sigmoid.default(shared_gate)
+        weights = aten.cat.default([routed[0], either(own, aten._to_copy.default(own, dtype=to_dtype))], -1)
+        return weights, aten.pad.default(routed[1], [0, 1], "constant", expert)
+
+    def of_one(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype, expert: float,
+    ) -> Any:  # fmt: skip
+        routed = op(logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
+        weights = aten.pad.default(routed[0], [0, 1], "constant", 1.0)
+        return weights, aten.pad.default(routed[1], [0, 1], "constant", expert)
+
+    def replacement(
+        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
+        over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype, shared_gate: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        return op(
+            logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor, True, shared_gate
+        )  # fmt: skip
+
+    return by_gate if gated else of_one, replacement
+
+
 def extra_check(match: Match) -> str | None:
     logits, bindings = match.value("logits"), match.bindings
     if logits.dim() != 2:
@@ -235,7 +268,20 @@ def extra_check(match: Match) -> str | None:
         return f"{bindings['groups']} groups of {bindings['size']} are not {logits.shape[1]} experts"
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the logits are {logits.dtype}"
+    if "expert" in bindings:
+        return _unsupported_column(match)
     return _unsupported_dtype(match.outputs[0])
+
+
+def _unsupported_column(match: Match) -> str | None:
+    """Why a column of the routing is not that of a shared expert behind the others, or None."""
+    logits = match.value("logits")
+    gate = match.value("shared_gate") if "shared_gate" in match.bindings else None
+    if match["expert"] != logits.shape[1]:
+        return f"the added column names expert {match['expert']}, not {logits.shape[1]}"
+    if gate is not None and list(gate.shape) != [logits.shape[0], 1]:
+        return f"the weights of the added column have shape {list(gate.shape)}"
+    return None
 
 
 def _unsupported_dtype(weights: fx.Node) -> str | None:
@@ -273,6 +319,8 @@ _PAIRS = (
     scaled(),
     cast(like=False),
     cast(like=True),
+    with_shared(gated=True),
+    with_shared(gated=False),
 )
 
 FUSION = RouterFusion(

@@ -57,6 +57,13 @@ def activation(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def add_shared(result, own, share, DTYPE: tl.constexpr):
+    """The sum of routed experts plus the output of a shared one times its weight, in float32, rounded as in the model."""
+    own = own.to(DTYPE).to(tl.float32) * share
+    return result.to(DTYPE).to(tl.float32) + own.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def rows_up_kernel(
     x, index, up, scales, bias, h, num_experts, inner, x_stride, expert_stride, row_stride, scale_rows,
     SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
@@ -128,20 +135,22 @@ def rows_up_kernel(
 def rows_down_kernel(
     h, index, weight, down, scales, bias, out, num_experts, num_outputs, expert_stride, row_stride, out_stride, scale_rows,
     SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
-    INNER: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    INNER: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all at once.
 
     The previous kernel only read the routing, so its writer has ended when this kernel starts: the routing is read, bypassing
-    L1, and the first weights are loaded before the wait.
+    L1, and the first weights are loaded before the wait. SHARED: of weights in 16 bits; the last expert is a shared one.
     """
+    tl.static_assert(GROUPS == 0 or not SHARED)
+    ROUTED: tl.constexpr = TOP - 1 if SHARED else TOP
     token = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     j = tl.arange(0, TOP_BLOCK)
     k = tl.arange(0, BLOCK_K)
     inside = n < num_outputs
-    expert = tl.load(index + token * TOP + j, mask=j < TOP, other=num_experts, cache_modifier=".cg")
+    expert = tl.load(index + token * TOP + j, mask=j < ROUTED, other=num_experts, cache_modifier=".cg")
     chosen = expert < num_experts
     share = tl.load(weight + token * TOP + j, mask=chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
     rows = expert.to(tl.int64)[:, None] * expert_stride + n[None, :] * row_stride
@@ -149,8 +158,14 @@ def rows_down_kernel(
     readable = (chosen[:, None] & inside[None, :])[:, :, None]
     first = readable & (k < INNER)[None, None, :]
     tile = tl.load(weights, mask=first, other=0.0, eviction_policy="evict_first")
+    if SHARED:
+        own_weights = down + (num_experts - 1).to(tl.int64) * expert_stride + n[:, None] * row_stride + k[None, :]
+        own_tile = tl.load(own_weights, mask=inside[:, None] & (k < INNER)[None, :], other=0.0)
+        own_share = tl.load(weight + token * TOP + ROUTED, cache_modifier=".cg").to(tl.float32)
+        own_total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     pdl_wait(DEPENDENT)
     inputs = h + (token * TOP + j).to(tl.int64)[:, None] * INNER + k[None, :]
+    own_inputs = h + (token * TOP + ROUTED).to(tl.int64) * INNER + k
     scales += expert.to(tl.int64) * scale_rows * GROUPS
     block = tl.program_id(0) * BLOCK_N // SCALE_BLOCK * GROUPS
     total = tl.zeros([TOP_BLOCK, BLOCK_N, BLOCK_K], tl.float32)
@@ -158,21 +173,28 @@ def rows_down_kernel(
         in_next_tile = readable & (k < INNER - BLOCK_K - start)[None, None, :]
         following = tl.load(weights + start + BLOCK_K, mask=in_next_tile, other=0.0, eviction_policy="evict_first")
         here = chosen[:, None] & (k < INNER - start)[None, :]
-        value = tl.load(inputs + start, mask=here, other=0.0).to(tl.float32) * share[:, None]
+        value = tl.load(inputs + start, mask=here, other=0.0).to(tl.float32)
         if GROUPS > 1:
             value *= tl.load(scales[:, None] + block + ((start + k) // 128)[None, :], mask=here, other=0.0)
         total += tile.to(tl.float32) * value[:, None, :]
         tile = following
+        if SHARED:
+            left = k < INNER - BLOCK_K - start
+            own_following = tl.load(own_weights + start + BLOCK_K, mask=inside[:, None] & left[None, :], other=0.0)
+            own_value = tl.load(own_inputs + start, mask=k < INNER - start, other=0.0).to(tl.float32)
+            own_total += own_tile.to(tl.float32) * own_value[None, :]
+            own_tile = own_following
     sums = tl.sum(total, axis=2)
     if GROUPS == 1:
         sums *= tl.load(
             scales[:, None] + (n // SCALE_BLOCK)[None, :], mask=chosen[:, None] & inside[None, :], other=0.0
         )
-    result = tl.sum(sums, axis=0)
     if HAS_BIAS:
         biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
-        added = tl.load(biases, mask=chosen[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        result += tl.sum(added * share[:, None], axis=0)
+        sums += tl.load(biases, mask=chosen[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    result = tl.sum(sums * share[:, None], axis=0)
+    if SHARED:
+        result = add_shared(result, tl.sum(own_total, axis=1), own_share, out.dtype.element_ty)
     tl.store(out + token * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -302,15 +324,15 @@ def launch_rows_up(
 
 def launch_rows_down(
     h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor | None = None,
-    *, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
     """h [T k, I], index and weight [T, k], down [E, K, I], out [T, K]; the rest as `launch_rows_up`, without words."""
     tokens, top = index.shape
     rows_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
         h, index, weight, down, bias=down if bias is None else bias, out=out, num_experts=down.shape[0],
         num_outputs=down.shape[1], expert_stride=down.stride(0), row_stride=down.stride(1), out_stride=out.stride(0),
-        INNER=down.shape[2], TOP=top, TOP_BLOCK=next_power_of_2(top), HAS_BIAS=bias is not None, BLOCK_N=block_n,
-        BLOCK_K=block_k, UNROLL=depth, DEPENDENT=dependent, num_warps=num_warps, **fp8_scales(down, scales),
+        INNER=down.shape[2], TOP=top, TOP_BLOCK=next_power_of_2(top - shared), SHARED=shared, HAS_BIAS=bias is not None,
+        BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=depth, DEPENDENT=dependent, num_warps=num_warps, **fp8_scales(down, scales),
         **pdl_options(dependent),
     )  # fmt: skip
 

@@ -31,13 +31,16 @@ def _best(score, free, lane, BLOCK: tl.constexpr):
 
 @triton.jit
 def route_kernel(
-    logits, bias, weights, index, logits_stride, num_experts,
+    logits, bias, gate, weights, index, logits_stride, gate_stride, num_experts,
     GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr,
     TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, FILL: tl.constexpr,
     SCORE: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SHARED: tl.constexpr, HAS_GATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a token. Experts form a tile of [groups, experts of a group]; among equal scores the first expert wins."""
+    """One program a token. Experts form a tile of [groups, experts of a group]; among equal scores the first expert wins.
+
+    SHARED: the last column is the shared expert's.
+    """
     token = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, GROUP_BLOCK)[:, None]
     lane = tl.arange(0, SIZE_BLOCK)[None, :]
@@ -87,23 +90,32 @@ def route_kernel(
     if RENORMALIZE:
         value = value / (tl.sum(tl.where(used, value, 0.0), axis=0) + EPSILON)
     value = value * SCALE
-    at = token * TOP + slot
+    COLUMNS: tl.constexpr = TOP + 1 if SHARED else TOP
+    at = token * COLUMNS + slot
     tl.store(weights + at, value.to(weights.dtype.element_ty), mask=used)
     tl.store(index + at, chosen.to(index.dtype.element_ty), mask=used)
+    if SHARED:
+        own = 1.0
+        if HAS_GATE:
+            own = tl.sigmoid(tl.load(gate + token * gate_stride).to(tl.float32)).to(gate.dtype.element_ty)
+        tl.store(weights + token * COLUMNS + TOP, own)
+        tl.store(index + token * COLUMNS + TOP, num_experts)
 
 
 def launch_route(
     logits: Tensor, bias: Tensor | None, weights: Tensor, index: Tensor,
     *, score: str, num_groups: int, top_groups: int, group_best: int, fill: float, renormalize: bool, epsilon: float,
-    scale: float, dependent: bool = False,
+    scale: float, shared: bool = False, shared_gate: Tensor | None = None, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """logits [T, E] with contiguous rows, bias [E], weights and index [T, k]."""
-    experts, top = logits.shape[1], index.shape[1]
+    """logits [T, E] with contiguous rows, bias [E], shared_gate [T, 1], weights and index [T, k], or [T, k + 1] if shared."""
+    experts, top = logits.shape[1], index.shape[1] - shared
+    gate = logits if shared_gate is None else shared_gate
     size = experts // num_groups
     route_kernel[(logits.shape[0],)](
-        logits, logits if bias is None else bias, weights, index, logits.stride(0), experts,
+        logits, logits if bias is None else bias, gate, weights, index, logits.stride(0), gate.stride(0), experts,
         GROUPS=num_groups, GROUP_BLOCK=next_power_of_2(num_groups), SIZE=size,
         SIZE_BLOCK=next_power_of_2(size), TOP=top, TOP_BLOCK=next_power_of_2(top), TOP_GROUPS=top_groups,
         GROUP_BEST=group_best, FILL=fill, SCORE=score, HAS_BIAS=bias is not None, RENORMALIZE=renormalize, EPSILON=epsilon,
-        SCALE=scale, DEPENDENT=dependent, num_warps=1 if experts <= 256 else 4, **pdl_options(dependent),
+        SCALE=scale, SHARED=shared, HAS_GATE=shared_gate is not None, DEPENDENT=dependent,
+        num_warps=1 if experts <= 256 else 4, **pdl_options(dependent),
     )  # fmt: skip
