@@ -366,6 +366,10 @@ def _compile_fields(
     if cuda.capture_mixed and not mixed:
         why = "no token count is recorded" if not piecewise else f"unsupported by attention backend {attention.name}"
     entries.note("cuda_graph_config.capture_mixed", mixed, why)
+    encoder_graphs = cuda.max_encoder_graphs if device.is_gpu else 0
+    entries.note(
+        "cuda_graph_config.max_encoder_graphs", encoder_graphs, "" if device.is_gpu else "CUDA graphs need a GPU"
+    )
     return {
         "fullgraph": fullgraph,
         "max_num_streams": streams,
@@ -378,6 +382,7 @@ def _compile_fields(
         "batch_sizes": sizes,
         "decode_graphs": bool(sizes),
         "full_mixed_graphs": mixed,
+        "max_encoder_graphs": encoder_graphs,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class ImageEncoder:
 
     Args:
         step: the model's forward, which owns the pool.
+        graphs: `features` by CUDA graphs, whose result is valid until its next call; None: without.
 
     Attributes:
         model: the image-text model.
@@ -40,9 +41,9 @@ class ImageEncoder:
         both_ways: see `ImageDecoderStep`.
     """
 
-    def __init__(self, step: ImageDecoderStep) -> None:
+    def __init__(self, step: ImageDecoderStep, graphs: Callable[[ImageInput], Tensor] | None = None) -> None:
         model: Any = step.model
-        self._step, self.model = step, model
+        self._step, self.model, self._graphs = step, model, graphs
         self.num_rows = len(step.image_rows)
         self.first_image_id = step.first_image_id
         self.token_id = image_token_id(model.config)
@@ -58,7 +59,7 @@ class ImageEncoder:
         """
         pool = self._step.image_rows
         try:
-            features = self.features(image)
+            features = self.features(image) if self._graphs is None else self._graphs(image)
         except ENCODER_ERRORS as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise ValueError("The GPU has too little memory to encode the image; send a smaller one.") from error
@@ -69,14 +70,26 @@ class ImageEncoder:
                 f"The model encodes the image as {len(features)} rows, but the prompt has {len(rows)} tokens for it; use the "
                 "checkpoint's own processor."
             )
-        index = torch.from_numpy(rows.astype(np.int64)).to(pool.device)
+        index = _to_device(rows.astype(np.int64), pool)  # without a wait for the tower
         pool.index_copy_(0, index, features.to(pool.dtype))
 
     @torch.inference_mode()
     def features(self, image: ImageInput) -> Tensor:
         """Features of an image from tower and projector, `[rows, width of the pool]`; raises one of `ENCODER_ERRORS`."""
-        pool = self._step.image_rows
-        return image_features(self.model, {name: _to_device(array, pool) for name, array in image.tensors.items()})
+        return self.run(self.inputs(image))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tower's floating-point inputs."""
+        return self._step.image_rows.dtype
+
+    def inputs(self, image: ImageInput) -> dict[str, Tensor]:
+        """Tensors of an image on the device."""
+        return {name: _to_device(array, self._step.image_rows) for name, array in image.tensors.items()}
+
+    def run(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """As `features`, of tensors on the device."""
+        return image_features(self.model, tensors)
 
     def rope_offsets(self, token_ids: np.ndarray, images: Sequence[ImageInput]) -> tuple[np.ndarray, int]:
         """What each axis adds to the positions of a prompt, int32 `[rope_axes, tokens]`, and of what follows it."""
