@@ -40,7 +40,8 @@ class Encoder(ImageEncoder):
     """The encoder of a model of the zoo, without a decoder's step."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self._step = model, Step(torch.zeros(1, 1))  # type: ignore[assignment]
+        self._graphs = None
+        self.model, self.step = model, Step(torch.zeros(1, 1))  # type: ignore[assignment]
 
 
 def images(entry: image_zoo.ImageZooModel, sizes: range) -> list[ImageInput]:

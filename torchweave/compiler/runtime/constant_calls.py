@@ -32,12 +32,12 @@ _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, to
 class ConstantCalls(TorchFunctionMode):
     """Runs of a function of constant and other tensors: `calls.run(fn)`.
 
-    A call is constant if all its tensors are: those given, and results of constant calls. Calls in `opaque` modules are made in each
-    run. After the first run, tensors and modules must not be replaced, and each run must make the same calls.
+    A call is constant if all its tensors are: those given, and results of constant calls. Calls in `opaque` modules are made in
+    each run. Each run must make the same calls.
 
     Args:
         constants: tensors that the function reads and whose values never change; no inference tensors.
-        opaque: modules whose insides are not looked at: they read nothing on the host and may launch kernels that torch does not see.
+        opaque: modules whose insides are not looked at: they read nothing on the host, and may launch kernels unseen by torch.
     """
 
     def __init__(self, constants: Iterable[Tensor], opaque: Sequence[nn.Module] = ()) -> None:

@@ -33,6 +33,7 @@ class ImageEncoder:
         graphs: `features` by CUDA graphs, whose result is valid until its next call; None: without.
 
     Attributes:
+        step: as given.
         model: the image-text model.
         num_rows: rows of the pool.
         first_image_id: see `ImageDecoderStep`.
@@ -43,7 +44,7 @@ class ImageEncoder:
 
     def __init__(self, step: ImageDecoderStep, graphs: Callable[[ImageInput], Tensor] | None = None) -> None:
         model: Any = step.model
-        self._step, self.model, self._graphs = step, model, graphs
+        self.step, self.model, self._graphs = step, model, graphs
         self.num_rows = len(step.image_rows)
         self.first_image_id = step.first_image_id
         self.token_id = image_token_id(model.config)
@@ -57,7 +58,7 @@ class ImageEncoder:
         Raises:
             ValueError: the tower fails on this image, or returns another number of rows.
         """
-        pool = self._step.image_rows
+        pool = self.step.image_rows
         try:
             features = self.features(image) if self._graphs is None else self._graphs(image)
         except ENCODER_ERRORS as error:
@@ -81,11 +82,11 @@ class ImageEncoder:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the tower's floating-point inputs."""
-        return self._step.image_rows.dtype
+        return self.step.image_rows.dtype
 
     def inputs(self, image: ImageInput) -> dict[str, Tensor]:
         """Tensors of an image on the device."""
-        return {name: _to_device(array, self._step.image_rows) for name, array in image.tensors.items()}
+        return {name: _to_device(array, self.step.image_rows) for name, array in image.tensors.items()}
 
     def run(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """As `features`, of tensors on the device."""
