@@ -135,10 +135,9 @@ def compilation_option(name: str, value: Any) -> dict[str, Any]:
     if name == "cudagraph_capture_sizes":  # of whole decode steps and of pieces, which vLLM records for the same sizes
         return {_COMPILE + "capture_num_tokens": value, _GRAPHS + "batch_sizes": value}
     if name == "cudagraph_mm_encoder":
-        sizes = CudaGraphConfig().max_encoder_graphs
-        return _choose(
-            name, value, {on: {_GRAPHS + "max_encoder_graphs": sizes * on} for on in (True, False)}, "it is a bool"
-        )
+        graphs = {"true": CudaGraphConfig().max_encoder_graphs, "false": 0}
+        known = {text: {_GRAPHS + "max_encoder_graphs": number} for text, number in graphs.items()}
+        return _choose(name, str(value).lower(), known, "it is true or false")
     if name == "splitting_ops":
         return {_COMPILE + name: _splitting_ops(value)}
     if name in _SAME_MEANING:

@@ -1,4 +1,4 @@
-"""CUDA graphs of the image encoder on a recorder without a GPU: keys, bounds, eviction, memory, and features of all architectures."""
+"""CUDA graphs of the image encoder on a recorder without a GPU: keys, bounds, eviction, memory, features of all architectures."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
-_FACTORIES = frozenset({"tensor", "as_tensor", "arange", "linspace", "zeros", "ones", "full", "eye"})
+_CREATE = frozenset({"tensor", "as_tensor", "arange", "linspace", "zeros", "ones", "full", "eye"})
 """Functions whose result is constant without a tensor among their arguments."""
 _NOT_CONSTANT = ("empty", "new_empty", "rand", "bernoulli", "multinomial", "normal", "uniform", "dropout")
 """Beginnings of names of functions whose result is random or not initialized."""
@@ -74,9 +74,9 @@ class ConstantCalls(TorchFunctionMode):
 
     def tensors(self) -> list[Tensor]:
         """What a recording of a later run reads beside its inputs: constants, and tensors of modules that are alive."""
-        kept = {key: tensor for key, (tensor, _) in self._read.items()}
-        kept |= {id(tensor): tensor for each in self._arguments if (tensor := each()) is not None}
-        return list(kept.values())
+        tensors = {key: tensor for key, (tensor, _) in self._read.items()}
+        tensors |= {id(tensor): tensor for each in self._arguments if (tensor := each()) is not None}
+        return list(tensors.values())
 
     def num_bytes(self) -> int:
         """Memory of the constants that a recording reads."""
@@ -96,7 +96,7 @@ class ConstantCalls(TorchFunctionMode):
         if self._next is None:
             result = func(*args, **kwargs)
             if isinstance(result, Iterator):
-                result = _Iterated(result)
+                result = _Items(result)
             self._results.append((func, result))
             self._constants |= {id(leaf): leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)}
         else:
@@ -104,14 +104,14 @@ class ConstantCalls(TorchFunctionMode):
                 raise RuntimeError("its calls differ from run to run")
             result = self._results[self._next][1]
             self._next += 1
-        return iter(result) if isinstance(result, _Iterated) else pytree.tree_map(lambda leaf: leaf, result)
+        return iter(result) if isinstance(result, _Items) else pytree.tree_map(lambda leaf: leaf, result)
 
     def _is_constant(self, func: Any, leaves: Sequence[Any]) -> bool:
         name = getattr(func, "__name__", "")
         if name.startswith(_NOT_CONSTANT) or not all(isinstance(leaf, (*_PLAIN, Tensor)) for leaf in leaves):
             return False
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return all(id(tensor) in self._constants for tensor in tensors) if tensors else name in _FACTORIES
+        return all(id(tensor) in self._constants for tensor in tensors) if tensors else name in _CREATE
 
     def _with_numbers(self, thing: Any, are_sizes: bool) -> Any:
         """Arguments with numbers for constant tensors that are sizes or bound a slice, which torch would read on the host."""
@@ -143,7 +143,7 @@ class ConstantCalls(TorchFunctionMode):
         self._depth -= 1
 
 
-class _Iterated(tuple[Any, ...]):
+class _Items(tuple[Any, ...]):
     """What an iterator over a constant tensor has returned."""
 
     __slots__ = ()
@@ -152,7 +152,7 @@ class _Iterated(tuple[Any, ...]):
 def _leaves(tree: Any) -> Iterator[Any]:
     """All values in containers and slices."""
     for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, _Iterated):
+        if isinstance(leaf, _Items):
             yield from leaf
         elif isinstance(leaf, slice):
             yield from (leaf.start, leaf.stop, leaf.step)

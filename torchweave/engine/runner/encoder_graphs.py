@@ -52,14 +52,14 @@ class _EncoderGraph:
 
     Attributes:
         inputs: pixels, which a replay reads, in the memory that all graphs share.
-        kept: other tensors that it reads.
+        held: other tensors that it reads.
         num_bytes: memory of the constants among them.
         last_call: number of the call that replayed it last.
     """
 
     recording: Recording[Tensor]
     inputs: Mapping[str, Tensor]
-    kept: list[Tensor]
+    held: list[Tensor]
     num_bytes: int
     last_call: int
 
@@ -195,8 +195,8 @@ class EncoderGraphs:
                     raise
                 self._stop_recording(" ".join(str(error).split())[:200].rstrip("."))
             else:
-                kept, num_bytes = [*constants.values(), *calls.tensors()], calls.num_bytes()
-                self._graphs[key] = _EncoderGraph(recording, inputs, kept, num_bytes, self._num_calls)
+                held, num_bytes = [*constants.values(), *calls.tensors()], calls.num_bytes()
+                self._graphs[key] = _EncoderGraph(recording, inputs, held, num_bytes, self._num_calls)
                 self._report.event(
                     "graph",
                     step="image",
