@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -59,6 +60,7 @@ class StrictPool(TapePool):
 
     def begin(self) -> None:
         super().begin()
+        self.refuse.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True))
         self.refuse.enter_context(_RefuseReads())
         self.refuse.enter_context(_RefuseOps())
 

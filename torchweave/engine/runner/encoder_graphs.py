@@ -128,7 +128,6 @@ class EncoderGraphs:
         self._graphs.move_to_end(key)
         graph.last_call = self._num_calls
         self._write(graph.inputs, self._encoder.inputs(image))
-        self._pool.wait_for_last_stream()
         self.num_replays += 1
         return graph.recording.replay()
 
@@ -146,7 +145,9 @@ class EncoderGraphs:
         if (
             len(self._graphs) > self._max_graphs
         ):  # torch cannot reuse a pool whose only graph was freed: record, then free
-            self._graphs.popitem(last=False)
+            _, unused = self._graphs.popitem(last=False)
+            for tensor in unused.held:
+                self._pool.use_on_current_stream(tensor)
         if self.num_bytes() > self._max_bytes:
             self._stop_recording("the graphs take all memory that is planned for them")
         return features
@@ -161,6 +162,7 @@ class EncoderGraphs:
         return len(self._graphs) < self._max_graphs or next(iter(self._graphs.values())).last_call < previous
 
     def _write(self, inputs: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        self._pool.wait_for_last_stream()
         for name, buffer in inputs.items():
             buffer.copy_(tensors[name])
 
@@ -187,7 +189,6 @@ class EncoderGraphs:
                 results.append(calls.run(lambda: self._encoder.run({**constants, **inputs})))
                 return results.pop() if len(results) > 1 else results[0]
 
-            self._pool.wait_for_last_stream()
             try:
                 recording = record(run, call_op, capture_boundary_ops=True, pool=self._pool)
             except ENCODER_ERRORS as error:
