@@ -217,6 +217,20 @@ def test_an_encoder_that_cannot_be_recorded_runs_plainly_with_the_reason() -> No
     assert warning["why"] == "images are encoded without CUDA graphs: item reads on the host"
 
 
+def test_an_encoder_that_writes_to_constants_still_encodes_the_image() -> None:
+    class Writes(Sums):
+        def run(self, tensors: Any) -> Tensor:
+            table = torch.zeros(len(tensors["pixel_values"]))
+            table += tensors["pixel_values"]
+            return super().run({**tensors, "pixel_values": table})
+
+    graphs, report = graphs_of(Writes())
+    assert graphs.record_largest(image(4, 4, 1.0)).eq(6).all()
+    assert encode(graphs, [(4, 4)] * 3) == 0
+    (warning,) = report.select("warning")
+    assert "it writes to a tensor that is read before" in warning["why"]
+
+
 def test_an_error_of_the_tower_is_raised_and_records_nothing() -> None:
     class Refuses(Sums):
         refused = False

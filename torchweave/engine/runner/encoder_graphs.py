@@ -185,15 +185,18 @@ class EncoderGraphs:
             constants = {name: tensor for name, tensor in tensors.items() if name not in inputs}
             calls = ConstantCalls(constants.values(), self._layers)
 
+            def launch() -> None:
+                results.append(self._encoder.run({**constants, **inputs}))
+
             def run(_: BoundaryHandler) -> Tensor:
-                results.append(calls.run(lambda: self._encoder.run({**constants, **inputs})))
+                calls.run(launch)
                 return results.pop() if len(results) > 1 else results[0]
 
             try:
                 recording = record(run, call_op, capture_boundary_ops=True, pool=self._pool)
             except ENCODER_ERRORS as error:
                 if not results:
-                    raise
+                    results.append(self._encoder.features(image))  # raises what the tower raises for this image
                 self._stop_recording(" ".join(str(error).split())[:200].rstrip("."))
             else:
                 held, num_bytes = [*constants.values(), *calls.tensors()], calls.num_bytes()
