@@ -258,7 +258,7 @@ def encoder_only(model: str, args: argparse.Namespace) -> dict[str, Any]:
     kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA] or events
     kernels.sort(key=lambda event: -event.self_device_time_total)
     result["kernels_ms"] = sum(event.self_device_time_total for event in kernels) / 1e3
-    result["kernels"] = [[event.key[:80], event.count, event.self_device_time_total / 1e3] for event in kernels[:8]]
+    result["kernels"] = [[event.key[:160], event.count, event.self_device_time_total / 1e3] for event in kernels[:8]]
     return result
 
 
