@@ -144,7 +144,7 @@ class EncoderGraphs:
         features = self._record(key, image)
         if (
             len(self._graphs) > self._max_graphs
-        ):  # torch cannot reuse a pool whose only graph was freed: record, then free
+        ):  # after recording: torch cannot reuse a pool whose only graph was freed
             _, unused = self._graphs.popitem(last=False)
             for tensor in unused.held:
                 self._pool.use_on_current_stream(tensor)
@@ -158,7 +158,7 @@ class EncoderGraphs:
         return self._memory is not None and size <= len(self._memory)
 
     def _has_room(self, previous: int) -> bool:
-        """Whether a graph may be added: one that was not used since call `previous` gives way, so that sizes take no turns."""
+        """Whether a graph may be added or replace one that was not used since call `previous`; sizes in turns replace none."""
         return len(self._graphs) < self._max_graphs or next(iter(self._graphs.values())).last_call < previous
 
     def _write(self, inputs: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
