@@ -142,9 +142,8 @@ class EncoderGraphs:
             return self._encoder.features(image)
         del self._seen[key]
         features = self._record(key, image)
-        if (
-            len(self._graphs) > self._max_graphs
-        ):  # after recording: torch cannot reuse a pool whose only graph was freed
+        # After the recording: torch cannot reuse a pool whose only graph was freed.
+        if len(self._graphs) > self._max_graphs:
             _, unused = self._graphs.popitem(last=False)
             for tensor in unused.held:
                 self._pool.use_on_current_stream(tensor)
