@@ -1,5 +1,5 @@
 """Image-text models with dummy weights: decoding beside the text decoder alone, an image to the first token, the
-encoder with and without compiled layers, images a second.
+encoder as eager code, with compiled layers and as CUDA graphs, images a second.
 
     python bench/engine/images.py --models shape:qwen3-vl-8b shape:gemma-3-4b --json bench/results/images_h100_202611.json
     python bench/engine/images.py --encoder-only
@@ -7,7 +7,8 @@ encoder with and without compiled layers, images a second.
 The text decoder and the image-text model are built one after the other. Images are random arrays in the form that
 the model's processor returns, so a time to first token begins at the engine, as for prompts of token ids; `processor_ms` is what
 the processor takes before, in a thread of the HTTP process. Every image is another one, so none is found in the pool.
-`--encoder-only` runs no engine and builds few layers of text; it adds the kernels of one image that take most time.
+The three forms of the encoder are measured in turns. `--encoder-only` runs no engine and builds few layers of text; it adds the
+kernels of one image that take most time.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ import torch
 from torchweave import LLM
 from torchweave.bench.protocol import Sizes, Workload, decode, fixed_length_params
 from torchweave.bench.result import header
+from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.config import TorchCompileConfig
+from torchweave.engine.runner.encoder_graphs import EncoderGraphs
 from torchweave.engine.startup.compile_model import effective_compile_config
 from torchweave.engine.startup.image_encoder import EXAMPLE_IMAGE_SIZES, compile_layers
 from torchweave.images import EncodedPrompt, ImageInput, blank_image
 from torchweave.models.load import LoadedModel, load
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.models.multimodal.vision_layers import tower_layers
 from torchweave.models.resolve import resolve
 from torchweave.report import Report
 
@@ -46,6 +50,7 @@ PROCESSORS = {
 TEXT_MODELS = {"shape:qwen3-vl-8b": "shape:qwen3-8b"}
 """Text decoders of the same size, where transformers has none for the model's own text part."""
 FEW_LAYERS = 4  # of text, with `--encoder-only`; DeepStack needs three
+TOGETHER = 8  # images that are encoded without a wait between them
 WORDS = 16  # tokens of text in a prompt with an image
 _NUMBERS = itertools.count()
 
@@ -114,15 +119,51 @@ class Images:
         llm.generate(prompts, fixed_length_params(1))
         return time.perf_counter() - begin
 
-    def encoder_ms(self, repeats: int) -> Iterator[float]:
-        """Milliseconds of the tower and projector, with the transfer of an image to the device."""
+    def encoder_ms(self, repeats: int, encoder: ImageEncoder, together: int = 1) -> Iterator[float]:
+        """Milliseconds an image of the tower and projector, with the transfer of the image to the device."""
         rows = np.arange(self.rows, dtype=np.int32)
         for _ in range(repeats):
             synchronize()
             begin = time.perf_counter()
-            self.encoder.encode(self.image(), rows)
+            for _ in range(together):
+                encoder.encode(self.image(), rows)
             synchronize()
-            yield (time.perf_counter() - begin) * 1e3
+            yield (time.perf_counter() - begin) * 1e3 / together
+
+    def transfer_ms(self, repeats: int) -> float:
+        """Milliseconds of the transfer alone."""
+        times = []
+        for _ in range(repeats):
+            synchronize()
+            begin = time.perf_counter()
+            self.encoder.inputs(self.image())
+            synchronize()
+            times.append((time.perf_counter() - begin) * 1e3)
+        return statistics.median(times)
+
+
+class Forms:
+    """The layers of a tower as eager code and compiled: `select(compiled)`."""
+
+    def __init__(self, encoder: ImageEncoder) -> None:
+        self.layers = [layer for group in tower_layers(encoder.model) for layer in group]
+        modules = [module for layer in self.layers for module in layer.modules() if hasattr(module, "config")]
+        self.configs: dict[int, Any] = {id(module.config): module.config for module in modules}
+        self.states: dict[bool, tuple[list[Any], list[str]]] = {}
+
+    def keep(self, compiled: bool) -> None:
+        """Keep the present form under this name."""
+        forwards = [vars(layer).get("forward") for layer in self.layers]
+        self.states[compiled] = (forwards, [config._attn_implementation for config in self.configs.values()])
+
+    def select(self, compiled: bool) -> None:
+        forwards, attention = self.states[compiled]
+        for layer, forward in zip(self.layers, forwards, strict=True):
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                layer.forward = forward
+        for config, name in zip(self.configs.values(), attention, strict=True):
+            config._attn_implementation = name
 
 
 def synchronize() -> None:
@@ -161,19 +202,44 @@ def measure(model: str, args: argparse.Namespace, options: dict[str, Any]) -> di
 
 
 def encoder_figures(images: Images, config: TorchCompileConfig, repeats: int) -> dict[str, Any]:
-    """Eager and compiled; the encoder is compiled here, since a shape has no processor for the engine to find."""
-    eager = list(images.encoder_ms(3 + 7 * repeats))[3:]
-    report = Report(show=False)
-    compile_layers(images.encoder, images.examples, config, None, report)
+    """Eager, compiled and as CUDA graphs; the encoder is prepared here, since a shape has no processor for the engine to find."""
+    plain, forms, report = images.encoder, Forms(images.encoder), Report(show=False)
+    forms.keep(compiled=False)
+    list(images.encoder_ms(3, plain))
+    compile_layers(plain, images.examples, config, None, report)
+    forms.keep(compiled=True)
     (event,) = report.select("image_encoder")
-    compiled = list(images.encoder_ms(3 + 7 * repeats))[3:]
+    encoders, facts = {"eager": plain, "compiled": plain}, {}
+    if torch.cuda.is_available():
+        graphs = EncoderGraphs(plain, GraphPool("cuda"), 1, report)
+        begin = time.perf_counter()
+        graphs.record_largest(images.image())
+        facts = {
+            "graph_seconds": time.perf_counter() - begin,
+            "graph_bytes": graphs.num_bytes(),
+            "no_graphs": graphs.why_plain,
+        }
+        facts["graph_error"] = float((graphs(images.image()) - plain.features(images.image())).float().abs().max())
+        encoders["graphs"] = ImageEncoder(plain.step, graphs)
+    times: dict[str, list[float]] = {name: [] for name in encoders}
+    together: dict[str, list[float]] = {name: [] for name in encoders}
+    for turn in range(1 + repeats):
+        for name, encoder in encoders.items():
+            forms.select(compiled=name != "eager")
+            measured = list(images.encoder_ms(7, encoder)), list(images.encoder_ms(1, encoder, TOGETHER))
+            if turn:
+                times[name] += measured[0]
+                together[name] += measured[1]
+    images.encoder = encoders[name]
     return {
         "rows": images.rows,
         "processor_ms": images.processor_ms,
+        "transfer_ms": images.transfer_ms(7 * repeats),
         "encoder_compiled_layers": event["compiled"],
         "encoder_compile_seconds": event.get("seconds", event.get("why")),
-        "encoder_eager_ms": statistics.median(eager),
-        "encoder_ms": statistics.median(compiled),
+        **facts,
+        **{f"encoder_{name}_ms": statistics.median(values) for name, values in times.items()},
+        **{f"encoder_{name}_ms_together": statistics.median(values) for name, values in together.items()},
     }
 
 
@@ -187,10 +253,12 @@ def encoder_only(model: str, args: argparse.Namespace) -> dict[str, Any]:
     compiling = TorchCompileConfig(enable_inductor=True, compile_cache=False)
     result = {"model": model, "image_size": args.size, **encoder_figures(images, compiling, args.repeats)}
     with torch.profiler.profile() as profile:
-        list(images.encoder_ms(1))
-    kernels = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+        list(images.encoder_ms(1, images.encoder))
+    events = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA] or events
     kernels.sort(key=lambda event: -event.self_device_time_total)
-    result["kernels"] = [[event.key[:80], event.count, event.self_device_time_total / 1e3] for event in kernels[:8]]
+    result["kernels_ms"] = sum(event.self_device_time_total for event in kernels) / 1e3
+    result["kernels"] = [[event.key[:160], event.count, event.self_device_time_total / 1e3] for event in kernels[:8]]
     return result
 
 

@@ -121,6 +121,16 @@ def test_mixed_steps_are_recorded_whole_where_the_backend_can():
     assert apart.piecewise_graphs and not apart.full_mixed_graphs
 
 
+def test_graphs_of_the_encoder_need_a_gpu():
+    assert plan_of().max_encoder_graphs == 16
+    assert plan_of(cuda_graph_config=CudaGraphConfig(max_encoder_graphs=3)).max_encoder_graphs == 3
+    on_cpu = plan_of(CPU)
+    assert on_cpu.max_encoder_graphs == entry(on_cpu, "cuda_graph_config.max_encoder_graphs").effective == 0
+    assert entry(on_cpu, "cuda_graph_config.max_encoder_graphs").why == "CUDA graphs need a GPU"
+    with pytest.raises(ValueError, match="max_encoder_graphs=-1 must be at least 0"):
+        plan_of(cuda_graph_config=CudaGraphConfig(max_encoder_graphs=-1))
+
+
 @settings(deadline=None)
 @given(st.integers(1, 2000))
 def test_default_batch_sizes_follow_the_rule(largest: int):

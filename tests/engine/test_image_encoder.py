@@ -13,10 +13,15 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests import image_model
+from tests.compiler.runtime.tape import TapePool
 from torchweave import LLM, SamplingParams
-from torchweave.config import EngineConfig, TorchCompileConfig
+from torchweave.config import AttentionFacts, DeviceFacts, EngineConfig, ModelFacts, Plan, TorchCompileConfig, resolve
+from torchweave.config.options import CudaGraphConfig
+from torchweave.engine.runner.encoder_graphs import EncoderGraphs
+from torchweave.engine.startup import image_encoder as startup
 from torchweave.engine.startup.image_encoder import compile_layers
 from torchweave.images import ImageInput
+from torchweave.models.load import LoadedModel, load
 from torchweave.models.multimodal import vision_layers
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.support import VERIFIED
@@ -40,7 +45,8 @@ class Encoder(ImageEncoder):
     """The encoder of a model of the zoo, without a decoder's step."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self._step = model, Step(torch.zeros(1, 1))  # type: ignore[assignment]
+        self._graphs = None
+        self.model, self.step = model, Step(torch.zeros(1, 1))  # type: ignore[assignment]
 
 
 def images(entry: image_zoo.ImageZooModel, sizes: range) -> list[ImageInput]:
@@ -194,6 +200,56 @@ def test_the_engine_compiles_the_tower_and_answers_as_before(tmp_path: Path) -> 
             answers.append(list(llm.generate(prompt, greedy)[0].outputs[0].token_ids))
         assert [event["compiled"] for event in report.select("image_encoder")] == [2] * fullgraph
     assert processor is not None and answers[0] == answers[1]
+
+
+def start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, max_graphs: int = 4
+) -> tuple[LoadedModel, EncoderGraphs | None, Plan, Report]:
+    """The graphs of a tiny model's encoder as an engine on a GPU records them, on a recorder without a GPU."""
+    monkeypatch.setattr(startup, "GraphPool", lambda device: TapePool())
+    report = Report(show=False)
+    facts = DeviceFacts("cuda:0", "a device", (9, 0), (AttentionFacts("triton", 64),))
+    config = EngineConfig(model=str(folder), cuda_graph_config=CudaGraphConfig(max_encoder_graphs=max_graphs))
+    plan = resolve(config, facts, ModelFacts("m", 131072, "float32"))
+    loaded = load(str(folder), torch.float32, "cpu", images=True)
+    return loaded, *startup.record_encoder_graphs(loaded, plan, report), report
+
+
+def test_the_engine_records_the_encoder_for_an_ordinary_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image_model.save(tmp_path)
+    loaded, graphs, plan, report = start(tmp_path, monkeypatch)
+    assert graphs is not None and plan.max_encoder_graphs == 4 and len(graphs.keys) == graphs.num_replays == 1
+    assert [event["bytes"] for event in report.select("encoder_graphs")] == [graphs.num_bytes()]
+    loaded.module.allocate_image_rows(64)  # type: ignore[operator]
+    plain, replayed = ImageEncoder(loaded.module), ImageEncoder(loaded.module, graphs)  # type: ignore[arg-type]
+    image = startup.example_image(loaded, (40, 50))
+    assert image is not None
+    rows = np.arange(len(image.index), dtype=np.int32)
+    for encoder, begin in ((plain, 0), (replayed, 32)):
+        encoder.encode(image, rows + begin)
+    pool = plain.step.image_rows
+    torch.testing.assert_close(pool[: len(rows)], pool[32 : 32 + len(rows)])
+    assert graphs.num_replays == 2 and pool[: len(rows)].any()
+
+
+def test_the_plan_says_why_the_encoder_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image_model.save(tmp_path)
+
+    def why(max_graphs: int = 4) -> str:
+        _, graphs, plan, report = start(tmp_path, monkeypatch, max_graphs)
+        assert graphs is None and plan.max_encoder_graphs == 0 and not report.select("encoder_graphs")
+        return next(entry.why for entry in plan.entries if entry.name == "cuda_graph_config.max_encoder_graphs")
+
+    assert why(0) == "as asked"
+    with monkeypatch.context() as changed:
+        changed.setattr(EncoderGraphs, "__call__", lambda self, image: self._encoder.features(image) * 1.1)
+        assert why() == "its features differ by 0.1 of their norm from those without CUDA graphs"
+    with monkeypatch.context() as changed:
+        changed.setattr(TapePool, "begin", lambda self: (_ for _ in ()).throw(RuntimeError("no capture")))
+        assert why() == "no capture"
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    assert why() == "the folder has no image processor"
 
 
 def test_sequences_do_not_see_each_other() -> None:

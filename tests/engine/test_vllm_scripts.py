@@ -250,6 +250,15 @@ def test_spellings_without_an_equivalent_are_one_sentence(given: dict[str, Any],
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_graphs_of_the_encoder_have_vllms_option() -> None:
+    option = "cuda_graph_config.max_encoder_graphs"
+    assert compilation_options({"cudagraph_mm_encoder": False}) == {option: 0}
+    assert compilation_options({"cudagraph_mm_encoder": True}) == {option: 16}
+    assert compilation_options({"cudagraph_mode": "NONE"})[option] == compilation_options({"level": 0})[option] == 0
+    with pytest.raises(ValueError, match=r"cudagraph_mm_encoder='some' has no equivalent: it is true or false"):
+        compilation_options({"cudagraph_mm_encoder": "some"})
+
+
 def test_a_level_is_refined_whatever_the_order() -> None:
     one, other = ({"level": 0, "cudagraph_mode": "FULL"}, {"cudagraph_mode": "FULL", "level": 0})
     assert compilation_options(one) == compilation_options(other)

@@ -11,8 +11,11 @@ import torch
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from tests.engine.test_image_encoder import Encoder, images, zoo_encoder
+from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.config import TorchCompileConfig
+from torchweave.engine.runner.encoder_graphs import EncoderGraphs, graph_key
 from torchweave.engine.startup.image_encoder import compile_layers
+from torchweave.images import ImageInput
 from torchweave.models.multimodal.vision_layers import use_varlen_attention
 from torchweave.ops.attention.varlen import VarlenConfig, has_triton_kernel, launch_varlen_attention, varlen_attention
 from torchweave.report import Report
@@ -80,7 +83,7 @@ def test_siglip_layers_run_the_triton_kernel(monkeypatch: pytest.MonkeyPatch) ->
 def test_features_of_compiled_layers(model_type: str, dtype: torch.dtype) -> None:
     entry, on_cpu = zoo_encoder(model_type)
     encoder = Encoder(on_cpu.model.to("cuda", dtype))
-    encoder._step.image_rows = torch.zeros(1, 1, device="cuda", dtype=dtype)
+    encoder.step.image_rows = torch.zeros(1, 1, device="cuda", dtype=dtype)
     other = images(entry, range(1, 7))
     expected = [encoder.features(image).double() for image in other]
     report = Report(show=False)
@@ -90,3 +93,75 @@ def test_features_of_compiled_layers(model_type: str, dtype: torch.dtype) -> Non
     for image, features in zip(other, expected, strict=True):
         difference = (encoder.features(image).double() - features).norm() / features.norm()
         assert difference < (1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def encoder_on_gpu(model_type: str, dtype: torch.dtype) -> tuple[Any, Encoder]:
+    """An encoder with compiled layers."""
+    entry, on_cpu = zoo_encoder(model_type)
+    encoder = Encoder(on_cpu.model.to("cuda", dtype))
+    encoder.step.image_rows = torch.zeros(1, 1, device="cuda", dtype=dtype)
+    compile_layers(encoder, images(entry, range(3)), INDUCTOR, None, Report(show=False))
+    return entry, encoder
+
+
+def with_graphs(encoder: Encoder, largest: Any, max_graphs: int) -> EncoderGraphs:
+    graphs = EncoderGraphs(encoder, GraphPool("cuda"), max_graphs, Report(show=False))
+    graphs.record_largest(largest)
+    return graphs
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_vl", "mistral3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_features_of_graphs(model_type: str, dtype: torch.dtype) -> None:
+    """Sizes change from image to image; two grids of Qwen's have one number of patches. Graphs give way to those of other sizes."""
+    entry, encoder = encoder_on_gpu(model_type, dtype)
+    largest = max(images(entry, range(6)), key=lambda image: image.tensors["pixel_values"].size)
+    graphs = with_graphs(encoder, largest, 3)
+    assert not graphs.why_plain
+    for sizes in (range(1, 3), range(1, 3), range(6), range(3), range(3), range(3), range(6)):
+        for image in images(entry, sizes):
+            image.tensors["pixel_values"][...] = np.random.default_rng().standard_normal(
+                image.tensors["pixel_values"].shape
+            )
+            features = graphs(image).double()
+            difference = (features - encoder.features(image).double()).norm() / features.norm()
+            assert difference < (1e-4 if dtype == torch.float32 else 1e-2)
+    assert graphs.num_replays >= 8 and not graphs.why_plain
+    assert len(graphs.keys) == {"gemma3": 1, "qwen3_vl": 3, "mistral3": 3}[model_type]
+    assert (graph_key(largest) in graphs.keys) == (model_type != "qwen3_vl")  # which has six sizes here
+
+
+def test_graphs_of_siglip_heads_and_images_without_a_wait() -> None:
+    """Gemma 3's head size, with the Triton kernel on Hopper GPUs; the rows of each image are written before the next replay."""
+    config = SiglipVisionConfig(
+        hidden_size=144, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=4
+    )
+    tower = SiglipVisionModel._from_config(config, attn_implementation="sdpa").eval().to("cuda", torch.bfloat16)
+    layers = tower.vision_model.encoder.layers if hasattr(tower, "vision_model") else tower.encoder.layers
+    use_varlen_attention([*layers])
+    encoder = zoo_encoder("gemma3")[1]
+    encoder.step.image_rows = torch.zeros(8 * 256, 144, device="cuda", dtype=torch.bfloat16)
+    encoder.run = lambda tensors: tower(tensors["pixel_values"]).last_hidden_state[0]  # type: ignore[method-assign]
+    pixels = torch.randn(8, 1, 3, 64, 64).numpy()
+    given = [ImageInput({"pixel_values": each}, np.arange(256, dtype=np.int32)) for each in pixels]
+    expected = torch.cat([encoder.features(image) for image in given]).double()
+    encoder._graphs = with_graphs(encoder, given[0], 1)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        encoder.step.image_rows.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for number, image in enumerate(given):
+                encoder.encode(image, np.arange(256, dtype=np.int32) + 256 * number)
+        torch.cuda.synchronize()
+        assert (encoder.step.image_rows.double() - expected).norm() / expected.norm() < 1e-2
+    assert encoder._graphs.num_replays == 16  # type: ignore[attr-defined]
+
+
+def test_a_tower_that_reads_pixels_on_the_host_is_launched_plainly() -> None:
+    entry, encoder = encoder_on_gpu("idefics3", torch.float32)
+    (image,) = images(entry, range(1, 2))
+    expected = encoder.features(image)
+    graphs = with_graphs(encoder, image, 2)
+    assert graphs.why_plain and not graphs.keys
+    for _ in range(3):
+        torch.testing.assert_close(graphs(image), expected)

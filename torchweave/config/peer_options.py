@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from torchweave.config.options import EngineConfig, TorchCompileConfig
+from torchweave.config.options import CudaGraphConfig, EngineConfig, TorchCompileConfig
 from torchweave.config.validate import config_from
 from torchweave.utils.suggest import did_you_mean
 
@@ -18,6 +18,7 @@ EAGER: dict[str, Any] = {
     _COMPILE + "enable_piecewise_cuda_graph": False,
     _GRAPHS + "max_batch_size": -1,
     _GRAPHS + "capture_mixed": False,
+    _GRAPHS + "max_encoder_graphs": 0,
 }
 """Options of `enforce_eager` and of level 0: no compilation, no CUDA graphs."""
 _LEVELS: dict[Any, dict[str, Any]] = {
@@ -35,7 +36,7 @@ def _cuda_graphs(piecewise: bool, decode: bool, mixed: bool) -> dict[str, Any]:
 
 
 _CUDA_GRAPH_MODES = {
-    "NONE": _cuda_graphs(False, False, False),
+    "NONE": {**_cuda_graphs(False, False, False), _GRAPHS + "max_encoder_graphs": 0},
     "PIECEWISE": _cuda_graphs(True, False, False),
     "FULL": _cuda_graphs(False, True, True),
     "FULL_DECODE_ONLY": _cuda_graphs(False, True, False),
@@ -60,7 +61,9 @@ _VLLM_SPLITTING_OPS = {
     )
 }  # fmt: skip
 """vLLM's ops that read memory of requests; graphs are split at their counterparts, the boundary ops, in any case."""
-_KNOWN = ("level", "mode", "backend", "cudagraph_mode", "cudagraph_capture_sizes", *_SAME_MEANING)
+_KNOWN = (
+    "level", "mode", "backend", "cudagraph_mode", "cudagraph_capture_sizes", "cudagraph_mm_encoder", *_SAME_MEANING,
+)  # fmt: skip
 VLLM_FIELDS = {*_KNOWN}.difference(field.name for field in fields(TorchCompileConfig) if field.name != "splitting_ops")
 """Fields of `compilation_config` that are no options of `torch_compile_config`, or have values of vLLM's."""
 TENSORRT_LLM_NAMES = {
@@ -131,6 +134,10 @@ def compilation_option(name: str, value: Any) -> dict[str, Any]:
         return _choose(name, value.upper() if isinstance(value, str) else value, _CUDA_GRAPH_MODES, known)
     if name == "cudagraph_capture_sizes":  # of whole decode steps and of pieces, which vLLM records for the same sizes
         return {_COMPILE + "capture_num_tokens": value, _GRAPHS + "batch_sizes": value}
+    if name == "cudagraph_mm_encoder":
+        graphs = {"true": CudaGraphConfig().max_encoder_graphs, "false": 0}
+        known = {text: {_GRAPHS + "max_encoder_graphs": number} for text, number in graphs.items()}
+        return _choose(name, str(value).lower(), known, "it is true or false")
     if name == "splitting_ops":
         return {_COMPILE + name: _splitting_ops(value)}
     if name in _SAME_MEANING:

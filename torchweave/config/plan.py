@@ -40,6 +40,7 @@ class Plan:
         tune: measure kernel candidates without measurements before compiling.
         query_lens: the numbers of tokens that a decode row may have in a step with drafts, ascending; empty: no speculation.
         max_drafting_rows: most rows of a step with drafts.
+        max_encoder_graphs: most sizes of images for which the image encoder is recorded; 0: none.
         pooling: how steps pool the hidden states of their rows; None: they sample tokens.
     """
 
@@ -69,6 +70,7 @@ class Plan:
     tune: bool
     query_lens: tuple[int, ...]
     max_drafting_rows: int
+    max_encoder_graphs: int
     entries: tuple[PlanEntry, ...]
     pooling: PoolingType | None = None
 

@@ -378,6 +378,7 @@ def _compile_fields(
         "batch_sizes": sizes,
         "decode_graphs": bool(sizes),
         "full_mixed_graphs": mixed,
+        "max_encoder_graphs": _max_encoder_graphs(cuda, device, entries),
     }
 
 
@@ -401,6 +402,11 @@ def _token_buckets(
         return _clamp_sizes(config.capture_num_tokens, largest, "max_num_tokens", False)
     small = (mixed_step_tokens,) if mixed_step_tokens else ()
     return _clamp_sizes((*default, *small), largest, "max_num_tokens", True)
+
+
+def _max_encoder_graphs(config: CudaGraphConfig, device: DeviceFacts, entries: _Entries) -> int:
+    most, why = (config.max_encoder_graphs, "") if device.is_gpu else (0, "CUDA graphs need a GPU")
+    return entries.note("cuda_graph_config.max_encoder_graphs", most, why)
 
 
 def _batch_sizes(config: CudaGraphConfig, device: DeviceFacts, largest: int, entries: _Entries) -> tuple[int, ...]:

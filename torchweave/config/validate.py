@@ -129,6 +129,7 @@ _MINIMUMS = {
     "max_logprobs": -1,
     "seed": 0,
     "limit_mm_per_prompt.image": 0,
+    "cuda_graph_config.max_encoder_graphs": 0,
     "torch_compile_config.max_padding_ratio": 1,
     "torch_compile_config.max_num_streams": 1,
     "speculative_config.num_speculative_tokens": 1,

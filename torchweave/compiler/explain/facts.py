@@ -150,7 +150,7 @@ def _choices(report: Report) -> list[Facts]:
 
 def _memory(report: Report) -> Facts:
     memory = _last_event(report, "memory")
-    for kind in ("kv_cache", "kv_offload", "recurrent_states"):
+    for kind in ("kv_cache", "kv_offload", "recurrent_states", "encoder_graphs"):
         facts = _last_event(report, kind).items()
         memory |= {
             f"{kind}_{key}": len(value) if isinstance(value, list) else value for key, value in facts if key != "dtype"

@@ -14,7 +14,7 @@ from torchweave.config import Plan
 from torchweave.report import Report
 
 _COLOURS = 8  # number of piece colours in the template; more pieces repeat them
-_MEMORY = ("weights", "activations", "graphs", "recurrent_states_bytes", "kv_cache_bytes")
+_MEMORY = ("weights", "activations", "graphs", "encoder_graphs_bytes", "recurrent_states_bytes", "kv_cache_bytes")
 
 
 def save_explanation(plan: Plan | None, report: Report) -> None:

@@ -14,6 +14,7 @@ from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_manager import AttentionWindow, max_blocks_needed
 from torchweave.engine.kv_cache.layer_groups import KVLayout, longest_sequence
 from torchweave.engine.runner.draft_step import DraftModel
+from torchweave.engine.runner.encoder_graphs import BYTES_PER_GRAPH as _BYTES_PER_ENCODER_GRAPH
 from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
 from torchweave.ops.attention.op import AttentionBackend, LayerKVCache, LayerSpec
@@ -163,7 +164,7 @@ def measure_memory(
     torch.cuda.synchronize(device)
     graphs = max(free - torch.cuda.mem_get_info(device)[0], recorded)
     num_graphs = len(plan.token_buckets) + len(plan.batch_sizes) + len(drafting) * len(plan.query_lens)
-    graphs += num_graphs * _BYTES_PER_GRAPH
+    graphs += num_graphs * _BYTES_PER_GRAPH + plan.max_encoder_graphs * _BYTES_PER_ENCODER_GRAPH
     runner.release_graphs()  # graphs and runner refer to each other
     del runner, caches, pool
     torch.cuda.empty_cache()

@@ -26,6 +26,7 @@ from torchweave.engine.kv_cache.state_snapshots import StateSnapshots
 from torchweave.engine.ranks.leader_runner import Executor
 from torchweave.engine.runner import warm_up
 from torchweave.engine.runner.draft_step import DraftModel
+from torchweave.engine.runner.encoder_graphs import EncoderGraphs
 from torchweave.engine.runner.memory import GIB, KVCacheSpec, MemoryUse, blocks_that_fit, longest_step, measure_memory
 from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.sampling.structured_output import GrammarManager
@@ -36,7 +37,7 @@ from torchweave.engine.scheduler.speculation import AdaptiveDrafts, StepCosts
 from torchweave.engine.startup.compile_model import build_forward
 from torchweave.engine.startup.device_facts import device_facts
 from torchweave.engine.startup.draft_model import load_draft_model
-from torchweave.engine.startup.image_encoder import compile_image_encoder, large_image_encoding
+from torchweave.engine.startup.image_encoder import compile_image_encoder, large_image_encoding, record_encoder_graphs
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.load import LoadedModel, load, model_facts, with_tokenizer
 from torchweave.models.multimodal.image_encoder import ImageEncoder
@@ -121,6 +122,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
 
     forward, draft_model, plan = _compile(loaded, draft, plan, cache_spec, report, process_groups)
     compile_image_encoder(loaded, plan, report)
+    encoder_graphs, plan = record_encoder_graphs(loaded, plan, report)
 
     state = SlotState(
         plan.max_batch_size,
@@ -157,7 +159,9 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         step_costs = []
         release_workers()
 
-    scheduler = _build_scheduler(runner, num_blocks, num_snapshots, cache_spec.layout, loaded, report, step_costs)
+    scheduler = _build_scheduler(
+        runner, num_blocks, num_snapshots, cache_spec.layout, loaded, report, step_costs, encoder_graphs
+    )
     watch_builds(report, has_triton=plan.device != "cpu")
     return Engine(plan, loaded, scheduler, runner, report, runner)
 
@@ -399,6 +403,7 @@ def _build_scheduler(
     loaded: LoadedModel,
     report: Report,
     step_costs: Sequence[tuple[int, int, float]],
+    encoder_graphs: EncoderGraphs | None,
 ) -> Scheduler:
     plan, state = runner.plan, runner.state
     config = plan.config
@@ -441,7 +446,7 @@ def _build_scheduler(
     grammars = None if tokenizer is None else GrammarManager(tokenizer, limits.vocab_size, eos)
     image_rows = None
     if isinstance(loaded.module, ImageDecoderStep):
-        encoder = ImageEncoder(loaded.module)
+        encoder = ImageEncoder(loaded.module, encoder_graphs)
         max_span = plan.max_num_tokens - plan.max_batch_size  # beside a decode row of each request
         image_rows = ImageRows(encoder, plan.max_batch_size, config.limit_mm_per_prompt.image, max_span)
         report.event("images", served=True, rows=encoder.num_rows, bytes=loaded.module.image_rows.nbytes)

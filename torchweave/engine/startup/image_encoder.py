@@ -14,9 +14,11 @@ from torchweave.compiler.backend import compile_graph
 from torchweave.compiler.cache.store import CompileCache, open_cache
 from torchweave.compiler.codegen.inductor import stop_inductor_workers
 from torchweave.compiler.errors import InvariantError
+from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config import Plan
 from torchweave.config.options import TorchCompileConfig
+from torchweave.engine.runner.encoder_graphs import EncoderGraphs
 from torchweave.engine.startup.compile_model import effective_compile_config
 from torchweave.images import ImageInput, ImageLimits, ImageProcessor, blank_image
 from torchweave.models.load import LoadedModel
@@ -38,6 +40,7 @@ from torchweave.models.multimodal.vision_layers import (
 from torchweave.report import Report
 
 _MEASURED_IMAGE_SIZE = (2048, 2048)  # pixels of the image that is encoded while memory is measured
+_RECORDED_IMAGE_SIZE = (1024, 1024)  # pixels of the largest image with a CUDA graph; larger ones are bound by kernels
 EXAMPLE_IMAGE_SIZES = ((224, 224), (448, 336), (336, 672))
 """Width and height of the images from which dynamic sizes are known: they differ in patches, rows and tiles."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -83,6 +86,51 @@ def compile_image_encoder(loaded: LoadedModel, plan: Plan, report: Report) -> No
             return
         config = effective_compile_config(plan)
         compile_layers(ImageEncoder(loaded.module), images, config, open_cache(config, report), report)
+
+
+def record_encoder_graphs(loaded: LoadedModel, plan: Plan, report: Report) -> tuple[EncoderGraphs | None, Plan]:
+    """Record the image encoder for the size of an ordinary image, if the plan allows graphs of it.
+
+    A replay on other pixels is compared with the encoder without graphs. A model whose encoder cannot be recorded gets no
+    graphs; the plan has the reason.
+    """
+    if not plan.max_encoder_graphs:
+        return None, plan
+    option = "cuda_graph_config.max_encoder_graphs"
+    if not isinstance(loaded.module, ImageDecoderStep):
+        return None, plan.with_effective(option, 0, "the model has no images", max_encoder_graphs=0)
+    image = example_image(loaded, _RECORDED_IMAGE_SIZE)
+    if image is None:
+        return None, plan.with_effective(option, 0, "the folder has no image processor", max_encoder_graphs=0)
+    with report.stage("recording the image encoder"):
+        encoder = ImageEncoder(loaded.module)
+        graphs = EncoderGraphs(encoder, GraphPool(plan.device), plan.max_encoder_graphs, report)
+        why = _record_and_compare(encoder, graphs, image)
+        if why:
+            return None, plan.with_effective(option, 0, why, max_encoder_graphs=0)
+        report.event("encoder_graphs", bytes=graphs.num_bytes())
+        return graphs, plan
+
+
+def _record_and_compare(encoder: ImageEncoder, graphs: EncoderGraphs, image: ImageInput) -> str:
+    """Record the largest size; returns why its graph cannot be used."""
+    random = np.random.default_rng(0)
+    noise = {
+        name: random.standard_normal(array.shape).astype(array.dtype) if array.dtype.kind == "f" else array
+        for name, array in image.tensors.items()
+    }
+    other = ImageInput(noise, image.index)
+    try:
+        expected = encoder.features(other)  # before the recording: it makes what the tower keeps for a size
+        graphs.record_largest(image)
+        if graphs.why_plain:
+            return graphs.why_plain
+        error = _difference(graphs(other), expected)
+    except ENCODER_ERRORS as why:
+        return " ".join(str(why).split()).rstrip(".")
+    if error > _TOLERANCE.get(expected.dtype, 0.0):
+        return f"its features differ by {error:.2g} of their norm from those without CUDA graphs"
+    return ""
 
 
 def compile_layers(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,6 @@ from torchweave.models.multimodal.support import image_token_id
 NO_ROPE_OFFSETS = np.empty((0, 0), np.int32)
 ENCODER_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 """Errors that towers raise for images they reject."""
-_TORCH_DTYPES = {
-    name: getattr(torch, name)
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-}
 
 
 class ImageEncoder:
@@ -30,8 +27,10 @@ class ImageEncoder:
 
     Args:
         step: the model's forward, which owns the pool.
+        graphs: `features` by CUDA graphs, whose result is valid until its next call; None: without.
 
     Attributes:
+        step: as given.
         model: the image-text model.
         num_rows: rows of the pool.
         first_image_id: see `ImageDecoderStep`.
@@ -40,9 +39,9 @@ class ImageEncoder:
         both_ways: see `ImageDecoderStep`.
     """
 
-    def __init__(self, step: ImageDecoderStep) -> None:
+    def __init__(self, step: ImageDecoderStep, graphs: Callable[[ImageInput], Tensor] | None = None) -> None:
         model: Any = step.model
-        self._step, self.model = step, model
+        self.step, self.model, self._graphs = step, model, graphs
         self.num_rows = len(step.image_rows)
         self.first_image_id = step.first_image_id
         self.token_id = image_token_id(model.config)
@@ -56,9 +55,9 @@ class ImageEncoder:
         Raises:
             ValueError: the tower fails on this image, or returns another number of rows.
         """
-        pool = self._step.image_rows
+        pool = self.step.image_rows
         try:
-            features = self.features(image)
+            features = self.features(image) if self._graphs is None else self._graphs(image)
         except ENCODER_ERRORS as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise ValueError("The GPU has too little memory to encode the image; send a smaller one.") from error
@@ -69,14 +68,26 @@ class ImageEncoder:
                 f"The model encodes the image as {len(features)} rows, but the prompt has {len(rows)} tokens for it; use the "
                 "checkpoint's own processor."
             )
-        index = torch.from_numpy(rows.astype(np.int64)).to(pool.device)
+        index = _to_device(rows.astype(np.int64), pool)  # without a wait for the tower
         pool.index_copy_(0, index, features.to(pool.dtype))
 
     @torch.inference_mode()
     def features(self, image: ImageInput) -> Tensor:
         """Features of an image from tower and projector, `[rows, width of the pool]`; raises one of `ENCODER_ERRORS`."""
-        pool = self._step.image_rows
-        return image_features(self.model, {name: _to_device(array, pool) for name, array in image.tensors.items()})
+        return self.run(self.inputs(image))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tower's floating-point inputs."""
+        return self.step.image_rows.dtype
+
+    def inputs(self, image: ImageInput) -> dict[str, Tensor]:
+        """Tensors of an image on the device."""
+        return {name: _to_device(array, self.step.image_rows) for name, array in image.tensors.items()}
+
+    def run(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """As `features`, of tensors on the device."""
+        return image_features(self.model, tensors)
 
     def rope_offsets(self, token_ids: np.ndarray, images: Sequence[ImageInput]) -> tuple[np.ndarray, int]:
         """What each axis adds to the positions of a prompt, int32 `[rope_axes, tokens]`, and of what follows it."""
@@ -94,10 +105,13 @@ class ImageEncoder:
 
 def _to_device(array: np.ndarray, pool: Tensor) -> Tensor:
     """A copy on the pool's device, floating-point numbers in its dtype; the copy to a GPU waits for no step in flight."""
-    staged = torch.empty(array.shape, dtype=_TORCH_DTYPES[array.dtype.name], pin_memory=pool.is_cuda)
-    np.copyto(staged.numpy(), array)
-    tensor = staged.to(pool.device, non_blocking=True)
-    return tensor.to(pool.dtype) if tensor.is_floating_point() else tensor
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
+        tensor = torch.from_numpy(array if array.flags.c_contiguous else array.copy())
+    staged = torch.empty(
+        tensor.shape, dtype=pool.dtype if tensor.is_floating_point() else tensor.dtype, pin_memory=pool.is_cuda
+    )
+    return staged.copy_(tensor).to(pool.device, non_blocking=True)
 
 
 def _joined(images: Sequence[ImageInput]) -> Mapping[str, Tensor]:
