@@ -181,6 +181,24 @@ def test_a_result_in_an_out_argument_has_its_strides(config: TorchCompileConfig)
         assert [each.stride() for each in results] == [each.stride() for each in expected]
 
 
+@pytest.mark.parametrize("config", [FX, INDUCTOR], ids=["fx", "inductor"])
+def test_several_results_in_out_arguments_have_their_strides(config: TorchCompileConfig) -> None:
+    """Stock torch.compile returns LAPACK's vectors in columns."""
+
+    def forward(self: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        values, vectors, largest, index = x.new_zeros(4), x.new_zeros(4, 4), x * 1, x.long()
+        r = torch.linalg.eigh(x.t() @ x, out=(values, vectors))
+        torch.cummax(x, 1, out=(largest, index))
+        return r[0], vectors.square(), r.eigenvectors.abs(), largest, index, index[1:], torch.var_mean(x)[1]
+
+    compiled = torchweave.compile(module_of(forward), {"x": torch.randn(5, 4)}, {"x": {0: "T"}}, config)
+    for rows in (4, 5, 17):
+        x = torch.randn(rows, 4)
+        results, expected = compiled(x), forward(None, x)  # type: ignore[arg-type]
+        torch.testing.assert_close(results, expected, atol=1e-4, rtol=1e-4)
+        assert [each.stride() for each in results] == [each.stride() for each in expected]
+
+
 def test_a_piece_that_fails_an_assertion_of_inductor_runs_as_fx_code() -> None:
     def forward(self: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         x[:, 1:3] += (y + 1)[:, :2]
