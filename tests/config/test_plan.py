@@ -265,10 +265,6 @@ FAULTS = [
     ({"load_format": "dumy"}, "did you mean 'dummy'"),
     ({"capacity_scheduler_policy": "fair"}, "is not known: it is one of guaranteed_no_evict"),
     ({"capacity_scheduler_policy": "max_utilization", "enable_chunked_context": False}, "needs enable_chunked_context"),
-    (
-        {"torch_compile_config": TorchCompileConfig(dynamic_shapes="backed"), "max_batch_size": 1},
-        "builds for sizes from 2",
-    ),
     ({"batch_wait_max_tokens_ratio": 1.5}, "must be from 0 to 1"),
     ({"attention_backend": "tritn"}, "did you mean 'triton'"),
     ({"torch_compile_config": TorchCompileConfig(capture_num_tokens=(4, 0))}, "capture_num_tokens holds 0"),
