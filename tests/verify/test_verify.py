@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchweave.report import Report
 from torchweave.verify import verify as module
-from torchweave.verify.verify import table, verify
+from torchweave.verify import zoo
+from torchweave.verify.ranks import RankProcesses
+from torchweave.verify.verify import _config, prompts, table, verify
 
 
 def test_architectures_pass_in_the_whole_engine() -> None:
@@ -19,6 +22,17 @@ def test_architectures_pass_in_the_whole_engine() -> None:
     assert gemma["how"] == "captured"
     assert 0 < gemma["distinct_pieces"] <= gemma["pieces"] == 4
     assert len(report.select("verified")) == 2
+
+
+def test_ranks_answer_each_prompt_again_from_the_prefix_cache(tmp_path: Path) -> None:
+    entry = zoo.zoo_model("llama-tied")
+    zoo.save(zoo.build(entry), tmp_path)
+    with RankProcesses(2) as processes:
+        results = processes.generate(_config(entry, str(tmp_path), None, "cpu"), prompts(), 4)
+    for result in results:
+        tokens = [answer.tokens for answer in result.answers]
+        assert len(tokens) == 2 * len(prompts()) and tokens[: len(prompts())] == tokens[len(prompts()) :]
+        assert result.num_cached_tokens > 0
 
 
 def test_architectures_pass_on_two_ranks_and_the_page_has_a_column_for_them() -> None:
