@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from transformers import AutoTokenizer
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.image_model import data_url, encoded, picture
@@ -166,3 +170,55 @@ def test_a_processor_with_videos_needs_no_torchvision(tmp_path: Path) -> None:
     assert again.images[0].digest == prompt.images[1].digest, "an image alone is as among others"
     with pytest.raises(ValueError, match=r"5 images, but limit_mm_per_prompt.image is 4"):
         processor.encode("<|image_pad|>" * 5, images[:1] * 5)
+
+
+def test_several_images_are_processed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaVA-NeXT's processor pads the arrays of several images to the largest, and writes a text by each image's size."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve("demo").folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    grids = [[32, 64], [64, 32], [64, 64]]
+    size = {"height": 32, "width": 32}
+    pixels = LlavaNextImageProcessorPil(size={"shortest_edge": 32}, crop_size=size, image_grid_pinpoints=grids)
+    own = LlavaNextProcessor(
+        pixels, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+    own.save_pretrained(tmp_path)
+    processor = ImageProcessor(tmp_path, ImageLimits(tokenizer.convert_tokens_to_ids("<image>"), 4))
+    options: dict[str, Any] = {"add_special_tokens": False}
+    text, images = "a <image>\n\nb<image><image>", [picture(0), picture(1, 90, 20), picture(2, 33, 77)]
+    expected = own(text=text, images=images, **options)["input_ids"][0]
+    alone = [processor.encode("<image>", [image]).images[0].digest for image in images]
+    calls: list[int] = []
+    process = LlavaNextImageProcessorPil.__call__
+
+    def count(self: Any, images: Any, *args: Any, **options: Any) -> Any:
+        calls.append(len(images))
+        return process(self, images, *args, **options)
+
+    monkeypatch.setattr(LlavaNextImageProcessorPil, "__call__", count)
+    prompt = processor.encode(text, images, **options)
+    assert calls == [1, 1, 1]
+    assert prompt.token_ids.tolist() == expected
+    assert [image.digest for image in prompt.images] == alone
+
+
+def test_a_processor_that_needs_the_arrays_of_all_images_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(resolve("demo").folder)
+    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names.values(), "<video>"]})
+    for name, token in {**names, "video_token": "<video>"}.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    monkeypatch.setattr(
+        InternVLProcessor, "check_argument_for_proper_class", lambda *_: None
+    )  # videos need torchvision
+    pixels = GotOcr2ImageProcessorPil(size={"height": 32, "width": 32}, crop_to_patches=True, max_patches=4)
+    own = InternVLProcessor(pixels, tokenizer, None, image_seq_length=4)
+    monkeypatch.setattr(images, "_load_processor", lambda *_: own)
+    processor = ImageProcessor(Path(), ImageLimits(tokenizer.context_image_token_id, 4))
+    text, pictures = "a <IMG_CONTEXT> b<IMG_CONTEXT>", [picture(0), picture(1, 90, 20)]
+    prompt = processor.encode(text, pictures)
+    assert prompt.token_ids.tolist() == own(text=text, images=pictures)["input_ids"][0]
+    assert [len(image.index) for image in prompt.images] == [
+        4 * len(image.tensors["pixel_values"]) for image in prompt.images
+    ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import hashlib
 import io
 import json
@@ -331,13 +332,17 @@ class ImageProcessor:
                 "one for each."
             )
         images = [_as_image(image) for image in images]
-        ids, tensors = self._run(text, images, options)
-        alone = [tensors] if len(images) == 1 else []
-        counts = [int((ids == self.token_id).sum())] if alone else []
-        for image in images if not alone else ():  # by themselves: the arrays of several are joined in many ways
-            ids_of_image, tensors = self._run(self.placeholder, [image], {})
-            alone.append(tensors)
-            counts.append(int((ids_of_image == self.token_id).sum()))
+        texts: list[str] = []
+        if len(images) == 1:
+            ids, tensors = self._run(self._processor, text, images, options)
+            alone, counts = [tensors], [int((ids == self.token_id).sum())]
+        else:  # by themselves, since processors join the arrays of several images in many ways
+            alone, counts = [], []
+            for image in images:
+                ids, tensors = self._run(_recorder(self._processor, texts), self.placeholder, [image], {})
+                alone.append(tensors)
+                counts.append(int((ids == self.token_id).sum()))
+            ids = self._run_text(text, images, texts, options)
         index = np.flatnonzero(ids == self.token_id).astype(np.int32)
         if sum(counts) != len(index) or 0 in counts:
             raise ValueError(
@@ -347,9 +352,20 @@ class ImageProcessor:
         indices = [index[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
         return EncodedPrompt(ids, tuple(map(ImageInput, alone, indices)))
 
-    def _run(self, text: str, images: Sequence[Any], options: Mapping[str, Any]) -> tuple[np.ndarray, dict[str, Any]]:
+    def _run_text(self, text: str, images: Sequence[Any], texts: list[str], options: Mapping[str, Any]) -> np.ndarray:
+        """Token ids of a text, of whose images the processor wrote `texts` in place of the placeholders."""
+        if len(texts) == len(images):
+            try:
+                return self._run(_with_texts(self._processor, texts), text, images, options)[0]
+            except ValueError:  # InternVL's joins the arrays afterwards, and finds none
+                pass
+        return self._run(self._processor, text, images, options)[0]
+
+    def _run(
+        self, processor: Any, text: str, images: Sequence[Any], options: Mapping[str, Any]
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         try:
-            output = self._processor(text=text, images=list(images), return_tensors="np", **options)
+            output = processor(text=text, images=list(images), return_tensors="np", **options)
         except Exception as error:  # processors raise errors of any kind for images that they do not support
             why = " ".join(str(error).split())[:200].rstrip(".")
             raise ValueError(f"The image cannot be processed ({why}); send another one.") from error
@@ -387,6 +403,28 @@ class ImageProcessor:
             return dict(message)
         texts = [self.placeholder if part.get("type") == "image" else part["text"] for part in content]
         return {**message, "content": "\n".join(texts)}
+
+
+def _recorder(processor: Any, texts: list[str]) -> Any:
+    """A copy of a processor that appends to `texts` what it writes in place of placeholders."""
+    replace = getattr(processor, "get_text_with_replacements", None)
+    if replace is None:
+        return processor
+
+    def record(text: Any, images_replacements: Sequence[str] = (), *args: Any, **kwargs: Any) -> Any:
+        texts.extend(images_replacements)
+        return replace(text, images_replacements, *args, **kwargs)
+
+    copied = copy.copy(processor)
+    copied.get_text_with_replacements = record
+    return copied
+
+
+def _with_texts(processor: Any, texts: list[str]) -> Any:
+    """A copy of a processor that writes `texts` in place of placeholders and does not look at images."""
+    copied = copy.copy(processor)
+    copied._process_images = lambda images, **options: ({}, texts)
+    return copied
 
 
 def _load_processor(folder: Path, trust_remote_code: bool) -> Any:

@@ -390,5 +390,9 @@ def test_config_may_be_a_dict() -> None:
     compiled = torchweave.compile(module, {"input": x}, config={"enable_inductor": False, "compile_cache": False})
     torch.testing.assert_close(compiled(x), module(x))
     assert repr(compiled) == "CompiledModule(inputs=(input), pieces=1)"
+    with pytest.raises(
+        ValueError, match=r"compile_cache_dir='None' is not the name of a folder; set compile_cache=False"
+    ):
+        torchweave.compile(Scale(2.0), {"x": torch.zeros(5)}, config={"compile_cache_dir": "None"})
     with pytest.raises(ValueError, match=r"unknown option enable_inducter; did you mean enable_inductor\?"):
         torchweave.compile(module, {"input": x}, config={"enable_inducter": False})

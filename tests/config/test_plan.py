@@ -275,14 +275,19 @@ FAULTS = [
     ({"load_format": "dumy"}, "did you mean 'dummy'"),
     ({"capacity_scheduler_policy": "fair"}, "is not known: it is one of guaranteed_no_evict"),
     ({"capacity_scheduler_policy": "max_utilization", "enable_chunked_context": False}, "needs enable_chunked_context"),
-    (
-        {"torch_compile_config": TorchCompileConfig(dynamic_shapes="backed"), "max_batch_size": 1},
-        "builds for sizes from 2",
-    ),
     ({"batch_wait_max_tokens_ratio": 1.5}, "must be from 0 to 1"),
     ({"attention_backend": "tritn"}, "did you mean 'triton'"),
     ({"torch_compile_config": TorchCompileConfig(capture_num_tokens=(4, 0))}, "capture_num_tokens holds 0"),
     ({"torch_compile_config": TorchCompileConfig(max_padding_ratio=0.5)}, "max_padding_ratio=0.5"),
+    (
+        {"torch_compile_config": TorchCompileConfig(compile_cache_dir="none")},
+        "set compile_cache=False to keep no cache, or write ./none for a folder of that name",
+    ),
+    ({"torch_compile_config": TorchCompileConfig(compile_cache_dir=" ")}, "compile_cache_dir=' ' is not the name of a"),
+    (
+        {"torch_compile_config": TorchCompileConfig(dump_dir="")},
+        "dump_dir='' is not the name of a folder; leave it out",
+    ),
     ({"torch_compile_config": TorchCompileConfig(max_num_streams=0)}, "max_num_streams=0 must be at least 1"),
     ({"torch_compile_config": TorchCompileConfig(dynamic_shapes="baked")}, "did you mean 'backed'"),  # pyright: ignore
     ({"cuda_graph_config": CudaGraphConfig(batch_sizes=(-1,))}, "batch_sizes holds -1"),

@@ -146,13 +146,24 @@ def test_sentence_transformers_checkpoint_is_detected_and_scores_by_cosine(tmp_p
     texts = ["sort: pear fig", "sort: fig pear apple", "3+4="]
     with start(folder) as llm:
         assert llm.plan.pooling == "mean"
-        ids = [llm.encode(text) for text in texts]
+        ids = [llm.get_tokenizer().encode(text) for text in texts]
         with torch.no_grad():
             means = [base(input_ids=torch.tensor([each])).last_hidden_state[0].mean(0) for each in ids]
         assert_rows(
             [output.outputs.embedding for output in llm.embed(texts)],
             [torch.nn.functional.normalize(mean, dim=0) for mean in means],
         )
+        pooled = llm.encode(texts, pooling_task="embed")
+        assert [each.outputs.data.tolist() for each in pooled] == [each.outputs.embedding for each in llm.embed(texts)]
+        with pytest.warns(DeprecationWarning, match=r"get_tokenizer\(\)\.encode\(text\) for token ids") as caught:
+            assert llm.encode(texts[0]) == ids[0]
+        assert caught[0].filename == __file__
+        with pytest.raises(ValueError, match="needs pooling_task, which is embed or classify"):
+            llm.encode(texts)
+        with pytest.raises(ValueError, match=r"pooling_task='token_embed' is not supported: .*use embed or classify"):
+            llm.encode(texts, pooling_task="token_embed")
+        with pytest.raises(ValueError, match="no classification head"):
+            llm.encode(texts, pooling_task="classify")
         scores = [output.outputs.score for output in llm.score(texts[0], texts[1:])]
         expected = [float(torch.cosine_similarity(means[0], mean, dim=0)) for mean in means[1:]]
         assert scores == pytest.approx(expected, abs=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,22 @@ def test_synthetic_acceptance_in_steps_that_are_not_too_wide() -> None:
         assert 0.35 < counts.num_accepted_tokens_per_pos[0] / num_drafts < 0.65
         llm.generate(list(TEXTS), params)
         assert counts.num_drafts == num_drafts
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "max_batch_size"),
+    [("draft model", {}, 1), ("EAGLE-3", {}, 1), ("draft model", {"disable_by_batch_size": 1}, 3)],
+)
+def test_graphs_that_exclude_a_size_of_one(plain: LLM, drafter: str, options: Any, max_batch_size: int) -> None:
+    """Steps of one row or token are padded to two, beyond the largest batch and, of drafts, the largest step."""
+    backed = replace(COMPILED, dynamic_shapes="backed")
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    sizes = {"max_batch_size": max_batch_size, "max_num_tokens": 4}
+    with engine(DRAFTERS[drafter] | options, backed, **sizes) as llm:
+        assert llm.engine.runner._min_size == 2
+        answers = [each.generate(list(TEXTS[:2]), params) for each in (plain, llm)]
+        assert [each.outputs[0].token_ids for each in answers[0]] == [each.outputs[0].token_ids for each in answers[1]]
+        assert llm.engine.scheduler.speculation.num_accepted_tokens > 0
 
 
 def test_what_is_not_supported_is_refused() -> None:

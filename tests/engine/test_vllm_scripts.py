@@ -74,10 +74,17 @@ def test_more_log_probabilities_than_the_engine_allows_are_refused() -> None:
 def test_outputs_have_times_cached_tokens_and_a_textual_id(llm: LLM) -> None:
     llm.generate(PROMPT, GREEDY)
     begin, began = time.time(), time.monotonic()
-    first, second = llm.generate([PROMPT, {"prompt_token_ids": llm.encode(PROMPT)}], replace(GREEDY, n=2))
+    first, second = llm.generate(
+        [PROMPT, {"prompt_token_ids": llm.get_tokenizer().encode(PROMPT)}], replace(GREEDY, n=2)
+    )
     assert isinstance(first.request_id, str) and first.request_id != second.request_id
     assert first.finished and first.outputs[0].finished()
-    assert first.num_cached_tokens == second.num_cached_tokens == (len(llm.encode(PROMPT)) - 1) // 4 * 4 > 0
+    assert (
+        first.num_cached_tokens
+        == second.num_cached_tokens
+        == (len(llm.get_tokenizer().encode(PROMPT)) - 1) // 4 * 4
+        > 0
+    )
     metrics = first.metrics
     assert metrics is not None and begin <= metrics.arrival_time <= time.time()
     times = [began, metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]
@@ -115,7 +122,7 @@ def test_beams_are_those_of_transformers(llm: LLM) -> None:
         [{"prompt": prompt} for prompt in prompts], BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
     )
     for prompt, output in zip(prompts, found, strict=True):
-        ids = torch.tensor([llm.encode(prompt)])
+        ids = torch.tensor([llm.get_tokenizer().encode(prompt)])
         expected = model.generate(
             ids, num_beams=3, num_return_sequences=3, max_new_tokens=6, do_sample=False, eos_token_id=None,
             pad_token_id=0, return_dict_in_generate=True, output_scores=True,
@@ -180,7 +187,7 @@ def test_tools_reach_the_template(llm: LLM) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     question = [{"role": "user", "content": "1"}]
     output = llm.chat(question, GREEDY, chat_template=template, tools=tools)[0]
-    assert output.prompt_token_ids == llm.encode("add=1")[1:]
+    assert output.prompt_token_ids == llm.get_tokenizer().encode("add=1")[1:]
     with pytest.raises(ValueError, match="set add_generation_prompt=False to continue"):
         llm.chat(question, GREEDY, continue_final_message=True)
 
@@ -275,7 +282,7 @@ def test_another_tokenizer_encodes_prompts_and_texts(tmp_path: Path, llm: LLM) -
             text = (DEMO / name).read_text(encoding="utf-8")
             (tmp_path / name).write_text(text.replace('"4"', '"\N{FULLWIDTH DIGIT FOUR}"'), encoding="utf-8")
     with LLM("demo", device="cpu", report=Report(show=False), enforce_eager=True, tokenizer=str(tmp_path)) as other:
-        ids = llm.encode("12+30=")
+        ids = llm.get_tokenizer().encode("12+30=")
         (output,) = other.generate([{"prompt_token_ids": ids}], GREEDY)
         assert output.outputs[0].text == "\N{FULLWIDTH DIGIT FOUR}2"
         assert other.get_tokenizer().name_or_path == str(tmp_path)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from torchweave.images import EncodedPrompt
 from torchweave.report import Report
 from torchweave.verify import verify as module
-from torchweave.verify.ranks import RankResult
-from torchweave.verify.verify import table, verify
+from torchweave.verify import zoo
+from torchweave.verify.ranks import RankProcesses, RankResult
+from torchweave.verify.verify import _config, prompts, table, verify
 
 
 def test_architectures_pass_in_the_whole_engine() -> None:
@@ -20,6 +24,18 @@ def test_architectures_pass_in_the_whole_engine() -> None:
     assert gemma["how"] == "captured"
     assert 0 < gemma["distinct_pieces"] <= gemma["pieces"] == 4
     assert len(report.select("verified")) == 2
+
+
+def test_ranks_answer_each_prompt_again_from_the_prefix_cache(tmp_path: Path) -> None:
+    entry = zoo.zoo_model("llama-tied")
+    zoo.save(zoo.build(entry), tmp_path)
+    with RankProcesses(2) as processes:
+        encoded = [EncodedPrompt(np.array(prompt)) for prompt in prompts()]
+        results = processes.generate(_config(entry, str(tmp_path), None, "cpu"), encoded, 4)
+    for result in results:
+        tokens = [answer.tokens for answer in result.answers]
+        assert len(tokens) == 2 * len(prompts()) and tokens[: len(prompts())] == tokens[len(prompts()) :]
+        assert result.num_cached_tokens > 0
 
 
 def test_architectures_pass_on_two_ranks_and_the_page_has_a_column_for_them() -> None:

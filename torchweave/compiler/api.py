@@ -25,7 +25,7 @@ from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.runtime.module_state import ModuleState
 from torchweave.compiler.runtime.recorded_calls import CudaGraphOptions, RecordedCalls
 from torchweave.config.options import TorchCompileConfig
-from torchweave.config.validate import config_from
+from torchweave.config.validate import check_folders, config_from
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
 
@@ -126,6 +126,7 @@ def compile(
     if isinstance(config, Mapping):
         config = config_from(TorchCompileConfig, config)
     config, report = config or TorchCompileConfig(), report or Report(show=False)
+    check_folders(config)
     open_dump(config, report)
     cache, ops = open_cache(config, report), boundary_ops()
     compiled_graph = compile_graph(

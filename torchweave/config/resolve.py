@@ -80,11 +80,6 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
     kv_cache_dtype = entries.note("kv_cache_dtype", *_kv_cache_dtype(config, device, model, dtype))
     max_model_len = entries.note("max_model_len", *_max_model_len(config, model))
     max_batch_size, max_num_tokens = _step_limits(config, device, entries)
-    if config.torch_compile_config.dynamic_shapes == "backed" and max_batch_size < 2:
-        raise ValueError(
-            "torch_compile_config.dynamic_shapes=backed builds for sizes from 2, to which a step of one token is padded: raise "
-            "max_batch_size to 2, or use backed_size_oblivious"
-        )
     attention = _attention(config, device, kv_cache_dtype, entries)
     block_size = entries.note("block_size", *_block_size(config, attention))
     mixed_step_tokens = entries.note("mixed_step_tokens", *_mixed_step_tokens(config, device))

@@ -11,7 +11,7 @@ from os import PathLike
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from torchweave.config.options import EngineConfig, ServerConfig, SpeculativeConfig
+from torchweave.config.options import EngineConfig, ServerConfig, SpeculativeConfig, TorchCompileConfig
 from torchweave.utils.suggest import did_you_mean, suggest_value
 
 _MAX_API_SERVERS = 64
@@ -137,6 +137,7 @@ _MINIMUMS = {
     "speculative_config.disable_by_batch_size": 1,
 }
 _MAX_SPECULATIVE_TOKENS = 31
+_NO_FOLDER = frozenset({"", "none", "null", "false", "off", "no"})
 
 
 def check_value_ranges(config: EngineConfig) -> None:
@@ -162,7 +163,21 @@ def check_value_ranges(config: EngineConfig) -> None:
         raise ValueError(f"kv_offload_gb={config.kv_offload_gb} must be 0 or more")
     if not (math.isfinite(config.cpu_kv_cache_gib) and config.cpu_kv_cache_gib > 0):
         raise ValueError(f"cpu_kv_cache_gib={config.cpu_kv_cache_gib} must be above 0")
+    check_folders(config.torch_compile_config)
     _check_speculation(config.speculative_config)
+
+
+def check_folders(config: TorchCompileConfig) -> None:
+    """Reject words for "no folder", of which a folder would be made in the working directory."""
+    hints = {
+        "compile_cache_dir": "set compile_cache=False to keep no cache",
+        "dump_dir": "leave it out to dump nothing",
+    }
+    for name, hint in hints.items():
+        folder = getattr(config, name)
+        if folder is not None and str(folder).strip().lower() in _NO_FOLDER:
+            like = f", or write ./{folder} for a folder of that name" if str(folder).strip() else ""
+            raise ValueError(f"torch_compile_config.{name}={str(folder)!r} is not the name of a folder; {hint}{like}")
 
 
 def _check_speculation(config: SpeculativeConfig) -> None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
 
 from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig, use_passive_openmp
@@ -35,6 +34,7 @@ from torchweave.engine.outputs import (
     RequestOutput,
     ScoringOutput,
 )
+from torchweave.engine.prompts import Prompt, as_ids, as_list, as_lists, text_and_images, text_of
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.engine.startup.early_start import prestart_workers
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from torchweave.models.load import LoadedModel
     from torchweave.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | EncodedPrompt | Mapping[str, Any]
-"""A text, token ids, or vLLM's `{"prompt": ..., "multi_modal_data": {"image": ...}}`."""
 Messages = Sequence[dict[str, Any]]
 Value = TypeVar("Value")
 _METRICS_PREFIX = "torchweave_"
@@ -159,7 +157,7 @@ class LLM:
             ValueError: a prompt or its parameters are not supported; no request is started.
             RuntimeError: the engine failed or was shut down.
         """
-        texts, params = _as_lists(prompts, self._params_or_default(sampling_params))
+        texts, params = as_lists(prompts, self._params_or_default(sampling_params))
         params = [self._encode_bad_words(each) for each in params]
         ids = self._encode_all(texts)
         self._validate(ids, params)
@@ -174,7 +172,7 @@ class LLM:
                     if final:
                         advance()
         return [
-            self._request_output(stream, _text_of(text), prompt, of_prompt)
+            self._request_output(stream, text_of(text), prompt, of_prompt)
             for text, prompt, of_prompt in zip(texts, ids, request_ids, strict=True)
         ]
 
@@ -282,7 +280,7 @@ class LLM:
             ValueError: the model generates or classifies; a prompt or `dimensions` is not supported.
             RuntimeError: the engine failed or was shut down.
         """
-        return pooling_methods.embed(self, _as_list(prompts), dimensions, use_tqdm)
+        return pooling_methods.embed(self, as_list(prompts), dimensions, use_tqdm)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = False, *, use_activation: bool = True
@@ -295,7 +293,28 @@ class LLM:
         Raises:
             ValueError, RuntimeError: see `embed`.
         """
-        return pooling_methods.classify(self, _as_list(prompts), use_activation, use_tqdm)
+        return pooling_methods.classify(self, as_list(prompts), use_activation, use_tqdm)
+
+    @suggest_keywords
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling_task: str | None = None, use_tqdm: bool = False
+    ) -> Any:
+        """What prompts pool to as tensors (`output.outputs.data`), in order: the numbers of `embed` or `classify`.
+
+        Args:
+            pooling_task: `embed` or `classify`. None is deprecated: the token ids of a text, which
+                `get_tokenizer().encode(text)` returns, too.
+
+        Raises:
+            ValueError, RuntimeError: see `embed`.
+        """
+        if pooling_task is not None:
+            return pooling_methods.encode(self, as_list(prompts), pooling_task, use_tqdm)
+        if not isinstance(prompts, str):
+            raise ValueError("LLM.encode needs pooling_task, which is embed or classify.")
+        why = "LLM.encode(text) pools with pooling_task; use LLM.get_tokenizer().encode(text) for token ids"
+        warnings.warn(why, DeprecationWarning, stacklevel=3)
+        return self._require_tokenizer().encode(prompts)
 
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], use_tqdm: bool = False
@@ -317,14 +336,14 @@ class LLM:
 
         Leaving the iterator early stops the request.
         """
-        checked: Any = prompt if isinstance(prompt, (str, EncodedPrompt, Mapping)) else _as_ids(prompt)
+        checked: Any = prompt if isinstance(prompt, (str, EncodedPrompt, Mapping)) else as_ids(prompt)
         return (output for _, output in self.stream_all([checked], sampling_params))
 
     def stream_all(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[int, CompletionOutput]]:
         """Stream several prompts, batched together; yields (index of the prompt, new output). A beam search yields at its end."""
-        texts, params = _as_lists(prompts, self._params_or_default(sampling_params))
+        texts, params = as_lists(prompts, self._params_or_default(sampling_params))
         if any(each.prompt_logprobs is not None for each in params):
             raise ValueError("A stream does not return prompt_logprobs; use generate.")
         params = [self._encode_bad_words(each) for each in params]
@@ -425,9 +444,6 @@ class LLM:
     ) -> SamplingParams | Sequence[SamplingParams]:
         return self.default_sampling_params() if params is None else params
 
-    def encode(self, text: str) -> list[int]:
-        return self._require_tokenizer().encode(text)
-
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int] | EncodedPrompt:
         """Token ids of a conversation; with its images, if it has any."""
         if has_images(messages):
@@ -457,9 +473,9 @@ class LLM:
         if isinstance(prompt, EncodedPrompt):
             return prompt
         if isinstance(prompt, Mapping):
-            text, images = _text_and_images(prompt)
+            text, images = text_and_images(prompt)
             return self.image_processor.encode(text, images) if images else self._encode_prompt(text)
-        return EncodedPrompt(_as_ids(self.encode(prompt) if isinstance(prompt, str) else prompt))
+        return EncodedPrompt(as_ids(self._require_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt))
 
     @cached_property
     def image_processor(self) -> ImageProcessor:
@@ -514,11 +530,6 @@ def _shutdown_engine(manager: BatchManager, engine: Engine, process: int) -> Non
     engine.close()
 
 
-def _text_of(prompt: Prompt) -> str | None:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return text if isinstance(text, str) else None
-
-
 def _stream_deltas(
     stream: RequestStream, prompt_of: dict[int, int], llm: LLM
 ) -> Iterator[tuple[int, CompletionOutput]]:
@@ -537,61 +548,3 @@ def _stream_deltas(
                     yield prompt_of[request_id], delta
                 if completion.finished:
                     done.add(key)
-
-
-def _text_and_images(prompt: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-    """The text (or token ids) and the images of vLLM's prompt dict."""
-    data = prompt.get("multi_modal_data") or {}
-    unknown = {*prompt} - {"prompt", "prompt_token_ids", "multi_modal_data"} | {*data} - {"image"}
-    text = prompt.get("prompt", prompt.get("prompt_token_ids"))
-    if unknown or text is None:
-        wrong = f"has {sorted(unknown)[0]!r}" if unknown else "has no prompt"
-        raise ValueError(f'A prompt is {{"prompt": text, "multi_modal_data": {{"image": ...}}}}; this one {wrong}.')
-    images = data.get("image")
-    images = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
-    if images and not isinstance(text, str):
-        raise ValueError(
-            "A prompt with images is a text, since the processor writes their tokens; this one has token ids."
-        )
-    return text, images
-
-
-def _as_ids(prompt: Sequence[int]) -> np.ndarray:
-    """Token ids as an array; their range is checked later.
-
-    Raises:
-        ValueError: not a list of whole numbers.
-    """
-    ids = None
-    if _is_list(prompt):
-        with suppress(TypeError, ValueError):  # ragged lists
-            ids = np.asarray([*prompt] or np.empty(0, np.int64))
-    if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError("A prompt is a text or a list of token ids, which are whole numbers; this one is neither.")
-    return ids.astype(np.int64)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping, Set))
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    prompt_list: list[Prompt] = list(prompts) if _is_list(prompts) else [prompts]  # type: ignore[arg-type, list-item]
-    if prompt_list and prompt_list[0] is not prompts and isinstance(prompt_list[0], (int, np.integer)):
-        prompt_list = [prompt_list]  # type: ignore[list-item]
-    return prompt_list
-
-
-def _as_lists(
-    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-) -> tuple[list[Prompt], list[SamplingParams]]:
-    """Prompts as a list, and as many sampling parameters."""
-    prompt_list = _as_list(prompts)
-    params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
-    if wrong := [each for each in params_list if not isinstance(each, SamplingParams)]:
-        raise ValueError(f"sampling_params must be SamplingParams, or a list of them, but holds {wrong[0]!r}.")
-    if len(params_list) != len(prompt_list):
-        raise ValueError(
-            f"Got {len(prompt_list)} prompts but {len(params_list)} sampling_params; give one for each, or one for all."
-        )
-    return prompt_list, params_list

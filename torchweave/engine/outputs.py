@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Pooled = TypeVar("Pooled")
 
@@ -192,11 +195,18 @@ class ScoringOutput:
 
 
 @dataclass
+class PoolingOutput:
+    """`data`: a float32 tensor of the numbers of a prompt."""
+
+    data: Tensor
+
+
+@dataclass
 class PoolingRequestOutput(Generic[Pooled]):
     """What a prompt pooled to.
 
     Attributes:
-        outputs: an `EmbeddingOutput`, a `ClassificationOutput` or a `ScoringOutput`.
+        outputs: an `EmbeddingOutput`, a `ClassificationOutput`, a `ScoringOutput` or a `PoolingOutput`.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache.
     """
 

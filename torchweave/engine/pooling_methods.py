@@ -1,4 +1,4 @@
-"""`LLM.embed`, `LLM.classify` and `LLM.score`: prompts that end with their last token, with vLLM's interface."""
+"""`LLM.embed`, `LLM.classify`, `LLM.score` and `LLM.encode`: prompts that end with their last token, with vLLM's interface."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from torchweave.engine.outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, ScoringOutput
+from torchweave.engine.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+)
 from torchweave.engine.request import POOLING_PARAMS, InferenceRequest
 from torchweave.images import EncodedPrompt
 from torchweave.pooling import NO_POOLING, Pooling, cosine_similarity, pairs
@@ -53,6 +59,18 @@ def classify(
     rows = _pool(llm, pooling, llm._encode_all(prompts), use_tqdm)
     values = [pooling.probabilities(row[2]) if use_activation else row[2] for row in rows]
     return [_output(row, ClassificationOutput(numbers.tolist())) for row, numbers in zip(rows, values, strict=True)]
+
+
+def encode(llm: _LLM, prompts: Sequence[Any], task: str, use_tqdm: bool) -> list[PoolingRequestOutput[PoolingOutput]]:
+    """See `LLM.encode`."""
+    import torch
+
+    if task not in ("embed", "classify"):
+        raise ValueError(f"pooling_task={task!r} is not supported: a prompt pools to one row; use embed or classify.")
+    pooling = require_pooling(llm, task)
+    numbers_of = pooling.embedding if task == "embed" else pooling.probabilities
+    rows = _pool(llm, pooling, llm._encode_all(prompts), use_tqdm)
+    return [_output(row, PoolingOutput(torch.tensor(numbers_of(row[2])))) for row in rows]
 
 
 def score(

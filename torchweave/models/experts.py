@@ -175,7 +175,10 @@ def _with_shared_experts(model: nn.Module) -> Iterator[tuple[Any, bool]]:
         for block in blocks:
             packed = hasattr(block, "down_proj_scale") or block.is_transposed or block.has_bias
             own = [getattr(getattr(child, "down_proj", None), "weight", None) for child in parent.children()]
-            yield block, not packed and any(each is not None and each.shape == block.down_proj.shape[1:] for each in own)
+            yield (
+                block,
+                not packed and any(each is not None and each.shape == block.down_proj.shape[1:] for each in own),
+            )
 
 
 def _launch_with_shared(block: Any, num_tokens: int, top_k: int) -> None:

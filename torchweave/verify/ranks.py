@@ -41,17 +41,27 @@ _EXIT_TIMEOUT = 5.0  # seconds until a rank is killed
 
 
 class RankResult(NamedTuple):
-    """Result of a rank: its answer to each prompt, uses of each distinct piece, and the reason of a failed capture."""
+    """Result of a rank.
+
+    Attributes:
+        answers: to each prompt, then to each again.
+        shared_by: uses of each distinct piece.
+        fallback: the reason of a failed capture.
+        num_cached_tokens: prompt tokens that were found in the prefix cache.
+    """
 
     answers: tuple[Answer, ...]
     shared_by: tuple[int, ...]
     fallback: str
+    num_cached_tokens: int = 0
 
 
-def rank_result(answers: tuple[Answer, ...], report: Report) -> RankResult:
+def rank_result(answers: tuple[Answer, ...], report: Report, num_cached_tokens: int = 0) -> RankResult:
     """The result of an engine with this report."""
     shared_by = tuple(event["shared_by"] for event in report.select("piece"))
-    return RankResult(answers, shared_by, " ".join(event["why"] for event in report.select("fallback")))
+    return RankResult(
+        answers, shared_by, " ".join(event["why"] for event in report.select("fallback")), num_cached_tokens
+    )
 
 
 class RankProcesses:
@@ -92,7 +102,7 @@ class RankProcesses:
         self._end(_EXIT_TIMEOUT)
 
     def generate(self, config: EngineConfig, prompts: Sequence[EncodedPrompt], num_tokens: int) -> list[RankResult]:
-        """Generate greedily on all ranks; returns the result of each. Once a rank fails, all are replaced by new ones.
+        """Generate greedily on all ranks, twice; returns the result of each. Once a rank fails, all are replaced by new ones.
 
         With images among the prompts, the model is loaded with its tower and never generates its image token.
 
@@ -176,16 +186,19 @@ def _generate(
     logprobs = None if config.speculative_config.method else 0
     bias = {IMAGE_TOKEN: -100.0} if has_images else None
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs, logit_bias=bias)
-    for number, prompt in enumerate(prompts):
-        scheduler.add(InferenceRequest(number, prompt.token_ids, greedy, images=prompt.images), seed=number)
     answers: dict[int, Answer] = {}
+    num_cached_tokens = 0
     runner.start()
-    while len(answers) < len(prompts):
-        scheduler.poll_grammars()
-        step = scheduler.schedule()
-        assert step is not None, "requests wait, and nothing is in flight"
-        for response in scheduler.update(step, run_step(process_groups, runner, step)):
-            output = response.output
-            logprobs = [each.logprob for each in output.logprobs] if output.logprobs else None
-            answers[response.id] = Answer(output.token_ids.tolist(), logprobs)
-    return rank_result(tuple(answers[number] for number in range(len(prompts))), report)
+    for begin in (0, len(prompts)):  # the second time each prompt reuses a prefix
+        for number, prompt in enumerate(prompts, begin):
+            scheduler.add(InferenceRequest(number, prompt.token_ids, greedy, images=prompt.images), seed=number)
+        while len(answers) < begin + len(prompts):
+            scheduler.poll_grammars()
+            step = scheduler.schedule()
+            assert step is not None, "requests wait, and nothing is in flight"
+            for response in scheduler.update(step, run_step(process_groups, runner, step)):
+                output = response.output
+                logprobs = [each.logprob for each in output.logprobs] if output.logprobs else None
+                answers[response.id] = Answer(output.token_ids.tolist(), logprobs)
+                num_cached_tokens += output.num_cached_tokens
+    return rank_result(tuple(answers[number] for number in range(2 * len(prompts))), report, num_cached_tokens)

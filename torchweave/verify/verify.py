@@ -230,8 +230,8 @@ def _config(entry: zoo.ZooModel, folder: str, speculation: SpeculativeConfig | N
 
 
 def _difference(answers: Sequence[zoo.Answer], expected: Sequence[zoo.Answer], lengths: Sequence[int]) -> str:
-    """The first difference, as a sentence; empty if there is none. Ranks answer each prompt once, so `expected` may be longer."""
-    for length, answer, right in zip(lengths, answers, expected, strict=False):
+    """The first difference, as a sentence; empty if there is none."""
+    for length, answer, right in zip(lengths, answers, expected, strict=True):
         for place, (token, wanted) in enumerate(zip(answer.tokens, right.tokens, strict=True)):
             if token != wanted:
                 return f"prompt of {length} tokens: token {place} is {token}, expected {wanted}"

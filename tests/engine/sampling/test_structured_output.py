@@ -55,7 +55,7 @@ def texts(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[st
 
 
 def test_grammar_that_only_allows_stop_tokens_fails_before_min_tokens(llm: LLM) -> None:
-    (ending,) = llm.encode("x")[1:]
+    (ending,) = llm.get_tokenizer().encode("x")[1:]
     held = replace(HOT, stop_token_ids=[ending], min_tokens=9)
     assert re.fullmatch("[0-9]{2}", texts(llm, PROMPTS[:1], [form(held, regex="[0-9]{2}x?")])[0])
     with pytest.raises(RuntimeError, match="only stop tokens can follow here, but min_tokens bans them"):
@@ -192,13 +192,13 @@ def test_stop_strings_and_limits_end_an_answer_before_its_form_is_complete(llm: 
     assert (stopped.text, stopped.finish_reason) == ('"a long ', "stop")
     cut = llm.generate(PROMPTS[0], form(replace(HOT, max_tokens=5), json=schema))[0].outputs[0]
     assert (cut.text, cut.finish_reason) == ('"a lo', "length")
-    token = llm.encode("g")[-1]
+    token = llm.get_tokenizer().encode("g")[-1]
     at_token = llm.generate(PROMPTS[0], form(replace(HOT, stop_token_ids=[token]), json=schema))[0].outputs[0]
     assert (at_token.text, at_token.finish_reason) == ('"a lon', "stop")
 
 
 def test_grammar_overrides_bad_words(llm: LLM) -> None:
-    barred = replace(HOT, bad_words=["y", "no"], logit_bias={llm.encode("m")[-1]: -100.0})
+    barred = replace(HOT, bad_words=["y", "no"], logit_bias={llm.get_tokenizer().encode("m")[-1]: -100.0})
     assert set(texts(llm, PROMPTS, [form(barred, choice=["yes", "no!", "maybe"])] * 3)) <= {"maybe", "no!"}
     assert texts(llm, PROMPTS, [form(barred, choice=["yes"])] * 3) == ["yes"] * 3
 

@@ -88,7 +88,9 @@ def meta_call(tokens: int, form: dict[str, Any]) -> ExpertsCall:
     biases = (empty(experts, columns), empty(experts, width)) if small.up_bias is not None else (None, None)
     index = empty(tokens, top, dtype=torch.int64)
     x, out = empty(tokens, width), empty(tokens, width)
-    return ExpertsCall(x, index, empty(tokens, top), empty(*up), empty(*down), *biases, out, small.form, shared=small.shared)
+    return ExpertsCall(
+        x, index, empty(tokens, top), empty(*up), empty(*down), *biases, out, small.form, shared=small.shared
+    )
 
 
 def test_chunks_have_one_size_and_stay_within_the_workspace() -> None:

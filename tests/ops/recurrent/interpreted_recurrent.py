@@ -13,7 +13,7 @@ import torch
 from tests.ops.recurrent.recurrent_cases import NAN, SIZES, STATE, STEPS, Case, build, case
 from torchweave.ops.recurrent.call import StateAccess
 from torchweave.ops.recurrent.op import _CALLS
-from torchweave.ops.recurrent.triton import run_on_triton
+from torchweave.ops.recurrent.triton import copy_on_triton, run_on_triton
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2}
 
@@ -27,7 +27,7 @@ def run(name: str, chosen: Case) -> None:
         before = state.clone()
         run_on_triton(call, state, built.meta, StateAccess.READ)
         assert torch.equal(state.nan_to_num(), before.nan_to_num()), "a draft changed a state"
-        held = replace(call.held(), out=torch.full_like(call.out, NAN))
+        held = replace(call.held(copy_on_triton), out=torch.full_like(call.out, NAN))
         built.overwrite_inputs()
         run_on_triton(held, state, built.meta, StateAccess.COMMIT, built.position)
         assert held.out.isnan().all(), "the commit wrote results"
@@ -44,6 +44,7 @@ def cases() -> dict[str, Case]:
     for name in ("conv", "delta", "ssd", "scan", "lru"):
         found |= {f"{name}:{step}": case(name, step) for step in STEPS}
         found[f"{name}:strided"] = case(name, "mixed", strided=True)
+        found[f"{name}:strided_drafts"] = case(name, "drafts", strided=True)
         found[f"{name}:strided_decode"] = case(name, "decode", strided=True)
         found[f"{name}:float16"] = case(name, "mixed", dtype=torch.float16)
     found["conv:many_rows"] = case("conv", "mixed", rows=tuple((1 + i % 3, i % 5) for i in range(140)), padded_tokens=9)

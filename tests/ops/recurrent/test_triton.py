@@ -19,8 +19,8 @@ from torchweave.ops.recurrent.call import StateAccess
 from torchweave.ops.recurrent.op import _CALLS
 
 KERNELS = (
-    "conv_decode", "conv_mixed", "delta_prefill", "delta_scan", "delta_solve", "lru_scan", "selective_scan", "ssd_decode",
-    "ssd_drafts", "ssd_prefill",
+    "conv_decode", "conv_mixed", "copy_tokens", "delta_prefill", "delta_scan", "delta_solve", "lru_scan", "selective_scan",
+    "ssd_decode", "ssd_drafts", "ssd_prefill",
 )  # fmt: skip
 HOPPER_SMEM = 232448
 DECODE = {"rows": ((1, 5), (1, 70))}
@@ -38,7 +38,7 @@ def launches(chosen: Case) -> list[Launch]:
             recurrent_triton.run_on_triton(call, state, built.meta)
         else:
             recurrent_triton.run_on_triton(call, state, built.meta, StateAccess.READ)
-            held = dataclasses.replace(call.held(), out=torch.empty_like(call.out))
+            held = dataclasses.replace(call.held(recurrent_triton.copy_on_triton), out=torch.empty_like(call.out))
             recurrent_triton.run_on_triton(held, state, built.meta, StateAccess.COMMIT, built.position)
     return found
 
@@ -68,7 +68,7 @@ def test_a_decode_step_is_one_launch(name: str) -> None:
     decode, mixed, drafts = LAUNCHED[name]
     assert names(launches(case(name, "decode", **DECODE))) == decode
     assert names(launches(case(name, "mixed", **MIXED))) == mixed
-    assert names(launches(case(name, "drafts", **DRAFTS))) == [drafts, drafts]
+    assert names(launches(case(name, "drafts", **DRAFTS))) == [drafts, "copy_tokens", drafts]
 
 
 @pytest.mark.parametrize("name", LAUNCHED)

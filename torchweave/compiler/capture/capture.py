@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -392,33 +393,53 @@ def _plain_module(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph on a module without parameters, with flat outputs and only the metadata of `_NODE_META`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+    written: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in gm.graph.nodes:
+        if targets := _copied_to_out(graph, node, copies):
+            copies[node], written[node] = targets[0], targets
+            continue
+        if node.target is operator.getitem and node.args[0] in written:
+            copies[node] = written[node.args[0]][node.args[1]]
+            continue
         if node.op == "output":
             copy = graph.output(map_arg(tuple(node.args[0]), copies.__getitem__))
         else:
-            copy = _copied_to_out(graph, node, copies) or graph.node_copy(node, copies.__getitem__)
+            copy = graph.node_copy(node, copies.__getitem__)
         copies[node] = copy
         copy.meta = {key: node.meta[key] for key in _NODE_META if key in node.meta}
     return _LazyGraphModule(gm, graph, "Captured")  # generates its code on demand, not after each change
 
 
-def _copied_to_out(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
-    """`f(..., out=m)` of torch as `m.copy_(f(...))`; None for another call.
+def _copied_to_out(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
+    """`f(..., out=m)` of torch as `m.copy_(f(...))`, and its like for several results; nothing for another call.
 
     Functionalization puts the result in the place of m, with the result's strides; stock torch.compile returns these.
     """
     out = node.kwargs.get("out")
-    if not isinstance(out, fx.Node) or not inspect.isbuiltin(node.target):  # others may need their `out`
-        return None
+    given = out if isinstance(out, (tuple, list)) else (out,)
+    targets = [each for each in given if isinstance(each, fx.Node)]
+    if len(targets) < len(given) or not inspect.isbuiltin(node.target):
+        return ()  # a Python function may need its `out`
     args, kwargs = map_arg((node.args, {**node.kwargs, "out": None}), value)
-    with value(out).fake_mode:
+    with value(targets[0]).fake_mode:
         result = node.target(*args, **kwargs)
-    if not isinstance(result, Tensor) or list(result.shape) != list(value(out).shape):
-        return None  # eager code resizes m
+    results = (result,) if isinstance(result, Tensor) else tuple(result)
+    if [list(each.shape) for each in results] != [list(value(each).shape) for each in targets]:
+        return ()  # eager code resizes m
+    trace = {key: node.meta[key] for key in _NODE_META if key in node.meta}
+
+    def insert(op: str, target: Any, args: Any, kwargs: Any, example: Any) -> fx.Node:
+        made = graph.create_node(op, target, args, kwargs)
+        made.meta = {**trace, "example_value": example}
+        return made
+
     args, kwargs = map_arg((node.args, {**node.kwargs, "out": None}), copies.__getitem__)
-    call = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-    call.meta = {**{key: node.meta[key] for key in _NODE_META if key in node.meta}, "example_value": result}
-    return graph.call_method("copy_", (copies[out], call))
+    call = insert("call_function", node.target, args, kwargs, result)
+    items = [call]
+    if not isinstance(result, Tensor):
+        items = [insert("call_function", operator.getitem, (call, i), {}, each) for i, each in enumerate(results)]
+    pairs = zip(targets, items, strict=True)
+    return tuple(insert("call_method", "copy_", (copies[m], item), {}, value(m)) for m, item in pairs)
 
 
 def _reject_functorch(gm: fx.GraphModule) -> None:

@@ -1,10 +1,11 @@
-"""Index a tensor by a size beside other indices.
+"""Index a tensor by a size beside other indices, or by a list with sizes.
 
-Before    m[n // 2, 1:3] = x
-After     m.select(0, n // 2)[1:3] = x
+Before    m[n // 2, 1:3] = x                 m[[0, n // 2]]
+After     m.select(0, n // 2)[1:3] = x       m[torch.tensor([0, n // 2])]
 
 torch reads an integer in a tuple of indices as a Python number, which fixes the size. Dynamo selects where the size is the only
-index, `m[n // 2]`; the same holds beside others, since torch selects by each integer before it applies tensors of indices.
+index, `m[n // 2]`; the same holds beside others, since torch selects by each integer before it applies tensors of indices. A list
+of integers is the tensor of them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,12 +30,11 @@ def select_by_sizes() -> Iterator[None]:
 
     def insert_op(self: Any, tracer: Any, args: Any, kwargs: Any) -> Any:
         if self.fn is operator.getitem and isinstance(args[0].realize(), TensorVariable):
-            tensor, key = _selected(tracer, args[0].realize(), args[1].realize())
-            args = [tensor, key]
+            args = _selected(tracer, args[0].realize(), _with_tensors(tracer, args[0].realize(), args[1].realize()))
         return insert(self, tracer, args, kwargs)
 
     def write_selected(self: Any, tracer: Any, key: Any, value: Any) -> Any:
-        tensor, key = _selected(tracer, self, key.realize())
+        tensor, key = _selected(tracer, self, _with_tensors(tracer, self, key.realize()))
         return write(tensor, tracer, key, value)
 
     BuiltinVariable._handle_insert_op_in_graph = insert_op  # type: ignore[method-assign]
@@ -43,6 +44,23 @@ def select_by_sizes() -> Iterator[None]:
     finally:
         BuiltinVariable._handle_insert_op_in_graph = insert  # type: ignore[method-assign]
         TensorVariable.method___setitem__ = write  # type: ignore[method-assign]
+
+
+def _with_tensors(tracer: Any, tensor: Any, key: Any) -> Any:
+    """An index with a size somewhere, whose lists of integers are tensors; Dynamo's variables."""
+    from torch._dynamo.variables import ConstantVariable, ListVariable, TorchInGraphFunctionVariable, TupleVariable
+
+    items = [item.realize() for item in key.items] if isinstance(key, TupleVariable) else [key]
+    lists = {
+        i: [each.realize() for each in item.items] for i, item in enumerate(items) if isinstance(item, ListVariable)
+    }
+    if not any(map(_is_size, [*items, *chain(*lists.values())])):
+        return key
+    device = {"device": ConstantVariable.create(tensor.device)}
+    for i, numbers in lists.items():
+        if all(map(_is_number, numbers)):
+            items[i] = TorchInGraphFunctionVariable(torch.tensor).call_function(tracer, [items[i]], device)
+    return TupleVariable(items) if isinstance(key, TupleVariable) else items[0]
 
 
 def _selected(tracer: Any, tensor: Any, key: Any) -> tuple[Any, Any]:
@@ -73,13 +91,19 @@ def _is_size(item: Any) -> bool:
     return isinstance(item, SymNodeVariable) and isinstance(item.sym_num, torch.SymInt)
 
 
+def _is_number(item: Any) -> bool:
+    """Whether an index is an integer or a size."""
+    from torch._dynamo.variables import ConstantVariable
+
+    return _is_size(item) or (isinstance(item, ConstantVariable) and type(item.value) is int)
+
+
 def _num_dims(item: Any) -> int | None:
     """The number of dimensions that an index reads, none for `...`; None where it is not known."""
-    from torch._dynamo.variables import ConstantVariable, SliceVariable, TensorVariable
+    from torch._dynamo.variables import SliceVariable, TensorVariable
 
     if item.is_constant_match(None, ...):
         return 0
     if isinstance(item, TensorVariable):
         return item.ndim if item.dtype in (torch.bool, torch.uint8) else 1
-    is_integer = isinstance(item, ConstantVariable) and type(item.value) is int
-    return 1 if is_integer or _is_size(item) or isinstance(item, SliceVariable) else None
+    return 1 if _is_number(item) or isinstance(item, SliceVariable) else None

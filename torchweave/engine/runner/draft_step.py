@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
 from torchweave.config import Plan
 from torchweave.engine.runner.step_buffers import StepBuffers
@@ -53,11 +52,6 @@ class DraftModel:
     vocab_size: int
     is_head: bool = False
 
-    @property
-    def min_size(self) -> int:
-        """Least number of tokens and rows of a forward."""
-        return self.forward.sizes[0] if isinstance(self.forward, CompiledGraph) else 1
-
     def __call__(
         self, boundary: BoundaryHandler, inputs: StepInputs, logits_index: Tensor, hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -99,6 +93,7 @@ class DraftStep:
     Args:
         inputs: of the steps; the draft model's forwards use them before the step does.
         boundary: makes the boundaries of the draft model's forwards.
+        min_size: least number of tokens and rows of a forward.
         model: the draft model; None: prompt lookup.
         hidden_states: of the model, if `model` is a head.
 
@@ -112,13 +107,14 @@ class DraftStep:
         state: SlotState,
         inputs: StepBuffers,
         boundary: MakeBoundary,
+        min_size: int = 1,
         model: DraftModel | None = None,
         hidden_states: HiddenStateCache | None = None,
     ) -> None:
         options = plan.config.speculative_config
-        self.min_size = 1 if model is None else model.min_size
+        self._min_size = min_size
         self.buffers = DraftBuffers(
-            max(plan.max_drafting_rows, self.min_size),
+            max(plan.max_drafting_rows, min_size),
             DraftOptions(
                 plan.query_len - 1,
                 options.prompt_lookup_min,
@@ -161,7 +157,7 @@ class DraftStep:
         inputs = self._inputs.inputs(rows, rows * most)
         catch_up(self._state, slots, self.buffers, views, inputs, self._block_size)
         if slots.is_cpu:  # the host knows the number of tokens
-            inputs = self._inputs.inputs(rows, max(int(views.query_start[-1]), model.min_size))
+            inputs = self._inputs.inputs(rows, max(int(views.query_start[-1]), self._min_size))
         boundary = self._boundary(slots, views.query_start, inputs, False)
         return model(boundary, inputs, views.logits_index[:rows], self._read_hidden(inputs))
 
@@ -180,7 +176,7 @@ class DraftStep:
         """Run `catch_up`, which is not recorded, while no slot is in use: its kernels are loaded before the first request."""
         if self._model is None:
             return
-        for rows in sorted({self.min_size, most_rows}):
+        for rows in sorted({self._min_size, max(self._min_size, most_rows)}):
             views = self.buffers.rows(rows, query_len)
             for tokens in _DUMMY_TOKENS:
                 self.catch_up(self._state.slots[:rows], views, tokens)
@@ -198,7 +194,7 @@ class DraftStep:
             return
         if self._model.is_head:
             next_tokens(self._state, slots, query_start, inputs.positions, inputs.ids)
-        self._model(boundary, inputs, logits_index[: self._model.min_size], self._read_hidden(inputs))
+        self._model(boundary, inputs, logits_index[: self._min_size], self._read_hidden(inputs))
 
     def end(self, logits: Tensor, slots: Tensor, views: DraftRows) -> None:
         """Sample from logits [R * Q, V] and advance the slots by the tokens that are kept."""

@@ -68,6 +68,12 @@ class LaunchedStep:
     pooled: Tensor | None = None
 
 
+def min_size(forward: Forward, draft_model: DraftModel | None) -> int:
+    """Least number of tokens and rows of a step, to which smaller steps are padded."""
+    models = [forward] if draft_model is None else [forward, draft_model.forward]
+    return max(each.sizes[0] if isinstance(each, (CompiledGraph, StageForward)) else 1 for each in models)
+
+
 class ModelRunner:
     """Runs the steps of one rank; the only writer of the graphs' input buffers.
 
@@ -75,7 +81,7 @@ class ModelRunner:
         forward: the model, `(boundary, ids[T], positions[T], logits_index[N]) -> logits[N, V]`.
         backend: runs attention.
         caches: paged KV cache, by layer.
-        state: of the slots.
+        state: of the slots, with room for `min_size` rows.
         report: receives one event a recording.
         recurrent_states: `[rows, ...]` each, by the recurrent ops' `state` argument: rows of slots, then snapshots.
         draft_model: proposes drafts; its caches are the last of `caches`.
@@ -99,24 +105,27 @@ class ModelRunner:
         self.caches = caches
         self.recurrent_states = recurrent_states
         self._forward = forward
-        # Least number of tokens and rows of the model.
-        self._min_size = forward.sizes[0] if isinstance(forward, (CompiledGraph, StageForward)) else 1
+        self._min_size = min_size(forward, draft_model)
+        max_rows = max(plan.max_batch_size, self._min_size)
+        max_tokens = max(plan.max_num_tokens, self._min_size * plan.query_len)
         self._backend = backend
         self._report = report
         self._device = torch.device(plan.device)
         layout = state.rope_axes, both_ways
-        self._buffers = StepBuffers(plan.max_batch_size, plan.max_num_tokens, self._device, state.num_tables, *layout)
+        self._buffers = StepBuffers(max_rows, max_tokens, self._device, state.num_tables, *layout)
         self._draft_step = self._hidden_states = None
         if draft_model is not None and draft_model.is_head:
             self._hidden_states = HiddenStateCache(caches[-1])
         if plan.query_len > 1:
             drafter = draft_model, self._hidden_states
-            self._draft_step = DraftStep(plan, state, self._buffers, self._draft_forward_boundary, *drafter)
+            self._draft_step = DraftStep(
+                plan, state, self._buffers, self._draft_forward_boundary, self._min_size, *drafter
+            )
         self._decode_graphs: dict[int, Recording] = {}
         self._draft_graphs: dict[int, dict[int, Recording]] = {query_len: {} for query_len in plan.query_lens}
         self._mixed_graphs: dict[int, Recording] = {}
-        most = packed_size(plan.max_batch_size, plan.max_num_tokens, *layout)
-        sampled = plan.max_batch_size * (plan.query_len + 1 if plan.query_len > 1 else 1)
+        most = packed_size(max_rows, max_tokens, *layout)
+        sampled = max_rows * (plan.query_len + 1 if plan.query_len > 1 else 1)
         self._host_buffers = HostBufferRing(most, sampled, plan.run_ahead + 1, self._device, timed=plan.query_len > 1)
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
         self._decode_steps: dict[int, tuple[Callable[[BoundaryHandler], Tensor], StepBoundary]] = {}
@@ -187,7 +196,7 @@ class ModelRunner:
                 boundary = self._boundary(slots, views.query_start, exact, plan.max_model_len, False, has_drafts=True)
                 boundary(BEGIN, (), {})
                 all_tokens = torch.arange(tokens)
-                logits = self._run_model(boundary, exact, all_tokens)[views.logits_index]
+                logits = self._run_model(boundary, exact, all_tokens)[views.logits_index.clamp(max=tokens - 1)]
             draft_step.end(logits, slots, views)
             boundary(COMMIT, (self.state.position,), {})
             return logits
@@ -272,7 +281,7 @@ class ModelRunner:
 
     def rows_of(self, tokens: int) -> int:
         """Row capacity of a recording of `tokens` tokens."""
-        return min(tokens, self.plan.max_batch_size)
+        return max(min(tokens, self.plan.max_batch_size), self._min_size)
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
@@ -409,7 +418,7 @@ class ModelRunner:
     def run_dummy_draft_step(self, rows: int, query_len: int) -> None:
         """Run a decode step with drafts while no slot is in use; fewer rows than the draft model takes become as many."""
         assert self._draft_step is not None
-        rows = max(rows, self._draft_step.min_size)
+        rows = max(rows, self._min_size)
         with torch.inference_mode(), self._on_stream():
             self._draft_run(rows, query_len)(self._draft_boundary(rows, query_len))
 
@@ -516,13 +525,14 @@ class ModelRunner:
         assert self._draft_step is not None
         query_len, recordings = step.query_len, self._draft_graphs[step.query_len]
         if step.catch_up:
-            views = self._draft_step.buffers.rows(step.num_rows, query_len)
-            self._draft_step.catch_up(self.state.slots[: step.num_rows], views, step.catch_up)
+            rows = max(step.num_rows, self._min_size)
+            views = self._draft_step.buffers.rows(rows, query_len)
+            self._draft_step.catch_up(self.state.slots[:rows], views, step.catch_up)
         bucket = self._bucket(recordings, step.num_rows, self.plan.config.cuda_graph_config.enable_padding)
         if bucket is not None:
             recordings[bucket].replay()
             return "draft_graph", recordings[bucket].output, bucket
-        rows = max(step.num_rows, self._draft_step.min_size)
+        rows = max(step.num_rows, self._min_size)
         boundary = None if self._stream is None else self._draft_boundary(rows, query_len)
         return "plain", self._draft_run(rows, query_len)(boundary), rows
 

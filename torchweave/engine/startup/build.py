@@ -28,7 +28,7 @@ from torchweave.engine.runner import warm_up
 from torchweave.engine.runner.draft_step import DraftModel
 from torchweave.engine.runner.encoder_graphs import EncoderGraphs
 from torchweave.engine.runner.memory import GIB, KVCacheSpec, MemoryUse, blocks_that_fit, longest_step, measure_memory
-from torchweave.engine.runner.model_runner import ModelRunner
+from torchweave.engine.runner.model_runner import ModelRunner, min_size
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.policies import POLICIES
@@ -130,6 +130,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         device=plan.device,
         num_tables=len(windows),
         history_len=plan.history_len,
+        max_rows=max(plan.max_batch_size, min_size(forward, draft_model)),
         rope_axes=loaded.module.rope_axes,
     )
     num_snapshots, plan = _num_state_snapshots(loaded, cache_spec, plan, process_groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -22,6 +23,14 @@ class StateAccess(IntEnum):
     ADVANCE = 0
     READ = 1
     COMMIT = 2
+
+
+Copy = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Copies up to four tensors."""
+
+
+def clone_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [each.clone() for each in tensors]
 
 
 def _without_memory(out: Tensor) -> Tensor:
@@ -49,10 +58,11 @@ class ConvCall:
         channels, width = self.weight.shape
         return (channels, width - 1), self.x.dtype
 
-    def held(self) -> ConvCall:
+    def held(self, copy: Copy = clone_each) -> ConvCall:
         """The same call for `StateAccess.COMMIT`, later: copies of the inputs that the state depends on, and `out` on the meta
         device."""
-        return replace(self, x=self.x.clone(), out=_without_memory(self.out))
+        (x,) = copy([self.x])
+        return replace(self, x=x, out=_without_memory(self.out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +85,9 @@ class DeltaCall:
         """`[HV, K, V]`."""
         return (self.v.shape[1], self.k.shape[2], self.v.shape[2]), torch.float32
 
-    def held(self) -> DeltaCall:
+    def held(self, copy: Copy = clone_each) -> DeltaCall:
         """See `ConvCall.held`; q has no part in the state."""
-        k, v, g, beta = (each.clone() for each in (self.k, self.v, self.g, self.beta))
+        k, v, g, beta = copy([self.k, self.v, self.g, self.beta])
         return replace(self, q=k, k=k, v=v, g=g, beta=beta, out=_without_memory(self.out))
 
 
@@ -103,9 +113,9 @@ class SsdCall:
         """`[H, P, N]`."""
         return (self.x.shape[1], self.x.shape[2], self.B.shape[2]), torch.float32
 
-    def held(self) -> SsdCall:
+    def held(self, copy: Copy = clone_each) -> SsdCall:
         """See `ConvCall.held`; C and D have no part in the state."""
-        x, dt, B = (each.clone() for each in (self.x, self.dt, self.B))
+        x, dt, B = copy([self.x, self.dt, self.B])
         return replace(self, x=x, dt=dt, B=B, C=B, D=None, out=_without_memory(self.out))
 
 
@@ -129,9 +139,9 @@ class ScanCall:
         """`[I, N]`."""
         return (self.A.shape[0], self.A.shape[1]), torch.float32
 
-    def held(self) -> ScanCall:
+    def held(self, copy: Copy = clone_each) -> ScanCall:
         """See `ConvCall.held`; C, D and z have no part in the state."""
-        x, dt, B = (each.clone() for each in (self.x, self.dt, self.B))
+        x, dt, B = copy([self.x, self.dt, self.B])
         return replace(self, x=x, dt=dt, B=B, C=B, D=None, z=None, out=_without_memory(self.out))
 
 
@@ -149,9 +159,10 @@ class LruCall:
         """`[I]`."""
         return (self.x.shape[1],), torch.float32
 
-    def held(self) -> LruCall:
+    def held(self, copy: Copy = clone_each) -> LruCall:
         """See `ConvCall.held`."""
-        return replace(self, a=self.a.clone(), x=self.x.clone(), out=_without_memory(self.out))
+        a, x = copy([self.a, self.x])
+        return replace(self, a=a, x=x, out=_without_memory(self.out))
 
 
 RecurrentCall = ConvCall | DeltaCall | SsdCall | ScanCall | LruCall

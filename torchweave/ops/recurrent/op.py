@@ -248,6 +248,10 @@ def read_recurrent_op(
     """
     call = _CALLS[op](*args, **kwargs)
     _run(call, states, meta, StateAccess.READ)
+    if states[call.state].is_cuda:
+        from torchweave.ops.recurrent.triton import copy_on_triton
+
+        return call.held(copy_on_triton)
     return call.held()
 
 

@@ -3,7 +3,8 @@
 Grids depend on the number of rows and tokens only, so that a CUDA graph may hold them for any rows. A decode step is one launch a
 call. A mixed step of SSD is two: its chunked kernel skips rows with one token, which a step of the recurrence serves. A mixed
 step of the gated delta rule is three: the systems of the chunks, the chunks, and the rows with few tokens. The other ops serve all
-rows in one launch. A step with drafts, whose rows are short, is one launch a call to read the state and one to advance it.
+rows in one launch. A step with drafts, whose rows are short, is one launch a call to read the state, one to copy what the state
+depends on, and one to advance it.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -11,7 +12,7 @@ rows in one launch. A step with drafts, whose rows are short, is one launch a ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torchweave.ops.attention.op import AttentionMetadata
 from torchweave.ops.kernels.dependent_launch import pdl_options, supports_pdl
 from torchweave.ops.kernels.recurrent.conv import conv_decode, conv_mixed
+from torchweave.ops.kernels.recurrent.copy import copy_tokens
 from torchweave.ops.kernels.recurrent.gated_delta import delta_prefill, delta_scan, delta_solve
 from torchweave.ops.kernels.recurrent.scan import lru_scan, selective_scan
 from torchweave.ops.kernels.recurrent.ssd import ssd_decode, ssd_drafts, ssd_prefill
@@ -33,6 +35,8 @@ DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as lo
 DELTA_CHUNK, DELTA_BLOCK, DELTA_WARPS = 32, 64, 8
 SOLVE_WARPS = 1  # reductions inside a warp need no barrier
 ALL = 1 << 30  # for FEW: every row is walked token by token
+COPY_BLOCK = 1024
+_MAX_COPIES = 4
 FEW_PROGRAMS = 512
 """Below this number of programs blocks are smaller: some waves over the multiprocessors hide the latency of one read."""
 
@@ -70,6 +74,26 @@ def run_on_triton(
         out = torch.empty(call.out.shape, dtype=call.out.dtype, device=call.out.device)
         launch(call, out, state, rows)
         call.out.copy_(out)
+
+
+def copy_on_triton(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copies of up to four tensors `[T, ...]` of a step's tokens, by one launch."""
+    sources = [_flat_tokens(each) for each in tensors]
+    targets = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in tensors]
+    widths, strides = [each.shape[1] for each in sources], [each.stride(0) for each in sources]
+    unused = _MAX_COPIES - len(sources)
+    grid = (cdiv(max(widths), COPY_BLOCK), sources[0].shape[0])
+    copy_tokens[grid](
+        *sources, *sources[:1] * unused, *targets, *targets[:1] * unused, *widths, *[0] * unused, *strides, *[0] * unused,
+        COUNT=len(sources), BLOCK=COPY_BLOCK,
+    )  # fmt: skip
+    return targets
+
+
+def _flat_tokens(x: Tensor) -> Tensor:
+    """`[T, elements]` of `[T, ...]`: a view of slices of a merged projection."""
+    flat = x.reshape(x.shape[0], -1)
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -95,7 +95,10 @@ def test_weights_become_views_of_the_stacked_ones() -> None:
     assert all(parameter.equal(before[name]) for name, parameter in module.named_parameters())
     ups, downs = (
         {parameter.untyped_storage().data_ptr() for parameter in each}
-        for each in ((module.up, module.gate_proj.weight, module.up_proj.weight), (module.down, module.down_proj.weight))
+        for each in (
+            (module.up, module.gate_proj.weight, module.up_proj.weight),
+            (module.down, module.down_proj.weight),
+        )
     )
     assert len(ups) == len(downs) == 1
     assert module.up.untyped_storage().nbytes() == 2 * (E + 1) * 2 * INNER * WIDTH

@@ -206,7 +206,11 @@ def _other_activation(call: fx.Node, activation: str) -> str | None:
     name = _ACTIVATIONS[call.target]
     arguments = {**dict.fromkeys(range(1, len(call.args))), **call.kwargs}
     plain = not arguments or arguments == {"inplace": False} or arguments == {"approximate": "none"}
-    return None if plain and name == activation else f"the shared expert's {call.name} is not the routed experts' {activation}"
+    return (
+        None
+        if plain and name == activation
+        else f"the shared expert's {call.name} is not the routed experts' {activation}"
+    )
 
 
 def _other_input(found: _Mixture, x: fx.Node) -> str | None:
