@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, step, toy
 from torchweave.compiler import compile_graph, eager_forward
@@ -139,3 +139,12 @@ def test_an_error_while_recording_leaves_the_device_usable(device: torch.device)
     with pytest.raises(RuntimeError, match="stop"):
         record(run, call_op, capture_boundary_ops=True, pool=pool)
     assert record(run, call_op, capture_boundary_ops=True, pool=pool).replay().eq(2).all()
+
+
+def test_results_of_products_are_contiguous(device: torch.device) -> None:
+    """A padded one would take its bias by a copy before the product."""
+    module = nn.Sequential(nn.Linear(64, 1076), nn.GELU(), nn.Linear(1076, 64)).to(device, torch.bfloat16)
+    example = {"input": torch.zeros(256, 64, device=device, dtype=torch.bfloat16)}
+    compiled = compile_graph(module, example, report=Report(show=False))
+    code = compiled.piece_code(compiled.pieces[0].digest)
+    assert "(256, 1076), (1076, 1)" in code and "addmm" in code
