@@ -109,8 +109,8 @@ class ImageEncoder:
 def _to_device(array: np.ndarray, pool: Tensor) -> Tensor:
     """A copy on the pool's device, floating-point numbers in its dtype; the copy to a GPU waits for no step in flight.
 
-    NumPy copies into pinned memory and the device converts: torch would copy with a thread on each core, which took 8 ms in place of
-    1 ms on a host without an idle core.
+    NumPy copies into pinned memory and the device converts: torch would copy with a thread on each core, which took 8 ms in place
+    of 1 ms on a host without an idle core.
     """
     staged = torch.empty(array.shape, dtype=_TORCH_DTYPES[array.dtype.name], pin_memory=pool.is_cuda)
     np.copyto(staged.numpy(), array)
