@@ -146,5 +146,5 @@ def test_results_of_products_are_contiguous(device: torch.device) -> None:
     module = nn.Sequential(nn.Linear(64, 1076), nn.GELU(), nn.Linear(1076, 64)).to(device, torch.bfloat16)
     example = {"input": torch.zeros(256, 64, device=device, dtype=torch.bfloat16)}
     compiled = compile_graph(module, example, report=Report(show=False))
-    code = compiled.piece_code(compiled.pieces[0].digest)
+    code = compiled.built[compiled.pieces[0].digest].code
     assert "(256, 1076), (1076, 1)" in code and "addmm" in code

@@ -46,7 +46,9 @@ TILES = [
 
 
 def check(got: torch.Tensor, made: Operands, unit: float) -> None:
-    torch.testing.assert_close(got.double(), made.expected(), rtol=unit, atol=unit * 0.5)
+    """Above 16 tokens weights in 4 bits are rounded to 16: of 4096 products each has an error of its own."""
+    rounded = made.weight[0].dtype == torch.int32 and len(made.x) > 16
+    torch.testing.assert_close(got.double(), made.expected(), rtol=unit, atol=unit * (0.8 if rounded else 0.5))
 
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchweave.ops.linear import LinearFusion, linear, run, run_unfused
+from torchweave.ops.linear import LinearFusion, linear, linear_gelu, run, run_unfused
 from torchweave.ops.linear_config import LinearConfig, choose, default_choices
 
 pytestmark = pytest.mark.gpu
@@ -145,3 +145,21 @@ def test_slices_of_a_merged_weight() -> None:
 
 def test_tuning_table_covers_the_decode_shapes() -> None:
     assert all(choose(tokens, 3072, 2048, torch.bfloat16) for tokens in (1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 577, 4096])
+def test_linear_gelu_rounds_once(tokens: int, dtype: torch.dtype) -> None:
+    """The widths of SigLIP's MLP; never further from float64 than the separate calls, but for float32's own roundings."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x, w, bias = (
+        torch.randn(*shape, generator=generator, device="cuda").mul(scale).to(dtype)
+        for shape, scale in (((1, tokens, 1152), 1.0), ((4304, 1152), 1152**-0.5), ((4304,), 0.1))
+    )
+    right = F.gelu(F.linear(x.double(), w.double(), bias.double()), approximate="tanh")
+    got = linear_gelu(x, w, bias)
+    assert got.shape == right.shape and got.dtype == dtype and got.is_contiguous()
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), right, rtol=unit, atol=unit * 0.02)
+    apart = F.gelu(F.linear(x, w, bias), approximate="tanh")
+    assert (got - right).norm() <= (apart - right).norm()

@@ -118,3 +118,19 @@ def fused_linear(
 ) -> Tensor:
     """x [..., K] and w [N, K] with the fusion (`LinearFusion`) -> [..., N], or [..., N // 2] when gated; contiguous."""
     return run_unfused(x, w, LinearFusion(bias, norm, eps, offset, wide, residual, activation)).contiguous()
+
+
+def _linear_gelu_on_gpu(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """By cuBLASLt's epilogue."""
+    rows = torch._addmm_activation(bias, x.reshape(-1, w.shape[1]), w.t(), use_gelu=True)
+    return rows.view(*x.shape[:-1], w.shape[0])
+
+
+def _fake_gelu(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+@define("torchweave::linear_gelu", fake=_fake_gelu, cuda=_linear_gelu_on_gpu)
+def linear_gelu(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """GELU (tanh formula) of x [..., K] @ w [N, K].T + bias [N] -> [..., N], contiguous; on a GPU rounded once, behind the GELU."""
+    return F.gelu(F.linear(x, w, bias), approximate="tanh").contiguous()

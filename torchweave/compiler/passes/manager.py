@@ -45,6 +45,7 @@ from torchweave.compiler.passes.collectives.user_buffers import (
 )
 from torchweave.compiler.passes.torch_ir.delta_gates import DeltaGates
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
+from torchweave.compiler.passes.torch_ir.linear_gelu import LinearGelu
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
 from torchweave.compiler.passes.torch_ir.merge_int_linears import MergeIntLinears
 from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
@@ -73,6 +74,7 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         RotaryAttention(),
         DeltaGates(),
         SmallLinears(table=table),
+        LinearGelu(),
         MergeFp8Linears(),
         MergeIntLinears(),
         Fp8Attention(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torchweave.compiler.backend import compile_graph
 from torchweave.compiler.cache.store import CompileCache, open_cache
 from torchweave.compiler.codegen.inductor import stop_inductor_workers
 from torchweave.compiler.errors import InvariantError
+from torchweave.compiler.passes.torch_ir.linear_gelu import LinearGelu
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config import Plan
@@ -43,6 +45,8 @@ _MEASURED_IMAGE_SIZE = (2048, 2048)  # pixels of the image that is encoded while
 _RECORDED_IMAGE_SIZE = (1024, 1024)  # pixels of the largest image with a CUDA graph; larger ones are bound by kernels
 EXAMPLE_IMAGE_SIZES = ((224, 224), (448, 336), (336, 672))
 """Width and height of the images from which dynamic sizes are known: they differ in patches, rows and tiles."""
+_PASSES = (LinearGelu(),)
+"""They leave each constant a weight of the layer, which those of another layer can replace."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest norm of the difference from the features of the eager encoder, in parts of the norm of these."""
 
@@ -193,9 +197,9 @@ def _compile_group(
             LayerCall(first, signature.structure),
             dict(zip(INPUT_NAMES, inputs, strict=False)),
             signature.dynamic,
-            config=config,
+            config=replace(config, pass_numerics="tolerance"),  # the features are compared with the eager encoder's
             cache=cache,
-            passes=(),  # each constant is a weight of the layer, which those of another layer can replace
+            passes=_PASSES,
             as_eager=True,
         )
     low, high = compiled.sizes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,10 @@ from torchweave.models.multimodal.support import image_token_id
 NO_ROPE_OFFSETS = np.empty((0, 0), np.int32)
 ENCODER_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 """Errors that towers raise for images they reject."""
+_TORCH_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
 
 
 class ImageEncoder:
@@ -104,14 +107,15 @@ class ImageEncoder:
 
 
 def _to_device(array: np.ndarray, pool: Tensor) -> Tensor:
-    """A copy on the pool's device, floating-point numbers in its dtype; the copy to a GPU waits for no step in flight."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
-        tensor = torch.from_numpy(array if array.flags.c_contiguous else array.copy())
-    staged = torch.empty(
-        tensor.shape, dtype=pool.dtype if tensor.is_floating_point() else tensor.dtype, pin_memory=pool.is_cuda
-    )
-    return staged.copy_(tensor).to(pool.device, non_blocking=True)
+    """A copy on the pool's device, floating-point numbers in its dtype; the copy to a GPU waits for no step in flight.
+
+    NumPy copies into pinned memory and the device converts: torch would copy with a thread on each core, which took 8 ms in place
+    of 1 ms on a host without an idle core.
+    """
+    staged = torch.empty(array.shape, dtype=_TORCH_DTYPES[array.dtype.name], pin_memory=pool.is_cuda)
+    np.copyto(staged.numpy(), array)
+    tensor = staged.to(pool.device, non_blocking=True)
+    return tensor.to(pool.dtype) if tensor.is_floating_point() else tensor
 
 
 def _joined(images: Sequence[ImageInput]) -> Mapping[str, Tensor]:
