@@ -270,7 +270,7 @@ def write(
     save(model, folder)
     file, values = folder / "model.safetensors", {}
     tensors = load_file(file)
-    parameters = {parameter.numpy().tobytes(): name for name, parameter in model.named_parameters()}
+    parameters = {each.detach().float().numpy().tobytes(): name for name, each in model.named_parameters()}
     for name in [name for name, tensor in tensors.items() if packs(name) and tensor.ndim == 2]:
         weight = tensors.pop(name).float()
         made, numbers = tensors_and_values(name.removesuffix(".weight"), weight, form)
