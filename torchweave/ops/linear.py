@@ -122,7 +122,7 @@ def fused_linear(
 
 def _linear_gelu_on_gpu(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     """By cuBLASLt's epilogue."""
-    rows = torch._addmm_activation(bias, x.reshape(-1, w.shape[1]), w.t(), use_gelu=True)
+    rows = torch.ops.aten._addmm_activation.default(bias, x.reshape(-1, w.shape[1]), w.t(), use_gelu=True)
     return rows.view(*x.shape[:-1], w.shape[0])
 
 
