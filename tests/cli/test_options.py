@@ -359,7 +359,11 @@ def test_every_engine_option_is_on_the_command_line():
 @given(st.lists(st.text(max_size=8), max_size=6))
 def test_normalize_argv_is_idempotent(argv: list[str]):
     options = options_of(EngineConfig)
-    once = normalize_argv(argv, options)
+    try:
+        once = normalize_argv(argv, options)
+    except ValueError as error:  # such as -cc without its JSON
+        assert str(error).count("\n") == 0
+        return
     assert normalize_argv(once, options) == once
 
 
