@@ -5,8 +5,7 @@
 Builds: `fx` separate operations; `fx fused` Torchweave's kernel; `inductor` Inductor's code; `inductor kept` Inductor's code
 with the op kept. A graph holds a call on each of many copies of the operands, so that caches stay cold; the graphs of all
 builds are replayed in turn. For attention with fused rotary embedding, `inductor` is Inductor's rotary embedding followed by
-attention, `inductor kept` attention alone, and `in the kernel` attention that rotates few rows in its decode kernel, too. The JSON
-holds microseconds per call and their noise.
+attention and `inductor kept` attention alone. The JSON holds microseconds per call and their noise.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from torchweave.compiler.passes.manager import default_passes
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.tuning.measure import Call, GraphClock
 from torchweave.config.options import TorchCompileConfig
-from torchweave.ops.attention.backends.triton import SEPARATE_ROPE_MAX_ROWS, TritonBackend, default_decode_config
+from torchweave.ops.attention.backends.triton import TritonBackend
 from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, LayerSpec
 
 EPS = 1e-5
@@ -161,8 +159,6 @@ def measure_attention(model: Model, tokens: list[int], clock: GraphClock, normed
     """Decode steps of `tokens` sequences with separate caches: Inductor's RoPE and attention, or attention alone."""
     module = Rope(model, normed)
     backend = TritonBackend(torch.device("cuda"))
-    decode = replace(default_decode_config(model.dim, torch.bfloat16), dependent=2, separate_rope_rows=0)
-    rotating = TritonBackend(torch.device("cuda"), decode=decode)
     spec = LayerSpec(model.kv_heads, model.dim, model.dim, model.heads)
     name = "rotary_attention, norms" if normed else "rotary_attention"
     operands = operations(model)["rope"][1]
@@ -194,10 +190,7 @@ def measure_attention(model: Model, tokens: list[int], clock: GraphClock, normed
             call = AttentionCall(*heads(i), out, i, 0.125, cos=given[i]["cos"], sin=given[i]["sin"], **norm)
             step.forward(call, caches[i])
 
-        calls: dict[str, Call] = {"inductor": apart, "inductor kept": inside}
-        if count <= SEPARATE_ROPE_MAX_ROWS:
-            calls["in the kernel"] = partial(inside, step=_decode_step(rotating, spec, count))
-        times = clock.time(calls, copies)
+        times = clock.time({"inductor": apart, "inductor kept": inside}, copies)
         rows += [{"fusion": name, "tokens": count, "build": build} | asdict(timing) for build, timing in times.items()]
     return rows
 
@@ -223,7 +216,7 @@ def _decode_step(backend: TritonBackend, spec: LayerSpec, rows: int) -> Any:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Microseconds of every build, a row per fusion, model and token count."""
-    names = ("fx", "fx fused", "inductor", "inductor kept", "in the kernel")
+    names = ("fx", "fx fused", "inductor", "inductor kept")
     lines = [f"{'fusion':26} {'model':6} {'T':>5}" + "".join(f"{name:>16}" for name in names)]
     for model, fusion, tokens in dict.fromkeys((row["model"], row["fusion"], row["tokens"]) for row in rows):
         found = {

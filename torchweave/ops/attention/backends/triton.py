@@ -55,7 +55,6 @@ class DecodeConfig:
         dot: scores by matrix product, the query heads padded to 16; else by multiply and sum, for small groups.
         dependent: programmatic dependent launch (`kernels/dependent_launch.py`), which lets the next kernel start 1: at once;
             2: at the end; 0: off, for GPUs without it.
-        separate_rope_rows: with dependent launches, a kernel of its own rotates queries and keys of up to this many rows.
     """
 
     block_n: int = 64
@@ -65,7 +64,6 @@ class DecodeConfig:
     min_tiles: int = 4
     dot: bool = True
     dependent: int = 0
-    separate_rope_rows: int = SEPARATE_ROPE_MAX_ROWS
 
 
 @dataclass(frozen=True)
@@ -257,7 +255,7 @@ class TritonStep:
         heads, kv_heads, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         group = heads // kv_heads
         config = backend.decode_config(head_dim, q.dtype)
-        if rotary is not None and config.dependent and meta.num_rows <= config.separate_rope_rows:
+        if rotary is not None and config.dependent and meta.num_rows <= SEPARATE_ROPE_MAX_ROWS:
             q, k = launch_rope(q, k, rotary.cos, rotary.sin, _qk_norm_from(rotary))
             rotary = None
         splits = backend.num_splits(config, meta.num_rows, kv_heads, meta.max_seq_len)
