@@ -31,13 +31,18 @@ def import_without_torch() -> None:
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
-    advice = logging.getLogger("transformers")  # would warn of the missing torch
-    sys.modules["torch"], advice.disabled = None, True  # type: ignore[assignment]
+    logger = logging.getLogger("transformers")  # would warn of the missing torch
+    logger.addFilter(_drop)  # `disabled` would not last: uvicorn configures logging meanwhile and resets it
+    sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
     finally:
         del sys.modules["torch"]
-        advice.disabled = False
+        logger.removeFilter(_drop)
+
+
+def _drop(_: logging.LogRecord) -> bool:
+    return False
 
 
 class TextTooLong(ValueError):

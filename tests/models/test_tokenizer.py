@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -189,3 +191,22 @@ def test_trust_remote_code_runs_tokenizer_code(tmp_path: Path, monkeypatch: pyte
         Tokenizer(tmp_path).encode("a")
     trusted = Tokenizer(tmp_path, trust_remote_code=True)
     assert type(trusted.hf_tokenizer).__name__ == "OwnTokenizer" and trusted.decode(trusted.encode("a b")) == "a b"
+
+
+def test_import_without_torch_is_silent_while_logging_is_configured() -> None:
+    """uvicorn configures logging in the thread beside the import."""
+    code = """
+import logging.config, sys
+from torchweave.tokenizer import import_without_torch
+
+class Configure:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("transformers."):
+            logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+
+sys.meta_path.insert(0, Configure())
+import_without_torch()
+assert "torch" not in sys.modules and "transformers" in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
