@@ -31,14 +31,14 @@ def import_without_torch() -> None:
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
-    logger = logging.getLogger("transformers")  # would warn of the missing torch
-    logger.addFilter(_drop)  # `disabled` would not last: uvicorn configures logging meanwhile and resets it
+    advice = logging.getLogger("transformers")  # would warn of the missing torch
+    advice.addFilter(_drop)  # `disabled` would not last: uvicorn configures logging meanwhile and resets it
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
     finally:
         del sys.modules["torch"]
-        logger.removeFilter(_drop)
+        advice.removeFilter(_drop)
 
 
 def _drop(_: logging.LogRecord) -> bool:
