@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import walk_packages
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from torchweave.compiler.precompile.kernel_jobs import (  # noqa: E402
     wait_for_kernels,
 )
 from torchweave.compiler.precompile.workers import KernelWorkers  # noqa: E402
+from torchweave.ops import kernels  # noqa: E402
 from torchweave.ops.kernels import step_io as step  # noqa: E402
 from torchweave.ops.kernels.quant import int_linear  # noqa: E402
 from torchweave.ops.kernels.sampling import sample as sampling  # noqa: E402
@@ -170,6 +173,30 @@ def test_workers_exit_silently_when_the_process_that_started_them_was_killed(mon
     worker.send("a result that nobody reads")
     parent.close()
     kernel_workers.main(os.dup(worker.fileno()), 1)
+
+
+def test_kernel_key_does_not_depend_on_addresses() -> None:
+    """Triton 3.6 sorts the global variables of a kernel and of its inner functions by name and by the address of their module."""
+    modules = [importlib.import_module(each.name) for each in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    functions = [each for module in modules for each in vars(module).values() if isinstance(each, JITFunction)]
+    assert len(functions) > 100
+    for function in functions:
+        values: dict[str, set[str]] = {}
+        for inner in _inner_functions(function):
+            for (name, _), (value, _) in inner.used_global_vals.items():
+                values.setdefault(name, set()).add(str(value))
+        ambiguous = [name for name, different in values.items() if len(different) > 1]
+        assert not ambiguous, f"{function.fn.__module__}.{function.fn.__name__} reads two global variables {ambiguous}"
+
+
+def _inner_functions(function: JITFunction) -> Iterator[JITFunction]:
+    """The function, hashed, and those that it calls."""
+    assert function.cache_key
+    yield function
+    for name in function.fn.__code__.co_names:
+        inner = function.fn.__globals__.get(name)
+        if isinstance(inner, JITFunction) and inner is not function:
+            yield from _inner_functions(inner)
 
 
 @pytest.mark.usefixtures("hopper")
