@@ -26,6 +26,7 @@ from torchweave.images import ImageInput, ImageLimits, ImageProcessor, blank_ima
 from torchweave.models.load import LoadedModel
 from torchweave.models.multimodal.image_encoder import ENCODER_ERRORS, ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.models.multimodal.patch_embedding import patch_convolutions, use_products
 from torchweave.models.multimodal.vision_layers import (
     INPUT_NAMES,
     Arguments,
@@ -160,6 +161,7 @@ def compile_layers(
         try:
             expected = [encoder.features(image) for image in images]
             on_failure.callback(use_varlen_attention(layers))
+            on_failure.callback(use_products(patch_convolutions(encoder.model)))
             on_failure.callback(_restore, layers)
             for group in groups:
                 with watch(group) as calls:
