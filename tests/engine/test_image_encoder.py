@@ -103,6 +103,26 @@ def test_layers_use_their_own_weights() -> None:
     assert not torch.allclose(encoder.features(image), before)
 
 
+def test_layers_use_their_own_merged_weights() -> None:
+    """Those of q, k and v become views of one tensor in each layer, which the layer's own forward reads as well."""
+    entry, encoder = zoo_encoder("gemma3")
+    (image,) = images(entry, range(1))
+    (group,) = tower_layers(encoder.model)
+    names = [f"self_attn.{name}_proj.{kind}" for kind in ("weight", "bias") for name in "qkv"]
+    values = [{name: layer.get_parameter(name).clone() for name in names} for layer in group]
+    compile_layers(encoder, images(entry, range(3)), QUICK, None, Report(show=False))
+    before = encoder.features(image)
+    for layer, expected in zip(group, values, strict=True):
+        stacked = [layer.get_parameter(name) for name in names]
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in zip(names, stacked, strict=True))
+        assert len({tensor.untyped_storage().data_ptr() for tensor in stacked}) == 2
+        for tensor in (*stacked[:4], stacked[5]):  # a softmax is the same with any bias of keys
+            kept = tensor.clone()
+            tensor.data.add_(torch.randn_like(tensor))
+            assert not torch.allclose(encoder.features(image), before)
+            tensor.data.copy_(kept)
+
+
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d])
 @pytest.mark.parametrize("bias", [True, False])
 def test_patch_convolutions_are_products(kind: Any, bias: bool) -> None:
