@@ -82,8 +82,10 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _unknown_path(app: FastAPI, request: Request) -> str:
-    """Names the method, the path and the nearest path that exists."""
-    hint = did_you_mean(request.url.path, app.openapi()["paths"], "see /docs for the available ones")
+    """Names the method, the path and the nearest path that takes this method."""
+    method = "get" if request.method == "HEAD" else request.method.lower()
+    known = [path for path, methods in app.openapi()["paths"].items() if method in methods]
+    hint = did_you_mean(request.url.path, known, "see /docs for the available ones")
     return f"{request.method} {request.url.path[:200]}: this path does not exist; {hint}" + (
         "" if hint[-1] == "?" else "."
     )

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 _CLOSE = 0.85
 """Of two names without their separators: they are the same name with a slip in it."""
-_WORDS_CLOSE = 0.7
+_WORDS_CLOSE = 0.8
 """Of two words: one is the other, misspelt."""
 
 
@@ -24,6 +24,8 @@ VLLM_NAMES = {
     "cpu_offload_gb": "weights stay on the device: quantize them (quantization) or use several GPUs (tensor_parallel_size)",
     "disable_custom_all_reduce": "the option is symmetric_memory=false",
     "distributed_executor_backend": "the option is executor",
+    "functions": "the field is tools",
+    "function_call": "the field is tool_choice",
     "enable_auto_tool_choice": "leave it out: requests may always bring tools",
     "guided_decoding": "the parameter is structured_outputs=StructuredOutputs(...)",
     **{f"guided_{form}": f"the option is structured_outputs.{form}" for form in ("json", "regex", "choice", "grammar")},
