@@ -326,6 +326,21 @@ def test_help_does_not_import_torch():
     assert done.returncode == 0 and "generate" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", "demo", "a", "--gpu_memory_utilization", "2"],
+        ["chat", "demo", "--max_batch_size", "0"],
+        ["explain", "demo", "--block_size", "0"],
+        ["generate", "demo", "a", "--structured_outputs.regex", "["],
+    ],
+    ids=" ".join,
+)
+def test_an_invalid_option_is_refused_before_torch_is_imported(argv: list[str]):
+    code = f"import sys; from torchweave.cli.main import main; sys.exit(main({argv}) != 2 or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "explain", "models", "bench"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
