@@ -75,6 +75,8 @@ class LLM:
     def __init__(
         self, model: str, *, report: Report | None = None, disable_log_stats: bool = False, **options: Any
     ) -> None:
+        if not isinstance(disable_log_stats, bool):
+            raise ValueError(f"disable_log_stats={disable_log_stats!r} must be True or False")
         self._with_metrics = not disable_log_stats
         self._open(engine_config({"model": model, **options}), report, None)
 
