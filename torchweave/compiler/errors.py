@@ -30,7 +30,7 @@ _VALUE_DECISION = (
     "forward decides by the values of a tensor (a branch, a loop or a Python number); compute each result and select by "
     "`torch.where`, or put it into a custom op"
 )
-_UNTRACED_CALL = re.compile(
+_UNSUPPORTED_CALL = re.compile(
     r"(?:trace builtin operator|marked that the function|trace the builtin) `(?P<name>[\w.]+?)\.?`", re.DOTALL
 )
 """Dynamo's explanation of a call that it does not trace: `print`, `torch.manual_seed`, `time.sleep`."""
@@ -103,7 +103,7 @@ def _one_line_message(error: BaseException, size_names: Mapping[str, str]) -> st
     title = lines[0] if lines else type(error).__name__
     if title == "Data-dependent branching":
         return _VALUE_DECISION
-    if call := _UNTRACED_CALL.search(text):
+    if call := _UNSUPPORTED_CALL.search(text):
         return f"forward calls `{call['name']}`, which cannot be captured; call it outside of forward, or in a custom op"
     for line in lines:
         if line.startswith("Explanation:"):

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
-_LISTING = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
+_GRAMMAR_LINES = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
 _MISSING = "stop_regex requires the package llguidance; install torchweave[structured]."
 _NUM_BYTES = 256
 
@@ -42,8 +42,8 @@ def one_line_reason(error: str, with_place: bool = False) -> str:
         with_place: name the line and the column, where the grammar is the user's own.
     """
     place = _PLACE.match(error)
-    syntax = re.search(r"^error: (.+)$", error, re.MULTILINE)  # of a regular expression, behind its own listing
-    reason = syntax[1] if syntax else _LISTING.sub("", error[place.end() if place else 0 :])
+    found = re.search(r"^error: (.+)$", error, re.MULTILINE)  # of a regular expression, behind its own listing
+    reason = found[1] if found else _GRAMMAR_LINES.sub("", error[place.end() if place else 0 :])
     reason = " ".join(reason.split()).rstrip(".")
     return f"line {place[1]}, column {place[2]}: {reason}" if place and with_place else reason
 
