@@ -203,7 +203,10 @@ FAULTS = [
     (["explain", "demo", "--html", "/"], "--html /: this is a folder; name a file in it"),
     (["explain", "demo", "--html", "~nobody-of-this-name/a.html"], "there is no home folder ~nobody-of-this-name"),
     (["explain", "demo", "--dump-dir", "~nobody-of-this-name/a"], "there is no home folder ~nobody-of-this-name"),
-    (["bench", "latency", "--model", "demo", "--batch_sizes", "4,0"], "batch_sizes holds 0; every number must be at least"),
+    (
+        ["bench", "latency", "--model", "demo", "--batch_sizes", "4,0"],
+        "batch_sizes holds 0; every number must be at least",
+    ),
     (["bench", "latency", "--model", "demo", "--ttft_lens", "0"], "ttft_lens holds 0; every number must be at least 1"),
     (["bench", "suite", "--model", "demo", "--num_requests", "-1"], "num_requests=-1 must be at least 0"),
     (["bench", "host", "--output", "/"], "--output /: this is a folder; name a file in it"),

@@ -124,7 +124,10 @@ def _seed(self: Any, tokens: Tensor, mask: Tensor) -> Tensor:
             r"forward decides by the values of a tensor \(a branch, a loop or a Python number\); compute each result",
         ),
         (_print, r"forward calls `print`, which cannot be captured; call it outside of forward, or in a custom op$"),
-        (_seed, r"forward calls `manual_seed`, which cannot be captured; call it outside of forward, or in a custom op$"),
+        (
+            _seed,
+            r"forward calls `manual_seed`, which cannot be captured; call it outside of forward, or in a custom op$",
+        ),
         (
             _slice,
             r"forward makes a tensor with a size that depends on the values of a tensor; every size must be constant or",

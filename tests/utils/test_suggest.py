@@ -43,6 +43,16 @@ def test_a_name_of_vllm_has_what_to_do_in_its_place() -> None:
     assert suggest_value("dtype", "awq", ["fp8"]) == ""
 
 
+def test_a_value_is_compared_with_near_values_only() -> None:
+    assert (
+        suggest_value("pooling_type", "cls", ["last", "mean"])
+        == suggest_value("load_format", "safetensors", ["auto"])
+        == ""
+    )
+    assert suggest_value("method", "eagle", ["ngram", "eagle3"]) == "; did you mean 'eagle3'?"
+    assert suggest_value("dtype", "bf16", ["float16", "bfloat16"]) == "; did you mean 'bfloat16'?"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -57,3 +67,10 @@ def test_an_unknown_sampling_parameter_is_refused_with_a_suggestion(name: str, w
         SamplingParams(**values)
     with pytest.raises(TypeError, match=r"LLM\.generate got .* 'lora_request'; LoRA adapters are not supported"):
         LLM.generate(object(), "hi", lora_request=None)  # type: ignore[arg-type, call-arg]
+    unknown: Any = {"lora_request": None}
+    llm: Any = object()
+    for method in (LLM.embed, LLM.classify, LLM.score, LLM.stream):
+        with pytest.raises(
+            TypeError, match=rf"LLM\.{method.__name__} got .* 'lora_request'; LoRA adapters are not supported"
+        ):
+            method(llm, "hi", **unknown)

@@ -104,7 +104,9 @@ def _one_line_message(error: BaseException, size_names: Mapping[str, str]) -> st
     if title == "Data-dependent branching":
         return _VALUE_DECISION
     if call := _UNSUPPORTED_CALL.search(text):
-        return f"forward calls `{call['name']}`, which cannot be captured; call it outside of forward, or in a custom op"
+        return (
+            f"forward calls `{call['name']}`, which cannot be captured; call it outside of forward, or in a custom op"
+        )
     for line in lines:
         if line.startswith("Explanation:"):
             return f"{title}: {line.removeprefix('Explanation:').strip()}"

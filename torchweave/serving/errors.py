@@ -135,7 +135,7 @@ def _invalid(error: RequestValidationError | ValidationError) -> ApiError:
     if param is None:
         return ApiError(400, "The body must be a JSON object, sent as Content-Type: application/json.")
     if first["type"] == "too_short":
-        return ApiError(400, f"{param} must hold at least {first['ctx']['min_length']} item.", param=param)
+        return ApiError(400, f"{param} must hold at least {first.get('ctx', {})['min_length']} item.", param=param)
     if first["type"] == "extra_forbidden":
         sentence = "unknown field; leave it out"
     elif first["type"] in _KINDS:

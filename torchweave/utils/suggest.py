@@ -32,7 +32,9 @@ VLLM_NAMES = {
     "guided_decoding": "the parameter is structured_outputs=StructuredOutputs(...)",
     **{f"guided_{form}": f"the option is structured_outputs.{form}" for form in ("json", "regex", "choice", "grammar")},
     "guided_decoding_backend": "leave it out: llguidance is the only backend",
-    **dict.fromkeys(("hf_overrides", "rope_scaling", "rope_theta"), "change config.json in a copy of the model's folder"),
+    **dict.fromkeys(
+        ("hf_overrides", "rope_scaling", "rope_theta"), "change config.json in a copy of the model's folder"
+    ),
     "logits_processors": "functions are not called on logits: use logit_bias, bad_words, allowed_token_ids or structured_outputs",
     "max_seq_len_to_capture": "the option is torch_compile_config.capture_num_tokens",
     "model_impl": "leave it out: the model is always transformers' own class",
@@ -88,7 +90,7 @@ def suggest_value(option: str, value: object, known: Iterable[object]) -> str:
     """End of an error about a value that is none of `known`, with its semicolon; empty without a suggestion."""
     if hint := _VLLM_VALUES.get((option.removeprefix("--"), str(value))):
         return f"; {hint}"
-    near = difflib.get_close_matches(str(value), map(str, known), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(value), map(str, known), n=1)  # `cls` is not `last`
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
