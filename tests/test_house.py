@@ -116,6 +116,7 @@ def test_lazy_exports_resolve():
         assert names
         for name in names:
             assert getattr(package, name) is not None, name
+            assert name in dir(package), f"{name} is not completed in a Python shell"
 
 
 def test_importing_the_package_is_light():

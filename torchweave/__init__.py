@@ -68,3 +68,7 @@ def __getattr__(name: str) -> Any:
     if name not in LAZY_EXPORTS:
         raise AttributeError(f"module 'torchweave' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(LAZY_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

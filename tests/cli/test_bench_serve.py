@@ -237,6 +237,14 @@ def test_invalid_options_give_one_line_errors(options: list[str], expected: str,
     assert expected in capsys.readouterr().err
 
 
+def test_waiting_for_a_server_is_reported(capsys: pytest.CaptureFixture[str]):
+    argv = ["bench", "serve", "--quiet", "--base_url", "http://127.0.0.1:1", "--ready_check_timeout_sec", "1.2"]
+    assert main(argv) == 2
+    waiting, refused = capsys.readouterr().err.splitlines()
+    assert waiting.startswith("Waiting for a server at http://127.0.0.1:1 (") and "at most 1.2 s" in waiting
+    assert "no ready server" in refused
+
+
 def test_missing_api_key_error_names_the_environment_variable(capsys: pytest.CaptureFixture[str]):
     with serving(FakeServer(locked=True)) as server:
         assert main(["bench", "serve", "--quiet", "--base_url", server.url]) == 2

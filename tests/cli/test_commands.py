@@ -203,6 +203,12 @@ FAULTS = [
     (["explain", "demo", "--html", "/"], "--html /: this is a folder; name a file in it"),
     (["explain", "demo", "--html", "~nobody-of-this-name/a.html"], "there is no home folder ~nobody-of-this-name"),
     (["explain", "demo", "--dump-dir", "~nobody-of-this-name/a"], "there is no home folder ~nobody-of-this-name"),
+    (
+        ["bench", "latency", "--model", "demo", "--batch_sizes", "4,0"],
+        "batch_sizes holds 0; every number must be at least",
+    ),
+    (["bench", "latency", "--model", "demo", "--ttft_lens", "0"], "ttft_lens holds 0; every number must be at least 1"),
+    (["bench", "suite", "--model", "demo", "--num_requests", "-1"], "num_requests=-1 must be at least 0"),
     (["bench", "host", "--output", "/"], "--output /: this is a folder; name a file in it"),
     (["bench", "host", "--output", f"{__file__}/a.json"], "is not a folder; name another file"),
     (["bench", "host", "--output", f"/{'a' * 300}.json"], "File name too long; name another file"),
@@ -321,6 +327,21 @@ def test_help_does_not_import_torch():
     code = "import sys; from torchweave.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "generate" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", "demo", "a", "--gpu_memory_utilization", "2"],
+        ["chat", "demo", "--max_batch_size", "0"],
+        ["explain", "demo", "--block_size", "0"],
+        ["generate", "demo", "a", "--structured_outputs.regex", "["],
+    ],
+    ids=" ".join,
+)
+def test_an_invalid_option_is_refused_before_torch_is_imported(argv: list[str]):
+    code = f"import sys; from torchweave.cli.main import main; sys.exit(main({argv}) != 2 or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "explain", "models", "bench"])

@@ -61,6 +61,22 @@ def test_importing_the_package_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mode": "reduce-overhead"}, "cuda_graphs=True does what torch.compile's reduce-overhead does"),
+        ({"fullgraph": True}, "leave it out: forward is always captured as one graph"),
+        ({"backend": "inductor"}, "unless enable_inductor is false"),
+        ({"dynamics": {}}, "did you mean dynamic"),
+    ],
+)
+def test_a_keyword_of_torch_compile_is_refused_with_what_to_do(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"compile got an unexpected keyword argument '{next(iter(options))}'; .*{sentence}"
+    ):
+        torchweave.compile(nn.Linear(8, 8), {"input": torch.randn(2, 8)}, **options)
+
+
 def test_a_plain_module_with_a_dictionary_result() -> None:
     class Head(nn.Module):
         def __init__(self) -> None:

@@ -78,6 +78,22 @@ def _slice(self: nn.Module, tokens: Tensor) -> Tensor:
     return tokens[: int(tokens[0, 0].item())]
 
 
+def _select_a_branch(self: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    if tokens.sum() > 0:
+        return tokens
+    return -tokens
+
+
+def _print(self: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    print(tokens.shape)
+    return tokens
+
+
+def _seed(self: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return tokens + torch.rand_like(tokens)
+
+
 @pytest.mark.parametrize(
     ("forward", "said"),
     [
@@ -102,6 +118,15 @@ def _slice(self: nn.Module, tokens: Tensor) -> Tensor:
         (
             _select,
             r"forward decides by the values of a tensor \(a branch, a loop or a Python number\); compute each result",
+        ),
+        (
+            _select_a_branch,
+            r"forward decides by the values of a tensor \(a branch, a loop or a Python number\); compute each result",
+        ),
+        (_print, r"forward calls `print`, which cannot be captured; call it outside of forward, or in a custom op$"),
+        (
+            _seed,
+            r"forward calls `manual_seed`, which cannot be captured; call it outside of forward, or in a custom op$",
         ),
         (
             _slice,

@@ -99,6 +99,35 @@ def test_without_statistics_outputs_have_no_times() -> None:
         assert silent.generate(PROMPT, GREEDY)[0].metrics is None
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"generation_config": "vllm"}, r"SamplingParams\(\) has vLLM's defaults"),
+        ({"override_generation_config": {}}, "set SamplingParams"),
+        ({"structured_outputs_config": {}}, "llguidance is the only backend"),
+        ({"model_impl": "transformers"}, "transformers' own class"),
+        ({"rope_scaling": {}}, r"change config\.json"),
+        ({"skip_tokenizer_init": True}, "detokenize=False"),
+        ({"async_scheduling": True}, "run_ahead"),
+        ({"disable_log_stats": "x"}, "must be True or False"),
+    ],
+)
+def test_an_option_of_vllm_is_refused_with_what_to_do(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        LLM("demo", device="cpu", report=Report(show=False), **options)
+
+
+def test_a_keyword_or_prompt_of_vllm_is_refused_with_what_to_do(llm: LLM) -> None:
+    unknown: Any = {"prompt_token_ids": [[1]]}
+    with pytest.raises(TypeError, match="pass token ids as prompts"):
+        llm.generate([], GREEDY, **unknown)
+    unknown = {"priority": [1]}
+    with pytest.raises(TypeError, match="a field of the server's requests"):
+        llm.generate(PROMPT, GREEDY, **unknown)
+    with pytest.raises(ValueError, match=r'or \{"prompt_token_ids": ids\}; this one has \'prompt_embeds\''):
+        llm.generate({"prompt_embeds": 1}, GREEDY)
+
+
 def test_without_detokenization_there_are_only_ids(llm: LLM) -> None:
     whole = llm.generate(PROMPT, GREEDY)[0].outputs[0]
     ids = llm.generate(PROMPT, replace(GREEDY, detokenize=False, logprobs=0))[0].outputs[0]

@@ -30,7 +30,8 @@ def test_a_misspelt_name_is_recognised(name: str, suggestion: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["logprob_token_ids", "input_token_ids", "return_hidden_states", "thinking_token_budget"]
+    "name",
+    ["logprob_token_ids", "input_token_ids", "return_hidden_states", "thinking_token_budget", "junctions"],
 )
 def test_a_name_that_shares_words_with_another_is_not_that_one(name: str) -> None:
     assert did_you_mean(name, KNOWN, "leave it out") == "leave it out"
@@ -40,6 +41,16 @@ def test_a_name_of_vllm_has_what_to_do_in_its_place() -> None:
     assert "merge the adapter" in did_you_mean("enable_lora", ["enable_fullgraph"], "leave it out")
     assert suggest_value("quantization", "awq", ["fp8"]).endswith("leave it out")
     assert suggest_value("dtype", "awq", ["fp8"]) == ""
+
+
+def test_a_value_is_compared_with_near_values_only() -> None:
+    assert (
+        suggest_value("pooling_type", "cls", ["last", "mean"])
+        == suggest_value("load_format", "safetensors", ["auto"])
+        == ""
+    )
+    assert suggest_value("method", "eagle", ["ngram", "eagle3"]) == "; did you mean 'eagle3'?"
+    assert suggest_value("dtype", "bf16", ["float16", "bfloat16"]) == "; did you mean 'bfloat16'?"
 
 
 @pytest.mark.parametrize(
@@ -56,3 +67,10 @@ def test_an_unknown_sampling_parameter_is_refused_with_a_suggestion(name: str, w
         SamplingParams(**values)
     with pytest.raises(TypeError, match=r"LLM\.generate got .* 'lora_request'; LoRA adapters are not supported"):
         LLM.generate(object(), "hi", lora_request=None)  # type: ignore[arg-type, call-arg]
+    unknown: Any = {"lora_request": None}
+    llm: Any = object()
+    for method in (LLM.embed, LLM.classify, LLM.score, LLM.stream):
+        with pytest.raises(
+            TypeError, match=rf"LLM\.{method.__name__} got .* 'lora_request'; LoRA adapters are not supported"
+        ):
+            method(llm, "hi", **unknown)

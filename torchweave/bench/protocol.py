@@ -62,6 +62,11 @@ class Sizes:
         for name in ("input_len", "output_len", "repeats", "compare_requests", "compare_output_len", "running"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("batch_sizes", "ttft_lens"):
+            if wrong := [each for each in getattr(self, name) if each < 1]:
+                raise ValueError(f"{name} holds {wrong[0]}; every number must be at least 1")
+        if self.num_requests < 0:
+            raise ValueError(f"num_requests={self.num_requests} must be at least 0")
         for text in self.prefill:
             if not re.fullmatch(r"0*[1-9]\d*x0*[1-9]\d*", text):
                 raise ValueError(f"prefill={text!r} is not valid: it takes REQUESTSxTOKENS, such as 16x1024")

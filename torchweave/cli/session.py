@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torchweave.cli.arguments import config_from_args, engine_config
 from torchweave.config.options import EngineConfig
+from torchweave.config.validate import check_names, check_value_ranges
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 from torchweave.engine.startup.early_start import prestart_workers
@@ -63,6 +64,8 @@ def _check_tokenizer(config: EngineConfig, chat: bool) -> None:
 def engine(args: argparse.Namespace, needs: Literal["", "tokenizer", "chat template"] = "") -> Iterator[LLM]:
     """An engine for the arguments, after a look at what the command needs; leaving the context cancels running requests."""
     config = engine_config(args)
+    check_names(config, None)  # before torch is imported for the tokenizer
+    check_value_ranges(config)
     if needs:
         _check_tokenizer(config, needs == "chat template")
     for name in ("transformers", "torch"):  # their start-up advice does not concern users of a command

@@ -43,3 +43,7 @@ def __getattr__(name: str) -> Any:
     if name not in LAZY_EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(LAZY_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *LAZY_EXPORTS})

@@ -28,6 +28,7 @@ from torchweave.config.options import TorchCompileConfig
 from torchweave.config.validate import check_folders, config_from
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
+from torchweave.utils.suggest import suggest_keywords
 
 Dynamic = Mapping[str, Mapping[int, str]]
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
@@ -58,6 +59,7 @@ def compile(
     max_cuda_graphs: int = 64,
     static_outputs: bool = False,
 ) -> Callable[[ModuleClass], ModuleClass]: ...
+@suggest_keywords
 def compile(
     module: Any = None,
     inputs: Mapping[str, Tensor] | None = None,

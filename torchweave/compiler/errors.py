@@ -26,6 +26,14 @@ _FAILED_OPERATION = re.compile(
 _SYMBOL = re.compile(r"\b(?:[su]|zu?f)\d+\b")
 """A symbol of a size or a float: of an input (`s52`), or of a number that depends on data (`u0`, `zuf0`)."""
 _UNKNOWN_CONDITION = re.compile(r"data-dependent expression (.+?) \(unhinted")
+_VALUE_DECISION = (
+    "forward decides by the values of a tensor (a branch, a loop or a Python number); compute each result and select by "
+    "`torch.where`, or put it into a custom op"
+)
+_UNSUPPORTED_CALL = re.compile(
+    r"(?:trace builtin operator|marked that the function|trace the builtin) `(?P<name>[\w.]+?)\.?`", re.DOTALL
+)
+"""Dynamo's explanation of a call that it does not trace: `print`, `torch.manual_seed`, `time.sleep`."""
 _ERROR_IN_FORWARD = re.compile(r"^Observed exception\n.*context: raised exception (.+?)$", re.DOTALL | re.MULTILINE)
 """Dynamo's message of an exception that forward does not catch."""
 
@@ -87,15 +95,18 @@ def _one_line_message(error: BaseException, size_names: Mapping[str, str]) -> st
         )
     if unknown := _UNKNOWN_CONDITION.search(text):
         if _SYMBOL.search(unknown[1]):
-            return (
-                "forward decides by the values of a tensor (a branch, a loop or a Python number); compute each result and select "
-                "by `torch.where`, or put it into a custom op"
-            )
+            return _VALUE_DECISION
         return f'dynamic_shapes="unbacked" decides no branch on a size, and forward has one (`{unknown[1]}`)'
     if found := _ERROR_IN_FORWARD.search(text):
         return f"forward raises {found[1]} while it is traced"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     title = lines[0] if lines else type(error).__name__
+    if title == "Data-dependent branching":
+        return _VALUE_DECISION
+    if call := _UNSUPPORTED_CALL.search(text):
+        return (
+            f"forward calls `{call['name']}`, which cannot be captured; call it outside of forward, or in a custom op"
+        )
     for line in lines:
         if line.startswith("Explanation:"):
             return f"{title}: {line.removeprefix('Explanation:').strip()}"

@@ -75,6 +75,8 @@ class LLM:
     def __init__(
         self, model: str, *, report: Report | None = None, disable_log_stats: bool = False, **options: Any
     ) -> None:
+        if not isinstance(disable_log_stats, bool):
+            raise ValueError(f"disable_log_stats={disable_log_stats!r} must be True or False")
         self._with_metrics = not disable_log_stats
         self._open(engine_config({"model": model, **options}), report, None)
 
@@ -268,6 +270,7 @@ class LLM:
 
     # -- models that pool ----------------------------------------------------------------------------------------------
 
+    @suggest_keywords
     def embed(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = False, *, dimensions: int | None = None
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
@@ -282,6 +285,7 @@ class LLM:
         """
         return pooling_methods.embed(self, as_list(prompts), dimensions, use_tqdm)
 
+    @suggest_keywords
     def classify(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = False, *, use_activation: bool = True
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
@@ -316,6 +320,7 @@ class LLM:
         warnings.warn(why, DeprecationWarning, stacklevel=3)
         return self._require_tokenizer().encode(prompts)
 
+    @suggest_keywords
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], use_tqdm: bool = False
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
@@ -331,6 +336,7 @@ class LLM:
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
+    @suggest_keywords
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
         """Generate completions of a prompt; yields new text and tokens, with `finish_reason` in the last output of each.
 

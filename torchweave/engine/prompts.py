@@ -28,7 +28,10 @@ def text_and_images(prompt: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     text = prompt.get("prompt", prompt.get("prompt_token_ids"))
     if unknown or text is None:
         wrong = f"has {sorted(unknown)[0]!r}" if unknown else "has no prompt"
-        raise ValueError(f'A prompt is {{"prompt": text, "multi_modal_data": {{"image": ...}}}}; this one {wrong}.')
+        raise ValueError(
+            'A prompt is {"prompt": text}, with "multi_modal_data": {"image": ...} for images, or {"prompt_token_ids": ids}; '
+            f"this one {wrong}."
+        )
     images = data.get("image")
     images = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
     if images and not isinstance(text, str):

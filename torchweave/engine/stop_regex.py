@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from typing import Any
 
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_GRAMMAR_LINES = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
 _MISSING = "stop_regex requires the package llguidance; install torchweave[structured]."
 _NUM_BYTES = 256
 
@@ -32,6 +35,19 @@ def _tokenizer() -> Any:
     return LLTokenizer(TokenizerWrapper(_Bytes()))  # type: ignore[arg-type]
 
 
+def one_line_reason(error: str, with_place: bool = False) -> str:
+    """An error of llguidance without its listing of the grammar, of which it makes expressions a part.
+
+    Args:
+        with_place: name the line and the column, where the grammar is the user's own.
+    """
+    place = _PLACE.match(error)
+    found = re.search(r"^error: (.+)$", error, re.MULTILINE)  # of a regular expression, behind its own listing
+    reason = found[1] if found else _GRAMMAR_LINES.sub("", error[place.end() if place else 0 :])
+    reason = " ".join(reason.split()).rstrip(".")
+    return f"line {place[1]}, column {place[2]}: {reason}" if place and with_place else reason
+
+
 class RegexMatcher:
     """Finds the first place where a text, read in parts, has matched a regular expression.
 
@@ -50,8 +66,8 @@ class RegexMatcher:
         self.pattern = pattern
         self._matcher = LLMatcher(_tokenizer(), LLMatcher.grammar_from_regex(f"(?s:.*)(?:{pattern})"))
         if self._matcher.is_error():
-            reason = " ".join(self._matcher.get_error().split())[:200]
-            raise ValueError(f"stop_regex cannot be {pattern[:200]!r}: {reason}")
+            reason = one_line_reason(self._matcher.get_error())[:200]
+            raise ValueError(f"stop_regex cannot be {pattern[:200]!r}: {reason}.")
         if self._matcher.is_accepting():
             raise ValueError(f"stop_regex must not match the empty text, as {pattern[:200]!r} does.")
 

@@ -18,6 +18,14 @@ from torchweave.utils.suggest import did_you_mean
 
 _NAMED_FIELD = re.compile(r"(\w+) (?:must|requires|cannot) ")
 """The field that a message of the engine begins with."""
+_KINDS = {
+    "string_type": "a text",
+    "list_type": "a list",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
+}
+"""What pydantic expected, by its type of error."""
+_UNION_MEMBER = re.compile(r"str|.* .*|.*[\[(].*")
+"""Pydantic's names of a union's members (`str`, `list[str]`) and the tags of body variants (`a text`), which are no fields."""
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -82,8 +90,10 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _unknown_path(app: FastAPI, request: Request) -> str:
-    """Names the method, the path and the nearest path that exists."""
-    hint = did_you_mean(request.url.path, app.openapi()["paths"], "see /docs for the available ones")
+    """Names the method, the path and the nearest path that takes this method."""
+    method = "get" if request.method == "HEAD" else request.method.lower()
+    known = [path for path, methods in app.openapi()["paths"].items() if method in methods]
+    hint = did_you_mean(request.url.path, known, "see /docs for the available ones")
     return f"{request.method} {request.url.path[:200]}: this path does not exist; {hint}" + (
         "" if hint[-1] == "?" else "."
     )
@@ -111,10 +121,12 @@ def _unread_sentence(why: BaseException | None) -> str:
 
 def _invalid(error: RequestValidationError | ValidationError) -> ApiError:
     """The first validation error of a body, with the field's name."""
-    first = error.errors()[0]
-    # Without the tags of body variants ("a text", ...).
-    where = [part for part in first["loc"] if part != "body" and " " not in str(part)]
-    param = ".".join(map(str, where)) or None
+    errors = [(_field(each["loc"]), each) for each in error.errors()]
+    prefix = errors[0][0]
+    where = max((place for place, _ in errors if place[: len(prefix)] == prefix), key=len)  # of a union: what fits best
+    same_field = [each for place, each in errors if place == where]
+    first = same_field[0]
+    param = ".".join(where) or None
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
     sentence = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
@@ -122,4 +134,14 @@ def _invalid(error: RequestValidationError | ValidationError) -> ApiError:
         return ApiError(400, sentence if sentence.endswith("?") else f"{sentence}.")
     if param is None:
         return ApiError(400, "The body must be a JSON object, sent as Content-Type: application/json.")
+    if first["type"] == "too_short":
+        return ApiError(400, f"{param} must hold at least {first.get('ctx', {})['min_length']} item.", param=param)
+    if first["type"] == "extra_forbidden":
+        sentence = "unknown field; leave it out"
+    elif first["type"] in _KINDS:
+        sentence = f"expected {' or '.join(dict.fromkeys(_KINDS[each['type']] for each in same_field))}"
     return ApiError(400, f"{param}: {sentence}" + ("" if sentence.endswith("?") else "."), param=param)
+
+
+def _field(place: tuple[int | str, ...]) -> tuple[str, ...]:
+    return tuple(str(part) for part in place if part != "body" and not _UNION_MEMBER.fullmatch(str(part)))

@@ -267,8 +267,8 @@ def test_an_abandoned_stream_frees_its_slot(llm: LLM) -> None:
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"regex": "a(b"}, "structured_outputs.regex cannot be used: .*unclosed group"),
-    ({"regex": "(?=a)b"}, "look-around"),
+    ({"regex": "a(b"}, r"structured_outputs\.regex cannot be used: unclosed group\.$"),
+    ({"regex": "(?=a)b"}, "cannot be used: look-around, including look-ahead and look-behind, is not supported"),
     ({"json": "{3"}, r"structured_outputs.json cannot be used: it is not JSON: .*\.$"),
     ({"json": "[3]"}, "a JSON schema must be an object"),
     ({"json": {"type": "foo"}}, "Invalid type: foo"),
@@ -277,7 +277,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "structured_outputs.json cannot be used: (it is nested too deeply|recursion limit exceeded)",  # Python's, llguidance's
     ),
     ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-    ({"grammar": "start: b"}, 'unknown name: "b"'),
+    ({"grammar": "start: a\na: b"}, r'cannot be used: line 2, column 4: unknown name: "b"\.$'),
+    ({"grammar": "start"}, r"line 1, column 6: Expected token ':', found"),
     ({"grammar": "b: /x/"}, "no start rule"),
     ({"regex": "ä"}, "none of the model's tokens can continue the answer here"),
 ]

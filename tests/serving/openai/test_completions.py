@@ -290,3 +290,5 @@ def test_errors_name_the_field_and_the_nearest_path(server: ServerProcess) -> No
     assert error["param"] == "top_p"
     error = server.post("/v1/chat/completion", {}).json()["error"]
     assert error["message"] == "POST /v1/chat/completion: this path does not exist; did you mean /v1/chat/completions?"
+    error = server.post("/generate", {}).json()["error"]  # SGLang's path; /health_generate takes GET
+    assert error["message"] == "POST /generate: this path does not exist; see /docs for the available ones."

@@ -151,7 +151,7 @@ def test_reasoning_is_an_item_in_every_http_process(reasoning_server: ServerProc
         ({"background": True, "stream": True}, "background needs store=true"),
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "a"}, "unknown field 'conversation'"),
-        ({"max_output_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_output_tokens": 0}, "max_output_tokens: Input should be greater than or equal to 1"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "needs a schema"),
         ({"metadata": {"a": "\ud800"}}, "half of a surrogate pair"),
         ({"metadata": {"a": "\ud800"}, "stream": True}, "half of a surrogate pair"),

@@ -63,7 +63,7 @@ def test_a_regular_expression_ends_the_answer(server: ServerProcess, stream: boo
 
 def test_bad_expressions_are_refused(server: ServerProcess) -> None:
     for given, words in (
-        ("(", "stop_regex cannot be '('"),
+        ("(", "stop_regex cannot be '(': unclosed group."),
         ("a*", "must not match the empty text, as 'a*' does"),
         (r"(a)\1", "stop_regex cannot be"),
         (["a"] * 9, "must hold at most 8 expressions"),

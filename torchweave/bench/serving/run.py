@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from torchweave.config.options import api_key_from_environment
 from torchweave.utils.gc import gc_paused
 
 Advance = Callable[..., None]
+_SILENT_SECONDS = 1.0
+"""A server that starts together with the benchmark may take this long without a message."""
 
 
 def run(load_test: LoadTest, advance: Advance) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -88,8 +91,9 @@ async def _send_all(
 
 
 async def _until_ready(http: HttpClient, load_test: LoadTest) -> None:
-    """Poll `/v1/models` until the server responds."""
-    end = time.monotonic() + load_test.ready_check_timeout_sec
+    """Poll `/v1/models` until the server responds; say so once if that takes longer than `_SILENT_SECONDS`."""
+    begin = time.monotonic()
+    end, silent = begin + load_test.ready_check_timeout_sec, True
     while True:
         try:
             status, body = await http.get("/v1/models")
@@ -102,6 +106,14 @@ async def _until_ready(http: HttpClient, load_test: LoadTest) -> None:
             raise ValueError(f"{load_test.server_url} requires an API key; set OPENAI_API_KEY")
         if time.monotonic() >= end:
             raise ValueError(f"no ready server at {load_test.server_url}/v1/models ({failure})")
+        if silent and time.monotonic() >= begin + _SILENT_SECONDS:
+            silent = False
+            print(
+                f"Waiting for a server at {load_test.server_url} ({failure}), at most {load_test.ready_check_timeout_sec:g} s "
+                "(--ready_check_timeout_sec); Ctrl-C to stop.",
+                file=sys.stderr,
+                flush=True,
+            )
         await asyncio.sleep(0.5)
 
 

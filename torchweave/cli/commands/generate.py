@@ -13,6 +13,7 @@ from torchweave.cli.arguments import COMMON_SAMPLING_OPTIONS, Parser, config_fro
 from torchweave.cli.session import engine, sampling_params_from_args
 from torchweave.engine.outputs import CompletionOutput
 from torchweave.engine.request import SamplingParams
+from torchweave.engine.sampling.structured_output import rejection_reason
 
 if TYPE_CHECKING:
     from torchweave.engine.llm import LLM
@@ -40,8 +41,11 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
-    if config_from_args(SamplingParams, args).logprobs is not None and not args.json:
+    params = config_from_args(SamplingParams, args)
+    if params.logprobs is not None and not args.json:
         raise ValueError("--logprobs needs --json: text output has no place for log-probabilities")
+    if params.structured_outputs is not None and (reason := rejection_reason(params.structured_outputs)):
+        raise ValueError(reason)
     if not args.prompts and sys.stdin.isatty():
         return _interactive(args)
     prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]

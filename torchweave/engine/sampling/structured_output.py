@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from torchweave.engine.request import SamplingParams, StructuredOutputs
+from torchweave.engine.stop_regex import one_line_reason
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -67,7 +68,7 @@ def rejection_reason(structured: StructuredOutputs) -> str:
 def _format_error(structured: StructuredOutputs, message: str) -> str:
     fields = ("json", "regex", "choice", "grammar", "json_object")
     name = next(name for name in fields if getattr(structured, name) is not None)
-    message = " ".join(message.split())
+    message = one_line_reason(message, with_place=name == "grammar" and "::=" not in (structured.grammar or ""))
     message = message if len(message) <= _MAX_ERROR_CHARS else message[: _MAX_ERROR_CHARS - 3] + "..."
     return f"structured_outputs.{name} cannot be used: {message}{'' if message.endswith('.') else '.'}"
 

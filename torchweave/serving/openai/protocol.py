@@ -273,7 +273,7 @@ class ChatTemplate(Body):
 class ChatRequest(ChatTemplate, Generation):
     """Body of `/v1/chat/completions`."""
 
-    max_completion_tokens: Whole | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     tool_choice: Annotated[

@@ -92,7 +92,7 @@ class ResponsesRequest(Body):
     background: bool = False
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: Whole | None = None
+    max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Whole | None = None
@@ -151,6 +151,8 @@ class ResponsesRequest(Body):
         """
         fields = {name: getattr(self, name) for name in _SAME_NAME_FIELDS}
         fields["messages"] = messages_of(self.instructions, [*history, *self.items])
+        if not fields["messages"]:
+            raise ValueError("input must hold at least 1 item.")
         fields["max_completion_tokens"] = self.max_output_tokens
         fields["reasoning_effort"] = self.reasoning.effort
         if self.with_logprobs:
