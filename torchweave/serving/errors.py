@@ -139,7 +139,8 @@ def _invalid(error: RequestValidationError | ValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         sentence = "unknown field; leave it out"
     elif first["type"] in _KINDS:
-        sentence = f"expected {' or '.join(dict.fromkeys(_KINDS[each['type']] for each in same_field))}"
+        kinds = dict.fromkeys(_KINDS[each["type"]] for each in same_field if each["type"] in _KINDS)
+        sentence = f"expected {' or '.join(kinds)}"
     return ApiError(400, f"{param}: {sentence}" + ("" if sentence.endswith("?") else "."), param=param)
 
 
