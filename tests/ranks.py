@@ -16,7 +16,12 @@ from torch.distributed import TCPStore
 from torchweave.distributed.process_groups import ProcessGroups, destroy_process_groups, init_process_groups
 
 _TIMEOUT = 120.0
-_PRELOAD = ["torchweave.engine.startup.build", "torchweave.verify.zoo", "torchweave.distributed.symmetric_memory", "pytest"]
+_PRELOAD = [
+    "torchweave.engine.startup.build",
+    "torchweave.verify.zoo",
+    "torchweave.distributed.symmetric_memory",
+    "pytest",
+]
 """What most ranks import, which takes 5 s of CPU time: imported once, by the process that ranks on a CPU are forked from."""
 
 
