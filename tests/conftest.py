@@ -31,6 +31,7 @@ LONGEST_FIRST = (
     "compiler/cache/test_cache.py",
     "models/parallel/test_stages.py",
     "models/test_trace_once.py",
+    "ops/moe/test_quantized_experts.py",
     "verify/test_verify.py",
     "engine/test_eagle.py",
     "engine/test_recurrent_models.py",

@@ -138,7 +138,7 @@ def build_types_once() -> None:
 
 
 def compute_no_unread_overflows() -> None:
-    """The interpreter computes each sum and product of integers again in 64 bits for an assertion that it makes in debug mode only."""
+    """The interpreter computes sums and products of integers again in 64 bits, to assert in debug mode that they fit."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
