@@ -39,6 +39,7 @@ from torchweave.images import EncodedPrompt, ImageInput, blank_image
 from torchweave.models.load import LoadedModel, load
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.models.multimodal.patch_embedding import patch_convolutions
 from torchweave.models.multimodal.vision_layers import tower_layers
 from torchweave.models.resolve import resolve
 from torchweave.report import Report
@@ -143,10 +144,11 @@ class Images:
 
 
 class Forms:
-    """The layers of a tower as eager code and compiled: `select(compiled)`."""
+    """The layers and patch embeddings of a tower as eager code and compiled: `select(compiled)`."""
 
     def __init__(self, encoder: ImageEncoder) -> None:
         self.layers = [layer for group in tower_layers(encoder.model) for layer in group]
+        self.layers += patch_convolutions(encoder.model)
         modules = [module for layer in self.layers for module in layer.modules() if hasattr(module, "config")]
         self.configs: dict[int, Any] = {id(module.config): module.config for module in modules}
         self.states: dict[bool, tuple[list[Any], list[str]]] = {}
@@ -258,7 +260,7 @@ def encoder_only(model: str, args: argparse.Namespace) -> dict[str, Any]:
     kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA] or events
     kernels.sort(key=lambda event: -event.self_device_time_total)
     result["kernels_ms"] = sum(event.self_device_time_total for event in kernels) / 1e3
-    result["kernels"] = [[event.key[:160], event.count, event.self_device_time_total / 1e3] for event in kernels[:8]]
+    result["kernels"] = [[event.key[:160], event.count, event.self_device_time_total / 1e3] for event in kernels[:12]]
     return result
 
 

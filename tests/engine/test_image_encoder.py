@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from torchweave.images import ImageInput
 from torchweave.models.load import LoadedModel, load
 from torchweave.models.multimodal import vision_layers
 from torchweave.models.multimodal.image_encoder import ImageEncoder
+from torchweave.models.multimodal.patch_embedding import patch_convolutions, use_products
 from torchweave.models.multimodal.support import VERIFIED
 from torchweave.models.multimodal.vision_layers import Arguments, Signature, UnsupportedLayer, tower_layers
 from torchweave.ops.attention import varlen
@@ -101,6 +103,61 @@ def test_layers_use_their_own_weights() -> None:
     assert not torch.allclose(encoder.features(image), before)
 
 
+def test_layers_use_their_own_merged_weights() -> None:
+    """Those of q, k and v become views of one tensor in each layer, which the layer's own forward reads as well."""
+    entry, encoder = zoo_encoder("gemma3")
+    (image,) = images(entry, range(1))
+    (group,) = tower_layers(encoder.model)
+    names = [f"self_attn.{name}_proj.{kind}" for kind in ("weight", "bias") for name in "qkv"]
+    values = [{name: layer.get_parameter(name).clone() for name in names} for layer in group]
+    compile_layers(encoder, images(entry, range(3)), QUICK, None, Report(show=False))
+    before = encoder.features(image)
+    for layer, expected in zip(group, values, strict=True):
+        stacked = [layer.get_parameter(name) for name in names]
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in zip(names, stacked, strict=True))
+        assert len({tensor.untyped_storage().data_ptr() for tensor in stacked}) == 2
+        for tensor in (*stacked[:4], stacked[5]):  # a softmax is the same with any bias of keys
+            kept = tensor.clone()
+            tensor.data.add_(torch.randn_like(tensor))
+            assert not torch.allclose(encoder.features(image), before)
+            tensor.data.copy_(kept)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d])
+@pytest.mark.parametrize("bias", [True, False])
+def test_patch_convolutions_are_products(kind: Any, bias: bool) -> None:
+    sizes = {nn.Conv2d: (14, 7), nn.Conv3d: (2, 14, 7)}[kind]
+    convolution = kind(3, 8, sizes, sizes, bias=bias)
+    plain = convolution.forward
+    x = torch.randn(2, 3, *(size * count for size, count in zip(sizes, (5, 4, 3), strict=False)))
+    larger = torch.nn.functional.pad(x, (0, 1))
+    expected = [plain(each) for each in (x, larger, x[0])]
+    restore = use_products([convolution])
+    with (
+        mock.patch("torch.nn.functional.conv2d", side_effect=AssertionError),
+        mock.patch("torch.nn.functional.conv3d", side_effect=AssertionError),
+    ):
+        torch.testing.assert_close(convolution(x), expected[0], rtol=1e-4, atol=1e-4)
+    for each, result in zip((larger, x[0]), expected[1:], strict=True):
+        assert convolution(each).equal(result), "an image with a rest, or without a batch, is convolved"
+    restore()
+    assert convolution.forward == plain
+
+
+def test_convolutions_that_are_no_product_of_patches() -> None:
+    _, encoder = zoo_encoder("qwen3_vl")
+    encoder.model.more = nn.ModuleList(
+        [
+            nn.Conv2d(3, 4, 4, 2),
+            nn.Conv2d(3, 4, 4, 4, padding=1),
+            nn.Conv2d(4, 4, 4, 4, groups=2),
+            nn.Conv2d(3, 4, 4, 4, dilation=2),
+            nn.Conv2d(3, 4, 4, 4, padding="valid"),
+        ]
+    )
+    assert patch_convolutions(encoder.model) == [encoder.model.model.visual.patch_embed.proj, encoder.model.more[-1]]
+
+
 def test_a_call_of_another_form_runs_eagerly(calls: list[bool]) -> None:
     entry, encoder = zoo_encoder("llava_onevision")  # tiles of one image are a batch, of two and more
     (tile,) = images(entry, range(1))
@@ -129,7 +186,7 @@ def test_a_tower_that_cannot_be_traced_stays_eager(monkeypatch: pytest.MonkeyPat
     compile_layers(encoder, images(entry, range(3)), QUICK, None, report)
     (event,) = report.select("image_encoder")
     assert event["compiled"] == 0 and "decides by the values of a tensor" in event["why"]
-    assert not any("forward" in vars(layer) for layer in group)
+    assert not any("forward" in vars(module) for module in (*group, *patch_convolutions(encoder.model)))
     torch.testing.assert_close(encoder.features(image), expected)
 
 

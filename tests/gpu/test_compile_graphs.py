@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.compiler.toy import BOUNDARY, DYNAMIC, step, toy
 from torchweave.compiler import compile_graph, eager_forward
+from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.runtime.cuda_graphs import GraphPool, Recording, record
 from torchweave.compiler.runtime.forward import BoundaryHandler, call_op
 from torchweave.config.options import TorchCompileConfig
@@ -148,3 +150,20 @@ def test_results_of_products_are_contiguous(device: torch.device) -> None:
     compiled = compile_graph(module, example, report=Report(show=False))
     code = compiled.built[compiled.pieces[0].digest].code
     assert "(256, 1076), (1076, 1)" in code and "addmm" in code
+
+
+def test_rows_in_registers_are_stored_in_the_cache(device: torch.device, tmp_path: Path) -> None:
+    """A LayerNorm of a SigLIP layer: built once, then loaded, as at a warm start and on the other ranks."""
+    module = nn.Sequential(nn.LayerNorm(1152), nn.ReLU()).to(device).requires_grad_(False)
+    x = torch.randn(300, 1152, device=device)
+    for built in ("inductor", "cache"):
+        graph = compile_graph(
+            module,
+            {"input": x},
+            {"input": {0: "T"}},
+            config=TorchCompileConfig(),
+            cache=CompileCache(tmp_path, Report(show=False)),
+        )
+        (piece,) = graph.built.values()
+        assert piece.built == built and (built == "cache" or "persistent_reduction" in piece.code)
+        torch.testing.assert_close(graph(call_op, x), module(x), rtol=1e-5, atol=1e-5)

@@ -148,7 +148,7 @@ def check_dtype(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
         )
 
 
-def launch_samples(module: nn.Module, num_tokens: int) -> None:
+def launch_samples(module: nn.Module, num_tokens: int, *, quantized_only: bool = False) -> None:
     """Run one experts block of each kind on zeros, which compiles the kernels for `num_tokens` tokens."""
     kinds: dict[tuple[Any, ...], Any] = {}
     for block, shared in _with_shared_experts(module):
@@ -157,10 +157,12 @@ def launch_samples(module: nn.Module, num_tokens: int) -> None:
             kinds.setdefault((type(block), block.down_proj.shape, top_k, shared), block)
     for (_, shape, top_k, shared), block in kinds.items():
         weight = block.down_proj
+        packed = hasattr(block, "down_proj_scale")
+        if quantized_only and not packed:
+            continue
         if shared:
             _launch_with_shared(block, num_tokens, top_k)
             continue
-        packed = hasattr(block, "down_proj_scale")
         width = shape[2] if block.is_transposed and not packed else shape[1]
         dtype = torch.bfloat16 if packed else weight.dtype
         spread = torch.arange(num_tokens * top_k, device=weight.device).view(num_tokens, top_k) % shape[0]

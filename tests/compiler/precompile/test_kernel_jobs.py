@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import walk_packages
 
 import pytest
 import torch
@@ -22,10 +25,19 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.ops import hopper as hoppers  # noqa: E402
-from torchweave.compiler.precompile.kernel_jobs import kernel_specs, missing_kernels, wait_for_kernels  # noqa: E402
+from torchweave.compiler.precompile import workers as kernel_workers  # noqa: E402
+from torchweave.compiler.precompile.kernel_jobs import (  # noqa: E402
+    hash_launches_inner_first,
+    kernel_specs,
+    missing_kernels,
+    wait_for_kernels,
+)
 from torchweave.compiler.precompile.workers import KernelWorkers  # noqa: E402
+from torchweave.ops import kernels  # noqa: E402
 from torchweave.ops.kernels import step_io as step  # noqa: E402
+from torchweave.ops.kernels.quant import int_linear  # noqa: E402
 from torchweave.ops.kernels.sampling import sample as sampling  # noqa: E402
+from torchweave.ops.quant.int_linear import IntConfig  # noqa: E402
 from torchweave.ops.sampling.sample import GREEDY_BELOW  # noqa: E402
 from torchweave.ops.slot_state import SlotState  # noqa: E402
 
@@ -124,6 +136,67 @@ def test_kernel_key_does_not_depend_on_hashing_order() -> None:
     for kernel in shared:
         kernel.hash = None
     assert last.name == "finish_kernel" and last.kernel().cache_key == together
+
+
+def multiply() -> None:
+    x, w = torch.empty(1, 256, dtype=torch.bfloat16), torch.empty(64, 32, dtype=torch.int32)
+    scale, out = torch.empty(64, 2, dtype=torch.bfloat16), torch.empty(1, 64, dtype=torch.bfloat16)
+    IntConfig("row", 4, 4, 1).run(x, w, scale, None, None, 128, out)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_launch_finds_a_kernel_that_a_worker_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start from a full cache launches kernels that were not traced before."""
+    keys: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
+    monkeypatch.setattr("triton.compiler.compile", lambda source, **_: keys.append(source.fn.cache_key))
+    run = JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *a, **b: run(kernel, *a, **b | {"warmup": True}))
+    for prepare in (lambda: None, hash_launches_inner_first):
+        for kernel in (each for each in vars(int_linear).values() if isinstance(each, JITFunction)):
+            kernel.hash = None
+        with hoppers.hopper(int_linear):
+            prepare()
+            multiply()
+    launched_first, launched = keys
+    with hoppers.hopper(int_linear):
+        (traced,) = kernel_specs(multiply)
+    int_linear.row_kernel.hash = None
+    assert launched == traced.kernel().cache_key
+    assert launched_first != launched or not triton.__version__.startswith("3.6"), "Triton needs no hook any more"
+
+
+def test_workers_exit_silently_when_the_process_that_started_them_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("signal.signal", "gc.disable"):
+        monkeypatch.setattr(f"torchweave.compiler.precompile.workers.{name}", lambda *_: None)
+    parent, worker = kernel_workers.Pipe()
+    worker.send("a result that nobody reads")
+    parent.close()
+    kernel_workers.main(os.dup(worker.fileno()), 1)
+
+
+def test_kernel_key_does_not_depend_on_addresses() -> None:
+    """Triton 3.6 sorts the global variables of a kernel and of its inner functions by name and by the address of their module."""
+    modules = [importlib.import_module(each.name) for each in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    functions = [each for module in modules for each in vars(module).values() if isinstance(each, JITFunction)]
+    assert len(functions) > 100
+    for function in functions:
+        values: dict[str, set[str]] = {}
+        for inner in _inner_functions(function):
+            for (name, _), (value, _) in inner.used_global_vals.items():
+                values.setdefault(name, set()).add(str(value))
+        ambiguous = [name for name, different in values.items() if len(different) > 1]
+        assert not ambiguous, f"{function.fn.__module__}.{function.fn.__name__} reads two global variables {ambiguous}"
+
+
+def _inner_functions(function: JITFunction) -> Iterator[JITFunction]:
+    """The function, hashed, and those that it calls."""
+    assert function.cache_key
+    yield function
+    for name in function.fn.__code__.co_names:
+        inner = function.fn.__globals__.get(name)
+        if isinstance(inner, JITFunction) and inner is not function:
+            yield from _inner_functions(inner)
 
 
 @pytest.mark.usefixtures("hopper")

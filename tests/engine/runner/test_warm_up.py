@@ -54,6 +54,17 @@ def test_experts_beside_a_shared_one_are_run_as_the_compiler_runs_them() -> None
     assert len(up) % 16 == (30 + 1) % 16, "Triton builds other kernels for sizes that are divisible by 16"
 
 
+@pytest.mark.parametrize(("quantization", "ops"), [(None, set()), ("int4", {"quantized_experts", "int_linear"})])
+def test_traced_launches_include_quantized_weights(quantization: str | None, ops: set[str]) -> None:
+    """So that worker processes build their kernels. 16-bit experts index rows by what a kernel wrote, and tracing runs none."""
+    loaded = load(zoo.zoo_model("qwen3_moe").config().to_dict(), load_format="dummy", quantization=quantization)
+    module, ids = loaded.module, torch.zeros(5, dtype=torch.int64)
+    forward = PlaceholderForward(module, module.attention_layers, module.vocab_size, torch.float32, traceable=True)
+    with _Ops() as seen:
+        forward(lambda op, args, kwargs: None, ids, ids, ids[:2])
+    assert {name.removeprefix("torchweave::") for name, _ in seen.calls if name.startswith("torchweave::")} == ops
+
+
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 def test_dummy_run_may_run_while_a_graph_is_traced(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.fx catches calls of every module while it traces, those of other threads too."""

@@ -157,6 +157,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
 
     from torchweave.compiler.codegen.copy_before_write import CopyBeforeWrite
     from torchweave.compiler.codegen.overlaps import exact_overlap
+    from torchweave.compiler.codegen.row_reductions import keep_rows_in_registers
 
     patches = {
         **inductor_options(config),
@@ -169,6 +170,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
         torch.no_grad(),
         dynamic_shapes_mode(config.dynamic_shapes),
         exact_overlap(),
+        keep_rows_in_registers(),
         tracing(context),
         warnings.catch_warnings(),
     ):

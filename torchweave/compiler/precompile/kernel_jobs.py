@@ -157,6 +157,18 @@ def kernel_specs(launch: Callable[[], None]) -> list[KernelSpec]:
     return list(specs.values())
 
 
+def hash_launches_inner_first() -> None:
+    """Make kernels that launches build find in Triton's cache what workers and earlier processes built, and the reverse."""
+    from triton import knobs
+
+    if knobs.runtime.jit_cache_hook is None:  # called before the key of a kernel is computed
+        knobs.runtime.jit_cache_hook = _hash_launched
+
+
+def _hash_launched(*, fn: Any, **_: Any) -> None:
+    _hash_inner_first(fn.jit_function)
+
+
 def _hash_inner_first(kernel: Any) -> None:
     """Hash a kernel's inner functions before itself: Triton 3.6's key depends on whether they were hashed before."""
     import triton.language as tl

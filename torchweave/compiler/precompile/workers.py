@@ -101,7 +101,7 @@ def main(fd: int, most: int) -> None:
     triton_key()  # computed once, not in every fork
     waiting: deque[tuple[int, KernelSpec]] = deque()
     running: dict[Connection, int] = {}
-    with Connection(fd) as leader:
+    with Connection(fd) as leader, contextlib.suppress(EOFError, ConnectionError):  # the parent closed it, or has ended
         while True:
             while waiting and len(running) < most:
                 number, spec = waiting.popleft()
@@ -110,10 +110,7 @@ def main(fd: int, most: int) -> None:
             for connection in [each for each in running if each in ready]:
                 leader.send((running.pop(connection), _result(connection)))
             if leader in ready:
-                try:
-                    waiting.append(leader.recv())
-                except EOFError:
-                    return
+                waiting.append(leader.recv())
                 waiting[-1][1].kernel()  # likewise imported and hashed once
 
 

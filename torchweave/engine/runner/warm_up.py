@@ -19,7 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchweave.compiler.precompile.kernel_jobs import KernelSpec, kernel_specs, missing_kernels, wait_for_kernels
+from torchweave.compiler.precompile.kernel_jobs import (
+    KernelSpec,
+    hash_launches_inner_first,
+    kernel_specs,
+    missing_kernels,
+    wait_for_kernels,
+)
 from torchweave.compiler.precompile.workers import KernelWorkers
 from torchweave.compiler.runtime.forward import BoundaryHandler
 from torchweave.config import Plan
@@ -54,6 +60,7 @@ class PlaceholderForward:
         recurrent: calls of recurrent ops, by the index of their state.
         hidden_size: of the hidden states that are returned behind the logits, of all tokens, or by a draft head of those with
             logits; 0: logits alone.
+        traceable: launch nothing after which a torch operation depends on what kernels wrote, as it does in 16-bit experts.
     """
 
     def __init__(
@@ -64,8 +71,9 @@ class PlaceholderForward:
         dtype: torch.dtype,
         recurrent: Sequence[RecurrentSpec] = (),
         hidden_size: int = 0,
+        traceable: bool = False,
     ) -> None:
-        self._hidden_size = hidden_size
+        self._hidden_size, self._traceable = hidden_size, traceable
         self._module = module
         self._recurrent = recurrent
         unscaled = [replace(layer, k_scale=1.0, v_scale=1.0) for layer in layers]
@@ -83,7 +91,7 @@ class PlaceholderForward:
             quantized.forward(torch.zeros(tokens, quantized.in_features, dtype=self._dtype, device=device))
         for linear in self._integer:
             linear.launch_samples(torch.zeros(tokens, linear.in_features, dtype=self._dtype, device=device))
-        launch_samples(self._module, tokens)
+        launch_samples(self._module, tokens, quantized_only=self._traceable)
         for layer, number in self._layers.items():
             if layer.sparse or layer.index_keys:
                 continue  # runs in torch
@@ -179,14 +187,17 @@ def _build(
     recurrent = list({call.key: call for call in cache_spec.recurrent}.values())
     recurrent_states = [torch.zeros(1, *call.shape, dtype=call.dtype, device=device) for call in recurrent]
 
-    draft_model, hidden_size = None, 0
-    if draft is not None:
-        first = len(layers) - len(draft.attention_layers)
-        hidden_size = draft.input_hidden_size
-        draft_forward = PlaceholderForward(draft, layers[first:], draft.vocab_size, dtype, (), hidden_size)
-        draft_model = DraftModel(draft_forward, first, module.vocab_size, is_head=hidden_size > 0)
+    hidden_size = 0 if draft is None else draft.input_hidden_size
 
-    def steps(forward: PlaceholderForward) -> None:
+    def placeholders(traceable: bool) -> tuple[PlaceholderForward, DraftModel | None]:
+        forward = PlaceholderForward(module, layers, module.num_outputs, dtype, recurrent, hidden_size, traceable)
+        if draft is None:
+            return forward, None
+        first, vocab_size = len(layers) - len(draft.attention_layers), draft.vocab_size
+        drafts = PlaceholderForward(draft, layers[first:], vocab_size, dtype, (), hidden_size, traceable)
+        return forward, DraftModel(drafts, first, module.vocab_size, is_head=hidden_size > 0)
+
+    def steps(forward: PlaceholderForward, draft_model: DraftModel | None) -> None:
         quiet, both_ways = Report(show=False), cache_spec.both_ways
         runner = ModelRunner(
             plan, forward, cache_spec.backend, caches, state, quiet, recurrent_states, draft_model, both_ways
@@ -205,9 +216,9 @@ def _build(
         with torch.inference_mode():
             launch_resample(state, torch.zeros(1, module.vocab_size, dtype=dtype, device=device))
 
-    # Without experts: launches are recorded, not executed, and torch operations depend on the result of expert routing.
-    attention = PlaceholderForward(nn.Module(), layers, module.num_outputs, dtype, recurrent, hidden_size)
-    needed = missing_kernels(kernel_specs(lambda: steps(attention)))
+    hash_launches_inner_first()
+    traced, executed = placeholders(traceable=True), placeholders(traceable=False)  # before passes move weights
+    needed = missing_kernels(kernel_specs(lambda: steps(*traced)))
     resample_kernels: list[KernelSpec] = []
     if builds_kernels:
         resample_kernels = [spec for spec in missing_kernels(kernel_specs(resample)) if spec not in needed]
@@ -217,7 +228,7 @@ def _build(
     if workers is not None:
         workers.begin(needed)
         _log_failed_builds(workers.finish())
-    steps(PlaceholderForward(module, layers, module.num_outputs, dtype, recurrent, hidden_size))
+    steps(*executed)
     torch.cuda.synchronize(device)
     return workers, resample_kernels
 

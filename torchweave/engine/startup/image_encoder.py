@@ -16,6 +16,7 @@ from torchweave.compiler.cache.store import CompileCache, open_cache
 from torchweave.compiler.codegen.inductor import stop_inductor_workers
 from torchweave.compiler.errors import InvariantError
 from torchweave.compiler.passes.torch_ir.linear_gelu import LinearGelu
+from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config import Plan
@@ -26,6 +27,7 @@ from torchweave.images import ImageInput, ImageLimits, ImageProcessor, blank_ima
 from torchweave.models.load import LoadedModel
 from torchweave.models.multimodal.image_encoder import ENCODER_ERRORS, ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.models.multimodal.patch_embedding import patch_convolutions, use_products
 from torchweave.models.multimodal.vision_layers import (
     INPUT_NAMES,
     Arguments,
@@ -45,8 +47,8 @@ _MEASURED_IMAGE_SIZE = (2048, 2048)  # pixels of the image that is encoded while
 _RECORDED_IMAGE_SIZE = (1024, 1024)  # pixels of the largest image with a CUDA graph; larger ones are bound by kernels
 EXAMPLE_IMAGE_SIZES = ((224, 224), (448, 336), (336, 672))
 """Width and height of the images from which dynamic sizes are known: they differ in patches, rows and tiles."""
-_PASSES = (LinearGelu(),)
-"""They leave each constant a weight of the layer, which those of another layer can replace."""
+_PASSES = (MergeLinears(), LinearGelu())
+"""They leave each constant a weight of the layer or several stacked ones, which those of another layer can replace."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest norm of the difference from the features of the eager encoder, in parts of the norm of these."""
 
@@ -160,6 +162,7 @@ def compile_layers(
         try:
             expected = [encoder.features(image) for image in images]
             on_failure.callback(use_varlen_attention(layers))
+            on_failure.callback(use_products(patch_convolutions(encoder.model)))
             on_failure.callback(_restore, layers)
             for group in groups:
                 with watch(group) as calls:
@@ -204,17 +207,40 @@ def _compile_group(
         )
     low, high = compiled.sizes
     signature.limits = (max(low, signature.limits[0]), high)
-    names = {tensor.data_ptr(): name for name, tensor in _weights(first).items()}
+    known = _weights(first)
     for layer in group:
-        weights = _weights(layer)
+        weights = known if layer is first else _weights(layer)
 
         def weight_of(constant: Tensor, weights: dict[str, Tensor] = weights) -> Tensor:
-            if constant.data_ptr() not in names:
-                raise UnsupportedLayer("a layer reads a tensor that is no weight of it")
-            return weights[names[constant.data_ptr()]].detach()
+            return _own_weight(constant, known, weights)
 
         forward = compiled.with_constants(weight_of)
         replace_forward(layer, signature, lambda *tensors, forward=forward: forward(call_op, *tensors))
+
+
+def _own_weight(constant: Tensor, known: dict[str, Tensor], weights: dict[str, Tensor]) -> Tensor:
+    """A layer's tensor for a constant of the compiled layer: a weight, or several that become views of one.
+
+    Args:
+        known: the weights of the compiled layer.
+        weights: those of the layer.
+    """
+    start, size = constant.data_ptr(), constant.dtype.itemsize
+    for name, tensor in known.items():
+        if (tensor.data_ptr(), tensor.shape) == (start, constant.shape):
+            return weights[name].detach()
+    end = start + constant.numel() * size
+    stacked = {name: tensor for name, tensor in known.items() if start <= tensor.data_ptr() < end}
+    if not stacked:
+        raise UnsupportedLayer("a layer reads a tensor that is no weight of it")
+    if weights is known:
+        return constant.detach()
+    own = torch.zeros_like(constant)
+    for name, tensor in stacked.items():
+        first = (tensor.data_ptr() - start) // size
+        part = own.view(-1)[first : first + tensor.numel()].view(tensor.shape)
+        weights[name].data = part.copy_(weights[name])
+    return own
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:

@@ -107,9 +107,11 @@ def _run_worker(leader: LeaderConnection, task: WorkerTask, store: RendezvousSto
 
 def _rank_facts(report: Report, task: WorkerTask, seconds: float) -> dict[str, Any]:
     """Fields of the leader's `rank` event."""
-    outcomes = [event["outcome"] for event in report.select("cache")]
-    counts = {"loaded": outcomes.count("hit"), "compiled": outcomes.count("miss")}
-    return {"rank": task.rank, "device": task.device, "process": os.getpid(), "seconds": seconds, **counts}
+    events = report.select("cache")
+    reasons = [f"{event['entry']}: {event['why']}" for event in events if event["outcome"] == "miss"]
+    counts = {"loaded": sum(event["outcome"] == "hit" for event in events), "compiled": len(reasons)}
+    facts = {"rank": task.rank, "device": task.device, "process": os.getpid(), "seconds": seconds, **counts}
+    return facts | ({"why": "; ".join(reasons)} if reasons else {})
 
 
 def _run_steps(engine: Engine, leader: LeaderConnection, process_groups: ProcessGroups) -> None:

@@ -19,20 +19,20 @@ from torchweave.ops.kernels.dependent_launch import pdl_wait
 from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, e2m1_pair_code, half_pair_code, nibbles, scale_value
 
 _HALF = {"bf16x2": (0x43004300, 0x43084308), "f16x2": (0x64006400, 0x64086408)}
-INT_BFLOAT: tl.constexpr = tl.constexpr(tuple(half_pair_code(*_HALF["bf16x2"], "bf16x2", j) for j in range(8)))
-INT_HALF: tl.constexpr = tl.constexpr(tuple(half_pair_code(*_HALF["f16x2"], "f16x2", j) for j in range(8)))
-E2M1_BFLOAT: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("bf16x2", j) for j in range(8)))
-E2M1_HALF: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("f16x2", j) for j in range(8)))
+INT_BFLOAT_PAIRS: tl.constexpr = tl.constexpr(tuple(half_pair_code(*_HALF["bf16x2"], "bf16x2", j) for j in range(8)))
+INT_HALF_PAIRS: tl.constexpr = tl.constexpr(tuple(half_pair_code(*_HALF["f16x2"], "f16x2", j) for j in range(8)))
+E2M1_BFLOAT_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("bf16x2", j) for j in range(8)))
+E2M1_HALF_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("f16x2", j) for j in range(8)))
 
 
 @triton.jit
 def _input_numbers(tile, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """16-bit numbers of input J of the words `tile`; an instruction of one result lets Triton choose the layout of its words."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
-        code: tl.constexpr = INT_BFLOAT[J] if FORMAT == "int" else E2M1_BFLOAT[J]
+        code: tl.constexpr = INT_BFLOAT_PAIRS[J] if FORMAT == "int" else E2M1_BFLOAT_PAIRS[J]
         return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:  # noqa: RET505
-        code: tl.constexpr = INT_HALF[J] if FORMAT == "int" else E2M1_HALF[J]
+        code: tl.constexpr = INT_HALF_PAIRS[J] if FORMAT == "int" else E2M1_HALF_PAIRS[J]
         return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.float16, is_pure=True, pack=2)
 
 
