@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import traceback
@@ -98,6 +99,7 @@ def _results(pipes: list[Connection], processes: list[Any]) -> list[Any]:
 
 
 def _run(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    gc.set_threshold(50_000)  # as in tests/conftest.py
     torch.set_num_threads(1)
     try:
         pipe.send((True, function(*args)))
