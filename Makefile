@@ -16,7 +16,7 @@ else
 TORCH := torch>=2.11
 endif
 
-.PHONY: help demo test lint docs clean
+.PHONY: help demo test lint style types pytest docs clean
 
 help:
 	@echo "make demo   create .venv, install, and let the built-in model answer"
@@ -27,14 +27,22 @@ help:
 demo: $(VENV)/.installed
 	@$(BIN)/torchweave generate demo '12+30=' '907-48=' 'sort: pear fig apple'
 
+# The type checker runs beside the first tests: alone it leaves a core idle for a minute.
+test: style
+	@$(MAKE) --jobs=2 types pytest
+
 # A file at a time on each of two processes, which take a core each; tests/conftest.py orders the files. Bytecode is written: tests
 # start hundreds of processes, each of which would compile the package.
-test: $(VENV)/.installed-test lint
+pytest: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-lint: $(VENV)/.installed-test
+lint: style types
+
+style: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+
+types: $(VENV)/.installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Every page that a script writes; a test fails while one of them is stale.

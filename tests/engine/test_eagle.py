@@ -10,7 +10,8 @@ import torch
 
 from tests.engine.test_speculation import COMPILED, EAGER, EAGLE, TEXTS, engine
 from tests.models.drafters.eagle_heads import demo_model, hidden_states_of, random_head, reference_drafts, write_head
-from torchweave import LLM, SamplingParams
+from tests.ranks import run_torchrun_ranks
+from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.ops.slot_state import StepInputs
 from torchweave.ops.speculation import DraftRows
 from torchweave.verify import zoo
@@ -89,17 +90,22 @@ def test_a_model_of_another_kind_has_its_tokens(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def _tokens_and_accepted_drafts(compiled: TorchCompileConfig, **options: Any) -> tuple[list[list[int]], int]:
+    with engine(EAGLE, compiled, dtype="float32", cpu_kv_cache_gib=0.02, **options) as llm:
+        outputs = llm.generate([*TEXTS, "copy: tensor"], [GREEDY, SEEDED, GREEDY, GREEDY, SEEDED, GREEDY, GREEDY])
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        return tokens, llm.engine.scheduler.speculation.num_accepted_tokens
+
+
+def _serve_on_two_ranks() -> tuple[list[list[int]], int]:
+    return _tokens_and_accepted_drafts(COMPILED, tensor_parallel_size=2, executor="torchrun")
+
+
 def test_every_rank_drafts_alike() -> None:
     """Each has the whole head, which reads the embeddings that the ranks share; a head that read others would draft badly."""
-    found, accepted = [], []
-    for ranks in (1, 2):
-        compiled = EAGER if ranks == 1 else COMPILED
-        with engine(EAGLE, compiled, tensor_parallel_size=ranks, dtype="float32", cpu_kv_cache_gib=0.02) as llm:
-            outputs = llm.generate([*TEXTS, "copy: tensor"], [GREEDY, SEEDED, GREEDY, GREEDY, SEEDED, GREEDY, GREEDY])
-            found.append([output.outputs[0].token_ids for output in outputs])
-            accepted.append(llm.engine.scheduler.speculation.num_accepted_tokens)
-    assert found[0] == found[1]
-    assert accepted[1] == accepted[0] > 20
+    alone, of_two = _tokens_and_accepted_drafts(EAGER), run_torchrun_ranks(_serve_on_two_ranks, 2)
+    assert alone == of_two
+    assert alone[1] > 20
 
 
 def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.models.drafters.mtp_checkpoints import (
     transformers_models,
     write_checkpoint,
 )
+from tests.ranks import run_torchrun_ranks
 from torchweave import LLM, SamplingParams
 from torchweave.compiler.explain.facts import explain
 from torchweave.report import Report
@@ -106,16 +107,25 @@ def test_pauses_and_adaptive_drafts(tmp_path: Path) -> None:
     assert found[1] == found[0] and found[2] == found[0]
 
 
-def test_every_rank_drafts_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _tokens_and_drafts(folder: Path, **options: Any) -> tuple[list[list[int]], list[Any]]:
+    with (
+        engine(folder, MTP, dtype="float32", cpu_kv_cache_gib=0.02, **options) as llm,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        seen = record_drafts(llm, patch)
+        return tokens(llm, [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]), sorted(seen)
+
+
+def _serve_on_two_ranks(folder: Path) -> tuple[list[list[int]], list[Any]]:
+    return _tokens_and_drafts(folder, tensor_parallel_size=2, executor="torchrun")
+
+
+def test_every_rank_drafts_alike(tmp_path: Path) -> None:
     """The layer is divided as the model is, with the embeddings and the head that the ranks share."""
-    folder, found = write_checkpoint(tmp_path, "deepseek_v3"), []
-    for ranks in (1, 2):
-        options = {"tensor_parallel_size": ranks, "dtype": "float32", "cpu_kv_cache_gib": 0.02}
-        with engine(folder, MTP, **options) as llm:
-            seen = record_drafts(llm, monkeypatch)
-            found.append((tokens(llm, [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]), sorted(seen)))
-    assert found[0] == found[1]
-    assert len(found[0][1]) > 40
+    folder = write_checkpoint(tmp_path, "deepseek_v3")
+    alone, of_two = _tokens_and_drafts(folder), run_torchrun_ranks(_serve_on_two_ranks, 2, folder)
+    assert alone == of_two
+    assert len(alone[1]) > 40
 
 
 def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,9 +137,19 @@ def build_types_once() -> None:
     tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = init_block, init_tensor, to_numpy
 
 
+def compute_no_unread_overflows() -> None:
+    """The interpreter computes sums and products of integers again in 64 bits, to assert in debug mode that they fit."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 if __name__ == "__main__":
     patch_once_a_launch()
     build_types_once()
+    compute_no_unread_overflows()
     if len(sys.argv) == 1:
         serve()
     else:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from torchweave.utils import gc as collector
+
+
+@pytest.fixture(autouse=True)
+def python_default_thresholds() -> Iterator[None]:
+    """Those of a user's process; the suite's are higher."""
+    usual = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*usual)
 
 
 def test_gc_is_paused_and_imports_are_frozen() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.ranks import run_ranks
 from torchweave.images import EncodedPrompt
 from torchweave.report import Report
 from torchweave.verify import verify as module
 from torchweave.verify import zoo
-from torchweave.verify.ranks import RankProcesses, RankResult
+from torchweave.verify.ranks import RankResult, generate
 from torchweave.verify.verify import _config, prompts, table, verify
 
 
@@ -29,10 +30,8 @@ def test_architectures_pass_in_the_whole_engine() -> None:
 def test_ranks_answer_each_prompt_again_from_the_prefix_cache(tmp_path: Path) -> None:
     entry = zoo.zoo_model("llama-tied")
     zoo.save(zoo.build(entry), tmp_path)
-    with RankProcesses(2) as processes:
-        encoded = [EncodedPrompt(np.array(prompt)) for prompt in prompts()]
-        results = processes.generate(_config(entry, str(tmp_path), None, "cpu"), encoded, 4)
-    for result in results:
+    encoded = [EncodedPrompt(np.array(prompt)) for prompt in prompts()]
+    for result in run_ranks(generate, 2, _config(entry, str(tmp_path), None, "cpu"), encoded, 4):
         tokens = [answer.tokens for answer in result.answers]
         assert len(tokens) == 2 * len(prompts()) and tokens[: len(prompts())] == tokens[len(prompts()) :]
         assert result.num_cached_tokens > 0

@@ -148,7 +148,7 @@ def _rank_main(fd: int, rank: int, size: int, stages: int, address: StoreAddress
         while True:
             requested = pipe.recv()
             try:
-                pipe.send(_generate(process_groups, *requested))
+                pipe.send(generate(process_groups, *requested))
             except ValueError as error:
                 pipe.send(ValueError(str(error)))
             except Exception as error:
@@ -167,9 +167,10 @@ def run_step(process_groups: ProcessGroups, runner: ModelRunner, step: Step) -> 
     return result[0]
 
 
-def _generate(
+def generate(
     process_groups: ProcessGroups, config: EngineConfig, prompts: Sequence[EncodedPrompt], num_tokens: int
 ) -> RankResult:
+    """Generate greedily on this rank, twice."""
     report, has_images = Report(show=False), any(prompt.images for prompt in prompts)
     loaded = load(
         config.model,

@@ -15,6 +15,7 @@ import torch
 
 from tests.engine.ranks.pipeline_cases import agreed, asked, assert_alike
 from tests.engine.ranks.test_ranks import OPTIONS, answers, kill_while_it_generates
+from tests.ranks import run_torchrun_ranks
 from torchweave.compiler.errors import TraceError
 from torchweave.compiler.explain.facts import as_json, explain, schema
 from torchweave.config import DeviceFacts, ModelFacts, resolve
@@ -59,17 +60,23 @@ def test_pipeline_gives_the_tokens_of_one_rank_and_a_killed_stage_ends_all():
         kill_while_it_generates(llm)
 
 
+def _serve(prompts: list[list[int]], model: str, options: dict[str, Any]) -> list[list[int]]:
+    with pipeline(model, executor="torchrun", **options) as llm:
+        assert sorted(event["rank"] for event in llm.report.select("rank")) == [1, 2, 3]
+        greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        found = [list(request.outputs[0].token_ids) for request in llm.generate(prompts, greedy)]
+        assert agreed(llm, 4)
+    return found
+
+
 def test_pp_with_tp_gives_the_tokens_of_one_rank(tmp_path: Path):
     entry = zoo.zoo_model("gpt2")
     model = zoo.build(replace(entry, options=entry.options | {"n_layer": 2}))  # a layer in each stage
     zoo.save(model, tmp_path)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, zoo.VOCAB, (size,), generator=generator).tolist() for size in (3, 70, 21)]
-    with pipeline(tmp_path, tensor_parallel_size=2, max_num_tokens=32, dtype="float32") as llm:
-        assert sorted(event["rank"] for event in llm.report.select("rank")) == [1, 2, 3]
-        greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-        found = [list(request.outputs[0].token_ids) for request in llm.generate(prompts, greedy)]
-        assert agreed(llm, 4)
+    options = {"tensor_parallel_size": 2, "max_num_tokens": 32, "dtype": "float32"}
+    found = run_torchrun_ranks(_serve, 4, prompts, str(tmp_path), options)
     assert found == zoo.reference_tokens(model, prompts, 6)
 
 

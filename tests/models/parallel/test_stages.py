@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.ops.collectives.collective_cases import mirrored
+from tests.ranks import run_ranks
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.engine.startup.compile_model import compile_model
@@ -18,6 +20,7 @@ from torchweave.models.parallel import pipeline_stages as stages
 from torchweave.models.parallel.pipeline_stages import stage_layers
 from torchweave.report import Report
 from torchweave.verify import zoo
+from torchweave.verify.ranks import RankResult, generate
 from torchweave.verify.verify import verify
 
 PLAIN = TorchCompileConfig(enable_inductor=False, compile_cache=False)
@@ -37,8 +40,22 @@ def names(loaded: LoadedModel) -> set[str]:
     return {name for name, _ in loaded.module.model.named_parameters(remove_duplicate=False)}
 
 
-def test_tokens_of_two_pipeline_stages_are_those_of_transformers() -> None:
+class ForkedRanks(AbstractContextManager["ForkedRanks"]):
+    """`RankProcesses` whose ranks do not import anew; tests/verify/test_verify.py starts those of `models verify`."""
+
+    def __init__(self, size: int, stages: int) -> None:
+        self.size, self.stages = size, stages
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def generate(self, *args: Any) -> list[RankResult]:
+        return run_ranks(generate, self.size * self.stages, *args, pipeline_parallel_size=self.stages)
+
+
+def test_tokens_of_two_pipeline_stages_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts, an untied vocabulary, and windows in every other layer, in groups of blocks that cross stages."""
+    monkeypatch.setattr("torchweave.verify.verify.RankProcesses", ForkedRanks)
     result = verify(["gpt_oss"], stages=2)
     (row,) = result["results"]
     assert (row["reason"], row["ranks"], row["stages"]) == ("", 1, 2)

@@ -41,6 +41,8 @@ PACKED = {
 }
 """Formats in the layout of `torchweave::int_linear`."""
 EVERY = (*FORMATS, *PACKED)
+READ_DIFFERENTLY = (*FORMATS, "int4-zero", "int8-zero", "nvfp4")
+"""A format for each way in which kernels read weights: FP8 by rows and by blocks, words and bytes with zeros, scales of rows."""
 
 
 def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,14 +150,15 @@ def test_opcheck() -> None:
 def check_kernels(kinds: tuple[str, ...]) -> None:
     """In Triton's interpreter: a width that is no multiple of a tile's, and experts of another rank.
 
-    FP8 runs with tiles of another size, too.
+    FP8 runs with tiles of another size, too. Kernels compute the rows of an expert's form before they read their format, so that
+    formats whose kernel is another's with other constants run with the first form alone (tests/gpu runs every pair).
     """
     from tests.ops.moe.interpreted_experts import TILES
 
     wide = tuple(replace(each, up=replace(each.up, block_k=64), down=replace(each.down, block_k=64)) for each in TILES)
     rows = Rows(GemmConfig(4, 128, 2, 1), GemmConfig(4, 128, 2, 1))
     for kind in kinds:
-        for number, shape in enumerate(shapes(kind)):
+        for number, shape in enumerate(shapes(kind)[: None if kind in READ_DIFFERENTLY else 1]):
             for tokens in (2, 19):
                 case = cases(tokens, **shape)
                 case["index"][0, 0] = 77
