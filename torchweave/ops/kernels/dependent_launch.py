@@ -2,7 +2,8 @@
 
 The rule, which Inductor's kernels keep too: a kernel waits for the previous kernel, and only then lets the next kernel start.
 So when a kernel starts, all but its direct predecessor have ended, and after its wait that one has ended too. Before its wait a
-kernel may read constants only: weights, and no memory that any kernel of the step writes.
+kernel may access constants (weights), and memory that its direct predecessor does not access, read past L1 (`.cg`): a recurrent
+state, which one kernel of the step accesses, or the routing of experts.
 """
 
 from __future__ import annotations

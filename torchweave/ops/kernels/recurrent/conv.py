@@ -17,31 +17,38 @@ def conv_decode(
     x, weight, bias, out, state, slots, seq_lens, channels, x_stride, out_stride, weight_stride, width_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Token `program_id(1)` of a step with one token a row; BLOCK channels."""
-    pdl_wait(DEPENDENT)
+    """Token `program_id(1)` of a step with one token a row; BLOCK channels.
+
+    The previous kernel writes x, and accesses neither the rows of the step nor the state: before the wait both are loaded, bypassing
+    L1, and the state is moved by one token.
+    """
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = channel < channels
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
     target = out + row * out_stride + channel
     if slot < 0:
+        pdl_wait(DEPENDENT)
         tl.store(target, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid)
         return
-    continued = valid & (tl.load(seq_lens + row) > 1)
-    new = tl.load(x + row * x_stride + channel, mask=valid, other=0.0)
+    continued = valid & (tl.load(seq_lens + row, cache_modifier=".cg") > 1)
     weights = weight + channel * weight_stride
-    result = new.to(tl.float32) * tl.load(weights + (WIDTH - 1) * width_stride, mask=valid, other=0.0).to(tl.float32)
+    result = tl.zeros([BLOCK], tl.float32)
+    if BIAS:
+        result += tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)
     inputs = state + (slot * channels + channel) * (WIDTH - 1)
     for j in tl.static_range(WIDTH - 1):
         # Element j is read and element j - 1 is written by the thread of the channel.
-        value = tl.load(inputs + j, mask=continued, other=0.0)
+        value = tl.load(inputs + j, mask=continued, other=0.0, cache_modifier=".cg")
         result += value.to(tl.float32) * tl.load(weights + j * width_stride, mask=valid, other=0.0).to(tl.float32)
         if j > 0:
             tl.store(inputs + j - 1, value, mask=valid)
+    last = tl.load(weights + (WIDTH - 1) * width_stride, mask=valid, other=0.0).to(tl.float32)
+    pdl_wait(DEPENDENT)
+    new = tl.load(x + row * x_stride + channel, mask=valid, other=0.0)
+    result += new.to(tl.float32) * last
     if WIDTH > 1:
         tl.store(inputs + WIDTH - 2, new, mask=valid)
-    if BIAS:
-        result += tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)
     if SILU:
         result = silu(result)
     tl.store(target, result.to(out.dtype.element_ty), mask=valid)

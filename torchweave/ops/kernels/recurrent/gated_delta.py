@@ -48,8 +48,13 @@ def delta_scan(
     GATES: tl.constexpr, ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, token after token; padded tokens become zero. Rows
-    of more than FEW tokens are skipped."""
-    pdl_wait(DEPENDENT)
+    of more than FEW tokens are skipped.
+
+    DECODE_ONLY: the previous kernel writes inputs, but neither the rows of the step nor states: both are loaded before the wait,
+    bypassing L1.
+    """
+    if not DECODE_ONLY:
+        pdl_wait(DEPENDENT)
     head, row = tl.program_id(1), tl.program_id(2)
     first, end = row_tokens(query_start, row, num_rows, num_tokens, DECODE_ONLY)
     if first >= end:
@@ -60,17 +65,21 @@ def delta_scan(
     token = first.to(tl.int64)
     target = out + head * out_head_stride + value_dim
     if is_padding(slots, row, num_rows, DECODE_ONLY):
+        if DECODE_ONLY:
+            pdl_wait(DEPENDENT)
         for _ in range(first, end):
             tl.store(target + token * out_stride, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid_value)
             token += 1
         return
     if end - first > FEW:
         return
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
     place = state + ((slot * VALUE_HEADS + head) * KEY_DIM + key_dim[:, None]) * VALUE_DIM + value_dim[None, :]
     valid = valid_key[:, None] & valid_value[None, :]
-    length = tl.load(seq_lens + row)
-    matrix = tl.load(place, mask=valid & (length > end - first), other=0.0)
+    length = tl.load(seq_lens + row, cache_modifier=".cg")
+    matrix = tl.load(place, mask=valid & (length > end - first), other=0.0, cache_modifier=".cg")
+    if DECODE_ONLY:
+        pdl_wait(DEPENDENT)
     end = row_end(end, length, position, slot, ACCESS)
     q_row, k_row = q + head // GROUP * q_head_stride + key_dim, k + head // GROUP * k_head_stride + key_dim
     for _ in range(first, end):

@@ -52,10 +52,15 @@ def ssd_decode(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of head `program_id(1)` of row `program_id(2)`. DECODE_ONLY: row i is token i, and padding rows are zeroed;
-    otherwise rows without exactly one token are skipped."""
-    pdl_wait(DEPENDENT)
+    otherwise rows without exactly one token are skipped.
+
+    DECODE_ONLY: the previous kernel writes inputs, but neither the rows of the step nor states: both are loaded before the wait,
+    bypassing L1.
+    """
+    if not DECODE_ONLY:
+        pdl_wait(DEPENDENT)
     head, row = tl.program_id(1), tl.program_id(2)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
     token = row.to(tl.int64)
     if not DECODE_ONLY:
         start = tl.load(query_start + row)
@@ -66,11 +71,16 @@ def ssd_decode(
     valid_dim, valid_column = dim < HEAD_DIM, column < STATE
     target = out + token * out_stride + head * out_head_stride + dim
     if slot < 0:
+        if DECODE_ONLY:
+            pdl_wait(DEPENDENT)
         tl.store(target, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid_dim)
         return
     place = state + ((slot * HEADS + head) * HEAD_DIM + dim[:, None]) * STATE + column[None, :]
     valid = valid_dim[:, None] & valid_column[None, :]
-    matrix = tl.load(place, mask=valid & (tl.load(seq_lens + row) > 1), other=0.0)
+    continued = tl.load(seq_lens + row, cache_modifier=".cg") > 1
+    matrix = tl.load(place, mask=valid & continued, other=0.0, cache_modifier=".cg")
+    if DECODE_ONLY:
+        pdl_wait(DEPENDENT)
     values, keys, query, step = _token_inputs(
         x, dt, B, C, dt_bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
         x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
