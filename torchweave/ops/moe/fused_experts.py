@@ -197,7 +197,7 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
     first = (call.x, call.index, call.up, call.up_bias, h, call.up_scale, call.up_packing)
     kernels.launch_rows_up(*first, **_activation(call), **_launch(strategy.up), dependent=strategy.dependent)
     if call.down_scale is None or call.down.dtype == FP8:
-        second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale)
+        second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale, call.residual)
         kernels.launch_rows_down(*second, shared=call.shared, **down)
         return
     y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
@@ -249,11 +249,11 @@ def _apart(call: ExpertsCall) -> tuple[ExpertsCall, Tensor]:
 
 
 def _combine(call: ExpertsCall, y: Tensor, own: Tensor | None = None, *, dependent: bool) -> None:
-    """Sum rows `[T k, K]` of pairs, weighted, and a shared expert's output."""
+    """Sum rows `[T k, K]` of pairs, weighted, a shared expert's output and the residual."""
     from torchweave.ops.kernels.moe.experts_grouped_gemm import launch_combine
 
     pairs = (y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out)
-    launch_combine(*pairs, own, dependent=dependent)
+    launch_combine(*pairs, own, call.residual, dependent=dependent)
 
 
 def _grouped(call: ExpertsCall) -> None:
@@ -272,7 +272,7 @@ def _grouped(call: ExpertsCall) -> None:
     del z
     y = torch._grouped_mm(h, down, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
     pairs = (y, call.index, call.weight, call.num_experts, positions, call.down_bias, call.out)
-    kernels.launch_combine(*pairs, own)
+    kernels.launch_combine(*pairs, own, call.residual)
 
 
 def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,12 @@ def add_shared(result, own, share, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def add_residual(result, residual, DTYPE: tl.constexpr):
+    """The sum of experts, rounded as in the model, plus the residual, in float32."""
+    return result.to(DTYPE).to(tl.float32) + residual.to(tl.float32)
+
+
+@triton.jit
 def rows_up_kernel(
     x, index, up, scales, bias, h, num_experts, inner, x_stride, expert_stride, row_stride, scale_rows,
     SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
@@ -133,15 +139,17 @@ def rows_up_kernel(
 
 @triton.jit
 def rows_down_kernel(
-    h, index, weight, down, scales, bias, out, num_experts, num_outputs, expert_stride, row_stride, out_stride, scale_rows,
+    h, index, weight, down, scales, bias, residual, out, num_experts, num_outputs, expert_stride, row_stride, residual_stride,
+    out_stride, scale_rows,
     SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     INNER: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all at once.
+    """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all at once. ADD: plus the
+    residual.
 
-    The previous kernel only read the routing, so its writer has ended when this kernel starts: the routing is read, bypassing
-    L1, and the first weights are loaded before the wait. SHARED: of weights in 16 bits; the last expert is a shared one.
+    The previous kernel only read the routing, so its writer has ended when this kernel starts: the routing and the residual are
+    read, bypassing L1, and the first weights are loaded before the wait. SHARED: of weights in 16 bits; the last expert is a shared one.
     """
     tl.static_assert(GROUPS == 0 or not SHARED)
     ROUTED: tl.constexpr = TOP - 1 if SHARED else TOP
@@ -163,6 +171,8 @@ def rows_down_kernel(
         own_tile = tl.load(own_weights, mask=inside[:, None] & (k < INNER)[None, :], other=0.0)
         own_share = tl.load(weight + token * TOP + ROUTED, cache_modifier=".cg").to(tl.float32)
         own_total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    if ADD:
+        addend = tl.load(residual + token * residual_stride + n, mask=inside, other=0.0, cache_modifier=".cg")
     pdl_wait(DEPENDENT)
     inputs = h + (token * TOP + j).to(tl.int64)[:, None] * INNER + k[None, :]
     own_inputs = h + (token * TOP + ROUTED).to(tl.int64) * INNER + k
@@ -195,6 +205,8 @@ def rows_down_kernel(
     result = tl.sum(sums * share[:, None], axis=0)
     if SHARED:
         result = add_shared(result, tl.sum(own_total, axis=1), own_share, out.dtype.element_ty)
+    if ADD:
+        result = add_residual(result, addend, out.dtype.element_ty)
     tl.store(out + token * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -324,13 +336,15 @@ def launch_rows_up(
 
 def launch_rows_down(
     h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor | None = None,
-    *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    residual: Tensor | None = None, *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
-    """h [T k, I], index and weight [T, k], down [E, K, I], out [T, K]; the rest as `launch_rows_up`, without words."""
+    """h [T k, I], index and weight [T, k], down [E, K, I], residual and out [T, K]; the rest as `launch_rows_up`, without words."""
     tokens, top = index.shape
     rows_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
-        h, index, weight, down, bias=down if bias is None else bias, out=out, num_experts=down.shape[0],
-        num_outputs=down.shape[1], expert_stride=down.stride(0), row_stride=down.stride(1), out_stride=out.stride(0),
+        h, index, weight, down, bias=down if bias is None else bias,
+        residual=out if residual is None else residual, out=out, num_experts=down.shape[0], num_outputs=down.shape[1],
+        expert_stride=down.stride(0), row_stride=down.stride(1), out_stride=out.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0), ADD=residual is not None,
         INNER=down.shape[2], TOP=top, TOP_BLOCK=next_power_of_2(top - shared), SHARED=shared, HAS_BIAS=bias is not None,
         BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=depth, DEPENDENT=dependent, num_warps=num_warps, **fp8_scales(down, scales),
         **pdl_options(dependent),
