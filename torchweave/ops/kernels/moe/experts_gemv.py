@@ -74,17 +74,27 @@ def rows_up_kernel(
     x, index, up, scales, bias, h, num_experts, inner, x_stride, expert_stride, row_stride, scale_rows,
     SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """h[pair, I]: a program computes BLOCK_N activated columns of one pair of token and expert.
 
     FP8 (GROUPS above 0): a scale for SCALE_BLOCK rows and, with GROUPS above 1, for 128 inputs; the rows of a program share it.
+    SHARED: of gate and up in 16 bits and in one iteration. A token's last expert is a shared one, whose programs come first and
+    load its weights before the wait, while the routing is computed.
     """
     pair = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < inner
     k = tl.arange(0, BLOCK_K)
+    if SHARED:
+        tl.static_assert(GATED and not INTERLEAVED and GROUPS == 0 and WIDTH <= BLOCK_K)
+        own = pair % TOP == 0
+        pair = pair // TOP * TOP + (pair + TOP - 1) % TOP
+        own_weights = up + (num_experts - 1).to(tl.int64) * expert_stride + column[:, None] * row_stride + k[None, :]
+        own_mask = (inside[:, None] & (k < WIDTH)[None, :]) & own
+        own_gate = tl.load(own_weights, mask=own_mask, other=0.0)
+        own_up = tl.load(own_weights + inner * row_stride, mask=own_mask, other=0.0)
     pdl_wait(DEPENDENT)
     expert = tl.load(index + pair)
     if expert < num_experts:
@@ -103,9 +113,14 @@ def rows_up_kernel(
         for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLL):
             left = k < WIDTH - start
             mask = inside[:, None] & left[None, :]
-            gate_tile = tl.load(gate_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            if GATED:
-                up_tile = tl.load(up_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
+            if SHARED:
+                mask = mask & (pair % TOP != TOP - 1)
+                gate_tile = tl.load(gate_weights + start, mask=mask, other=own_gate, eviction_policy="evict_first")
+                up_tile = tl.load(up_weights + start, mask=mask, other=own_up, eviction_policy="evict_first")
+            else:
+                gate_tile = tl.load(gate_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
+                if GATED:
+                    up_tile = tl.load(up_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
             value = tl.load(inputs + start, mask=left, other=0.0).to(tl.float32)[None, :]
             if GROUPS > 1:
                 group = (start + k) // 128
@@ -308,9 +323,11 @@ def _words(block: int, width: int) -> int:
 def launch_rows_up(
     x: Tensor, index: Tensor, up: Tensor, bias: Tensor | None, h: Tensor, scales: Tensor | None = None,
     packing: Packing = PLAIN, *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
-    block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool, shared: bool = False,
 ) -> None:  # fmt: skip
     """x [T, K], index [T, k], up [E, 2 I or I, K], h [T k, I]; rows contiguous.
+
+    shared: load the last expert's weights, which every token's last column names, before the wait.
 
     scales, packing: of up if it is quantized, to FP8 or to 4 bits in words, and then contiguous; see
     `torchweave::quantized_experts`. With scales by block, `block_n`, twice if interleaved, divides 128.
@@ -329,7 +346,7 @@ def launch_rows_up(
         )
     else:
         rows_up_kernel[grid](
-            **arguments, expert_stride=up.stride(0), row_stride=up.stride(1), BLOCK_K=block_k, UNROLL=depth,
+            **arguments, expert_stride=up.stride(0), row_stride=up.stride(1), SHARED=shared, BLOCK_K=block_k, UNROLL=depth,
             **fp8_scales(up, scales),
         )  # fmt: skip
 
