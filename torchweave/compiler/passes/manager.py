@@ -34,6 +34,7 @@ from torchweave.compiler.passes.aten.experts_residual import ExpertsResidual
 from torchweave.compiler.passes.aten.fp8_activation import FUSION as FP8_ACTIVATION
 from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
+from torchweave.compiler.passes.aten.prefetch_weights import PrefetchWeights
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.aten.route import FUSION as ROUTE
 from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, declaration_error, load_pass
@@ -91,6 +92,7 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         rope.FUSION,
         qk_norm_rope.FUSION,
         ROUTE,
+        PrefetchWeights(),
         FP8_NORM,
         FP8_ACTIVATION,
         SequenceParallel(table, ranks),

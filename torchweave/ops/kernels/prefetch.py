@@ -1,0 +1,35 @@
+"""Triton: bring a weight that a later kernel reads into the L2 cache, beside a kernel that leaves the memory idle.
+
+Small kernels between two products wait for each other, not for the memory. Programs that such a kernel has in addition ask for the
+lines of a weight and end: they wait for nothing, and nothing waits for the lines.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PREFETCH_BYTES = 16 << 20
+"""The most of a weight that is prefetched: a third of the L2 cache of an H100."""
+_LINE = tl.constexpr(128)
+LINES = 1024
+"""Lines of a program."""
+
+
+@triton.jit
+def prefetch_lines(weight, program, num_lines, LINES: tl.constexpr):
+    """Ask for lines `[program * LINES, (program + 1) * LINES)` of a weight; those behind its last are that one again."""
+    for start in tl.static_range(0, LINES, 32):
+        line = tl.minimum(program * LINES + start + tl.arange(0, 32), num_lines - 1)
+        address = weight.to(tl.int64) + line.to(tl.int64) * _LINE
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+def lines_to_prefetch(weight: Tensor | None, num_bytes: int = PREFETCH_BYTES) -> int:
+    """Number of lines of a contiguous weight to ask for, or 0."""
+    if weight is None or weight.device.type == "cpu":  # Triton's interpreter has no assembly
+        return 0
+    return min(num_bytes, weight.numel() * weight.element_size()) // _LINE.value
