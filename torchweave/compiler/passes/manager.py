@@ -45,6 +45,7 @@ from torchweave.compiler.passes.collectives.user_buffers import (
     UserBuffersFinalize,
     UserBuffersPrologue,
 )
+from torchweave.compiler.passes.torch_ir.conv_prefetch import ConvPrefetch
 from torchweave.compiler.passes.torch_ir.delta_gates import DeltaGates
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.compiler.passes.torch_ir.linear_gelu import LinearGelu
@@ -76,6 +77,7 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         RotaryAttention(),
         DeltaGates(),
         SmallLinears(table=table),
+        ConvPrefetch(),
         LinearGelu(),
         MergeFp8Linears(),
         MergeIntLinears(),

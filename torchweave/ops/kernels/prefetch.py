@@ -15,21 +15,23 @@ PREFETCH_BYTES = 16 << 20
 _LINE = tl.constexpr(128)
 LINES = 1024
 """Lines of a program."""
+PREFETCH_TOKENS = 2
+"""Up to this many tokens, experts read fewer weights than would replace a prefetched one in the cache."""
 
 
 @triton.jit
 def prefetch_lines(weight, program, num_lines, LINES: tl.constexpr):
     """Ask for lines `[program * LINES, (program + 1) * LINES)` of a weight; those behind its last are that one again."""
-    for start in tl.static_range(0, LINES, 32):
-        line = tl.minimum(program * LINES + start + tl.arange(0, 32), num_lines - 1)
+    for start in tl.static_range(0, LINES, 128):
+        line = tl.minimum(program * LINES + start + tl.arange(0, 128), num_lines - 1)
         address = weight.to(tl.int64) + line.to(tl.int64) * _LINE
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
-def lines_to_prefetch(weight: Tensor | None, num_bytes: int = PREFETCH_BYTES) -> int:
+def lines_to_prefetch(weight: Tensor | None, num_tokens: int) -> int:
     """Number of lines of a contiguous weight to ask for, or 0."""
-    if weight is None or weight.device.type == "cpu":  # Triton's interpreter has no assembly
+    if weight is None or num_tokens > PREFETCH_TOKENS or weight.device.type == "cpu":  # Triton's interpreter has no assembly
         return 0
-    return min(num_bytes, weight.numel() * weight.element_size()) // _LINE.value
+    return min(PREFETCH_BYTES, weight.numel() * weight.element_size()) // _LINE.value

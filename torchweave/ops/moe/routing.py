@@ -16,8 +16,6 @@ from torchweave.ops.registry import define
 SCORES = ("softmax", "sigmoid", "chosen_softmax")
 MAX_EXPERTS = 2048
 """Largest number of experts: a program holds the scores of a token in registers; above it torch's own operations run."""
-PREFETCH_TOKENS = 2
-"""Up to this many tokens the experts read fewer weights than would replace a prefetched one in the cache."""
 
 
 def _fake(
@@ -59,8 +57,7 @@ def route(
         renormalize: divide by the sum over the chosen experts, plus epsilon; then multiply by scale.
         shared: append a column, so that both results are `[T, k + 1]`: expert E, which every token has, of weight 1, or of the
             sigmoid of shared_gate `[T, 1]`, which is rounded to that dtype first.
-        prefetch: a weight that a later product reads. With up to `PREFETCH_TOKENS` tokens its beginning is brought into the
-            L2 cache of a GPU meanwhile.
+        prefetch: a contiguous weight that a later product reads; see `kernels.prefetch`.
 
     Among equal scores the kernel takes the smaller expert index. `torch.topk`, and so the reference, does not specify it.
     """
@@ -74,7 +71,7 @@ def route(
             launch_route(
                 logits, bias, weights, index, score=score, num_groups=num_groups, top_groups=top_groups, group_best=group_best,
                 fill=fill, renormalize=renormalize, epsilon=epsilon, scale=scale, shared=shared, shared_gate=shared_gate,
-                prefetch=prefetch if len(logits) <= PREFETCH_TOKENS else None, dependent=supports_pdl(logits.device),
+                prefetch=prefetch, dependent=supports_pdl(logits.device),
             )  # fmt: skip
         return weights, index
     scores = _scores(logits, score)

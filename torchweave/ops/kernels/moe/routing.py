@@ -120,7 +120,7 @@ def launch_route(
     experts, top = logits.shape[1], index.shape[1] - shared
     gate = logits if shared_gate is None else shared_gate
     size = experts // num_groups
-    tokens, lines = logits.shape[0], lines_to_prefetch(prefetch)
+    tokens, lines = logits.shape[0], lines_to_prefetch(prefetch, logits.shape[0])
     route_kernel[(tokens + cdiv(lines, LINES),)](
         logits, logits if bias is None else bias, gate, weights, index, logits if prefetch is None else prefetch, tokens, lines,
         logits.stride(0), gate.stride(0), experts,
