@@ -2,8 +2,8 @@
 
 The rule, which Inductor's kernels keep too: a kernel waits for the previous kernel, and only then lets the next kernel start.
 So when a kernel starts, all but its direct predecessor have ended, and after its wait that one has ended too. Before its wait a
-kernel may access constants (weights), and memory that its direct predecessor does not access, read past L1 (`.cg`): a recurrent
-state, which one kernel of the step accesses, or the routing of experts.
+kernel may read constants (weights), and, past L1 (`.cg`), memory that its direct predecessor does not write: a recurrent state, the
+rows of a step, the routing of experts.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def conv_decode(
 ):  # fmt: skip
     """Token `program_id(1)` of a step with one token a row; BLOCK channels.
 
-    The previous kernel writes x, and accesses neither the rows of the step nor the state: before the wait both are loaded, bypassing
-    L1, and the state is moved by one token. PREFETCH: lines of a weight that each further program asks for.
+    The previous kernel writes inputs, but neither the rows of the step nor states: both are loaded before the wait, bypassing L1.
+    PREFETCH: lines of a weight that each further program asks for.
     """
     if PREFETCH > 0:
         blocks = tl.cdiv(channels, BLOCK)
@@ -41,26 +41,25 @@ def conv_decode(
         tl.store(target, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid)
         return
     continued = valid & (tl.load(seq_lens + row, cache_modifier=".cg") > 1)
+    inputs = state + (slot * channels + channel) * (WIDTH - 1)
+    window = ()
+    for j in tl.static_range(WIDTH - 1):
+        # Element j is read and element j - 1 is written by the thread of the channel.
+        window += (tl.load(inputs + j, mask=continued, other=0.0, cache_modifier=".cg"),)
+    pdl_wait(DEPENDENT)
+    window += (tl.load(x + row * x_stride + channel, mask=valid, other=0.0),)
     weights = weight + channel * weight_stride
     result = tl.zeros([BLOCK], tl.float32)
     if BIAS:
         result += tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)
-    inputs = state + (slot * channels + channel) * (WIDTH - 1)
-    for j in tl.static_range(WIDTH - 1):
-        # Element j is read and element j - 1 is written by the thread of the channel.
-        value = tl.load(inputs + j, mask=continued, other=0.0, cache_modifier=".cg")
-        result += value.to(tl.float32) * tl.load(weights + j * width_stride, mask=valid, other=0.0).to(tl.float32)
-        if j > 0:
-            tl.store(inputs + j - 1, value, mask=valid)
-    last = tl.load(weights + (WIDTH - 1) * width_stride, mask=valid, other=0.0).to(tl.float32)
-    pdl_wait(DEPENDENT)
-    new = tl.load(x + row * x_stride + channel, mask=valid, other=0.0)
-    result += new.to(tl.float32) * last
-    if WIDTH > 1:
-        tl.store(inputs + WIDTH - 2, new, mask=valid)
+    for j in tl.static_range(WIDTH):
+        factor = tl.load(weights + j * width_stride, mask=valid, other=0.0)
+        result += window[j].to(tl.float32) * factor.to(tl.float32)
     if SILU:
         result = silu(result)
     tl.store(target, result.to(out.dtype.element_ty), mask=valid)
+    for j in tl.static_range(1, WIDTH):
+        tl.store(inputs + j - 1, window[j], mask=valid)
 
 
 @triton.jit
