@@ -37,6 +37,15 @@ def pdl_trigger(DEPENDENT: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def pdl_prefetch(pointers, DEPENDENT: tl.constexpr):
+    """Bring the lines at `pointers` into the L2 cache, before the wait; the previous kernel may write them."""
+    if DEPENDENT > 0:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether `device` supports programmatic dependent launch."""

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchweave.ops.kernels.dependent_launch import pdl_prefetch
+
 PREFETCH_BYTES = 16 << 20
 """The most of a weight that is prefetched: a third of the L2 cache of an H100."""
 _LINE = tl.constexpr(128)
@@ -24,10 +26,7 @@ def prefetch_lines(weight, program, num_lines, LINES: tl.constexpr):
     """Ask for lines `[program * LINES, (program + 1) * LINES)` of a weight; those behind its last are that one again."""
     for start in tl.static_range(0, LINES, 128):
         line = tl.minimum(program * LINES + start + tl.arange(0, 128), num_lines - 1)
-        address = weight.to(tl.int64) + line.to(tl.int64) * _LINE
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-        )
+        pdl_prefetch(weight.to(tl.int64) + line.to(tl.int64) * _LINE, True)
 
 
 def lines_to_prefetch(weight: Tensor | None, num_tokens: int) -> int:

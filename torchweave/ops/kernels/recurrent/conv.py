@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.dependent_launch import pdl_wait
+from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
 from torchweave.ops.kernels.prefetch import prefetch_lines
 from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, row_end, silu
 
@@ -42,13 +42,14 @@ def conv_decode(
         return
     continued = valid & (tl.load(seq_lens + row, cache_modifier=".cg") > 1)
     inputs = state + (slot * channels + channel) * (WIDTH - 1)
+    weights = weight + channel * weight_stride
+    pdl_prefetch(tl.where(valid, weights, weight), DEPENDENT)
     window = ()
     for j in tl.static_range(WIDTH - 1):
         # Element j is read and element j - 1 is written by the thread of the channel.
         window += (tl.load(inputs + j, mask=continued, other=0.0, cache_modifier=".cg"),)
     pdl_wait(DEPENDENT)
     window += (tl.load(x + row * x_stride + channel, mask=valid, other=0.0),)
-    weights = weight + channel * weight_stride
     result = tl.zeros([BLOCK], tl.float32)
     if BIAS:
         result += tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)

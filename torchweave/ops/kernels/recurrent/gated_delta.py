@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.dependent_launch import pdl_wait
+from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
 from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, is_padding, row_end, row_tokens, softplus
 
 
@@ -91,6 +91,9 @@ def delta_scan(
     length = tl.load(seq_lens + row, cache_modifier=".cg")
     matrix = tl.load(place, mask=valid & (length > end - first), other=0.0, cache_modifier=".cg")
     if DECODE_ONLY:
+        if GATES:
+            pdl_prefetch(A_log + head, DEPENDENT)
+            pdl_prefetch(dt_bias + head, DEPENDENT)
         pdl_wait(DEPENDENT)
     log_rate, bias = _gate_parameters(A_log, dt_bias, head, GATES)
     end = row_end(end, length, position, slot, ACCESS)
