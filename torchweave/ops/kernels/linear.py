@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.activation import activate
-from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_trigger, pdl_wait, supports_pdl
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_prefetch, pdl_trigger, pdl_wait, supports_pdl
 from torchweave.ops.kernels.norm import scale_rows
 from torchweave.ops.kernels.sizes import cdiv
 from torchweave.ops.linear_config import LinearConfig, LinearFusion
@@ -119,6 +119,11 @@ def row_kernel(
     first = w + rows.to(tl.int64) * w_stride
     weights = first[:, None] + k[None, :]
     tile = tl.load(weights, mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
+    if NORM:
+        LINES: tl.constexpr = (BLOCK_K + 63) // 64
+        if tl.program_id(0) == 0:
+            for start in tl.static_range(0, WIDTH, BLOCK_K):
+                pdl_prefetch(norm + tl.minimum(start + tl.arange(0, LINES) * 64, WIDTH - 1), DEPENDENT)
     pdl_wait(DEPENDENT)
     scale0 = _inverse_rms(x, eps, num_tokens > 0, WIDTH) if NORM else 0.0
     scale1 = _inverse_rms(x + x_stride, eps, num_tokens > 1, WIDTH) if NORM and TOKENS > 1 else 0.0
