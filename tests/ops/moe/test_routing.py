@@ -38,17 +38,11 @@ def test_kernel_builds_for_hopper(form: str) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
     from torchweave.ops.kernels.moe import routing
-    from torchweave.ops.kernels.prefetch import LINES, PREFETCH_BYTES
 
     given = arguments(FORMS[form], 4, 128, 8, torch.bfloat16)
     size = (4, 8 + given.get("shared", False))
     weights, index = torch.empty(size, dtype=given.pop("dtype", torch.float32)), torch.empty(size, dtype=torch.int64)
     logits, bias, _ = given.pop("logits"), given.pop("bias"), given.pop("top_k")
-    weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     with recorded(routing, "route_kernel") as launches:
         routing.launch_route(logits, bias, weights, index, **PLAIN | given)
-        routing.launch_route(logits[:2], bias, weights[:2], index[:2], **PLAIN | given, prefetch=weight)
-    plain, prefetching = (compile_for_hopper(launch).asm["ptx"] for launch in launches)
-    assert "bar.sync" not in plain and "bar.sync" not in prefetching, "one warp a token has nobody to wait for"
-    assert prefetching.count("prefetch.global.L2") == LINES // 32 and "prefetch" not in plain
-    assert launches[1].grid == (2 + PREFETCH_BYTES // 128 // LINES,)
+    assert "bar.sync" not in compile_for_hopper(launches[0]).asm["ptx"], "one warp a token has nobody to wait for"

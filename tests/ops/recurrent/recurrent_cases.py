@@ -101,7 +101,7 @@ def draw_conv(case: Case, draw: Callable[..., Tensor], tokens: int) -> dict[str,
 
 
 def activation(case: Case) -> dict[str, str]:
-    return {"activation": case.options.get("activation", "silu"), "prefetch": None}
+    return {"activation": case.options.get("activation", "silu")}
 
 
 def draw_delta(case: Case, draw: Callable[..., Tensor], tokens: int) -> dict[str, Any]:

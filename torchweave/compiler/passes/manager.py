@@ -34,7 +34,6 @@ from torchweave.compiler.passes.aten.experts_residual import ExpertsResidual
 from torchweave.compiler.passes.aten.fp8_activation import FUSION as FP8_ACTIVATION
 from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
-from torchweave.compiler.passes.aten.prefetch_weights import PrefetchWeights
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.aten.route import FUSION as ROUTE
 from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, declaration_error, load_pass
@@ -45,7 +44,6 @@ from torchweave.compiler.passes.collectives.user_buffers import (
     UserBuffersFinalize,
     UserBuffersPrologue,
 )
-from torchweave.compiler.passes.torch_ir.conv_prefetch import ConvPrefetch
 from torchweave.compiler.passes.torch_ir.delta_gates import DeltaGates
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
 from torchweave.compiler.passes.torch_ir.linear_gelu import LinearGelu
@@ -77,7 +75,6 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         RotaryAttention(),
         DeltaGates(),
         SmallLinears(table=table),
-        ConvPrefetch(),
         LinearGelu(),
         MergeFp8Linears(),
         MergeIntLinears(),
@@ -94,7 +91,6 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         rope.FUSION,
         qk_norm_rope.FUSION,
         ROUTE,
-        PrefetchWeights(),
         FP8_NORM,
         FP8_ACTIVATION,
         SequenceParallel(table, ranks),

@@ -21,7 +21,7 @@ MAX_EXPERTS = 2048
 def _fake(
     logits: Tensor, bias: Tensor | None, top_k: int, score: str, dtype: torch.dtype, num_groups: int = 1, top_groups: int = 1,
     group_best: int = 1, fill: float = 0.0, renormalize: bool = False, epsilon: float = 0.0, scale: float = 1.0,
-    shared: bool = False, shared_gate: Tensor | None = None, prefetch: Tensor | None = None,
+    shared: bool = False, shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     size = (logits.shape[0], top_k + shared)
     return logits.new_empty(size, dtype=dtype), logits.new_empty(size, dtype=torch.int64)
@@ -43,7 +43,6 @@ def route(
     scale: float = 1.0,
     shared: bool = False,
     shared_gate: Tensor | None = None,
-    prefetch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights `[T, k]` of `dtype` and experts `[T, k]` (int64) of logits `[T, E]`, the best expert first.
 
@@ -57,7 +56,6 @@ def route(
         renormalize: divide by the sum over the chosen experts, plus epsilon; then multiply by scale.
         shared: append a column, so that both results are `[T, k + 1]`: expert E, which every token has, of weight 1, or of the
             sigmoid of shared_gate `[T, 1]`, which is rounded to that dtype first.
-        prefetch: a contiguous weight that a later product reads; see `kernels.prefetch`.
 
     Among equal scores the kernel takes the smaller expert index. `torch.topk`, and so the reference, does not specify it.
     """
@@ -71,7 +69,7 @@ def route(
             launch_route(
                 logits, bias, weights, index, score=score, num_groups=num_groups, top_groups=top_groups, group_best=group_best,
                 fill=fill, renormalize=renormalize, epsilon=epsilon, scale=scale, shared=shared, shared_gate=shared_gate,
-                prefetch=prefetch, dependent=supports_pdl(logits.device),
+                dependent=supports_pdl(logits.device),
             )  # fmt: skip
         return weights, index
     scores = _scores(logits, score)

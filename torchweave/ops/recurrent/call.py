@@ -47,7 +47,6 @@ class ConvCall:
     out: Tensor
     state: int
     activation: str
-    prefetch: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.activation not in CONV_ACTIVATIONS:

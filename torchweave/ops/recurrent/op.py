@@ -40,15 +40,7 @@ def _alone(call: RecurrentCall) -> None:
 
 
 @define("torchweave::causal_conv", mutates=("out",), boundary=True)
-def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    state: int,
-    activation: str,
-    prefetch: Tensor | None = None,
-) -> None:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, state: int, activation: str) -> None:
     """Depthwise causal convolution: `out[t, c] = act(bias[c] + sum_j weight[c, j] * x[t - K + 1 + j, c])`.
 
     Args:
@@ -58,9 +50,8 @@ def causal_conv(
         out: `[T, C]`, written whole.
         state: index of the state, `[S, C, K - 1]` of x's dtype: the inputs of the last K - 1 tokens, the oldest first.
         activation: `""`, `"silu"` or `"swish"`; others raise ValueError.
-        prefetch: a contiguous weight that a later product reads; see `kernels.prefetch`.
     """
-    _alone(ConvCall(x, weight, bias, out, state, activation, prefetch))
+    _alone(ConvCall(x, weight, bias, out, state, activation))
 
 
 @define("torchweave::gated_delta", mutates=("out",), boundary=True)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from torchweave.ops.attention.op import AttentionMetadata
 from torchweave.ops.kernels.dependent_launch import pdl_options, supports_pdl
-from torchweave.ops.kernels.prefetch import LINES, lines_to_prefetch
 from torchweave.ops.kernels.recurrent.conv import conv_decode, conv_mixed
 from torchweave.ops.kernels.recurrent.copy import copy_tokens
 from torchweave.ops.kernels.recurrent.gated_delta import delta_prefill, delta_scan, delta_solve
@@ -130,10 +129,9 @@ def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, rows: Rows) -> None
     strides = (x.stride(0), out.stride(0), *weight.stride())
     if meta.decode_only:
         block = _block(channels, meta.num_rows, 512, 128)
-        lines = lines_to_prefetch(call.prefetch, meta.num_rows)
-        conv_decode[cdiv(channels, block) + cdiv(lines, LINES), meta.num_rows](
-            x, weight, bias, out, state, meta.slots, meta.seq_lens, weight if call.prefetch is None else call.prefetch,
-            channels, lines, *strides, **shared, BLOCK=block, PREFETCH=LINES if lines else 0, **_options(x.device, max(1, block // 128)),
+        conv_decode[cdiv(channels, block), meta.num_rows](
+            x, weight, bias, out, state, meta.slots, meta.seq_lens, channels, *strides,
+            **shared, BLOCK=block, **_options(x.device, max(1, block // 128)),
         )  # fmt: skip
         return
     assert width <= CONV_CHUNK

@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
-from torchweave.ops.kernels.prefetch import LINES, lines_to_prefetch, prefetch_lines
-from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
+from torchweave.ops.kernels.sizes import next_power_of_2
 
 _TAKEN = tl.constexpr(-(1 << 31))
 """Key below that of every score: of an expert that was chosen, or whose score is NaN."""
@@ -30,22 +29,18 @@ def _best(score, free, lane, BLOCK: tl.constexpr):
     return tl.min(tl.where(free & (score == best[:, None]), lane, BLOCK), axis=1), best
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_lines"])
+@triton.jit
 def route_kernel(
-    logits, bias, gate, weights, index, prefetched, num_tokens, num_lines, logits_stride, gate_stride, num_experts,
+    logits, bias, gate, weights, index, logits_stride, gate_stride, num_experts,
     GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr,
     TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, FILL: tl.constexpr,
     SCORE: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
-    SHARED: tl.constexpr, HAS_GATE: tl.constexpr, PREFETCH: tl.constexpr, DEPENDENT: tl.constexpr,
+    SHARED: tl.constexpr, HAS_GATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a token. Experts form a tile of [groups, experts of a group]; among equal scores the first expert wins.
 
-    SHARED: the last column is the shared expert's. PREFETCH: lines of a weight that each further program asks for.
+    SHARED: the last column is the shared expert's.
     """
-    if PREFETCH > 0:
-        if tl.program_id(0) >= num_tokens:
-            prefetch_lines(prefetched, tl.program_id(0) - num_tokens, num_lines, PREFETCH)
-            return
     token = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, GROUP_BLOCK)[:, None]
     lane = tl.arange(0, SIZE_BLOCK)[None, :]
@@ -110,24 +105,17 @@ def route_kernel(
 def launch_route(
     logits: Tensor, bias: Tensor | None, weights: Tensor, index: Tensor,
     *, score: str, num_groups: int, top_groups: int, group_best: int, fill: float, renormalize: bool, epsilon: float,
-    scale: float, shared: bool = False, shared_gate: Tensor | None = None, prefetch: Tensor | None = None,
-    dependent: bool = False,
+    scale: float, shared: bool = False, shared_gate: Tensor | None = None, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """logits [T, E] with contiguous rows, bias [E], shared_gate [T, 1], weights and index [T, k], or [T, k + 1] if shared.
-
-    prefetch: a contiguous weight, see `kernels.prefetch`.
-    """
+    """logits [T, E] with contiguous rows, bias [E], shared_gate [T, 1], weights and index [T, k], or [T, k + 1] if shared."""
     experts, top = logits.shape[1], index.shape[1] - shared
     gate = logits if shared_gate is None else shared_gate
     size = experts // num_groups
-    tokens, lines = logits.shape[0], lines_to_prefetch(prefetch, logits.shape[0])
-    route_kernel[(tokens + cdiv(lines, LINES),)](
-        logits, logits if bias is None else bias, gate, weights, index, logits if prefetch is None else prefetch, tokens, lines,
-        logits.stride(0), gate.stride(0), experts,
+    route_kernel[(logits.shape[0],)](
+        logits, logits if bias is None else bias, gate, weights, index, logits.stride(0), gate.stride(0), experts,
         GROUPS=num_groups, GROUP_BLOCK=next_power_of_2(num_groups), SIZE=size,
         SIZE_BLOCK=next_power_of_2(size), TOP=top, TOP_BLOCK=next_power_of_2(top), TOP_GROUPS=top_groups,
         GROUP_BEST=group_best, FILL=fill, SCORE=score, HAS_BIAS=bias is not None, RENORMALIZE=renormalize, EPSILON=epsilon,
-        SCALE=scale, SHARED=shared, HAS_GATE=shared_gate is not None, PREFETCH=LINES if lines else 0,
-        DEPENDENT=dependent,
+        SCALE=scale, SHARED=shared, HAS_GATE=shared_gate is not None, DEPENDENT=dependent,
         num_warps=1 if experts <= 256 else 4, **pdl_options(dependent),
     )  # fmt: skip

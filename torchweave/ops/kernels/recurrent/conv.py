@@ -9,28 +9,18 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
-from torchweave.ops.kernels.prefetch import prefetch_lines
 from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, row_end, silu
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit
 def conv_decode(
-    x, weight, bias, out, state, slots, seq_lens, prefetched, channels, num_lines,
-    x_stride, out_stride, weight_stride, width_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, PREFETCH: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, weight, bias, out, state, slots, seq_lens, channels, x_stride, out_stride, weight_stride, width_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Token `program_id(1)` of a step with one token a row; BLOCK channels.
 
     The previous kernel writes inputs, but neither the rows of the step nor states: both are loaded before the wait, bypassing L1.
-    PREFETCH: lines of a weight that each further program asks for.
     """
-    if PREFETCH > 0:
-        blocks = tl.cdiv(channels, BLOCK)
-        if tl.program_id(0) >= blocks:
-            if tl.program_id(1) == 0:
-                prefetch_lines(prefetched, tl.program_id(0) - blocks, num_lines, PREFETCH)
-            return
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = channel < channels
