@@ -128,7 +128,7 @@ class LinearKernel:
     wide: bool = False
     residual: bool = False
     activation: str | None = None
-    keeps_norm: bool = False
+    returns_norm: bool = False
 
     def launch(self, device: torch.device) -> None:
         """Run the kernel once, on zeros."""
@@ -137,7 +137,7 @@ class LinearKernel:
         out, norm = x.new_zeros(self.tokens, columns), x[0] if self.norm else None
         residual, bias = out if self.residual else None, w[:, 0].contiguous() if self.bias else None
         with _on_device(device):
-            normalized = torch.empty_like(x) if self.keeps_norm else None
+            normalized = torch.empty_like(x) if self.returns_norm else None
             fusion = LinearFusion(bias, norm, 1e-5, 0.0, self.wide, residual, self.activation, normalized)
             run(self.config, x, w, out, fusion)
 
@@ -164,9 +164,9 @@ def linear_kernels(node: fx.Node) -> Iterator[LinearKernel]:
     w, previous = value(weight), 0
     for most, config in parse_choices(str(choices)):
         if config is not None:
-            keeps = op is ops.norm_linear.default
-            fused = norm is not None and not (keeps and (config.kernel != "row" or config.norm_apart))
-            fusion = (bias is not None, fused, bool(wide), residual is not None, activation, keeps and fused)
+            returns_norm = op is ops.norm_linear.default
+            fused = norm is not None and not (returns_norm and (config.kernel != "row" or config.norm_apart))
+            fusion = (bias is not None, fused, bool(wide), residual is not None, activation, returns_norm and fused)
             for padded_tokens in sorted({config.padded_tokens(tokens) for tokens in range(previous + 1, most + 1)}):
                 yield LinearKernel(config, min(padded_tokens, most), w.shape[1], w.dtype, *fusion)
         previous = most

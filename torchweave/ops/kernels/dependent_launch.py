@@ -38,11 +38,11 @@ def pdl_trigger(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def pdl_prefetch(pointers, DEPENDENT: tl.constexpr):
-    """Bring the lines at `pointers` into the L2 cache, before the wait; the previous kernel may write them."""
+def pdl_prefetch(places, DEPENDENT: tl.constexpr):
+    """Bring the lines at `places` into the L2 cache, before the wait; the previous kernel may write them."""
     if DEPENDENT > 0:
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )
 
 

@@ -260,8 +260,9 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: Line
         **pdl_options(dependent),
     }  # fmt: skip
     if config.kernel == "row":
-        kept = fusion.normalized
-        kernel, more = row_kernel, {"UNROLL": config.depth, "KEEP": kept is not None, "normalized": x if kept is None else kept}
+        normalized = fusion.normalized
+        kernel, more = row_kernel, {"UNROLL": config.depth, "KEEP": normalized is not None}
+        more["normalized"] = x if normalized is None else normalized
     elif config.kernel == "dot":
         kernel, more = dot_kernel, {"num_stages": config.depth}
     else:

@@ -91,10 +91,8 @@ def _fuse(graph: FakeGraph, linear: fx.Node) -> str | None:
         fused = graph.graph.call_function(_OP, arguments)
         product, normalized = (graph.graph.call_function(operator.getitem, (fused, item)) for item in (0, 1))
         y = product if x is norm else graph.graph.call_function(aten.view.default, (product, [-1, w.shape[0]]))
-    for each, val in ((fused, results), (product, results[0]), (normalized, results[1])):
-        each.meta = {**linear.meta, "val": val}
-    if y is not product:
-        y.meta = {**linear.meta, "val": shaped}
+    for each, result in ((fused, results), (product, results[0]), (normalized, results[1]), (y, shaped)):
+        each.meta = {**linear.meta, "val": result}
     norm.replace_all_uses_with(normalized)
     linear.replace_all_uses_with(y)
     graph.graph.eliminate_dead_code()

@@ -187,7 +187,7 @@ def rows_down_kernel(
         own_share = tl.load(weight + token * TOP + ROUTED, cache_modifier=".cg").to(tl.float32)
         own_total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if ADD:
-        addend = tl.load(residual + token * residual_stride + n, mask=inside, other=0.0, cache_modifier=".cg")
+        added = tl.load(residual + token * residual_stride + n, mask=inside, other=0.0, cache_modifier=".cg")
     pdl_wait(DEPENDENT)
     inputs = h + (token * TOP + j).to(tl.int64)[:, None] * INNER + k[None, :]
     own_inputs = h + (token * TOP + ROUTED).to(tl.int64) * INNER + k
@@ -221,7 +221,7 @@ def rows_down_kernel(
     if SHARED:
         result = add_shared(result, tl.sum(own_total, axis=1), own_share, out.dtype.element_ty)
     if ADD:
-        result = add_residual(result, addend, out.dtype.element_ty)
+        result = add_residual(result, added, out.dtype.element_ty)
     tl.store(out + token * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
 
 

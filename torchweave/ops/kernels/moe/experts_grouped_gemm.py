@@ -277,14 +277,14 @@ def combine_kernel(
         biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
         value += tl.load(biases, mask=valid, other=0.0).to(tl.float32)
     if ADD:
-        addend = tl.load(residual + token.to(tl.int64) * residual_stride + n, mask=inside, other=0.0)
+        added = tl.load(residual + token.to(tl.int64) * residual_stride + n, mask=inside, other=0.0)
     result = tl.sum(value * share[:, None], axis=0)
     if SHARED:
         own_value = tl.load(own + token.to(tl.int64) * own_stride + n, mask=inside, other=0.0).to(tl.float32)
         own_share = tl.load(weight + token * TOP + ROUTED).to(tl.float32)
         result = add_shared(result, own_value, own_share, out.dtype.element_ty)
     if ADD:
-        result = add_residual(result, addend, out.dtype.element_ty)
+        result = add_residual(result, added, out.dtype.element_ty)
     tl.store(out + token.to(tl.int64) * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
 
 
