@@ -145,6 +145,7 @@ def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
             name = launch.kernel.fn.__name__
             ptx = compile_for_hopper(launch).asm["ptx"]
             assert ("griddepcontrol.wait" in ptx) == (count < 4096), name
+            assert "fma.rn.bf16" not in ptx, f"{name} leaves out a rounding of the model"
             if name.startswith("rows"):
                 assert "v4.b32" in ptx, name
             if name.startswith("tiles"):

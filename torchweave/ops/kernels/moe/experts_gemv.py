@@ -60,6 +60,9 @@ def activation(x, ACTIVATION: tl.constexpr):
 def add_shared(result, own, share, DTYPE: tl.constexpr):
     """The sum of routed experts plus the output of a shared one times its weight, in float32, rounded as in the model."""
     own = own.to(DTYPE).to(tl.float32) * share
+    # A product and a sum of numbers in 16 bits become one multiply-add, without the rounding between them. Limits keep them apart:
+    # numbers beyond them are rounded to infinity.
+    own = tl.clamp(own, -3.4028234663852886e38, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
     return result.to(DTYPE).to(tl.float32) + own.to(DTYPE).to(tl.float32)
 
 
