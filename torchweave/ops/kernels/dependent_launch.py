@@ -39,7 +39,10 @@ def pdl_trigger(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def pdl_prefetch(places, DEPENDENT: tl.constexpr):
-    """Bring the lines at `places` into the L2 cache, before the wait; the previous kernel may write them."""
+    """Bring the lines at `places` into the L2 cache, before the wait; the previous kernel may write them.
+
+    One program asks for a line: requests of hundreds for the same one delay the previous kernel.
+    """
     if DEPENDENT > 0:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1

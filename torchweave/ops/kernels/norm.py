@@ -38,7 +38,8 @@ def norm_kernel(
     of other. x and other are `StridedRows`."""
     if WEIGHT:
         LINES: tl.constexpr = (BLOCK + 63) // 64
-        pdl_prefetch(weight + tl.minimum(tl.arange(0, LINES) * 64, WIDTH - 1), DEPENDENT)
+        if tl.program_id(0) == 0:
+            pdl_prefetch(weight + tl.minimum(tl.arange(0, LINES) * 64, WIDTH - 1), DEPENDENT)
     pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

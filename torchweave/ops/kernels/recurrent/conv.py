@@ -33,7 +33,8 @@ def conv_decode(
     continued = valid & (tl.load(seq_lens + row, cache_modifier=".cg") > 1)
     inputs = state + (slot * channels + channel) * (WIDTH - 1)
     weights = weight + channel * weight_stride
-    pdl_prefetch(tl.where(valid, weights, weight), DEPENDENT)
+    if row == 0:
+        pdl_prefetch(tl.where(valid, weights, weight), DEPENDENT)
     window = ()
     for j in tl.static_range(WIDTH - 1):
         # Element j is read and element j - 1 is written by the thread of the channel.

@@ -92,8 +92,9 @@ def delta_scan(
     matrix = tl.load(place, mask=valid & (length > end - first), other=0.0, cache_modifier=".cg")
     if DECODE_ONLY:
         if GATES:
-            pdl_prefetch(A_log + head, DEPENDENT)
-            pdl_prefetch(dt_bias + head, DEPENDENT)
+            if (tl.program_id(0) == 0) & (row == 0):
+                pdl_prefetch(A_log + head, DEPENDENT)
+                pdl_prefetch(dt_bias + head, DEPENDENT)
         pdl_wait(DEPENDENT)
     log_rate, bias = _gate_parameters(A_log, dt_bias, head, GATES)
     end = row_end(end, length, position, slot, ACCESS)

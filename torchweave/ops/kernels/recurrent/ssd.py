@@ -91,11 +91,12 @@ def ssd_decode(
     continued = tl.load(seq_lens + row, cache_modifier=".cg") > 1
     matrix = tl.load(place, mask=valid & continued, other=0.0, cache_modifier=".cg")
     if DECODE_ONLY:
-        pdl_prefetch(A + head, DEPENDENT)
-        if BIAS:
-            pdl_prefetch(dt_bias + head, DEPENDENT)
-        if SKIP:
-            pdl_prefetch(D + head, DEPENDENT)
+        if (tl.program_id(0) == 0) & (row == 0):
+            pdl_prefetch(A + head, DEPENDENT)
+            if BIAS:
+                pdl_prefetch(dt_bias + head, DEPENDENT)
+            if SKIP:
+                pdl_prefetch(D + head, DEPENDENT)
         pdl_wait(DEPENDENT)
     rate, bias = tl.load(A + head).to(tl.float32), _step_bias(dt_bias, head, BIAS)
     skip = tl.load(D + head).to(tl.float32) if SKIP else 0.0
