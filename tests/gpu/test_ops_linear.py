@@ -103,7 +103,7 @@ def test_norm_linear_returns_the_norm_of_the_separate_op() -> None:
         y, normalized = norm_linear(x, w, None, norm, 1e-5, 1.0, True, default_choices(257, 2048, torch.bfloat16))
         expected = torch.ops.torchweave.rms_norm(x, norm, 1e-5, 1.0, True)
         assert differs(normalized, expected) < 0.05
-        check(y, normalized, w, None)
+        check(y, normalized, w, None, cublas=tokens > 2)
 
 
 @pytest.mark.parametrize("dependent", [0, 1, 2])
