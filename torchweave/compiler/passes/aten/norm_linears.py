@@ -75,7 +75,8 @@ def _fuse(graph: FakeGraph, linear: fx.Node) -> str | None:
         return ""
     h, scale, *dialect = GraphPass.bind(norm, "x", "weight", "eps", offset=0.0, wide=False)
     w = value(weight)
-    if weight.op != "placeholder" or (bias is not None and bias.op != "placeholder") or supported(*w.shape, w.dtype, fused=True) or not choices:
+    parameters = all(each is None or each.op == "placeholder" for each in (weight, bias))
+    if not parameters or not choices or supported(*w.shape, w.dtype, fused=True):
         return "its weight or bias is computed, has no kernel, or is large"
     if scale is None or value(h).dtype != w.dtype or value(x).shape[-1] != value(h).shape[-1]:
         return "its norm has no weight, or another dtype or width"

@@ -167,7 +167,8 @@ def rows_down_kernel(
     residual.
 
     The previous kernel only read the routing, so its writer has ended when this kernel starts: the routing and the residual are
-    read, bypassing L1, and the first weights are loaded before the wait. SHARED: of weights in 16 bits; the last expert is a shared one.
+    read, bypassing L1, and the first weights are loaded before the wait. SHARED: of weights in 16 bits; the last expert is a
+    shared one.
     """
     tl.static_assert(GROUPS == 0 or not SHARED)
     ROUTED: tl.constexpr = TOP - 1 if SHARED else TOP
@@ -356,7 +357,8 @@ def launch_rows_up(
 
 def launch_rows_down(
     h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor | None = None,
-    residual: Tensor | None = None, *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    residual: Tensor | None = None,
+    *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
     """h [T k, I], index and weight [T, k], down [E, K, I], residual and out [T, K]; the rest as `launch_rows_up`, without words."""
     tokens, top = index.shape

@@ -400,7 +400,8 @@ def launch_combine(
         out if residual is None else residual, out, num_experts, width, y.stride(0), 0 if own is None else own.stride(0),
         0 if residual is None else residual.stride(0), out.stride(0), TOP=top,
         TOP_BLOCK=next_power_of_2(top if own is None else top - 1), SHARED=own is not None, POSITIONS=positions is not None,
-        HAS_BIAS=bias is not None, ADD=residual is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4, **pdl_options(dependent),
+        HAS_BIAS=bias is not None, ADD=residual is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4,
+        **pdl_options(dependent),
     )  # fmt: skip
 
 

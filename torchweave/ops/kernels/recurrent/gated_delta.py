@@ -31,7 +31,7 @@ def _unit_rows(rows, NORMALIZE: tl.constexpr):
 @triton.jit
 def _gate_parameters(A_log, dt_bias, head, GATES: tl.constexpr):
     """A_log and dt_bias of a head, where the gates are computed from them."""
-    if GATES:  # noqa: SIM108
+    if GATES:
         return tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
     return 0.0, 0.0
 
@@ -91,7 +91,7 @@ def delta_scan(
     length = tl.load(seq_lens + row, cache_modifier=".cg")
     matrix = tl.load(place, mask=valid & (length > end - first), other=0.0, cache_modifier=".cg")
     if DECODE_ONLY:
-        if GATES:
+        if GATES:  # noqa: SIM102 (known when the kernel is compiled)
             if (tl.program_id(0) == 0) & (row == 0):
                 pdl_prefetch(A_log + head, DEPENDENT)
                 pdl_prefetch(dt_bias + head, DEPENDENT)

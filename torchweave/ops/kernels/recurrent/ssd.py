@@ -20,7 +20,7 @@ from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, row_end, row_t
 @triton.jit
 def _step_bias(dt_bias, head, BIAS: tl.constexpr):
     """What is added to the time steps of a head, in float32."""
-    if BIAS:  # noqa: SIM108
+    if BIAS:
         return tl.load(dt_bias + head).to(tl.float32)
     return 0.0
 
