@@ -198,8 +198,8 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
     h = call.x.new_empty(call.index.numel(), call.inner)
     first = (call.x, call.index, call.up, call.up_bias, h, call.up_scale, call.up_packing)
     early = strategy.early and call.x.shape[1] <= strategy.up.block_k and call.form.gated and not call.form.interleaved
-    up = _launch(strategy.up) | {"dependent": strategy.dependent, "shared": early}
-    kernels.launch_rows_up(*first, **_activation(call), **up)
+    up = {**_activation(call), **_launch(strategy.up)}
+    kernels.launch_rows_up(*first, **up, dependent=strategy.dependent, shared=early)
     if call.down_scale is None or call.down.dtype == FP8:
         second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale, call.residual)
         kernels.launch_rows_down(*second, shared=call.shared, **down)

@@ -96,7 +96,8 @@ def _fuse(graph: FakeGraph, experts: fx.Node, views: list[fx.Node], add: fx.Node
         rows = graph.graph.call_function(aten.view.default, (residual, [-1, value(experts).shape[-1]]))
         with graph.enable_fake_mode():
             rows.meta["val"] = aten.view.default(value(residual), [-1, value(experts).shape[-1]])
-        fused = graph.graph.call_function(experts.target, experts.args, {**experts.kwargs, "residual": rows})
+        op: Any = experts.target
+        fused = graph.graph.call_function(op, experts.args, {**experts.kwargs, "residual": rows})
     fused.meta = dict(experts.meta)
     experts.replace_all_uses_with(fused)
     for view in views:

@@ -76,7 +76,7 @@ def _fuse(graph: FakeGraph, linear: fx.Node) -> str | None:
     h, scale, *dialect = GraphPass.bind(norm, "x", "weight", "eps", offset=0.0, wide=False)
     w = value(weight)
     parameters = all(each is None or each.op == "placeholder" for each in (weight, bias))
-    if not parameters or not choices or supported(*w.shape, w.dtype, fused=True):
+    if not parameters or not choices or supported(w.shape[0], w.shape[1], w.dtype, fused=True):
         return "its weight or bias is computed, has no kernel, or is large"
     if scale is None or value(h).dtype != w.dtype or value(x).shape[-1] != value(h).shape[-1]:
         return "its norm has no weight, or another dtype or width"

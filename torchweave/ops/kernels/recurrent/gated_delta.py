@@ -10,6 +10,9 @@ of the state in registers. Rows with more tokens: the chunked form of Yang et al
 where keys repeat. `delta_prefill` then walks the chunks of its row on the tensor cores.
 """
 
+# Triton's decorators are untyped.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
