@@ -279,6 +279,10 @@ class Bench:
                 strategy = self._best(tokens, calls, right, [replace(strategy, down=down) for down in downs])
             if strategy is not None:
                 self._try(tokens, calls, right, replace(strategy, dependent=True))
+            if isinstance(strategy, Rows) and self.model.shared:
+                self._try(tokens, calls, right, replace(strategy, dependent=True, early=True))
+                if isinstance(chosen, Rows):
+                    self._try(tokens, calls, right, replace(chosen, early=False))
 
     def _starts(self, tokens: int) -> Iterator[tuple[Rows | Tiles, list[GemmConfig], list[GemmConfig]]]:
         """`starts`, without tiles of several scales an iteration."""

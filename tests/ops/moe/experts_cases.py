@@ -20,6 +20,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "relu": {"gated": False, "activation": "relu"},
     "odd": {"width": 40, "inner": 24, "top": 3, "limit": 0.5},
     "shared": {"shared": True},
+    "residual": {"residual": True, "biased": True},
+    "shared_residual": {"shared": True, "residual": True},
 }
 
 
@@ -27,7 +29,7 @@ def cases(
     tokens: int, *, transposed: bool = False, interleaved: bool = False, biased: bool = False, gated: bool = True,
     alpha: float = 0.0, limit: float = 0.0, dtype: torch.dtype = torch.float32, activation: str = "silu",
     num_experts: int = NUM_EXPERTS, width: int = WIDTH, inner: int = INNER, top: int = TOP, seed: int = 0,
-    shared: bool = False,
+    shared: bool = False, residual: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments of `torchweave::experts`, in order."""
     generator = torch.Generator().manual_seed(tokens + seed)
@@ -56,15 +58,17 @@ def cases(
         "alpha": alpha,
         "limit": limit,
         "shared": shared,
+        "residual": rand(tokens, width) if residual else None,
     }
 
 
 def call_of(case: dict[str, Any]) -> ExpertsCall:
     """The same arguments as the op passes them."""
     names = ("activation", "gated", "interleaved", "transposed", "alpha", "limit")
-    tensors = [value for key, value in case.items() if key not in (*names, "shared")]
+    tensors = [value for key, value in case.items() if key not in (*names, "shared", "residual")]
     form = ExpertForm(**{name: case[name] for name in names})
-    return ExpertsCall(*tensors, torch.empty_like(case["x"]), form, shared=case["shared"])
+    out = torch.empty_like(case["x"])
+    return ExpertsCall(*tensors, out, form, shared=case["shared"], residual=case["residual"])
 
 
 def expected(call: ExpertsCall) -> Tensor:
@@ -76,7 +80,8 @@ def expected(call: ExpertsCall) -> Tensor:
             if e < call.num_experts:
                 total += share * _one(call, x, e)
         rows.append(total)
-    return torch.stack(rows)
+    result = torch.stack(rows)
+    return result if call.residual is None else result + call.residual
 
 
 def _one(call: ExpertsCall, x: Tensor, e: int) -> Tensor:

@@ -25,7 +25,8 @@ TILES = (
 def strategies(call: ExpertsCall) -> tuple[Strategy, ...]:
     """The strategies that can run a call."""
     few = ROWS if call.num_tokens <= 2 and not call.form.transposed else ()
-    return (*few, *TILES, Grouped())
+    early = (replace(ROWS[0], early=True),) if few and call.shared else ()
+    return (*few, *early, *TILES, Grouped())
 
 
 def check(call: ExpertsCall, strategy: Strategy) -> torch.Tensor:

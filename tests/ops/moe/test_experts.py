@@ -54,6 +54,12 @@ def test_a_shared_expert_is_rounded_as_in_the_model() -> None:
     assert torch.ops.torchweave.experts(*case.values()).equal(sum_of_both)
 
 
+def test_the_residual_is_added_to_the_rounded_sum() -> None:
+    case = cases(40, shared=True, residual=True, top=3, dtype=BF16)
+    alone = torch.ops.torchweave.experts(*(case | {"residual": None}).values())
+    assert torch.ops.torchweave.experts(*case.values()).equal(alone + case["residual"])
+
+
 def test_opcheck() -> None:
     for form in FORMS.values():
         torch.library.opcheck(ops.experts, tuple(cases(5, **form).values()))
@@ -88,9 +94,9 @@ def meta_call(tokens: int, form: dict[str, Any]) -> ExpertsCall:
     biases = (empty(experts, columns), empty(experts, width)) if small.up_bias is not None else (None, None)
     index = empty(tokens, top, dtype=torch.int64)
     x, out = empty(tokens, width), empty(tokens, width)
-    return ExpertsCall(
-        x, index, empty(tokens, top), empty(*up), empty(*down), *biases, out, small.form, shared=small.shared
-    )
+    residual = None if small.residual is None else empty(tokens, width)
+    weights = (empty(tokens, top), empty(*up), empty(*down), *biases)
+    return ExpertsCall(x, index, *weights, out, small.form, shared=small.shared, residual=residual)
 
 
 def test_chunks_have_one_size_and_stay_within_the_workspace() -> None:
@@ -116,7 +122,8 @@ def test_skewed_and_foreign_routing_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "tokens"), [("plain", (1, 64, 4096)), ("gpt_oss", (64, 4096)), ("ungated", (1, 64)), ("shared", (1, 64))]
+    ("form", "tokens"),
+    [("plain", (1, 64, 4096)), ("gpt_oss", (64, 4096)), ("ungated", (1, 64)), ("shared", (1, 64)), ("shared_residual", (1, 64))],
 )
 def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
     """Launches of each strategy; weights are read 16 bytes at a time."""
@@ -138,6 +145,7 @@ def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
             name = launch.kernel.fn.__name__
             ptx = compile_for_hopper(launch).asm["ptx"]
             assert ("griddepcontrol.wait" in ptx) == (count < 4096), name
+            assert "fma.rn.bf16" not in ptx, f"{name} leaves out a rounding of the model"
             if name.startswith("rows"):
                 assert "v4.b32" in ptx, name
             if name.startswith("tiles"):

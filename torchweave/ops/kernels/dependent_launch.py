@@ -2,7 +2,8 @@
 
 The rule, which Inductor's kernels keep too: a kernel waits for the previous kernel, and only then lets the next kernel start.
 So when a kernel starts, all but its direct predecessor have ended, and after its wait that one has ended too. Before its wait a
-kernel may read constants only: weights, and no memory that any kernel of the step writes.
+kernel may read constants (weights), and, past L1 (`.cg`), memory that its direct predecessor does not write: a recurrent state, the
+rows of a step, the routing of experts.
 """
 
 from __future__ import annotations
@@ -34,6 +35,18 @@ def pdl_trigger(DEPENDENT: tl.constexpr):
     """
     if DEPENDENT == 2:
         gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_prefetch(places, DEPENDENT: tl.constexpr):
+    """Bring the lines at `places` into the L2 cache, before the wait; the previous kernel may write them.
+
+    One program asks for a line: requests of hundreds for the same one delay the previous kernel.
+    """
+    if DEPENDENT > 0:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @functools.cache

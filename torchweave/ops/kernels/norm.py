@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.activation import activate
-from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait, supports_pdl
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_prefetch, pdl_wait, supports_pdl
 from torchweave.ops.kernels.rows import strided_rows
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
@@ -36,6 +36,10 @@ def norm_kernel(
 ):  # fmt: skip
     """y [num_rows, WIDTH] = norm of x; ADD: of x + other, also written to `total` if STORE_SUM; ACTIVATION: times the activation
     of other. x and other are `StridedRows`."""
+    if WEIGHT:
+        LINES: tl.constexpr = (BLOCK + 63) // 64
+        if tl.program_id(0) == 0:
+            pdl_prefetch(weight + tl.minimum(tl.arange(0, LINES) * 64, WIDTH - 1), DEPENDENT)
     pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -43,6 +47,9 @@ def norm_kernel(
     at = row // x_inner * x_outer_stride + row % x_inner * x_inner_stride
     value = tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0)
     dtype = value.dtype
+    # In the layout of the rows and before their sum, so that no thread waits for it behind the sum.
+    place = weight + (row * 0)[:, None] + column[None, :]
+    scale = tl.load(place, mask=mask, other=0.0) if WEIGHT else 0.0
     target = row[:, None] * WIDTH + column[None, :]
     if ADD or ACTIVATION is not None:
         at = row // other_inner * other_outer_stride + row % other_inner * other_inner_stride
@@ -53,7 +60,6 @@ def norm_kernel(
             tl.store(total + target, value, mask=mask)
     wide = value.to(tl.float32)
     norm = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
-    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)[None, :] if WEIGHT else 0.0
     result = scale_rows(wide, norm[:, None], scale, offset, WEIGHT, WIDE, dtype)
     if ACTIVATION is not None:
         result *= activate(second, ACTIVATION)

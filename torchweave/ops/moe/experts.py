@@ -59,6 +59,7 @@ class ExpertsCall:
     up_packing: Packing = PLAIN
     down_packing: Packing = PLAIN
     shared: bool = False
+    residual: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -94,7 +95,10 @@ class ExpertsCall:
     def tokens(self, begin: int, end: int) -> ExpertsCall:
         """The same call for tokens `[begin, end)`."""
         part = slice(begin, end)
-        return replace(self, x=self.x[part], index=self.index[part], weight=self.weight[part], out=self.out[part])
+        residual = None if self.residual is None else self.residual[part]
+        return replace(
+            self, x=self.x[part], index=self.index[part], weight=self.weight[part], out=self.out[part], residual=residual
+        )
 
 
 def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, packing: Packing, e: int, width: int) -> Tensor:
@@ -141,6 +145,7 @@ def loop_over_experts(call: ExpertsCall) -> None:
         slot, token = torch.where(call.index.t() == e)
         y = apply_expert(call, call.x[token], e)
         call.out.index_add_(0, token, (y * call.weight[token, slot, None]).to(call.out.dtype))
+    _add_residual(call)
 
 
 def dense_experts(call: ExpertsCall) -> None:
@@ -150,6 +155,12 @@ def dense_experts(call: ExpertsCall) -> None:
         share = torch.where(call.index == e, call.weight, 0).sum(dim=1, keepdim=True)
         total += apply_expert(call, call.x, e).float() * share
     call.out.copy_(total)
+    _add_residual(call)
+
+
+def _add_residual(call: ExpertsCall) -> None:
+    if call.residual is not None:
+        call.out.add_(call.residual)
 
 
 def _fake(x: Tensor, *_: object, **__: object) -> Tensor:
@@ -172,6 +183,7 @@ def experts(
     alpha: float = 0.0,
     limit: float = 0.0,
     shared: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`sum_j weight[t, j] * expert[index[t, j]](x[t])`: `[T, K]` of x's dtype.
 
@@ -187,6 +199,7 @@ def experts(
         alpha, limit: where alpha > 0, `(up + 1) * gate * sigmoid(alpha * gate)`; where limit > 0, gate is clamped from above
             and up on both sides by it before.
         shared: the last expert is a shared one, which every token's last column of `index` names.
+        residual: `[T, K]` of x's dtype, with contiguous rows; added to the rounded sum.
 
     Numerics: products are summed in float32 and rounded to x's dtype; so is the activation; the weighted sum on a GPU stays in
     float32 until it is rounded once. A shared expert's output is added to that: rounded, weighted and rounded, as models with
@@ -194,7 +207,7 @@ def experts(
     """
     form = ExpertForm(activation, gated, interleaved, transposed, alpha, limit)
     out = x.new_empty(x.shape)
-    call = ExpertsCall(x, index, weight, up, down, up_bias, down_bias, out, form, shared=shared)
+    call = ExpertsCall(x, index, weight, up, down, up_bias, down_bias, out, form, shared=shared, residual=residual)
     if not x.is_cuda:
         loop_over_experts(call)
     elif x.dtype in (torch.bfloat16, torch.float16):

@@ -47,12 +47,14 @@ class GemmConfig:
 class Rows:
     """One or two tokens, element by element; `dependent`: by programmatic dependent launch.
 
+    `early`: a shared expert's gate and up are loaded before the routing is known; an iteration has all inputs.
     Of 4-bit weights the words of an iteration hold `block_k` numbers, a multiple of 128.
     """
 
     up: GemmConfig
     down: GemmConfig
     dependent: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ Strategy = Rows | Tiles | Grouped
 
 ROW_TOKENS = 2
 _ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 3), dependent=True)
-_SHARED_ROWS = Rows(GemmConfig(1, 2048, 4, 1), GemmConfig(4, 128, 4, 2), dependent=True)
+_SHARED_ROWS = Rows(GemmConfig(1, 2048, 4, 1), GemmConfig(4, 128, 4, 2), dependent=True, early=True)
 """Qwen 3.5 35B on an H100, one token: 20.5 us, against 21.3 with (2, 2048) and (2, 128)
 (bench/results/experts-qwen3.5-shared_h100_202611.json)."""
 _FP8_ROWS = Rows(GemmConfig(4, 1024, 4, 2), GemmConfig(4, 128, 4, 2), dependent=True)
@@ -195,9 +197,11 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
     down = _launch(strategy.down) | {"dependent": strategy.dependent}
     h = call.x.new_empty(call.index.numel(), call.inner)
     first = (call.x, call.index, call.up, call.up_bias, h, call.up_scale, call.up_packing)
-    kernels.launch_rows_up(*first, **_activation(call), **_launch(strategy.up), dependent=strategy.dependent)
+    early = strategy.early and call.x.shape[1] <= strategy.up.block_k and call.form.gated and not call.form.interleaved
+    up = {**_activation(call), **_launch(strategy.up)}
+    kernels.launch_rows_up(*first, **up, dependent=strategy.dependent, shared=early)
     if call.down_scale is None or call.down.dtype == FP8:
-        second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale)
+        second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale, call.residual)
         kernels.launch_rows_down(*second, shared=call.shared, **down)
         return
     y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
@@ -249,11 +253,11 @@ def _apart(call: ExpertsCall) -> tuple[ExpertsCall, Tensor]:
 
 
 def _combine(call: ExpertsCall, y: Tensor, own: Tensor | None = None, *, dependent: bool) -> None:
-    """Sum rows `[T k, K]` of pairs, weighted, and a shared expert's output."""
+    """Sum rows `[T k, K]` of pairs, weighted, a shared expert's output and the residual."""
     from torchweave.ops.kernels.moe.experts_grouped_gemm import launch_combine
 
     pairs = (y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out)
-    launch_combine(*pairs, own, dependent=dependent)
+    launch_combine(*pairs, own, call.residual, dependent=dependent)
 
 
 def _grouped(call: ExpertsCall) -> None:
@@ -272,7 +276,7 @@ def _grouped(call: ExpertsCall) -> None:
     del z
     y = torch._grouped_mm(h, down, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
     pairs = (y, call.index, call.weight, call.num_experts, positions, call.down_bias, call.out)
-    kernels.launch_combine(*pairs, own)
+    kernels.launch_combine(*pairs, own, call.residual)
 
 
 def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,7 @@ def quantized_experts(
     down_zero: Tensor | None = None,
     up_row_scale: Tensor | None = None,
     down_row_scale: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`sum_j weight[t, j] * expert[index[t, j]](x[t])`: `[T, K]` of x's dtype; the rest is as in `torchweave::experts`.
 
@@ -57,11 +58,15 @@ def quantized_experts(
         down, down_scale: the same of `[E, K, I]`; K / 128 is rounded up.
         group, up_zero, down_zero, up_row_scale, down_row_scale: of packed weights, as `torchweave::int_linear` takes them for each
             expert; group 0: one scale a row.
+        residual: as in `torchweave::experts`.
     """
     form = ExpertForm(activation, gated, interleaved, False, alpha, limit)
     out = x.new_empty(x.shape)
     packings = (Packing(up_zero, up_row_scale, group), Packing(down_zero, down_row_scale, group))
-    call = ExpertsCall(x, index, weight, up, down, up_bias, down_bias, out, form, up_scale, down_scale, *packings)
+    scales = (up_scale, down_scale)
+    call = ExpertsCall(
+        x, index, weight, up, down, up_bias, down_bias, out, form, *scales, *packings, residual=residual
+    )
     if not x.is_cuda:
         loop_over_experts(call)
     elif _has_kernels(call):

@@ -192,7 +192,7 @@ def _reject_reason(graph: CapturedGraph, found: _Mixture, stacked: StackedExpert
         return "weights of the experts are quantized"
     arguments, _ = normalize_call(_op, found.routed.args, found.routed.kwargs)
     x, index, weight, up, down, up_bias, _, activation, *form = arguments
-    if up_bias is not None or form != [True, False, False, 0.0, 0.0, False]:
+    if up_bias is not None or form != [True, False, False, 0.0, 0.0, False, None]:
         return "the routed experts are not silu(gate) * up in two halves without biases"
     return (
         _other_activation(found.activation, activation)
@@ -275,7 +275,7 @@ def _rewrite(graph: CapturedGraph, found: _Mixture, stacked: StackedExperts) -> 
             if value(own).dtype != value(weight).dtype:
                 own = _call(graph, torch.Tensor.to, own, value(weight).dtype)
             weight = _call(graph, torch.cat, [weight, own], -1)
-        result = _call(graph, _op, x, index, weight, *stacked[key], *rest[:-1], True)
+        result = _call(graph, _op, x, index, weight, *stacked[key], *rest[:-2], True)
     result.meta["stack_trace"] = found.routed.meta.get("stack_trace")
     found.routed.replace_all_uses_with(result)
     for view in found.views:

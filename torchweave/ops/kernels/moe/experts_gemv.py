@@ -60,7 +60,16 @@ def activation(x, ACTIVATION: tl.constexpr):
 def add_shared(result, own, share, DTYPE: tl.constexpr):
     """The sum of routed experts plus the output of a shared one times its weight, in float32, rounded as in the model."""
     own = own.to(DTYPE).to(tl.float32) * share
+    # A product and a sum of numbers in 16 bits become one multiply-add, without the rounding between them. Limits keep them apart:
+    # numbers beyond them are rounded to infinity.
+    own = tl.clamp(own, -3.4028234663852886e38, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
     return result.to(DTYPE).to(tl.float32) + own.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def add_residual(result, residual, DTYPE: tl.constexpr):
+    """The sum of experts, rounded as in the model, plus the residual, in float32."""
+    return result.to(DTYPE).to(tl.float32) + residual.to(tl.float32)
 
 
 @triton.jit
@@ -68,17 +77,27 @@ def rows_up_kernel(
     x, index, up, scales, bias, h, num_experts, inner, x_stride, expert_stride, row_stride, scale_rows,
     SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """h[pair, I]: a program computes BLOCK_N activated columns of one pair of token and expert.
 
     FP8 (GROUPS above 0): a scale for SCALE_BLOCK rows and, with GROUPS above 1, for 128 inputs; the rows of a program share it.
+    SHARED: of gate and up in 16 bits and in one iteration. A token's last expert is a shared one, whose programs come first and
+    load its weights before the wait, while the routing is computed.
     """
     pair = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < inner
     k = tl.arange(0, BLOCK_K)
+    if SHARED:
+        tl.static_assert(GATED and not INTERLEAVED and GROUPS == 0 and WIDTH <= BLOCK_K)
+        own = pair % TOP == 0
+        pair = pair // TOP * TOP + (pair + TOP - 1) % TOP
+        own_weights = up + (num_experts - 1).to(tl.int64) * expert_stride + column[:, None] * row_stride + k[None, :]
+        own_mask = (inside[:, None] & (k < WIDTH)[None, :]) & own
+        own_gate = tl.load(own_weights, mask=own_mask, other=0.0)
+        own_up = tl.load(own_weights + inner * row_stride, mask=own_mask, other=0.0)
     pdl_wait(DEPENDENT)
     expert = tl.load(index + pair)
     if expert < num_experts:
@@ -97,9 +116,14 @@ def rows_up_kernel(
         for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLL):
             left = k < WIDTH - start
             mask = inside[:, None] & left[None, :]
-            gate_tile = tl.load(gate_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            if GATED:
-                up_tile = tl.load(up_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
+            if SHARED:
+                mask = mask & (pair % TOP != TOP - 1)
+                gate_tile = tl.load(gate_weights + start, mask=mask, other=own_gate, eviction_policy="evict_first")
+                up_tile = tl.load(up_weights + start, mask=mask, other=own_up, eviction_policy="evict_first")
+            else:
+                gate_tile = tl.load(gate_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
+                if GATED:
+                    up_tile = tl.load(up_weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
             value = tl.load(inputs + start, mask=left, other=0.0).to(tl.float32)[None, :]
             if GROUPS > 1:
                 group = (start + k) // 128
@@ -133,15 +157,18 @@ def rows_up_kernel(
 
 @triton.jit
 def rows_down_kernel(
-    h, index, weight, down, scales, bias, out, num_experts, num_outputs, expert_stride, row_stride, out_stride, scale_rows,
+    h, index, weight, down, scales, bias, residual, out, num_experts, num_outputs, expert_stride, row_stride, residual_stride,
+    out_stride, scale_rows,
     SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     INNER: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all at once.
+    """out[token, N], the weighted sum: a program reads BLOCK_N rows of each of the token's experts, all at once. ADD: plus the
+    residual.
 
-    The previous kernel only read the routing, so its writer has ended when this kernel starts: the routing is read, bypassing
-    L1, and the first weights are loaded before the wait. SHARED: of weights in 16 bits; the last expert is a shared one.
+    The previous kernel only read the routing, so its writer has ended when this kernel starts: the routing and the residual are
+    read, bypassing L1, and the first weights are loaded before the wait. SHARED: of weights in 16 bits; the last expert is a
+    shared one.
     """
     tl.static_assert(GROUPS == 0 or not SHARED)
     ROUTED: tl.constexpr = TOP - 1 if SHARED else TOP
@@ -163,6 +190,8 @@ def rows_down_kernel(
         own_tile = tl.load(own_weights, mask=inside[:, None] & (k < INNER)[None, :], other=0.0)
         own_share = tl.load(weight + token * TOP + ROUTED, cache_modifier=".cg").to(tl.float32)
         own_total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    if ADD:
+        added = tl.load(residual + token * residual_stride + n, mask=inside, other=0.0, cache_modifier=".cg")
     pdl_wait(DEPENDENT)
     inputs = h + (token * TOP + j).to(tl.int64)[:, None] * INNER + k[None, :]
     own_inputs = h + (token * TOP + ROUTED).to(tl.int64) * INNER + k
@@ -195,6 +224,8 @@ def rows_down_kernel(
     result = tl.sum(sums * share[:, None], axis=0)
     if SHARED:
         result = add_shared(result, tl.sum(own_total, axis=1), own_share, out.dtype.element_ty)
+    if ADD:
+        result = add_residual(result, added, out.dtype.element_ty)
     tl.store(out + token * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -296,9 +327,11 @@ def _words(block: int, width: int) -> int:
 def launch_rows_up(
     x: Tensor, index: Tensor, up: Tensor, bias: Tensor | None, h: Tensor, scales: Tensor | None = None,
     packing: Packing = PLAIN, *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
-    block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool, shared: bool = False,
 ) -> None:  # fmt: skip
     """x [T, K], index [T, k], up [E, 2 I or I, K], h [T k, I]; rows contiguous.
+
+    shared: load the last expert's weights, which every token's last column names, before the wait.
 
     scales, packing: of up if it is quantized, to FP8 or to 4 bits in words, and then contiguous; see
     `torchweave::quantized_experts`. With scales by block, `block_n`, twice if interleaved, divides 128.
@@ -317,20 +350,23 @@ def launch_rows_up(
         )
     else:
         rows_up_kernel[grid](
-            **arguments, expert_stride=up.stride(0), row_stride=up.stride(1), BLOCK_K=block_k, UNROLL=depth,
+            **arguments, expert_stride=up.stride(0), row_stride=up.stride(1), SHARED=shared, BLOCK_K=block_k, UNROLL=depth,
             **fp8_scales(up, scales),
         )  # fmt: skip
 
 
 def launch_rows_down(
     h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor | None = None,
+    residual: Tensor | None = None,
     *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
 ) -> None:  # fmt: skip
-    """h [T k, I], index and weight [T, k], down [E, K, I], out [T, K]; the rest as `launch_rows_up`, without words."""
+    """h [T k, I], index and weight [T, k], down [E, K, I], residual and out [T, K]; the rest as `launch_rows_up`, without words."""
     tokens, top = index.shape
     rows_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
-        h, index, weight, down, bias=down if bias is None else bias, out=out, num_experts=down.shape[0],
-        num_outputs=down.shape[1], expert_stride=down.stride(0), row_stride=down.stride(1), out_stride=out.stride(0),
+        h, index, weight, down, bias=down if bias is None else bias,
+        residual=out if residual is None else residual, out=out, num_experts=down.shape[0], num_outputs=down.shape[1],
+        expert_stride=down.stride(0), row_stride=down.stride(1), out_stride=out.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0), ADD=residual is not None,
         INNER=down.shape[2], TOP=top, TOP_BLOCK=next_power_of_2(top - shared), SHARED=shared, HAS_BIAS=bias is not None,
         BLOCK_N=block_n, BLOCK_K=block_k, UNROLL=depth, DEPENDENT=dependent, num_warps=num_warps, **fp8_scales(down, scales),
         **pdl_options(dependent),

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
-from torchweave.ops.kernels.moe.experts_gemv import activation, add_shared, gated_activation
+from torchweave.ops.kernels.moe.experts_gemv import activation, add_residual, add_shared, gated_activation
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packed_arguments
 from torchweave.ops.kernels.quant.int_linear import add_block, parameter
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
@@ -249,13 +249,14 @@ def tiles_down_kernel(
 
 @triton.jit
 def combine_kernel(
-    y, index, weight, positions, bias, own, out, num_experts, num_outputs, y_stride, own_stride, out_stride,
+    y, index, weight, positions, bias, own, residual, out, num_experts, num_outputs, y_stride, own_stride, residual_stride,
+    out_stride,
     TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SHARED: tl.constexpr, POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out[token] = sum_j weight[token, j] * (y[row of pair (token, j)] + bias of its expert), in float32, rounded once.
 
-    SHARED: a token's last pair is the shared expert's, whose output is own[token].
+    SHARED: a token's last pair is the shared expert's, whose output is own[token]. ADD: plus residual[token].
     """
     ROUTED: tl.constexpr = TOP - 1 if SHARED else TOP
     token = tl.program_id(0)
@@ -275,11 +276,15 @@ def combine_kernel(
     if HAS_BIAS:
         biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
         value += tl.load(biases, mask=valid, other=0.0).to(tl.float32)
+    if ADD:
+        added = tl.load(residual + token.to(tl.int64) * residual_stride + n, mask=inside, other=0.0)
     result = tl.sum(value * share[:, None], axis=0)
     if SHARED:
         own_value = tl.load(own + token.to(tl.int64) * own_stride + n, mask=inside, other=0.0).to(tl.float32)
         own_share = tl.load(weight + token * TOP + ROUTED).to(tl.float32)
         result = add_shared(result, own_value, own_share, out.dtype.element_ty)
+    if ADD:
+        result = add_residual(result, added, out.dtype.element_ty)
     tl.store(out + token.to(tl.int64) * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -379,21 +384,24 @@ def launch_tiles_down(
 
 def launch_combine(
     y: Tensor, index: Tensor, weight: Tensor, num_experts: int, positions: Tensor | None, bias: Tensor | None, out: Tensor,
-    own: Tensor | None = None, *, dependent: bool = False,
+    own: Tensor | None = None, residual: Tensor | None = None, *, dependent: bool = False,
 ) -> None:  # fmt: skip
     """y [T k, K] by position if `positions` are given, else by pair; index and weight [T, k]; out [T, K].
 
     own: `[T, K]`, rows contiguous: the output of a shared expert, the last of each token.
+    residual: `[T, K]`, rows contiguous.
     """
     tokens, top = index.shape
     width = out.shape[1]
     # Few tokens need small blocks to fill the device.
     block = min(256 if tokens <= 64 else 1024, next_power_of_2(width))
     combine_kernel[(tokens, cdiv(width, block))](
-        y, index, weight, index if positions is None else positions, y if bias is None else bias, y if own is None else own, out,
-        num_experts, width, y.stride(0), 0 if own is None else own.stride(0), out.stride(0), TOP=top,
+        y, index, weight, index if positions is None else positions, y if bias is None else bias, y if own is None else own,
+        out if residual is None else residual, out, num_experts, width, y.stride(0), 0 if own is None else own.stride(0),
+        0 if residual is None else residual.stride(0), out.stride(0), TOP=top,
         TOP_BLOCK=next_power_of_2(top if own is None else top - 1), SHARED=own is not None, POSITIONS=positions is not None,
-        HAS_BIAS=bias is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4, **pdl_options(dependent),
+        HAS_BIAS=bias is not None, ADD=residual is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4,
+        **pdl_options(dependent),
     )  # fmt: skip
 
 

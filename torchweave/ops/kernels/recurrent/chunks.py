@@ -52,7 +52,7 @@ def row_end(end, length, position, slot, ACCESS: tl.constexpr):
 @triton.jit
 def is_padding(slots, row, num_rows, DECODE_ONLY: tl.constexpr):
     if DECODE_ONLY:
-        return tl.load(slots + row) < 0
+        return tl.load(slots + row, cache_modifier=".cg") < 0
     return row == num_rows
 
 

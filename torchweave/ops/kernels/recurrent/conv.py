@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.dependent_launch import pdl_wait
+from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
 from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, row_end, silu
 
 
@@ -17,34 +17,41 @@ def conv_decode(
     x, weight, bias, out, state, slots, seq_lens, channels, x_stride, out_stride, weight_stride, width_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Token `program_id(1)` of a step with one token a row; BLOCK channels."""
-    pdl_wait(DEPENDENT)
+    """Token `program_id(1)` of a step with one token a row; BLOCK channels.
+
+    The previous kernel writes inputs, but neither the rows of the step nor states: both are loaded before the wait, bypassing L1.
+    """
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = channel < channels
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
     target = out + row * out_stride + channel
     if slot < 0:
+        pdl_wait(DEPENDENT)
         tl.store(target, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid)
         return
-    continued = valid & (tl.load(seq_lens + row) > 1)
-    new = tl.load(x + row * x_stride + channel, mask=valid, other=0.0)
-    weights = weight + channel * weight_stride
-    result = new.to(tl.float32) * tl.load(weights + (WIDTH - 1) * width_stride, mask=valid, other=0.0).to(tl.float32)
+    continued = valid & (tl.load(seq_lens + row, cache_modifier=".cg") > 1)
     inputs = state + (slot * channels + channel) * (WIDTH - 1)
+    weights = weight + channel * weight_stride
+    if row == 0:
+        pdl_prefetch(tl.where(valid, weights, weight), DEPENDENT)
+    window = ()
     for j in tl.static_range(WIDTH - 1):
         # Element j is read and element j - 1 is written by the thread of the channel.
-        value = tl.load(inputs + j, mask=continued, other=0.0)
-        result += value.to(tl.float32) * tl.load(weights + j * width_stride, mask=valid, other=0.0).to(tl.float32)
-        if j > 0:
-            tl.store(inputs + j - 1, value, mask=valid)
-    if WIDTH > 1:
-        tl.store(inputs + WIDTH - 2, new, mask=valid)
+        window += (tl.load(inputs + j, mask=continued, other=0.0, cache_modifier=".cg"),)
+    pdl_wait(DEPENDENT)
+    window += (tl.load(x + row * x_stride + channel, mask=valid, other=0.0),)
+    result = tl.zeros([BLOCK], tl.float32)
     if BIAS:
         result += tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)
+    for j in tl.static_range(WIDTH):
+        factor = tl.load(weights + j * width_stride, mask=valid, other=0.0)
+        result += window[j].to(tl.float32) * factor.to(tl.float32)
     if SILU:
         result = silu(result)
     tl.store(target, result.to(out.dtype.element_ty), mask=valid)
+    for j in tl.static_range(1, WIDTH):
+        tl.store(inputs + j - 1, window[j], mask=valid)
 
 
 @triton.jit

@@ -10,30 +10,45 @@ of the state in registers. Rows with more tokens: the chunked form of Yang et al
 where keys repeat. `delta_prefill` then walks the chunks of its row on the tensor cores.
 """
 
+# Triton's decorators are untyped.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.dependent_launch import pdl_wait
+from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
 from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, is_padding, row_end, row_tokens, softplus
 
 
 @triton.jit
-def _inverse_norm(x):
-    return tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+def _unit_rows(rows, NORMALIZE: tl.constexpr):
+    """Rows in float32, of length 1 if NORMALIZE."""
+    rows = rows.to(tl.float32)
+    if NORMALIZE:
+        rows *= tl.rsqrt(tl.sum(rows * rows, 1) + 1e-6)[:, None]
+    return rows
+
+
+@triton.jit
+def _gate_parameters(A_log, dt_bias, head, GATES: tl.constexpr):
+    """A_log and dt_bias of a head, where the gates are computed from them."""
+    if GATES:
+        return tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
+    return 0.0, 0.0
 
 
 @triton.jit
 def _load_gates(g, beta, A_log, dt_bias, valid, GATES: tl.constexpr):
     """Log decay and rate of tokens of a head, float32, 0 where not `valid`; `g` and `beta` are their places, `A_log` and
-    `dt_bias` the head's. GATES: those are projections; see the op."""
+    `dt_bias` those of `_gate_parameters`. GATES: those are projections; see the op."""
     decay = tl.load(g, mask=valid, other=0.0).to(tl.float32)
     loaded = tl.load(beta, mask=valid, other=0.0)
     rate = loaded.to(tl.float32)
     if GATES:
-        step = softplus(decay + tl.load(dt_bias).to(tl.float32))
-        decay = tl.where(valid, -tl.exp(tl.load(A_log).to(tl.float32)) * step, 0.0)
+        step = softplus(decay + dt_bias)
+        decay = tl.where(valid, -tl.exp(A_log) * step, 0.0)
         rate = tl.where(valid, (1.0 / (1.0 + tl.exp(-rate))).to(loaded.dtype).to(tl.float32), 0.0)
     return decay, rate
 
@@ -48,8 +63,13 @@ def delta_scan(
     GATES: tl.constexpr, ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, token after token; padded tokens become zero. Rows
-    of more than FEW tokens are skipped."""
-    pdl_wait(DEPENDENT)
+    of more than FEW tokens are skipped.
+
+    DECODE_ONLY: the previous kernel writes inputs, but neither the rows of the step nor states: both are loaded before the wait,
+    bypassing L1.
+    """
+    if not DECODE_ONLY:
+        pdl_wait(DEPENDENT)
     head, row = tl.program_id(1), tl.program_id(2)
     first, end = row_tokens(query_start, row, num_rows, num_tokens, DECODE_ONLY)
     if first >= end:
@@ -60,34 +80,44 @@ def delta_scan(
     token = first.to(tl.int64)
     target = out + head * out_head_stride + value_dim
     if is_padding(slots, row, num_rows, DECODE_ONLY):
+        if DECODE_ONLY:
+            pdl_wait(DEPENDENT)
         for _ in range(first, end):
             tl.store(target + token * out_stride, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid_value)
             token += 1
         return
     if end - first > FEW:
         return
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
     place = state + ((slot * VALUE_HEADS + head) * KEY_DIM + key_dim[:, None]) * VALUE_DIM + value_dim[None, :]
     valid = valid_key[:, None] & valid_value[None, :]
-    length = tl.load(seq_lens + row)
-    matrix = tl.load(place, mask=valid & (length > end - first), other=0.0)
+    length = tl.load(seq_lens + row, cache_modifier=".cg")
+    matrix = tl.load(place, mask=valid & (length > end - first), other=0.0, cache_modifier=".cg")
+    if DECODE_ONLY:
+        if GATES:  # noqa: SIM102 (known when the kernel is compiled)
+            if (tl.program_id(0) == 0) & (row == 0):
+                pdl_prefetch(A_log + head, DEPENDENT)
+                pdl_prefetch(dt_bias + head, DEPENDENT)
+        pdl_wait(DEPENDENT)
+    log_rate, bias = _gate_parameters(A_log, dt_bias, head, GATES)
     end = row_end(end, length, position, slot, ACCESS)
-    q_row, k_row = q + head // GROUP * q_head_stride + key_dim, k + head // GROUP * k_head_stride + key_dim
+    is_query = (tl.arange(0, 2) == 0)[:, None]
+    q_row, k_row = q + head // GROUP * q_head_stride, k + head // GROUP * k_head_stride
     for _ in range(first, end):
-        query = tl.load(q_row + token * q_stride, mask=valid_key, other=0.0).to(tl.float32)
-        key = tl.load(k_row + token * k_stride, mask=valid_key, other=0.0).to(tl.float32)
-        value = tl.load(v + token * v_stride + head * v_head_stride + value_dim, mask=valid_value, other=0.0)
         rate_place = beta + token * beta_stride + head * beta_head_stride
         decay_place = g + token * g_stride + head * g_head_stride
-        if NORMALIZE:
-            query *= _inverse_norm(query)
-            key *= _inverse_norm(key)
+        if not BY_CHANNEL:
+            decay, rate = _load_gates(decay_place, rate_place, log_rate, bias, True, GATES)
+        # One load of both: each is followed by an exchange between threads, which later loads would wait for.
+        both = tl.where(is_query, q_row + token * q_stride, k_row + token * k_stride) + key_dim[None, :]
+        rows = _unit_rows(tl.load(both, mask=valid_key[None, :], other=0.0), NORMALIZE)
+        query, key = tl.sum(tl.where(is_query, rows, 0.0), 0), tl.sum(tl.where(is_query, 0.0, rows), 0)
+        value = tl.load(v + token * v_stride + head * v_head_stride + value_dim, mask=valid_value, other=0.0)
         if BY_CHANNEL:
             rate = tl.load(rate_place).to(tl.float32)
             decay = tl.load(decay_place + key_dim, mask=valid_key, other=0.0)
             matrix *= tl.exp(decay.to(tl.float32))[:, None]
         else:
-            decay, rate = _load_gates(decay_place, rate_place, A_log + head, dt_bias + head, True, GATES)
             matrix *= tl.exp(decay)
         delta = rate * (value.to(tl.float32) - tl.sum(matrix * key[:, None], 0))
         matrix += key[:, None] * delta[None, :]
@@ -97,15 +127,6 @@ def delta_scan(
         token += 1
     if ACCESS != READ:
         tl.store(place, matrix, mask=valid)
-
-
-@triton.jit
-def _unit_rows(rows, NORMALIZE: tl.constexpr):
-    """`[CHUNK, DIM]` in float32, of length 1 if NORMALIZE."""
-    rows = rows.to(tl.float32)
-    if NORMALIZE:
-        rows *= tl.rsqrt(tl.sum(rows * rows, 1) + 1e-6)[:, None]
-    return rows
 
 
 @triton.jit
@@ -143,11 +164,12 @@ def delta_solve(
     valid = token < end
     place = k + head // GROUP * k_head_stride + token[:, None] * k_stride + key_dim[None, :]
     keys = _unit_rows(tl.load(place, mask=valid[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0), NORMALIZE)
+    log_rate, bias = _gate_parameters(A_log, dt_bias, head, GATES)
     g_place, beta_place = (
         g + token * g_stride + head * g_head_stride,
         beta + token * beta_stride + head * beta_head_stride,
     )
-    decay, rate = _load_gates(g_place, beta_place, A_log + head, dt_bias + head, valid, GATES)
+    decay, rate = _load_gates(g_place, beta_place, log_rate, bias, valid, GATES)
     total = tl.cumsum(decay, 0)
     # Transposed: entry [j, i] is A[i, j], so that a row of A comes out along the rows of `result`.
     between = tl.exp(tl.where(at[:, None] < at[None, :], total[None, :] - total[:, None], float("-inf")))
@@ -186,6 +208,7 @@ def delta_prefill(
     inverse += ((first // CHUNK + row).to(tl.int64) * VALUE_HEADS + head) * CHUNK * CHUNK
     inverse_place = inverse + at[:, None] * CHUNK + at[None, :]
     k_head, q_head = k + head // GROUP * k_head_stride, q + head // GROUP * q_head_stride
+    log_rate, bias = _gate_parameters(A_log, dt_bias, head, GATES)
     v_head, g_head, beta_head = v + head * v_head_stride, g + head * g_head_stride, beta + head * beta_head_stride
     for begin in tl.range(first, end, CHUNK):
         token = (begin + at).to(tl.int64)
@@ -196,7 +219,7 @@ def delta_prefill(
         keys, query = _unit_rows(keys, NORMALIZE), _unit_rows(query, NORMALIZE) * scale
         values = tl.load(v_head + token[:, None] * v_stride + value_dim[None, :], mask=by_value, other=0.0)
         g_place, beta_place = g_head + token * g_stride, beta_head + token * beta_stride
-        decay, rate = _load_gates(g_place, beta_place, A_log + head, dt_bias + head, valid, GATES)
+        decay, rate = _load_gates(g_place, beta_place, log_rate, bias, valid, GATES)
         total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
         before = _product(keys, matrix, PRECISION) * tl.exp(total)[:, None]
         delta = _product(tl.load(inverse_place), (values.to(tl.float32) - before) * rate[:, None], PRECISION)

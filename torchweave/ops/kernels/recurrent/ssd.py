@@ -13,15 +13,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.dependent_launch import pdl_wait
+from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
 from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, row_end, row_tokens, softplus
 
 
 @triton.jit
-def _time_step(dt, bias, head, limit_min, limit_max, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr):
-    dt = dt.to(tl.float32)
+def _step_bias(dt_bias, head, BIAS: tl.constexpr):
+    """What is added to the time steps of a head, in float32."""
     if BIAS:
-        dt += tl.load(bias + head).to(tl.float32)
+        return tl.load(dt_bias + head).to(tl.float32)
+    return 0.0
+
+
+@triton.jit
+def _time_step(dt, bias, limit_min, limit_max, SOFTPLUS: tl.constexpr):
+    dt = dt.to(tl.float32) + bias
     if SOFTPLUS:
         dt = softplus(dt)
     return tl.minimum(tl.maximum(dt, limit_min), limit_max)
@@ -29,17 +35,22 @@ def _time_step(dt, bias, head, limit_min, limit_max, BIAS: tl.constexpr, SOFTPLU
 
 @triton.jit
 def _token_inputs(
-    x, dt, B, C, dt_bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
+    x, dt, B, C, bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
-    GROUP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+    GROUP: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """x, B, C and the time step of a token and head, in float32."""
-    values = tl.load(x + token * x_stride + head * x_head_stride + dim, mask=valid_dim, other=0.0).to(tl.float32)
-    group = head // GROUP
-    keys = tl.load(B + token * b_stride + group * b_group_stride + column, mask=valid_column, other=0.0).to(tl.float32)
-    query = tl.load(C + token * c_stride + group * c_group_stride + column, mask=valid_column, other=0.0).to(tl.float32)
+    """x, B, C and the time step of a token and head, in float32; `bias` is that of the head's step.
+
+    B and C are one load: each is followed by an exchange between threads, which later loads would wait for.
+    """
     step = tl.load(dt + token * dt_stride + head * dt_head_stride)
-    return values, keys, query, _time_step(step, dt_bias, head, dt_min, dt_max, BIAS, SOFTPLUS)
+    group = head // GROUP
+    is_key = (tl.arange(0, 2) == 0)[:, None]
+    row = tl.where(is_key, B + token * b_stride + group * b_group_stride, C + token * c_stride + group * c_group_stride)
+    both = tl.load(row + column[None, :], mask=valid_column[None, :], other=0.0).to(tl.float32)
+    values = tl.load(x + token * x_stride + head * x_head_stride + dim, mask=valid_dim, other=0.0).to(tl.float32)
+    keys, query = tl.sum(tl.where(is_key, both, 0.0), 0), tl.sum(tl.where(is_key, 0.0, both), 0)
+    return values, keys, query, _time_step(step, bias, dt_min, dt_max, SOFTPLUS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["query_start"])
@@ -52,10 +63,15 @@ def ssd_decode(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of head `program_id(1)` of row `program_id(2)`. DECODE_ONLY: row i is token i, and padding rows are zeroed;
-    otherwise rows without exactly one token are skipped."""
-    pdl_wait(DEPENDENT)
+    otherwise rows without exactly one token are skipped.
+
+    DECODE_ONLY: the previous kernel writes inputs, but neither the rows of the step nor states: both are loaded before the wait,
+    bypassing L1.
+    """
+    if not DECODE_ONLY:
+        pdl_wait(DEPENDENT)
     head, row = tl.program_id(1), tl.program_id(2)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
     token = row.to(tl.int64)
     if not DECODE_ONLY:
         start = tl.load(query_start + row)
@@ -66,21 +82,34 @@ def ssd_decode(
     valid_dim, valid_column = dim < HEAD_DIM, column < STATE
     target = out + token * out_stride + head * out_head_stride + dim
     if slot < 0:
+        if DECODE_ONLY:
+            pdl_wait(DEPENDENT)
         tl.store(target, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid_dim)
         return
     place = state + ((slot * HEADS + head) * HEAD_DIM + dim[:, None]) * STATE + column[None, :]
     valid = valid_dim[:, None] & valid_column[None, :]
-    matrix = tl.load(place, mask=valid & (tl.load(seq_lens + row) > 1), other=0.0)
+    continued = tl.load(seq_lens + row, cache_modifier=".cg") > 1
+    matrix = tl.load(place, mask=valid & continued, other=0.0, cache_modifier=".cg")
+    if DECODE_ONLY:
+        if (tl.program_id(0) == 0) & (row == 0):
+            pdl_prefetch(A + head, DEPENDENT)
+            if BIAS:
+                pdl_prefetch(dt_bias + head, DEPENDENT)
+            if SKIP:
+                pdl_prefetch(D + head, DEPENDENT)
+        pdl_wait(DEPENDENT)
+    rate, bias = tl.load(A + head).to(tl.float32), _step_bias(dt_bias, head, BIAS)
+    skip = tl.load(D + head).to(tl.float32) if SKIP else 0.0
     values, keys, query, step = _token_inputs(
-        x, dt, B, C, dt_bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
+        x, dt, B, C, bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
         x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
-        GROUP, BIAS, SOFTPLUS,
+        GROUP, SOFTPLUS,
     )  # fmt: skip
-    matrix = matrix * tl.exp(step * tl.load(A + head).to(tl.float32)) + (step * values)[:, None] * keys[None, :]
+    matrix = matrix * tl.exp(step * rate) + (step * values)[:, None] * keys[None, :]
     tl.store(place, matrix, mask=valid)
     result = tl.sum(matrix * query[None, :], 1)
     if SKIP:
-        result += tl.load(D + head).to(tl.float32) * values
+        result += skip * values
     tl.store(target, result.to(out.dtype.element_ty), mask=valid_dim)
 
 
@@ -114,12 +143,12 @@ def ssd_drafts(
     length = tl.load(seq_lens + row)
     matrix = tl.load(place, mask=valid & (length > end - first), other=0.0)
     end = row_end(end, length, position, slot, ACCESS)
-    rate = tl.load(A + head).to(tl.float32)
+    rate, bias = tl.load(A + head).to(tl.float32), _step_bias(dt_bias, head, BIAS)
     for _ in range(first, end):
         values, keys, query, step = _token_inputs(
-            x, dt, B, C, dt_bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
+            x, dt, B, C, bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
             x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
-            GROUP, BIAS, SOFTPLUS,
+            GROUP, SOFTPLUS,
         )  # fmt: skip
         matrix = matrix * tl.exp(step * rate) + (step * values)[:, None] * keys[None, :]
         if ACCESS != COMMIT:
@@ -164,7 +193,7 @@ def ssd_prefill(
     place = state + ((slot * HEADS + head) * HEAD_DIM + dim[:, None]) * STATE + column[None, :]
     valid_state = valid_dim[:, None] & valid_column[None, :]
     matrix = tl.load(place, mask=valid_state & (tl.load(seq_lens + row) > end - first), other=0.0)
-    rate = tl.load(A + head).to(tl.float32)
+    rate, bias = tl.load(A + head).to(tl.float32), _step_bias(dt_bias, head, BIAS)
     group = head // GROUP
     for begin in tl.range(first, end, CHUNK):
         token = (begin + at).to(tl.int64)
@@ -179,7 +208,7 @@ def ssd_prefill(
             C + token[:, None] * c_stride + group * c_group_stride + column[None, :], mask=by_column, other=0.0
         )
         step = tl.load(dt + token * dt_stride + head * dt_head_stride, mask=valid_token, other=0.0)
-        step = tl.where(valid_token, _time_step(step, dt_bias, head, dt_min, dt_max, BIAS, SOFTPLUS), 0.0)
+        step = tl.where(valid_token, _time_step(step, bias, dt_min, dt_max, SOFTPLUS), 0.0)
         total, whole = tl.cumsum(step * rate, 0), tl.sum(step * rate, 0)
         between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
         scores = tl.dot(query.to(dtype), tl.trans(keys.to(dtype)), input_precision=PRECISION) * between * step[None, :]
