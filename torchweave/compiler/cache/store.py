@@ -257,6 +257,34 @@ def _json(thing: Any) -> bytes:
     return json.dumps(thing, sort_keys=True, separators=(",", ":")).encode()
 
 
+@contextlib.contextmanager
+def _stored_probes() -> Iterator[None]:
+    """Store beside a trial library of a vector instruction set that it loads. Inductor keeps the library, whose name depends on the
+    compiler and on torch, but loads it in another Python process at every start: six for AVX-512."""
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = getattr(VecISA, "_probe_load", None)
+    if probe is None:  # torch before 2.13
+        yield
+        return
+
+    def probe_load(target: Any, library: str) -> bool:
+        mark = Path(f"{library}.loads")
+        if mark.exists():
+            return True
+        loads = probe(target, library)
+        if loads:
+            with contextlib.suppress(OSError):
+                mark.touch()
+        return loads
+
+    VecISA._probe_load = probe_load  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VecISA._probe_load = probe  # type: ignore[method-assign]
+
+
 Result = TypeVar("Result")
 
 _UNSAFE_IN_PATH = re.compile(r"[\s'\"\\]")
@@ -297,6 +325,7 @@ class InductorCacheDir:
             self._fall_back(error)
         else:
             self._redirect.enter_context(temporary_cache_dir(str(folder)))
+            self._redirect.enter_context(_stored_probes())
         return self
 
     def __exit__(self, *_: object) -> None:
