@@ -31,6 +31,8 @@ FORMAT = 3
 SUFFIX = ".weave"
 CODE_FOLDER = "inductor"
 """Folder beside the entries: Inductor's compiled CPU code."""
+BYTECODE_FOLDER = "bytecode"
+"""Folder beside the entries: bytecode of modules that are installed without it (`torchweave.utils.bytecode`)."""
 READABLE_FOLDER = "unpacked"
 """Folder beside the entries: their contents as text, with `compile_cache_format: unpacked`."""
 
@@ -81,7 +83,7 @@ class CompileCache:
         self._warned = False
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _refuse_shared(self.folder)
-        for name in (*get_args(Kind), CODE_FOLDER):  # later ones can be made by this folder's owner only
+        for name in (*get_args(Kind), CODE_FOLDER, BYTECODE_FOLDER):  # later ones are made by the owner only
             if (self.folder / name).exists():
                 _refuse_shared(self.folder / name)
 
