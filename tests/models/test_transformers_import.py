@@ -35,6 +35,12 @@ assert metadata.packages_distributions is read
 from transformers.utils import is_scipy_available, is_sklearn_available, is_torch_available
 assert is_scipy_available() and is_sklearn_available() and is_torch_available()
 """,
+    "an engine": """
+import sys
+import torchweave.engine.startup.open
+unwanted = "torchweave.models.drafters", "transformers.models.llama.modeling_llama", "torch.distributed.checkpoint"
+assert not set(unwanted) & set(sys.modules), "imported for nothing"
+""",
     "a function": """
 import sys
 from torchweave.models.transformers_import import postponed
@@ -124,6 +130,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_model_import_skips_unused_modules(faults: dict[str, str]) -> None:
     assert not faults["unused modules"], faults["unused modules"]
+
+
+def test_engine_imports_no_drafters_and_no_writers_of_checkpoints(faults: dict[str, str]) -> None:
+    assert not faults["an engine"], faults["an engine"]
 
 
 def test_a_function_is_imported_when_it_is_called(faults: dict[str, str]) -> None:

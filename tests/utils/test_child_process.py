@@ -12,6 +12,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from torchweave.utils.bytecode import bytecode_in
 from torchweave.utils.child_process import ChildProcess, exit_with_parent
 
 LIMIT = 30.0
@@ -22,7 +23,7 @@ def exit_with(code: int) -> None:
 
 
 def send_facts(fd: int, secret: str) -> None:
-    facts = (secret, Path("/proc/self/comm").read_text().strip(), sys.path, os.getpgid(0))
+    facts = (secret, Path("/proc/self/comm").read_text().strip(), sys.path, os.getpgid(0), sys.pycache_prefix)
     Connection(fd).send(facts)
 
 
@@ -60,13 +61,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_child_gets_arguments_path_name_and_group():
+def test_a_child_gets_arguments_path_name_group_and_bytecode_folder(tmp_path: Path):
     ours, theirs = Pipe()
-    with theirs:
+    with theirs, bytecode_in(tmp_path):
         child = ChildProcess(
             send_facts, theirs.fileno(), "secret" * 50_000, name="tw-test", pass_fds=[theirs.fileno()], new_group=True,
         )  # fmt: skip
-    assert ours.recv() == ("secret" * 50_000, "tw-test", sys.path, child.pid)
+    assert ours.recv() == ("secret" * 50_000, "tw-test", sys.path, child.pid, str(tmp_path))
     assert child.exit_text(LIMIT) == "exit code 0"
 
 

@@ -14,7 +14,7 @@ from torchweave.config.options import EngineConfig
 from torchweave.config.validate import check_names, check_value_ranges
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.startup.early_start import prestart_workers
+from torchweave.engine.startup.early_start import prestart_workers, stored_bytecode
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer
 from torchweave.utils import gc
@@ -26,7 +26,7 @@ def start_llm(config: EngineConfig, report: Report) -> LLM:
     Raises:
         ValueError: the model or an option is invalid.
     """
-    with prestart_workers(config) as worker_pool:
+    with stored_bytecode(config), prestart_workers(config) as worker_pool:
         with report.stage("imports"), gc.gc_frozen_after():
             import_module("torchweave.engine.startup.open")
         return LLM.from_config(config, report, worker_pool)

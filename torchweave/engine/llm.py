@@ -37,7 +37,7 @@ from torchweave.engine.outputs import (
 from torchweave.engine.prompts import Prompt, as_ids, as_list, as_lists, text_and_images, text_of
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
-from torchweave.engine.startup.early_start import prestart_workers
+from torchweave.engine.startup.early_start import prestart_workers, stored_bytecode
 from torchweave.images import EncodedPrompt, ImageProcessor, has_images
 from torchweave.report import Report
 from torchweave.utils import gc
@@ -106,8 +106,11 @@ class LLM:
         self.report = report if report is not None else Report()
         if "torch" not in sys.modules:  # else its OpenMP is loaded, and other code of the program may rely on it
             use_passive_openmp()
-        prestarted = prestart_workers(config) if worker_pool is None and loaded is None else nullcontext(worker_pool)
-        with prestarted as worker_pool:
+        starts_workers = worker_pool is None and loaded is None
+        with (
+            stored_bytecode(config),
+            prestart_workers(config) if starts_workers else nullcontext(worker_pool) as worker_pool,
+        ):
             with gc.gc_paused():
                 from torchweave.compiler.dump import open_dump
                 from torchweave.engine.batch_manager import BatchManager

@@ -19,6 +19,7 @@ from torchweave.utils.lazy_import import lazy_modules
 DEFERRED_FUNCTIONS = {
     "scipy.optimize": ("linear_sum_assignment",),
     "sklearn.metrics": ("roc_curve",),
+    "torch.distributed.checkpoint.hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
     "transformers.image_transforms": ("center_to_corners_format",),
 }
 """Names that transformers imports from a module at import time and calls later, if ever."""

@@ -18,13 +18,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-_BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd})"
+_BOOTSTRAP = (
+    "import sys; sys.path[:], sys.pycache_prefix, sys.dont_write_bytecode = {imports!r}; "
+    "from {module} import main; main({fd})"
+)
 _EXIT_WAIT_SECONDS = 2.0  # from the end of a process's connections to its exit status
 _parent: socket.socket | None = None  # in a child: its end of the socket pair
 
 
 class ChildProcess:
-    """A Python process that calls `target(*args)`, with this process's `sys.path` and standard error, and without standard input.
+    """A Python process that calls `target(*args)`, with this process's `sys.path`, settings of bytecode (`bytecode_in`) and
+    standard error, and without standard input.
 
     A socket pair connects both processes. It carries the target and its arguments, which therefore do not appear in `ps`, and
     each end becomes readable when the other process has ended: `fileno()` here, `exit_with_parent` in the child. The parent's end
@@ -54,7 +58,8 @@ class ChildProcess:
         call = pickle.dumps((name, tuple(ignored_signals), target, args))
         self._socket, child_end = socket.socketpair()
         with child_end:
-            code = _BOOTSTRAP.format(path=sys.path, module=__name__, fd=child_end.fileno())
+            imports = sys.path, sys.pycache_prefix, sys.dont_write_bytecode
+            code = _BOOTSTRAP.format(imports=imports, module=__name__, fd=child_end.fileno())
             # Blocked until the child has installed its handlers; the child inherits the mask.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, ignored_signals)
             try:

@@ -533,7 +533,7 @@ cache = CompileCache(sys.argv[1], report)
 compiled_graph = compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, cache=cache, report=report)
 torch.testing.assert_close(compiled_graph(call_op, *step(9, 4)), want, rtol=2e-5, atol=2e-5)
 print(report.select("capture")[0]["source"], [event["built"] for event in report.select("piece")], len(report.select("warning")))
-generators = ("compile_fx", "lowering", "scheduler", "graph", "codegen.wrapper", "select_algorithm")
+generators = ("compile_fx", "decomposition", "lowering", "scheduler", "graph", "codegen.wrapper", "select_algorithm")
 unwanted = (*(f"torch._inductor.{name}" for name in generators), "torch.export._trace", "networkx")
 print([name for name in unwanted if name in sys.modules])
 """

@@ -19,7 +19,15 @@ from torchweave.cli.main import main
 from torchweave.compiler import CompileCache, compile_graph
 from torchweave.compiler.cache import store
 from torchweave.compiler.cache.maintenance import export, find, import_archive, summaries, to_prune
-from torchweave.compiler.cache.store import CODE_FOLDER, FORMAT, MAGIC, READABLE_FOLDER, UNFINISHED, key_of
+from torchweave.compiler.cache.store import (
+    BYTECODE_FOLDER,
+    CODE_FOLDER,
+    FORMAT,
+    MAGIC,
+    READABLE_FOLDER,
+    UNFINISHED,
+    key_of,
+)
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -206,8 +214,10 @@ def test_the_command_line(cache: CompileCache, tmp_path: Path, capsys: pytest.Ca
     run("prune")
     assert not path.exists() and not (path.parent / f"{UNFINISHED}x").exists()
     assert run("import", str(tmp_path / "a.tar"))[1].startswith("1 new entries")
-    (cache.folder / CODE_FOLDER).mkdir()
+    for name in (CODE_FOLDER, BYTECODE_FOLDER):
+        (cache.folder / name).mkdir()
     assert "3 entries" in run("prune", "--all")[1] and not (cache.folder / CODE_FOLDER).exists()
+    assert not (cache.folder / BYTECODE_FOLDER).exists()
     for words, sentence in (
         (("prune", "--max-size", "many"), "--max_size='many' is not valid"),
         (("inspect",), "name an entry"),

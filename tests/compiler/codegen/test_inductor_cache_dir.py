@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 from torch._inductor.exc import CppCompileError, InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -97,3 +98,21 @@ def test_unusable_cache_folder_does_not_stop_the_start(tmp_path: Path, report: R
     )
     torch.testing.assert_close(compiled_graph(call_op, x), x.sin() * 2)
     assert len(report.select("warning")) == 1 and len(list(cache.entries())) == 2
+
+
+def test_trial_library_that_loads_is_not_tried_again(
+    tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def probe_load(_: VecISA, library: str) -> bool:
+        tried.append(Path(library).name)
+        return "unloadable" not in library
+
+    monkeypatch.setattr(VecISA, "_probe_load", probe_load, raising=False)  # of torch 2.13
+    for _ in range(2):  # two starts
+        with InductorCacheDir(CompileCache(tmp_path / "cache", report)):
+            probe = VecISA._probe_load
+            assert probe(VecAVX2(), str(tmp_path / "avx2.so")) and not probe(VecAVX2(), str(tmp_path / "unloadable.so"))
+        assert VecISA._probe_load is probe_load
+    assert tried == ["avx2.so", "unloadable.so", "unloadable.so"]

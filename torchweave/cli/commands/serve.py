@@ -44,13 +44,16 @@ def run(argv: Sequence[str]) -> int:
     missing = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"serve needs {', '.join(missing)}; install them with: pip install 'torchweave[serve]'")
-    from torchweave.serving.server import Server
+    from torchweave.engine.startup.early_start import stored_bytecode
 
-    begin = time.monotonic()
-    server = Server(config, settings, on_ready=lambda server: _print_ready(server, time.monotonic() - begin, stop_bars))
-    server.client.listen(_print_engine_ended)
-    with _bars(server.client, args) as stop_bars:
-        code = server.run()
+    with stored_bytecode(config):
+        from torchweave.serving.server import Server
+
+        begin = time.monotonic()
+        server = Server(config, settings, lambda server: _print_ready(server, time.monotonic() - begin, stop_bars))
+        server.client.listen(_print_engine_ended)
+        with _bars(server.client, args) as stop_bars:
+            code = server.run()
     if code:
         print(f"torchweave: {server.failure}", file=sys.stderr)
     return code

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchweave.compiler.cache.store import (
+    BYTECODE_FOLDER,
     CODE_FOLDER,
     READABLE_FOLDER,
     SUFFIX,
@@ -120,8 +121,8 @@ def clear_unfinished(cache: CompileCache, older_than: float = 3600.0) -> int:
 
 
 def clear_side_files(cache: CompileCache) -> None:
-    """Remove the folders beside the entries: compiled CPU code, and readable copies."""
-    for folder in (CODE_FOLDER, READABLE_FOLDER):
+    """Remove the folders beside the entries: compiled CPU code, bytecode, and readable copies."""
+    for folder in (CODE_FOLDER, BYTECODE_FOLDER, READABLE_FOLDER):
         shutil.rmtree(cache.folder / folder, ignore_errors=True)
 
 

@@ -31,6 +31,8 @@ FORMAT = 3
 SUFFIX = ".weave"
 CODE_FOLDER = "inductor"
 """Folder beside the entries: Inductor's compiled CPU code."""
+BYTECODE_FOLDER = "bytecode"
+"""Folder beside the entries: bytecode of modules that are installed without it (`torchweave.utils.bytecode`)."""
 READABLE_FOLDER = "unpacked"
 """Folder beside the entries: their contents as text, with `compile_cache_format: unpacked`."""
 
@@ -81,7 +83,7 @@ class CompileCache:
         self._warned = False
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _refuse_shared(self.folder)
-        for name in (*get_args(Kind), CODE_FOLDER):  # later ones can be made by this folder's owner only
+        for name in (*get_args(Kind), CODE_FOLDER, BYTECODE_FOLDER):  # later ones are made by the owner only
             if (self.folder / name).exists():
                 _refuse_shared(self.folder / name)
 
@@ -257,6 +259,34 @@ def _json(thing: Any) -> bytes:
     return json.dumps(thing, sort_keys=True, separators=(",", ":")).encode()
 
 
+@contextlib.contextmanager
+def _stored_probes() -> Iterator[None]:
+    """Store beside a trial library of a vector instruction set that it loads. Inductor keeps the library, whose name depends on the
+    compiler and on torch, but loads it in another Python process at every start: six for AVX-512."""
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = getattr(VecISA, "_probe_load", None)
+    if probe is None:  # torch before 2.13
+        yield
+        return
+
+    def probe_load(target: Any, library: str) -> bool:
+        mark = Path(f"{library}.loads")
+        if mark.exists():
+            return True
+        loads = probe(target, library)
+        if loads:
+            with contextlib.suppress(OSError):
+                mark.touch()
+        return loads
+
+    VecISA._probe_load = probe_load  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VecISA._probe_load = probe  # type: ignore[method-assign]
+
+
 Result = TypeVar("Result")
 
 _UNSAFE_IN_PATH = re.compile(r"[\s'\"\\]")
@@ -297,6 +327,7 @@ class InductorCacheDir:
             self._fall_back(error)
         else:
             self._redirect.enter_context(temporary_cache_dir(str(folder)))
+            self._redirect.enter_context(_stored_probes())
         return self
 
     def __exit__(self, *_: object) -> None:

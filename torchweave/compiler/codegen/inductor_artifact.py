@@ -34,6 +34,8 @@ def serialize_code(graph: Any, artifacts: bytes | None = None) -> bytes:
     copied.prepare_for_serialization()
     copied.source_code = strip_unused_imports(graph.source_code)
     copied.cache_key = f"{graph.cache_key}_lean"  # file name of the generated module
+    # Names a function of a module that imports every decomposition; a built graph does not call it.
+    copied.fx_kwargs = {name: value for name, value in graph.fx_kwargs.items() if name != "get_decomp_fn"}
     return pickle.dumps((_tuned(artifacts) if artifacts else [], copied))
 
 

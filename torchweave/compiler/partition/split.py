@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from torchweave.compiler.errors import InvariantError, TraceError, source_location
 from torchweave.compiler.ir.collectives import exchanges
@@ -230,7 +231,7 @@ def extract_subgraph(
     outputs = [node for node in body if any(_is_used_outside(user, inside, is_free) for user in node.users)]
     output = new.output(tuple(copies[node] for node in outputs))
     output.meta["example_value"] = tuple(value(node) for node in outputs)
-    part = fx.GraphModule(module, new, "Piece")
+    part = _LazyGraphModule(module, new, "Piece")  # equal pieces are built once: most never need their code
     return Piece(index, part, tuple(inputs), tuple(constants), tuple(outputs), digest(part, len(inputs)))
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from torchweave.config import Plan
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models.decoder import DecoderStep
-from torchweave.models.drafters.eagle import EagleHead, load_eagle_head
-from torchweave.models.drafters.mtp import MtpHead, load_mtp_head
 from torchweave.models.load import LoadedModel, load
 from torchweave.models.multimodal.image_step import ImageDecoderStep
 from torchweave.models.resolve import resolve
 from torchweave.report import Report
+
+if TYPE_CHECKING:
+    from torchweave.models.drafters.eagle import EagleHead
+    from torchweave.models.drafters.mtp import MtpHead
 
 _OPTION = "speculative_config.model"
 
@@ -72,6 +76,8 @@ def _check_head_target(plan: Plan, target: LoadedModel) -> None:
 
 
 def _load_head(name: str, plan: Plan, target: LoadedModel, report: Report) -> EagleHead:
+    from torchweave.models.drafters.eagle import load_eagle_head  # imports transformers' Llama
+
     _check_head_target(plan, target)
     with report.stage("loading the draft head"):
         try:
@@ -88,6 +94,8 @@ def _load_head(name: str, plan: Plan, target: LoadedModel, report: Report) -> Ea
 
 
 def _load_mtp(plan: Plan, target: LoadedModel, report: Report) -> MtpHead:
+    from torchweave.models.drafters.mtp import load_mtp_head
+
     _check_head_target(plan, target)
     config = plan.config
     with report.stage("loading the MTP layer"):

@@ -1,4 +1,5 @@
-"""Early start, before torch is imported: processes of the other local ranks, which import in parallel, and GPU contexts.
+"""Early start, before torch is imported: processes of the other local ranks, which import in parallel, GPU contexts, and stored
+bytecode.
 
 This module imports little more than the config does.
 """
@@ -6,11 +7,15 @@ This module imports little more than the config does.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
+from torchweave.compiler.cache.store import BYTECODE_FOLDER, open_cache
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import check_names, check_value_ranges
 from torchweave.distributed.gpu_context import open_gpu_context
 from torchweave.distributed.launchers.local import WorkerPool
+from torchweave.report import Report
+from torchweave.utils.bytecode import bytecode_in, is_bytecode_missing
 
 WORKER_ENTRYPOINT = "torchweave.engine.startup.rank_worker:run_worker"
 
@@ -34,6 +39,21 @@ def prestart_workers(config: EngineConfig, replica: int = 0) -> WorkerPool:
         open_gpu_context(gpu)
     others = config.num_ranks - 1 if is_local else 0
     return WorkerPool(WORKER_ENTRYPOINT, others if others < (os.cpu_count() or 1) else 0, gpu)
+
+
+def stored_bytecode(config: EngineConfig) -> AbstractContextManager[None]:
+    """Context in which this process and its children keep bytecode in the compile cache, if Python cannot keep it itself."""
+    if not is_bytecode_missing():
+        return nullcontext()
+    try:
+        cache = open_cache(config.torch_compile_config, Report(show=False))
+        if cache is None:
+            return nullcontext()
+        folder = cache.folder / BYTECODE_FOLDER
+        folder.mkdir(exist_ok=True, mode=0o700)
+    except (ValueError, OSError):  # reported when the engine opens the cache
+        return nullcontext()
+    return bytecode_in(folder)
 
 
 def _first_gpu(config: EngineConfig, replica: int) -> int | None:
