@@ -45,14 +45,14 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class Rows:
-    """One or two tokens, element by element; `dependent`: by programmatic dependent launch.
+    """One or two tokens, element by element; `dependent`: by programmatic dependent launch, see `LinearConfig`.
 
     Of 4-bit weights the words of an iteration hold `block_k` numbers, a multiple of 128.
     """
 
     up: GemmConfig
     down: GemmConfig
-    dependent: bool = False
+    dependent: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _supported_strategy(strategy: Strategy, call: ExpertsCall) -> Strategy:
         strategy = _TILES
     if isinstance(strategy, Grouped) or supports_pdl(call.x.device):
         return strategy
-    return replace(strategy, dependent=False)
+    return replace(strategy, dependent=0)
 
 
 def _with_contiguous_rows(call: ExpertsCall) -> ExpertsCall:
@@ -196,13 +196,11 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
     h = call.x.new_empty(call.index.numel(), call.inner)
     first = (call.x, call.index, call.up, call.up_bias, h, call.up_scale, call.up_packing)
     kernels.launch_rows_up(*first, **_activation(call), **_launch(strategy.up), dependent=strategy.dependent)
+    second = (h, call.index, call.weight, call.down, call.down_bias, call.out)
     if call.down_scale is None or call.down.dtype == FP8:
-        second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale)
-        kernels.launch_rows_down(*second, shared=call.shared, **down)
-        return
-    y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
-    kernels.launch_words_down(h, call.index, call.down, y, call.down_scale, call.down_packing, **down)
-    _combine(call, y, dependent=strategy.dependent)
+        kernels.launch_rows_down(*second, call.down_scale, shared=call.shared, **down)
+    else:
+        kernels.launch_words_down(*second, call.down_scale, call.down_packing, **down)
 
 
 def _tiles(call: ExpertsCall, strategy: Tiles) -> None:

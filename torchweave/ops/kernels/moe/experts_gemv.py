@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_trigger, pdl_wait
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packed_arguments
-from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, add_row_words, row_parameter, row_words
+from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, add_row_words, row_parameter, row_words, runs_of_words
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
@@ -208,9 +208,10 @@ def _word_products(
     words = w + rows[:, None] * COUNT + c[None, :]
     total = tl.zeros([ROWS, BLOCK_W // 4], tl.float32)
     for first in tl.static_range(0, COUNT, BLOCK_W):
-        by = row_parameter(scales, rows, first, 0, GROUP, GROUPS, PARTS, BLOCK_W)
+        run = runs_of_words(first, BLOCK_W)
+        by = row_parameter(scales, rows, run, 0, GROUP, GROUPS, PARTS)
         total = add_row_words(
-            total, by, row_words(words, first, c, COUNT), inputs, first, c, scales, zeros, rows,
+            total, by, row_words(words, first, c, COUNT), inputs, first + c, run, scales, zeros, rows,
             FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO, ROWS, BLOCK_W, ASSEMBLY,
         )  # fmt: skip
     return tl.sum(total, 1)
@@ -258,34 +259,82 @@ def words_up_kernel(
             result = gated_activation(gate, up_value, ACTIVATION, ALPHA, LIMIT, dtype)
         else:
             result = activation(sums, ACTIVATION)
+        pdl_trigger(DEPENDENT)
         tl.store(h + pair.to(tl.int64) * inner + column, result.to(dtype), mask=column < inner)
 
 
 @triton.jit
-def words_down_kernel(
-    h, index, down, scales, zeros, row_scales, y, num_experts, num_outputs,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _experts_words(
+    index, down, num_experts, num_outputs, rows, run, COUNT: tl.constexpr, TOP: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """y[pair, N], unweighted: a program computes BLOCK_N columns of one pair.
+    """Words `[BLOCK_N, BLOCK_W]` of rows of a token's experts at index, behind each other; of each run: which rows, and if any."""
+    j = run // COUNT
+    expert = tl.load(index + j, mask=j < TOP, other=num_experts, cache_modifier=".cg")
+    chosen = expert < num_experts
+    start = tl.where(chosen, expert, 0).to(tl.int64) * num_outputs
+    first = start * COUNT + run % COUNT
+    at = tl.reshape(first[:, None] + tl.arange(0, 4)[None, :], [BLOCK_W])[None, :] + rows[:, None] * COUNT
+    mask = tl.reshape(tl.broadcast_to(chosen[:, None], [BLOCK_W // 4, 4]), [BLOCK_W])[None, :]
+    at = tl.max_contiguous(tl.multiple_of(at, [1, 4]), [1, 4])
+    mask = tl.max_constancy(mask, [1, 4])
+    tile = tl.load(down + at, mask=mask, other=0, eviction_policy="evict_first")
+    return tile, start, chosen
 
-    A program for all experts of a token, as in `rows_down_kernel`, has too few loads in flight.
-    """
+
+@triton.jit
+def words_down_kernel(
+    h, index, weight, down, scales, zeros, row_scales, bias, out, num_experts, num_outputs, out_stride,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
+    BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """`rows_down_kernel` with words: a row is the words of all experts of the token, one behind the other."""
     COUNT: tl.constexpr = (INNER + BLOCK - 1) // BLOCK * WORDS
-    pair = tl.program_id(1)
-    n, c = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
+    ALL: tl.constexpr = TOP * COUNT
+    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, c = tl.minimum(row, num_outputs - 1), tl.arange(0, BLOCK_W)
+    index += token * TOP
+    weight += token * TOP
+    run = runs_of_words(0, BLOCK_W)
+    tile, start, chosen = _experts_words(
+        index, down, num_experts, num_outputs, rows, run, COUNT, TOP, BLOCK_W
+    )
+    by = row_parameter((scales + start * GROUPS)[None, :], rows, run % COUNT, 0, GROUP, GROUPS, PARTS)
     pdl_wait(DEPENDENT)
-    expert = tl.load(index + pair)
-    if expert < num_experts:
-        rows = expert.to(tl.int64) * num_outputs + tl.minimum(n, num_outputs - 1)
-        sums = _word_products(
-            down, scales, zeros, h + pair.to(tl.int64) * INNER, rows, c, COUNT, FORMAT, INNER, GROUP, GROUPS, PARTS, ZERO,
-            BLOCK_N, BLOCK_W, ASSEMBLY,
+    total = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
+    for first in tl.static_range(0, ALL, BLOCK_W):
+        run = runs_of_words(first, BLOCK_W)
+        if first + BLOCK_W < ALL:
+            following = runs_of_words(first + BLOCK_W, BLOCK_W)
+            tile_ahead, start_ahead, chosen_ahead = _experts_words(
+                index, down, num_experts, num_outputs, rows, following, COUNT, TOP, BLOCK_W
+            )
+            scales_ahead = (scales + start_ahead * GROUPS)[None, :]
+            by_ahead = row_parameter(scales_ahead, rows, following % COUNT, 0, GROUP, GROUPS, PARTS)
+        column = (first + c) % ALL
+        inputs = h + tl.max_constancy((token * TOP + column // COUNT) * INNER, 4)
+        products = add_row_words(
+            tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32), by, tile, inputs, column % COUNT, run % COUNT,
+            (scales + start * GROUPS)[None, :], (zeros + start * GROUPS)[None, :], rows,
+            FORMAT, INNER, GROUP, GROUPS, PARTS, ZERO, BLOCK_N, BLOCK_W, ASSEMBLY,
         )  # fmt: skip
         if BY_ROW:
-            sums *= tl.load(row_scales + rows)
-        tl.store(y + pair.to(tl.int64) * num_outputs + n, sums, mask=n < num_outputs)
+            products *= tl.load((row_scales + start)[None, :] + rows[:, None])
+        share = tl.load(weight + run // COUNT, mask=chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
+        total += tl.where(chosen[None, :], products * share[None, :], 0.0)  # h of other ranks' experts may be NaN
+        if first + BLOCK_W < ALL:
+            tile, start, chosen, by = tile_ahead, start_ahead, chosen_ahead, by_ahead
+    result = tl.sum(total, 1)
+    if HAS_BIAS:
+        for j in tl.static_range(TOP):
+            expert = tl.load(index + j)
+            if expert < num_experts:
+                biases = bias + expert.to(tl.int64) * num_outputs + rows
+                result += tl.load(weight + j).to(tl.float32) * tl.load(biases).to(tl.float32)
+    pdl_trigger(DEPENDENT)
+    tl.store(out + token * out_stride + row, result.to(out.dtype.element_ty), mask=row < num_outputs)
 
 
 def _words(block: int, width: int) -> int:
@@ -296,7 +345,7 @@ def _words(block: int, width: int) -> int:
 def launch_rows_up(
     x: Tensor, index: Tensor, up: Tensor, bias: Tensor | None, h: Tensor, scales: Tensor | None = None,
     packing: Packing = PLAIN, *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
-    block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    block_n: int, block_k: int, num_warps: int, depth: int, dependent: int,
 ) -> None:  # fmt: skip
     """x [T, K], index [T, k], up [E, 2 I or I, K], h [T k, I]; rows contiguous.
 
@@ -324,7 +373,7 @@ def launch_rows_up(
 
 def launch_rows_down(
     h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor | None = None,
-    *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: int,
 ) -> None:  # fmt: skip
     """h [T k, I], index and weight [T, k], down [E, K, I], out [T, K]; the rest as `launch_rows_up`, without words."""
     tokens, top = index.shape
@@ -338,13 +387,14 @@ def launch_rows_down(
 
 
 def launch_words_down(
-    h: Tensor, index: Tensor, down: Tensor, y: Tensor, scales: Tensor, packing: Packing,
-    *, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor, packing: Packing,
+    *, block_n: int, block_k: int, num_warps: int, depth: int, dependent: int,
 ) -> None:  # fmt: skip
-    """h [T k, I], index [T, k], down [E, K, .] in words of 4-bit numbers, y float32 [T k, K]."""
-    inner = h.shape[1]
-    words_down_kernel[(cdiv(down.shape[1], block_n), index.numel())](
-        h, index, down, y=y, num_experts=down.shape[0], num_outputs=down.shape[1], INNER=inner, BLOCK_N=block_n,
-        BLOCK_W=_words(block_k, inner), DEPENDENT=dependent, num_warps=num_warps, num_stages=depth,
-        **packed_arguments(down, scales, packing, inner), **pdl_options(dependent),
+    """As `launch_rows_down`, down [E, K, .] in words of 4-bit numbers; `block_k` counts inputs of all experts of a token."""
+    (tokens, top), inner = index.shape, h.shape[1]
+    words_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
+        h, index, weight, down, bias=scales if bias is None else bias, out=out, num_experts=down.shape[0],
+        num_outputs=down.shape[1], out_stride=out.stride(0), INNER=inner, TOP=top, HAS_BIAS=bias is not None, BLOCK_N=block_n,
+        BLOCK_W=_words(block_k, top * cdiv(inner, BLOCK.value) * BLOCK.value), DEPENDENT=dependent, num_warps=num_warps,
+        num_stages=depth, **packed_arguments(down, scales, packing, inner), **pdl_options(dependent),
     )  # fmt: skip

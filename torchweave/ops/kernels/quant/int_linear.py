@@ -52,6 +52,32 @@ def float_code() -> str:
     return "".join(lines) + "}"
 
 
+_E2M1_BYTE = 0x90
+"""Byte of an e2m1 number v: this plus 2 v. Behind a byte 0x3F it is a float, `1.125 + v / 64`, less what lies in the bytes below."""
+_E2M1_UNIT: tl.constexpr = tl.constexpr(64.0)
+_E2M1_ONES: tl.constexpr = tl.constexpr((1.125, 1.125 + 0x3F90 * 2.0**-23))
+"""What inputs of even and of odd J have beside `v / 64`."""
+
+
+def e2m1_float_code() -> str:
+    """`float_code` of e2m1 numbers, `1.125 + v / 64`: a table of four bytes by one PRMT, one for positive, one for negative numbers.
+
+    The float of an odd J has that of the J before it in its low bits, an error of less than v * 2 ** -16, which takes no instruction.
+    """
+    lines = [f"{{ .reg .b32 w, n, p, q, a, b, c; mov.b32 a, 0x03020100; mov.b32 b, 0x0C080604; mov.b32 c, 0x3F;\n"]
+    for half in range(2):
+        lines.append(f"mov.b32 w, ${16 + half}; xor.b32 n, w, 0x88888888;\n")
+        for odd in range(2):
+            if odd:
+                lines.append("shr.u32 w, w, 16; shr.u32 n, n, 16;\n")
+            table = f"prmt.b32 p, a, b, w; prmt.b32 q, a, b, n; add.u32 p, p, {_E2M1_BYTE * 0x01010101:#x}; sub.u32 p, p, q;\n"
+            lines.append(table)
+            for j in (0, 2):
+                low, high = (f"${2 * (4 * half + j + high) + odd}" for high in range(2))
+                lines.append(f"prmt.b32 {high}, p, c, {0x4040 | (j + 1) << 8 | j:#x}; mul.lo.u32 {low}, {high}, 65536;\n")
+    return "".join(lines) + "}"
+
+
 def _half_pair(to: str, word: str, magic: int, kind: str, j: int) -> str:
     return f"shr.u32 t, {word}, {j % 4 * 4}; lop3.b32 t, t, m, {magic:#x}, 0xEA; sub.rn.{kind} {to}, t, o;\n"
 
@@ -93,6 +119,7 @@ def e2m1_pair_code(kind: str, j: int) -> str:
 
 
 FLOATS: tl.constexpr = tl.constexpr(float_code())
+E2M1_FLOATS: tl.constexpr = tl.constexpr(e2m1_float_code())
 E2M1_BFLOAT: tl.constexpr = tl.constexpr(e2m1_code("bf16x2"))
 E2M1_HALF: tl.constexpr = tl.constexpr(e2m1_code("f16x2"))
 HALVES_BFLOAT: tl.constexpr = tl.constexpr(half_code(0x43004300, 0x43084308, "bf16x2"))
@@ -119,10 +146,12 @@ def _parameter_group(block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAR
 
 
 @triton.jit
-def _input(x, k, odd, J: tl.constexpr, WIDTH: tl.constexpr, AS_FLOATS: tl.constexpr):
+def _input(x, k, odd, J: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Input J of every word as float32, and the same scaled for its nibble where nibbles are mantissas of floats."""
     value = tl.load(x + k + J * 16, mask=k + J * 16 < WIDTH, other=0.0).to(tl.float32)
-    if AS_FLOATS:
+    if ASSEMBLY and FORMAT == "e2m1":
+        return value, value * _E2M1_UNIT
+    elif ASSEMBLY:  # noqa: RET505
         return value, value * tl.where(odd, ODD_SCALES[J % 4], EVEN_SCALES[J % 4])
     else:  # noqa: RET505
         return value, value
@@ -137,15 +166,10 @@ def row_words(words, first, c, count):
 @triton.jit
 def _row_nibbles(tile, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Eight float32 tiles: of word c of a block, input `16 * j + c`."""
-    if ASSEMBLY and FORMAT == "int":
-        return tl.inline_asm_elementwise(FLOATS, _16_OUTPUTS, [tile], dtype=(tl.float32,) * 8, is_pure=True, pack=2)
-    elif ASSEMBLY:  # noqa: RET505
-        a0, a1, a2, a3, a4, a5, a6, a7 = nibbles(tile, FORMAT, 1, BLOCK_N, BLOCK_W, tl.bfloat16, ASSEMBLY)
-        return (
-            a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32),
-            a4.to(tl.float32), a5.to(tl.float32), a6.to(tl.float32), a7.to(tl.float32),
-        )  # fmt: skip
-    else:
+    if ASSEMBLY:
+        code: tl.constexpr = FLOATS if FORMAT == "int" else E2M1_FLOATS
+        return tl.inline_asm_elementwise(code, _16_OUTPUTS, [tile], dtype=(tl.float32,) * 8, is_pure=True, pack=2)
+    else:  # noqa: RET505
         even, odd = tl.split(tl.reshape(tile, [BLOCK_N, BLOCK_W // 2, 2]))
         shape: tl.constexpr = [BLOCK_N, BLOCK_W]
         return (
@@ -168,18 +192,27 @@ def _row_nibble(word, J: tl.constexpr, shape: tl.constexpr, FORMAT: tl.constexpr
 
 
 @triton.jit
+def runs_of_words(first, BLOCK_W: tl.constexpr):
+    """Of BLOCK_W words from word `first` of a row: the first word of each run of four."""
+    return first + tl.arange(0, BLOCK_W // 4) * 4
+
+
+@triton.jit
 def row_parameter(
-    pointer, rows, first, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_W: tl.constexpr
+    pointer, rows, run, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Scales or zero points `[BLOCK_N, BLOCK_W / 4]` of each run of four words."""
-    block = (first + tl.arange(0, BLOCK_W // 4) * 4) // WORDS
-    group = _parameter_group(block, part, GROUP, GROUPS, PARTS)
-    return tl.load(pointer + rows[:, None] * GROUPS + group[None, :], mask=(group < GROUPS)[None, :], other=0.0)
+    """Scales or zero points `[BLOCK_N, BLOCK_W / 4]` of each run of four words; pointer: one, or one for each run."""
+    group = _parameter_group(run // WORDS, part, GROUP, GROUPS, PARTS)
+    at = pointer + rows[:, None] * GROUPS + group[None, :]
+    mask = tl.broadcast_to((group < GROUPS)[None, :], at.shape)
+    # Loaded in one dimension, they come to the threads of their words; in two, Triton selects another layout and exchanges them.
+    SIZE: tl.constexpr = at.shape[0] * at.shape[1]
+    return tl.reshape(tl.load(tl.reshape(at, [SIZE]), mask=tl.reshape(mask, [SIZE]), other=0.0), at.shape)
 
 
 @triton.jit
 def _add_row_input(
-    total, part, ones, inputs, by, value, x, k, odd, scale, zero, rows, first, J: tl.constexpr, FORMAT: tl.constexpr,
+    total, part, ones, inputs, by, value, x, k, odd, scale, zero, rows, run, J: tl.constexpr, FORMAT: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
@@ -188,72 +221,75 @@ def _add_row_input(
     part `[BLOCK_N, BLOCK_W]` sums products of a group, ones `[BLOCK_W]` what the ones of floats add to each row of it, and inputs
     `[BLOCK_W]` its inputs, which the zero point multiplies, 8 where there is none.
     """
-    AS_FLOATS: tl.constexpr = ASSEMBLY and FORMAT == "int"
-    given, scaled = _input(x, k, odd, J, WIDTH, AS_FLOATS)
+    given, scaled = _input(x, k, odd, J, FORMAT, WIDTH, ASSEMBLY)
     part += value * scaled[None, :]
-    if AS_FLOATS:
-        ones += scaled
+    if ASSEMBLY:
+        ones += scaled if FORMAT == "int" else scaled * _E2M1_ONES[J % 2]
     if FORMAT == "int":
         inputs += given
     if (J + 1) * PARTS % 8 == 0:
         GROUP_OF_BLOCK: tl.constexpr = J * PARTS // 8
-        if FORMAT == "int":
-            part -= (ones if ZERO else ones + 8.0 * inputs)[None, :]
         runs = tl.sum(tl.reshape(part, [BLOCK_N, BLOCK_W // 4, 4]), 2)
+        if ASSEMBLY:
+            runs -= tl.sum(tl.reshape(ones, [BLOCK_W // 4, 4]), 1)[None, :]
+        if FORMAT == "int" and not ZERO:
+            runs -= 8.0 * tl.sum(tl.reshape(inputs, [BLOCK_W // 4, 4]), 1)[None, :]
         if ZERO:
-            point = row_parameter(zero, rows, first, GROUP_OF_BLOCK, GROUP, GROUPS, PARTS, BLOCK_W).to(tl.float32)
+            point = row_parameter(zero, rows, run, GROUP_OF_BLOCK, GROUP, GROUPS, PARTS).to(tl.float32)
             runs -= point * tl.sum(tl.reshape(inputs, [BLOCK_W // 4, 4]), 1)[None, :]
         total += runs * scale_value(by)
         if J < 7:
-            by = row_parameter(scale, rows, first, GROUP_OF_BLOCK + 1, GROUP, GROUPS, PARTS, BLOCK_W)
+            by = row_parameter(scale, rows, run, GROUP_OF_BLOCK + 1, GROUP, GROUPS, PARTS)
         part, ones, inputs = tl.zeros_like(part), tl.zeros_like(ones), tl.zeros_like(inputs)
     return total, part, ones, inputs, by
 
 
 @triton.jit
 def add_row_words(
-    total, by, tile, x, first, c, scale, zero, rows,
+    total, by, tile, x, word, run, scale, zero, rows,
     FORMAT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """total `[BLOCK_N, BLOCK_W / 4]` plus products of the words `tile`, from word `first` of each row, and the inputs at x.
+    """total `[BLOCK_N, BLOCK_W / 4]` plus products of the words `tile` and the inputs at x.
 
-    `by`: scales of the first group of each block (`row_parameter`).
+    word `[BLOCK_W]`, run: the place of each word and of each run of four in its row; x, scale and zero: one pointer, or one for
+    each word and run; `by`: scales of the first group of each block (`row_parameter`).
     """
-    k, odd = (first + c) // WORDS * BLOCK + c % WORDS, c % 2 == 1
+    k, odd = word // WORDS * BLOCK + word % WORDS, word % 2 == 1
+    k = tl.max_contiguous(tl.multiple_of(k, 4), 4)
     part, ones = tl.zeros([BLOCK_N, BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32)
     inputs = tl.zeros([BLOCK_W], tl.float32)
     v0, v1, v2, v3, v4, v5, v6, v7 = _row_nibbles(tile, FORMAT, BLOCK_N, BLOCK_W, ASSEMBLY)
     total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v0, x, k, odd, scale, zero, rows, first, 0, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        total, part, ones, inputs, by, v0, x, k, odd, scale, zero, rows, run, 0, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
         BLOCK_N, BLOCK_W, ASSEMBLY,
     )  # fmt: skip
     total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v1, x, k, odd, scale, zero, rows, first, 1, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        total, part, ones, inputs, by, v1, x, k, odd, scale, zero, rows, run, 1, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
         BLOCK_N, BLOCK_W, ASSEMBLY,
     )  # fmt: skip
     total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v2, x, k, odd, scale, zero, rows, first, 2, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        total, part, ones, inputs, by, v2, x, k, odd, scale, zero, rows, run, 2, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
         BLOCK_N, BLOCK_W, ASSEMBLY,
     )  # fmt: skip
     total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v3, x, k, odd, scale, zero, rows, first, 3, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        total, part, ones, inputs, by, v3, x, k, odd, scale, zero, rows, run, 3, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
         BLOCK_N, BLOCK_W, ASSEMBLY,
     )  # fmt: skip
     total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v4, x, k, odd, scale, zero, rows, first, 4, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        total, part, ones, inputs, by, v4, x, k, odd, scale, zero, rows, run, 4, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
         BLOCK_N, BLOCK_W, ASSEMBLY,
     )  # fmt: skip
     total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v5, x, k, odd, scale, zero, rows, first, 5, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        total, part, ones, inputs, by, v5, x, k, odd, scale, zero, rows, run, 5, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
         BLOCK_N, BLOCK_W, ASSEMBLY,
     )  # fmt: skip
     total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v6, x, k, odd, scale, zero, rows, first, 6, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        total, part, ones, inputs, by, v6, x, k, odd, scale, zero, rows, run, 6, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
         BLOCK_N, BLOCK_W, ASSEMBLY,
     )  # fmt: skip
     total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v7, x, k, odd, scale, zero, rows, first, 7, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+        total, part, ones, inputs, by, v7, x, k, odd, scale, zero, rows, run, 7, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
         BLOCK_N, BLOCK_W, ASSEMBLY,
     )  # fmt: skip
     return total
@@ -273,15 +309,16 @@ def row_kernel(
     x += tl.program_id(0).to(tl.int64) * WIDTH
     words = w + rows.to(tl.int64)[:, None] * COUNT + c[None, :]
     tile = row_words(words, 0, c, COUNT)
-    by = row_parameter(scale, rows, 0, 0, GROUP, GROUPS, PARTS, BLOCK_W)
+    by = row_parameter(scale, rows, runs_of_words(0, BLOCK_W), 0, GROUP, GROUPS, PARTS)
     pdl_wait(DEPENDENT)
     total = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
     for first in tl.static_range(0, COUNT, BLOCK_W):
         if first + BLOCK_W < COUNT:
             ahead = row_words(words, first + BLOCK_W, c, COUNT)
-            by_ahead = row_parameter(scale, rows, first + BLOCK_W, 0, GROUP, GROUPS, PARTS, BLOCK_W)
+            by_ahead = row_parameter(scale, rows, runs_of_words(first + BLOCK_W, BLOCK_W), 0, GROUP, GROUPS, PARTS)
         total = add_row_words(
-            total, by, tile, x, first, c, scale, zero, rows, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO, BLOCK_N, BLOCK_W, ASSEMBLY,
+            total, by, tile, x, first + c, runs_of_words(first, BLOCK_W), scale, zero, rows, FORMAT, WIDTH, GROUP, GROUPS, PARTS,
+            ZERO, BLOCK_N, BLOCK_W, ASSEMBLY,
         )  # fmt: skip
         if first + BLOCK_W < COUNT:
             tile, by = ahead, by_ahead

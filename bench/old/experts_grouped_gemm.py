@@ -1,0 +1,411 @@
+"""Triton kernels for routed experts with more tokens: pairs of token and expert are grouped by expert on the device.
+
+`sort_pairs_kernel` sorts the pairs: `rows` holds them grouped by expert, those of expert e in `[ends[e - 1], ends[e])`. Then a
+program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time. Grids
+depend on sizes only, never on the routing, and every sum has a fixed order, so CUDA graphs replay them with the same bits.
+"""
+
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from bench.old.experts_gemv import activation, add_shared, gated_activation
+from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packed_arguments
+from bench.old.int_linear import add_block, parameter
+from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def sort_pairs_kernel(
+    index, ends, rows, positions, num_pairs, num_experts,
+    BLOCK: tl.constexpr, POSITIONS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A stable counting sort: program e finds the pairs of expert e; the last program those of other ranks' experts.
+
+    rows[position] = pair and, with POSITIONS, positions[pair] = position.
+    """
+    own_expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    pdl_wait(DEPENDENT)
+    below = tl.zeros([BLOCK], tl.int32)
+    equal = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        real = start + lane < num_pairs
+        expert = tl.minimum(tl.load(index + start + lane, mask=real, other=0), num_experts)
+        below += (real & (expert < own_expert)).to(tl.int32)
+        equal += (real & (expert == own_expert)).to(tl.int32)
+    position = tl.sum(below)
+    count = tl.sum(equal)
+    if own_expert < num_experts:
+        tl.store(ends + own_expert, position + count)
+    if count > 0:
+        for start in range(0, num_pairs, BLOCK):
+            pair = start + lane
+            real = pair < num_pairs
+            expert = tl.minimum(tl.load(index + pair, mask=real, other=0), num_experts)
+            selected = (real & (expert == own_expert)).to(tl.int32)
+            at = position + tl.cumsum(selected, 0) - 1
+            tl.store(rows + at, pair, mask=selected == 1)
+            if POSITIONS:
+                tl.store(positions + pair, at, mask=selected == 1)
+            position += tl.sum(selected)
+
+
+@triton.jit
+def _product(
+    weights, inputs, inside, real, k_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, BLOCK_M] in float32: rows of a weight, the long side, times rows of inputs."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        here = start + k
+        left = here < WIDTH
+        a = tl.load(weights[:, None] + here[None, :] * k_stride, mask=inside[:, None] & left[None, :], other=0.0)
+        b = tl.load(inputs[None, :] + here[:, None], mask=left[:, None] & real[None, :], other=0.0)
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
+def _fp8_product(
+    weights, scales, inputs, inside, real,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_product` of rows in e4m3 with a scale, or (GROUPS above 1) one for each 128 inputs; BLOCK_K divides 128."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        here = start + k
+        left = here < WIDTH
+        b = tl.load(inputs[None, :] + here[:, None], mask=left[:, None] & real[None, :], other=0.0)
+        a = tl.load(weights[:, None] + here[None, :], mask=inside[:, None] & left[None, :], other=0.0).to(b.dtype)
+        scale = tl.load(scales + (start // 128 if GROUPS > 1 else 0), mask=inside, other=0.0)
+        total += tl.dot(a, b, input_precision="ieee") * scale[:, None]
+    return total
+
+
+@triton.jit
+def _word_product(
+    weights, scales, zeros, row_scales, rows, inputs, real,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, BY_ROW: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """`_product` of rows in words of 4-bit numbers, see `torchweave.ops.quant.int_linear`; rows: their numbers among all."""
+    PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 and (GROUPS > 1 or FORMAT == "e2m1") else 1
+    c = tl.arange(0, 16)
+    rows, words, real = rows[:, None], weights[:, None] + c[None, :], real[None, :]
+    here = inputs[None, :] + c[:, None]
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    by = parameter(scales, rows, 0, 0, GROUP, GROUPS, PARTS)
+    for block in range((WIDTH + 127) // 128):
+        by_ahead = parameter(scales, rows, block + 1, 0, GROUP, GROUPS, PARTS)
+        total = add_block(
+            total, by, tl.load(words + block * 16), here + block * 128, c[:, None], WIDTH - block * 128, real, scales, zeros,
+            rows, block, FORMAT, GROUP, GROUPS, PARTS, ZERO, 1, ROWS, inputs.dtype.element_ty, False, ASSEMBLY,
+        )  # fmt: skip
+        by = by_ahead
+    if BY_ROW:
+        total *= tl.load(row_scales + rows)
+    return total
+
+
+@triton.jit
+def _byte_product(
+    weights, scales, zeros, rows, inputs, real,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_product` of rows of 8-bit integers; BLOCK_K divides GROUP, or there is one group."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        left = start + k < WIDTH
+        b = tl.load(inputs[None, :] + (start + k)[:, None], mask=left[:, None] & real[None, :], other=0.0)
+        a = tl.load(weights[:, None] + (start + k)[None, :], mask=left[None, :], other=0).to(b.dtype)
+        at = rows * GROUPS + start // GROUP
+        if ZERO:
+            a -= (tl.load(zeros + at).to(tl.float32) - 128.0).to(b.dtype)[:, None]
+        total += tl.dot(a, b, input_precision="ieee") * tl.load(scales + at).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
+def tiles_up_kernel(
+    x, up, scales, zeros, row_scales, bias, h, ends, rows, inner, x_stride, expert_stride, row_stride, k_stride, scale_rows,
+    FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
+    BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr,
+    WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """h[position, I]: a program computes BLOCK_N activated columns of all pairs of one expert.
+
+    Gate and up rows share a tile of twice BLOCK_N rows, in the layout of the weight: two blocks, or alternating.
+    """
+    expert = tl.program_id(1).to(tl.int64)
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    r = tl.arange(0, ROWS)
+    first_column = tl.program_id(0) * BLOCK_N
+    if GATED and INTERLEAVED:
+        inside = first_column * 2 + r < inner * 2
+        weight_row = first_column * 2 + r
+    else:
+        inside = first_column + r % BLOCK_N < inner
+        weight_row = (r // BLOCK_N) * inner + first_column + r % BLOCK_N
+    packed_row = expert * (inner * 2 if GATED else inner) + tl.where(inside, weight_row, 0)
+    pdl_wait(DEPENDENT)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    weights = up + expert * expert_stride + weight_row * row_stride
+    weight_scales = scales + (expert * scale_rows + weight_row // SCALE_BLOCK) * GROUPS
+    dtype = h.dtype.element_ty
+    column = first_column + tl.arange(0, BLOCK_N)
+    for start in range(begin, end, BLOCK_M):
+        position = start + tl.arange(0, BLOCK_M)
+        real = position < end
+        token = tl.load(rows + position, mask=real, other=0) // TOP
+        inputs = x + token.to(tl.int64) * x_stride
+        if FORMAT == "fp8":
+            total = _fp8_product(weights, weight_scales, inputs, inside, real, GROUPS, WIDTH, ROWS, BLOCK_M, BLOCK_K)
+        elif FORMAT == "byte":
+            total = _byte_product(
+                up + packed_row * row_stride, scales, zeros, packed_row, inputs, real, GROUP, GROUPS, ZERO, WIDTH, ROWS,
+                BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+        elif FORMAT != "":
+            total = _word_product(
+                up + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS, ZERO,
+                BY_ROW, WIDTH, ROWS, BLOCK_M, ASSEMBLY,
+            )  # fmt: skip
+        else:
+            total = _product(weights, inputs, inside, real, k_stride, WIDTH, ROWS, BLOCK_M, BLOCK_K)
+        if HAS_BIAS:
+            biases = bias + expert * (inner * 2 if GATED else inner) + weight_row
+            total += tl.load(biases, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total = total.to(dtype).to(tl.float32)
+        if GATED:
+            if INTERLEAVED:
+                pairs = tl.permute(tl.reshape(total, [BLOCK_N, 2, BLOCK_M]), [0, 2, 1])
+            else:
+                pairs = tl.permute(tl.reshape(total, [2, BLOCK_N, BLOCK_M]), [1, 2, 0])
+            gate, up_value = tl.split(pairs)
+            result = gated_activation(gate, up_value, ACTIVATION, ALPHA, LIMIT, dtype)
+        else:
+            result = activation(total, ACTIVATION)
+        at = h + position.to(tl.int64)[None, :] * inner + column[:, None]
+        tl.store(at, result.to(dtype), mask=(column < inner)[:, None] & real[None, :])
+
+
+@triton.jit
+def tiles_down_kernel(
+    h, down, scales, zeros, row_scales, y, ends, rows, num_outputs, expert_stride, row_stride, k_stride, scale_rows,
+    FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
+    BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr,
+    INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """y[pair, N], unweighted: a program computes BLOCK_N columns of all pairs of one expert."""
+    expert = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < num_outputs
+    pdl_wait(DEPENDENT)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    weights = down + expert * expert_stride + n * row_stride
+    weight_scales = scales + (expert * scale_rows + n // SCALE_BLOCK) * GROUPS
+    packed_row = expert * num_outputs + tl.minimum(n, num_outputs - 1)
+    for start in range(begin, end, BLOCK_M):
+        position = start + tl.arange(0, BLOCK_M)
+        real = position < end
+        inputs = h + position.to(tl.int64) * INNER
+        if FORMAT == "fp8":
+            total = _fp8_product(weights, weight_scales, inputs, inside, real, GROUPS, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
+        elif FORMAT == "byte":
+            total = _byte_product(
+                down + packed_row * row_stride, scales, zeros, packed_row, inputs, real, GROUP, GROUPS, ZERO, INNER, BLOCK_N,
+                BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+        elif FORMAT != "":
+            total = _word_product(
+                down + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS,
+                ZERO, BY_ROW, INNER, BLOCK_N, BLOCK_M, ASSEMBLY,
+            )  # fmt: skip
+        else:
+            total = _product(weights, inputs, inside, real, k_stride, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
+        pair = tl.load(rows + position, mask=real, other=0).to(tl.int64)
+        at = y + pair[None, :] * num_outputs + n[:, None]
+        tl.store(at, total.to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    y, index, weight, positions, bias, own, out, num_experts, num_outputs, y_stride, own_stride, out_stride,
+    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SHARED: tl.constexpr, POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out[token] = sum_j weight[token, j] * (y[row of pair (token, j)] + bias of its expert), in float32, rounded once.
+
+    SHARED: a token's last pair is the shared expert's, whose output is own[token].
+    """
+    ROUTED: tl.constexpr = TOP - 1 if SHARED else TOP
+    token = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < num_outputs
+    j = tl.arange(0, TOP_BLOCK)
+    pdl_wait(DEPENDENT)
+    pair = token * TOP + j
+    expert = tl.load(index + pair, mask=j < ROUTED, other=num_experts)
+    chosen = expert < num_experts
+    share = tl.load(weight + pair, mask=chosen, other=0.0).to(tl.float32)
+    row = pair
+    if POSITIONS:
+        row = tl.load(positions + pair, mask=chosen, other=0)
+    valid = chosen[:, None] & inside[None, :]
+    value = tl.load(y + row.to(tl.int64)[:, None] * y_stride + n[None, :], mask=valid, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
+        value += tl.load(biases, mask=valid, other=0.0).to(tl.float32)
+    result = tl.sum(value * share[:, None], axis=0)
+    if SHARED:
+        own_value = tl.load(own + token.to(tl.int64) * own_stride + n, mask=inside, other=0.0).to(tl.float32)
+        own_share = tl.load(weight + token * TOP + ROUTED).to(tl.float32)
+        result = add_shared(result, own_value, own_share, out.dtype.element_ty)
+    tl.store(out + token.to(tl.int64) * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activate_kernel(
+    z, index, rows, bias, h, num_experts, inner, z_stride,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """h[position, I] = activation of z[position, 2 I], a grouped matmul's product; rows of other ranks' experts are skipped."""
+    position = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < inner
+    expert = tl.load(index + tl.load(rows + position)).to(tl.int64)
+    if expert < num_experts:
+        gate_at = column * 2 if GATED and INTERLEAVED else column
+        up_at = column * 2 + 1 if INTERLEAVED else column + inner
+        dtype = h.dtype.element_ty
+        biases = bias + expert * (inner * 2 if GATED else inner)
+        gate = tl.load(z + position * z_stride + gate_at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            gate = (gate + tl.load(biases + gate_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        if GATED:
+            up_value = tl.load(z + position * z_stride + up_at, mask=inside, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                up_value = (
+                    (up_value + tl.load(biases + up_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+                )
+            gate = gated_activation(gate, up_value, ACTIVATION, ALPHA, LIMIT, dtype)
+        else:
+            gate = activation(gate, ACTIVATION)
+        tl.store(h + position * inner + column, gate.to(dtype), mask=inside)
+
+
+def launch_sort_pairs(
+    index: Tensor, num_experts: int, ends: Tensor, rows: Tensor, positions: Tensor | None, *, dependent: bool = False
+) -> None:
+    """index [T, k], ends int32 [E], rows and positions int32 [T k]."""
+    pairs = index.numel()
+    block = min(4096, max(32, next_power_of_2(pairs)))
+    sort_pairs_kernel[(num_experts + 1,)](
+        index, ends, rows, rows if positions is None else positions, pairs, num_experts, BLOCK=block,
+        POSITIONS=positions is not None, DEPENDENT=dependent, num_warps=1 if block <= 128 else 4 if block <= 1024 else 8,
+        **pdl_options(dependent),
+    )  # fmt: skip
+
+
+def _format(weight: Tensor, scales: Tensor | None, packing: Packing, width: int, block_k: int) -> dict[str, Any]:
+    """Arguments of the tile kernels for a weight `[E, rows, .]` and its scales, if it has any; width: its inputs."""
+    if scales is not None and weight.dtype in (torch.int32, torch.int8):
+        packed = packed_arguments(weight, scales, packing, width)
+        del packed["PARTS"]
+        if weight.dtype == torch.int8:
+            packed |= {"FORMAT": "byte"}
+        block_k = block_k if packed["GROUPS"] == 1 else min(block_k, packed["GROUP"])
+        return packed | {"scale_rows": 0, "SCALE_BLOCK": 1, "BLOCK_K": block_k}
+    return fp8_scales(weight, scales) | {
+        "zeros": weight, "row_scales": weight, "FORMAT": "" if scales is None else "fp8", "GROUP": 1, "ZERO": False,
+        "BY_ROW": False, "ASSEMBLY": False, "BLOCK_K": block_k,
+    }  # fmt: skip
+
+
+def _strides(weight: Tensor) -> dict[str, int]:
+    return dict(zip(("expert_stride", "row_stride", "k_stride"), weight.stride(), strict=True))
+
+
+def launch_tiles_up(
+    x: Tensor, up: Tensor, bias: Tensor | None, h: Tensor, ends: Tensor, rows: Tensor, top: int, scales: Tensor | None = None,
+    packing: Packing = PLAIN, *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
+    block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+) -> None:  # fmt: skip
+    """x [T, K], up as [E, 2 I or I, K] with any strides, h [T k, I] by position; rows of x and h contiguous.
+
+    scales, packing: of up if it is quantized, and then contiguous; see `torchweave::quantized_experts`.
+    """
+    inner = h.shape[1]
+    tiles_up_kernel[(cdiv(inner, block_n), up.shape[0])](
+        x, up, bias=x if bias is None else bias, h=h, ends=ends, rows=rows, inner=inner, x_stride=x.stride(0),
+        **_strides(up), **_format(up, scales, packing, x.shape[1], block_k),
+        WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
+        ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n,
+        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
+    )  # fmt: skip
+
+
+def launch_tiles_down(
+    h: Tensor, down: Tensor, y: Tensor, ends: Tensor, rows: Tensor, scales: Tensor | None = None,
+    packing: Packing = PLAIN, *, block_m: int, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+) -> None:  # fmt: skip
+    """h [T k, I] by position, down as [E, K, I] with any strides, y [T k, K] by pair."""
+    tiles_down_kernel[(cdiv(down.shape[1], block_n), down.shape[0])](
+        h, down, y=y, ends=ends, rows=rows, num_outputs=down.shape[1], **_strides(down),
+        **_format(down, scales, packing, h.shape[1], block_k), INNER=h.shape[1], BLOCK_M=block_m, BLOCK_N=block_n,
+        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
+    )  # fmt: skip
+
+
+def launch_combine(
+    y: Tensor, index: Tensor, weight: Tensor, num_experts: int, positions: Tensor | None, bias: Tensor | None, out: Tensor,
+    own: Tensor | None = None, *, dependent: bool = False,
+) -> None:  # fmt: skip
+    """y [T k, K] by position if `positions` are given, else by pair; index and weight [T, k]; out [T, K].
+
+    own: `[T, K]`, rows contiguous: the output of a shared expert, the last of each token.
+    """
+    tokens, top = index.shape
+    width = out.shape[1]
+    # Few tokens need small blocks to fill the device.
+    block = min(256 if tokens <= 64 else 1024, next_power_of_2(width))
+    combine_kernel[(tokens, cdiv(width, block))](
+        y, index, weight, index if positions is None else positions, y if bias is None else bias, y if own is None else own, out,
+        num_experts, width, y.stride(0), 0 if own is None else own.stride(0), out.stride(0), TOP=top,
+        TOP_BLOCK=next_power_of_2(top if own is None else top - 1), SHARED=own is not None, POSITIONS=positions is not None,
+        HAS_BIAS=bias is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4, **pdl_options(dependent),
+    )  # fmt: skip
+
+
+def launch_activate(
+    z: Tensor, index: Tensor, rows: Tensor, num_experts: int, bias: Tensor | None, h: Tensor,
+    *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
+) -> None:  # fmt: skip
+    """z [T k, 2 I or I] and h [T k, I] by position."""
+    inner = h.shape[1]
+    block = min(1024, next_power_of_2(inner))
+    activate_kernel[(h.shape[0], cdiv(inner, block))](
+        z, index, rows, z if bias is None else bias, h, num_experts, inner, z.stride(0), GATED=gated,
+        INTERLEAVED=interleaved, HAS_BIAS=bias is not None, ACTIVATION=activation, ALPHA=alpha, LIMIT=limit,
+        BLOCK_N=block, num_warps=4,
+    )  # fmt: skip

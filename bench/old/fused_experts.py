@@ -1,0 +1,285 @@
+"""Routed experts on a GPU: three strategies, chosen by the number of tokens and the weights' shape, in bounded memory.
+
+rows     one or two tokens: each chosen expert's rows are read once, at memory bandwidth. Two launches, three for 4-bit
+         weights. Not for 8-bit integers.
+tiles    up to a few tokens an expert: pairs are grouped by expert on the device, and a program multiplies rows of one expert's
+         weight by all of its tokens on tensor cores. Four launches.
+grouped  many tokens an expert: `torch._grouped_mm` between fused gathers. Six launches. For weights that are not quantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweave.ops.moe.experts import ExpertsCall, apply_expert
+from torchweave.ops.quant.fp8 import FP8
+
+WORKSPACE_BYTES = 512 << 20
+"""Temporaries of one chunk of tokens; a larger step runs in chunks, which leaves the memory to the KV cache.
+
+A chunk reads all weights again. For 128 experts of 2048 x 768 a chunk has 9000 tokens, whose arithmetic takes at least twice as
+long as that reading.
+"""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Launch configuration of one of the two products.
+
+    Attributes:
+        block_n: output columns of a program; for gate and up, of each.
+        block_k: columns of a weight's row per iteration.
+        num_warps: warps of a program.
+        depth: iterations in flight: loop unrolling for rows, pipeline stages for tiles.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One or two tokens, element by element; `dependent`: by programmatic dependent launch.
+
+    Of 4-bit weights the words of an iteration hold `block_k` numbers, a multiple of 128.
+    """
+
+    up: GemmConfig
+    down: GemmConfig
+    dependent: bool = False
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tokens grouped by expert, `block_m` at a time, on tensor cores; `dependent`: by programmatic dependent launch."""
+
+    up: GemmConfig
+    down: GemmConfig
+    block_m: int = 16
+    dependent: bool = False
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """`torch._grouped_mm` over rows sorted by expert: bfloat16 only."""
+
+
+Strategy = Rows | Tiles | Grouped
+
+ROW_TOKENS = 2
+_ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 3), dependent=True)
+_SHARED_ROWS = Rows(GemmConfig(1, 2048, 4, 1), GemmConfig(4, 128, 4, 2), dependent=True)
+"""Qwen 3.5 35B on an H100, one token: 20.5 us, against 21.3 with (2, 2048) and (2, 128)
+(bench/results/experts-qwen3.5-shared_h100_202611.json)."""
+_FP8_ROWS = Rows(GemmConfig(4, 1024, 4, 2), GemmConfig(4, 128, 4, 2), dependent=True)
+_WORD_ROWS = Rows(GemmConfig(4, 2048, 1, 1), GemmConfig(8, 1024, 1, 1), dependent=True)
+_LONG_WORD_ROWS = Rows(GemmConfig(4, 1024, 2, 1), GemmConfig(8, 1024, 1, 1))
+"""Of more inputs than an iteration of `_WORD_ROWS` has."""
+_TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4), dependent=True)
+_MIDDLE_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=64, dependent=True)
+_WIDE_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=64)
+_WIDE_FP8_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=128)
+_WIDE_WORD_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=128)
+_FEW_PAIRS, _MORE_PAIRS = 8, 32
+"""Pairs of token and expert for each expert, up to which its tokens fill one narrow tile, or reading weights dominates."""
+
+
+def choose(
+    num_tokens: int,
+    top_k: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    transposed: bool = False,
+    weight_dtype: torch.dtype | None = None,
+    shared: bool = False,
+) -> Strategy:
+    """The strategy for a number of tokens and routed experts of `shape`: their number, K and I; weight_dtype: of quantized weights;
+    shared: a shared expert runs with them.
+
+    Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading
+    the weights dominates; then grouped, or wide tiles if the weights are quantized. On an H100, experts of Qwen3-30B-A3B
+    (bench/results/experts_h100_202611.json): rows 27.5 against tiles 36.1 us at one token, tiles 362 against grouped 436 at 32,
+    458 against 509 at 512; 1910 against 944 at 4096. One token in FP8: rows 21.3 against tiles 44.3; in 4 bits 15.3 against 31.8;
+    gpt-oss-20b in MXFP4 43.1 against 66.8 (experts-fp8, -int4 and -mxfp4 there).
+    """
+    num_experts, width, inner = shape
+    if num_tokens <= ROW_TOKENS and not transposed and weight_dtype != torch.int8:
+        words = _WORD_ROWS if width <= _WORD_ROWS.up.block_k else _LONG_WORD_ROWS
+        return {None: _SHARED_ROWS if shared else _ROWS, torch.int32: words}.get(weight_dtype, _FP8_ROWS)
+    if num_tokens * top_k <= _FEW_PAIRS * num_experts:
+        return _TILES
+    if num_tokens * top_k <= _MORE_PAIRS * num_experts and dtype.itemsize == 2:
+        return _MIDDLE_TILES
+    if weight_dtype is not None:
+        return _WIDE_FP8_TILES if weight_dtype == FP8 else _WIDE_WORD_TILES
+    if dtype == torch.bfloat16 and width % 8 == 0 and inner % 8 == 0:
+        return Grouped()
+    return _WIDE_TILES
+
+
+def run(call: ExpertsCall, strategy: Strategy | None = None, workspace: int = WORKSPACE_BYTES) -> None:
+    """Run a call on a GPU, in chunks of tokens whose temporaries stay within `workspace` bytes."""
+    if call.num_tokens == 0:
+        return
+    call = _with_contiguous_rows(call)
+    if strategy is None:
+        shape = (call.num_experts - call.shared, call.x.shape[1], call.inner)
+        weight_dtype = None if call.up_scale is None else call.up.dtype
+        top_k = call.top_k - call.shared
+        strategy = choose(call.num_tokens, top_k, shape, call.x.dtype, call.form.transposed, weight_dtype, call.shared)
+        strategy = _supported_strategy(strategy, call)
+    size = tokens_per_chunk(call, strategy, workspace)
+    for begin in range(0, call.num_tokens, size):
+        _run_chunk(call.tokens(begin, min(begin + size, call.num_tokens)), strategy)
+
+
+def _supported_strategy(strategy: Strategy, call: ExpertsCall) -> Strategy:
+    """The strategy adapted to this device (dependent launch) and to weights without contiguous rows."""
+    from torchweave.ops.kernels.dependent_launch import supports_pdl
+
+    if isinstance(strategy, Rows) and not call.up.stride(2) == call.down.stride(2) == 1:
+        strategy = _TILES
+    if isinstance(strategy, Grouped) or supports_pdl(call.x.device):
+        return strategy
+    return replace(strategy, dependent=False)
+
+
+def _with_contiguous_rows(call: ExpertsCall) -> ExpertsCall:
+    """The call with contiguous rows of x, index and weight; the output must have contiguous rows."""
+    assert call.out.stride(1) == 1, "the experts' output must have contiguous rows"
+    x = call.x if call.x.stride(1) == 1 else call.x.contiguous()
+    return replace(call, x=x, index=call.index.contiguous(), weight=call.weight.contiguous())
+
+
+def bytes_per_pair(call: ExpertsCall, strategy: Strategy) -> int:
+    """Bytes of temporaries of one pair of token and expert that live at once."""
+    width, inner, size = call.x.shape[1], call.inner, call.x.element_size()
+    if isinstance(strategy, Grouped):
+        columns = inner * (2 if call.form.gated else 1)
+        return size * max(width + columns, columns + inner, inner + width) + 16  # 16 for the sorted pairs
+    return size * inner + (4 * width + 4 if isinstance(strategy, Tiles) else 0)
+
+
+def tokens_per_chunk(call: ExpertsCall, strategy: Strategy, workspace: int) -> int:
+    """Tokens of a chunk: as few chunks as the workspace allows, of equal size."""
+    most = max(1, workspace // (call.top_k * bytes_per_pair(call, strategy)))
+    chunks = -(-call.num_tokens // most)
+    return -(-call.num_tokens // chunks)
+
+
+def _run_chunk(call: ExpertsCall, strategy: Strategy) -> None:
+    if isinstance(strategy, Rows):
+        _rows(call, strategy)
+    elif isinstance(strategy, Tiles):
+        _tiles(call, strategy)
+    else:
+        _grouped(call)
+
+
+def _activation(call: ExpertsCall) -> dict[str, Any]:
+    """Arguments of the kernels for the activation between the two products."""
+    form = asdict(call.form)
+    del form["transposed"]
+    return form
+
+
+def _rows(call: ExpertsCall, strategy: Rows) -> None:
+    from bench.old import experts_gemv as kernels
+
+    down = _launch(strategy.down) | {"dependent": strategy.dependent}
+    h = call.x.new_empty(call.index.numel(), call.inner)
+    first = (call.x, call.index, call.up, call.up_bias, h, call.up_scale, call.up_packing)
+    kernels.launch_rows_up(*first, **_activation(call), **_launch(strategy.up), dependent=strategy.dependent)
+    if call.down_scale is None or call.down.dtype == FP8:
+        second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale)
+        kernels.launch_rows_down(*second, shared=call.shared, **down)
+        return
+    y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
+    kernels.launch_words_down(h, call.index, call.down, y, call.down_scale, call.down_packing, **down)
+    _combine(call, y, dependent=strategy.dependent)
+
+
+def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
+    from bench.old import experts_grouped_gemm as kernels
+
+    own = None
+    if call.shared and call.num_tokens > strategy.block_m:
+        call, own = _apart(call)
+    up, down = (w.transpose(1, 2) if call.form.transposed else w for w in (call.up, call.down))
+    ends, rows = _sorted_pair_buffers(call)
+    kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, None, dependent=strategy.dependent)
+    h = call.x.new_empty(call.index.numel(), call.inner)
+    tile = {"block_m": strategy.block_m, "dependent": strategy.dependent}
+    kernels.launch_tiles_up(
+        call.x,
+        up,
+        call.up_bias,
+        h,
+        ends,
+        rows,
+        call.top_k,
+        call.up_scale,
+        call.up_packing,
+        **_activation(call),
+        **_launch(strategy.up),
+        **tile,
+    )
+    y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
+    kernels.launch_tiles_down(
+        h, down, y, ends, rows, call.down_scale, call.down_packing, **_launch(strategy.down), **tile
+    )
+    if call.shared and own is None:
+        own = y.unflatten(0, call.index.shape)[:, -1]
+    _combine(call, y, own, dependent=strategy.dependent)
+
+
+def _apart(call: ExpertsCall) -> tuple[ExpertsCall, Tensor]:
+    """The call of the routed experts alone, to which the shared one is another rank's, and the shared one's output `[T, K]`.
+
+    It has all tokens: a program of the tiles would multiply one tile after another, and the others wait for it.
+    """
+    own = apply_expert(call, call.x, call.num_experts - 1)
+    return replace(call, up=call.up[:-1], down=call.down[:-1]), own
+
+
+def _combine(call: ExpertsCall, y: Tensor, own: Tensor | None = None, *, dependent: bool) -> None:
+    """Sum rows `[T k, K]` of pairs, weighted, and a shared expert's output."""
+    from bench.old.experts_grouped_gemm import launch_combine
+
+    pairs = (y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out)
+    launch_combine(*pairs, own, dependent=dependent)
+
+
+def _grouped(call: ExpertsCall) -> None:
+    from bench.old import experts_grouped_gemm as kernels
+
+    call, own = _apart(call) if call.shared else (call, None)
+    up, down = (w if call.form.transposed else w.transpose(1, 2) for w in (call.up, call.down))
+    ends, rows = _sorted_pair_buffers(call)
+    positions = torch.empty_like(rows)
+    kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, positions)
+    z = torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
+        call.x.index_select(0, rows // call.top_k), up, offs=ends
+    )  # frees the gathered rows
+    h = z.new_empty(call.index.numel(), call.inner)
+    kernels.launch_activate(z, call.index, rows, call.num_experts, call.up_bias, h, **_activation(call))
+    del z
+    y = torch._grouped_mm(h, down, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
+    pairs = (y, call.index, call.weight, call.num_experts, positions, call.down_bias, call.out)
+    kernels.launch_combine(*pairs, own)
+
+
+def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:
+    """Buffers for the end of each expert's pairs, and for the pairs sorted by expert."""
+    ends = torch.empty(call.num_experts, dtype=torch.int32, device=call.x.device)
+    return ends, torch.empty(call.index.numel(), dtype=torch.int32, device=call.x.device)
+
+
+def _launch(product: GemmConfig) -> dict[str, Any]:
+    return asdict(product)
