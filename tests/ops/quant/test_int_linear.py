@@ -164,6 +164,14 @@ def assembled(lines: str, words: tuple[int, int], outputs: int) -> list[int]:
             registers[to] = values[0]
         elif op.startswith("and"):
             registers[to] = values[0] & values[1]
+        elif op.startswith("xor"):
+            registers[to] = values[0] ^ values[1]
+        elif op.endswith(".u32"):
+            registers[to] = {"add": int.__add__, "sub": int.__sub__, "mul": int.__mul__}[op[:3]](*values) & 0xFFFFFFFF
+        elif op.startswith("prmt"):
+            table = (values[0] | values[1] << 32).to_bytes(8, "little")
+            chosen = [(table[values[2] >> 4 * at & 7], values[2] >> 4 * at & 8) for at in range(4)]
+            registers[to] = int.from_bytes((0xFF * (byte >> 7) if sign else byte for byte, sign in chosen), "little")
         else:
             kind = torch.bfloat16 if "bf16" in op else torch.float16
             a, b = (torch.tensor([each]).to(torch.int32).view(kind) for each in values)
@@ -185,6 +193,12 @@ def test_assembly_unpacks_two_words() -> None:
             j, odd = at // 2, at % 2
             scales = (kernels.ODD_SCALES if odd else kernels.EVEN_SCALES).value
             assert (value - 1) * scales[j % 4] == int(q[0, 16 * j + 2 * pair + odd])
+        floats = torch.tensor(assembled(kernels.e2m1_float_code(), words, 16)).to(torch.int32).view(torch.float32)
+        for at, value in enumerate(floats.tolist()):
+            j, odd = at // 2, at % 2
+            own, low = (float(CODES[int(q[0, 16 * each + 2 * pair + odd])]) for each in (j, j - j % 2))
+            error = low * 2.0**-16 if j % 2 else 0.0
+            assert value - kernels._E2M1_ONES.value[j % 2] == own + error
         for text, kind in ((kernels.HALVES_BFLOAT, torch.bfloat16), (kernels.HALVES, torch.float16)):
             halves = torch.tensor(assembled(text.value, words, 8)).to(torch.int32).view(kind).view(8, 2)
             for j, two in enumerate(halves.tolist()):
