@@ -70,7 +70,8 @@ def halves_mismatch(match: Match, x: Tensor, cos: Tensor) -> str | None:
     """Why `half` and `width` of a match do not fit the R numbers of cos, or None."""
     width = cos.shape[-1]
     if "half" not in match.bindings:
-        return None if 2 * width == x.shape[-1] else f"the halves are {x.shape[-1] // 2} and not {width} numbers that cos has"
+        half = x.shape[-1] // 2
+        return None if half == width else f"the halves have {half} numbers and cos has {width}"
     if 2 * match["half"] != width or match.bindings.get("width", x.shape[-1]) != width:
         return f"the halves are {match['half']} of {width} numbers that cos has"
     return None

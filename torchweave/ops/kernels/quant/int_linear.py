@@ -61,7 +61,7 @@ _E2M1_ONES: tl.constexpr = tl.constexpr((72.0, 72.0 + 0x4290 * 2.0**-17))
 def e2m1_float_code() -> str:
     """`float_code` of e2m1 numbers, as `72 + v`: one PRMT looks up four positive numbers, another four negative ones.
 
-    The float of an odd J keeps that of the J before it in its low bits, an error of 2 ** -16 of its number, which saves an instruction.
+    The float of an odd J keeps that of the J before it in its low bits, which saves an instruction; the error is 2 ** -16 of it.
     """
     lines = ["{ .reg .b32 w, n, p, q, a, b, c; mov.b32 a, 0x03020100; mov.b32 b, 0x0C080604; mov.b32 c, 0x42;\n"]
     for half in range(2):
@@ -402,15 +402,6 @@ def scale_value(scale):
 
 
 @triton.jit
-def _rounded(a, by):
-    """Integers times their scale, rounded once to 16 bits."""
-    if by.dtype != a.dtype:
-        return (a.to(tl.float32) * by.to(tl.float32)).to(a.dtype)
-    else:  # noqa: RET505
-        return a * by
-
-
-@triton.jit
 def _scaled_dot(
     total, a, b, scale, rows, block, J: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr
 ):
@@ -423,13 +414,12 @@ def _scaled_dot(
 def add_block(
     total, by, tile, here, k, left, real, scale, zero, rows, block,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ROUND: tl.constexpr, ASSEMBLY: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """total plus eight products of depth 16: the words `tile` of a block (of each warp) times its 128 inputs at `here`.
 
-    `by`: scales of the first part of the block. Products are multiplied by their scale in float32; integers of one scale a block
-    (ROUND, without zero points) before the product, which saves a sum. Triton 3.6 generates wrong code for sm_90 where unpacked
-    words of several warps' blocks meet a loaded scale or zero point before their product.
+    `by`: scales of the first part of the block, by which products are multiplied in float32. Triton 3.6 generates wrong code for
+    sm_90 where unpacked words of several warps' blocks meet a loaded scale or zero point before their product.
     """
     b0 = tl.load(here, mask=real & (k < left), other=0.0)
     b1 = tl.load(here + 16, mask=real & (k + 16 < left), other=0.0)
@@ -449,18 +439,7 @@ def add_block(
         total = _scaled_dot(total, a5, b5, scale, rows, block, 5, GROUP, GROUPS, PARTS)
         total = _scaled_dot(total, a6, b6, scale, rows, block, 6, GROUP, GROUPS, PARTS)
         return _scaled_dot(total, a7, b7, scale, rows, block, 7, GROUP, GROUPS, PARTS)
-    elif ROUND and PARTS == 1:  # noqa: RET505
-        a0, a1, a2, a3 = _rounded(a0, by), _rounded(a1, by), _rounded(a2, by), _rounded(a3, by)
-        a4, a5, a6, a7 = _rounded(a4, by), _rounded(a5, by), _rounded(a6, by), _rounded(a7, by)
-        total = tl.dot(a0, b0, total, input_precision="ieee")
-        total = tl.dot(a1, b1, total, input_precision="ieee")
-        total = tl.dot(a2, b2, total, input_precision="ieee")
-        total = tl.dot(a3, b3, total, input_precision="ieee")
-        total = tl.dot(a4, b4, total, input_precision="ieee")
-        total = tl.dot(a5, b5, total, input_precision="ieee")
-        total = tl.dot(a6, b6, total, input_precision="ieee")
-        return tl.dot(a7, b7, total, input_precision="ieee")
-    else:
+    else:  # noqa: RET505
         quarter: tl.constexpr = PARTS // 4  # parts of a block before its second quarter
         half: tl.constexpr = PARTS // 2
         none = tl.zeros_like(total)
@@ -521,7 +500,7 @@ def split_kernel(
         tile = tl.load(words + first * WORDS, mask=block < BLOCKS, other=0, eviction_policy="evict_first")
         total = add_block(
             total, by, tile, inputs + first * BLOCK, k, WIDTH - first * BLOCK, real, scale, zero, row_of, block,
-            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, False, ASSEMBLY,
+            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, ASSEMBLY,
         )  # fmt: skip
         by = by_ahead
     total = tl.sum(total, 0)
