@@ -19,32 +19,23 @@ from torchweave.ops.moe import fused_experts as new
 G = new.GemmConfig
 SWEEP = {
     "mxfp4": (
-        [(4, 1024, 1, 1), (8, 1024, 1, 1), (2, 1024, 1, 1), (4, 2048, 2, 1), (2, 4096, 4, 1)],
-        [(4, 2048, 2, 1), (8, 2048, 2, 1), (2, 4096, 4, 1), (4, 4096, 4, 1), (8, 4096, 4, 1), (4, 1024, 1, 1), (4, 8192, 8, 1)],
+        [(2, 1024, 1, 1), (4, 1024, 2, 1), (4, 1024, 1, 1), (1, 1024, 1, 1), (2, 2048, 2, 1), (4, 2048, 4, 1), (2, 4096, 4, 1)],
+        [(2, 4096, 4, 1), (4, 4096, 4, 1), (2, 2048, 2, 1), (4, 8192, 8, 1), (1, 4096, 4, 1)],
     ),
     "int4": (
-        [(4, 2048, 1, 1), (2, 2048, 1, 1), (4, 1024, 1, 1), (4, 2048, 2, 1), (8, 1024, 1, 1)],
-        [(4, 2048, 2, 1), (8, 2048, 2, 1), (2, 2048, 2, 1), (4, 4096, 4, 1), (8, 4096, 4, 1), (4, 8192, 8, 1), (2, 8192, 8, 1)],
+        [(4, 2048, 1, 1), (2, 2048, 1, 1), (2, 1024, 1, 1), (4, 1024, 1, 1), (4, 2048, 2, 1)],
+        [(4, 4096, 4, 1), (4, 2048, 2, 1), (2, 4096, 4, 1), (8, 4096, 4, 1)],
     ),
-    "fp8_per_block": ([(4, 1024, 4, 2)], [(4, 128, 4, 2)]),
 }
-TILE_UPS = {"fp8_per_block": [(32, 128, 4, 3), (32, 128, 4, 4), (32, 64, 4, 6), (16, 128, 4, 4)]}
-TILE_DOWNS = {"fp8_per_block": [(64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 4, 3)]}
-UPS = [(32, 128, 4, 4), (32, 128, 4, 3), (32, 128, 4, 2), (64, 128, 4, 3), (64, 128, 8, 3)]
-DOWNS = [(128, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3)]
-
-
 def main(name: str, weights: str, seconds: float, path: str) -> None:
     end = time.monotonic() + seconds
     model = MODELS[name]
     layers, plain = map(list, zip(*(quantized_layer(each, weights) for each in make_layers(model)), strict=True))
     model = replace(model, form=layers[0].form)
     ups, downs = ([G(*each) for each in side] for side in SWEEP[weights])
-    tile_ups = [G(*each) for each in TILE_UPS.get(weights, UPS)]
-    tile_downs = [G(*each) for each in TILE_DOWNS.get(weights, DOWNS)]
     shape = (model.num_experts, model.width, model.inner)
     results: list[dict] = []
-    calls = {tokens: make_calls(layers, model, tokens) for tokens in (1, 2, 4, 32)}
+    calls = {tokens: make_calls(layers, model, tokens) for tokens in (1, 2, 4, 8, 32, 256, 2048)}
     right = {}
     for tokens, given in calls.items():
         one = replace(plain[0], x=given[0].x, index=given[0].index, weight=given[0].weight, out=torch.empty_like(given[0].out))
@@ -61,12 +52,17 @@ def main(name: str, weights: str, seconds: float, path: str) -> None:
         except Exception as error:
             print("failed", strategy, str(error)[:300], flush=True)
 
-    jobs = [(old, chosen(1), 1), (old, chosen(32), 32)]
+    def same(strategy):
+        up, down = (G(**asdict(each)) for each in (strategy.up, strategy.down))
+        return new.Tiles(up, down, strategy.block_m, strategy.dependent)
+
+    jobs = [(old, chosen(tokens), tokens) for tokens in (1, 32, 256, 2048)]
+    jobs += [(new, same(chosen(tokens)), tokens) for tokens in (32, 256, 2048)]
     for number in range(max(len(ups), len(downs))):
-        for dependent in (0, 1) if number < 1 else (1,):
+        for dependent in (0, 1, 2) if number < 1 else (1,):
             jobs.append((new, new.Rows(ups[number % len(ups)], downs[number % len(downs)], dependent), 1))
-    for number in range(max(len(tile_ups), len(tile_downs))):
-        jobs.append((new, new.Tiles(tile_ups[number % len(tile_ups)], tile_downs[number % len(tile_downs)], 16, True), 32))
+    tile = new.Tiles(G(32, 128, 4, 4), G(128, 128, 4, 4), 16, True)
+    jobs += [(new, tile, 32), (new, new.Tiles(G(64, 128, 4, 3), G(64, 128, 4, 4), 16, True), 32)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(build, jobs))
     torch.cuda.synchronize()
@@ -99,18 +95,52 @@ def main(name: str, weights: str, seconds: float, path: str) -> None:
             for _ in range(3):
                 timed(tokens, chosen(1), old, "turn")
                 timed(tokens, best, new, "turn")
-    tile = new.Tiles(tile_ups[0], tile_downs[0], 16, True)
-    tile = min((replace(tile, up=up) for up in tile_ups), key=lambda s: timed(32, s))
-    tile = min((replace(tile, down=down) for down in tile_downs), key=lambda s: timed(32, s))
-    for _ in range(3):
-        timed(32, chosen(32), old, "turn")
-        timed(32, tile, new, "turn")
-    if len(ups) > 1:
-        timed(4, best)
-        timed(4, tile)
+    for tokens in (4, 8):
+        timed(tokens, best)
+        timed(tokens, same(chosen(32)))
+        timed(tokens, tile)
+    for tokens in (32, 256, 2048):
+        for _ in range(2):
+            timed(tokens, chosen(tokens), old, "turn")
+            timed(tokens, same(chosen(tokens)), new, "turn")
+    timed(32, tile)
+    timed(32, new.Tiles(G(64, 128, 4, 3), G(64, 128, 4, 4), 16, True))
     print(f"{end - time.monotonic():.0f} s left", flush=True)
     Path(path).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}))
 
 
+def linears() -> None:
+    """Linears in 4 bits of one token by old and new row kernels in turns."""
+    from bench.old import int_linear as before
+    from torchweave.models.weights.int_linear import IntScheme, quantize_int_weight
+    from torchweave.ops.kernels.quant import int_linear as after
+    from torchweave.ops.quant.int_linear import choose
+
+    for rows, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (5120, 2048), (2048, 4096)):
+        copies = max(2, (1 << 28) // (rows * width // 2))
+        weight = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+        made = quantize_int_weight(weight, IntScheme())
+        ws = [(made.w.clone(), made.scale.clone()) for _ in range(copies)]
+        for tokens in (1, 2, 4):
+            x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+            outs = {}
+            config = choose(tokens, rows, width, 4)
+            for turn in range(3):
+                for module in (before, after):
+                    out = torch.empty(tokens, rows, device="cuda", dtype=torch.bfloat16)
+
+                    def execute(pair) -> None:
+                        module.launch(config, x, *pair, None, None, made.group, out)
+
+                    execute(ws[0])
+                    us = measure(execute, ws)
+                    outs.setdefault(module.__name__.split(".")[0], (out.float(), []))[1].append(round(us, 2))
+            (a, old_us), (b, new_us) = outs.values()
+            print(rows, width, tokens, config.kernel, "old", old_us, "new", new_us, "difference", (a - b).abs().max().item(), flush=True)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "linears":
+        linears()
+        sys.exit()
     main(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4])

@@ -211,7 +211,7 @@ def _word_products(
         run = runs_of_words(first, BLOCK_W)
         by = row_parameter(scales, rows, run, 0, GROUP, GROUPS, PARTS)
         total = add_row_words(
-            total, by, row_words(words, first, c, COUNT), inputs, first + c, run, scales, zeros, rows,
+            total, by, row_words(words, first, c, COUNT), inputs, run, scales, zeros, rows,
             FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO, ROWS, BLOCK_W, ASSEMBLY,
         )  # fmt: skip
     return tl.sum(total, 1)
@@ -294,7 +294,7 @@ def words_down_kernel(
     ALL: tl.constexpr = TOP * COUNT
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows, c = tl.minimum(row, num_outputs - 1), tl.arange(0, BLOCK_W)
+    rows = tl.minimum(row, num_outputs - 1)
     index += token * TOP
     weight += token * TOP
     run = runs_of_words(0, BLOCK_W)
@@ -313,10 +313,9 @@ def words_down_kernel(
             )
             scales_ahead = (scales + start_ahead * GROUPS)[None, :]
             by_ahead = row_parameter(scales_ahead, rows, following % COUNT, 0, GROUP, GROUPS, PARTS)
-        column = (first + c) % ALL
-        inputs = h + tl.max_constancy((token * TOP + column // COUNT) * INNER, 4)
+        inputs = h + (token * TOP + run % ALL // COUNT)[:, None] * INNER
         products = add_row_words(
-            tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32), by, tile, inputs, column % COUNT, run % COUNT,
+            tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32), by, tile, inputs, run % COUNT,
             (scales + start * GROUPS)[None, :], (zeros + start * GROUPS)[None, :], rows,
             FORMAT, INNER, GROUP, GROUPS, PARTS, ZERO, BLOCK_N, BLOCK_W, ASSEMBLY,
         )  # fmt: skip

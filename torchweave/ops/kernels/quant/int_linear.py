@@ -36,19 +36,14 @@ EVEN_SCALES: tl.constexpr = tl.constexpr(tuple(2.0 ** (23 - bit) for bit in _EVE
 ODD_SCALES: tl.constexpr = tl.constexpr(tuple(2.0 ** (23 - bit) for bit in _ODD_BITS))
 
 
-def _float_nibble(out: int, word: int, j: int, odd: int) -> str:
-    bit = (_ODD_BITS if odd else _EVEN_BITS)[j]
-    shift = bit - (4 * j + 16 * odd)
-    source = {11: "u", -9: "d", 0: f"${word}"}[shift]
-    return f"lop3.b32 ${out}, {source}, {0xF << bit}, 0x3F800000, 0xEA;\n"
-
-
 def float_code() -> str:
-    """Of two words, an even and an odd one, the 8 nibbles of each as floats, tensor j first."""
-    lines = ["{ .reg .b32 u, d;\n"]
-    for half in range(2):
-        lines.append(f"shl.b32 u, ${16 + half}, 11; shr.u32 d, ${16 + half}, 9;\n")
-        lines += [_float_nibble(2 * (4 * half + j) + odd, 16 + half, j, odd) for j in range(4) for odd in range(2)]
+    """Of a word the nibbles of inputs j to j + 3 of an even column and of the odd one behind it as floats, `2 * j + odd`."""
+    lines = ["{ .reg .b32 u, d;\nshl.b32 u, $8, 11; shr.u32 d, $8, 9;\n"]
+    for j in range(4):
+        for odd in range(2):
+            bit = (_ODD_BITS if odd else _EVEN_BITS)[j]
+            source = {11: "u", -9: "d", 0: "$8"}[bit - (4 * j + 16 * odd)]
+            lines.append(f"lop3.b32 ${2 * j + odd}, {source}, {0xF << bit}, 0x3F800000, 0xEA;\n")
     return "".join(lines) + "}"
 
 
@@ -61,19 +56,18 @@ _E2M1_ONES: tl.constexpr = tl.constexpr((72.0, 72.0 + 0x4290 * 2.0**-17))
 def e2m1_float_code() -> str:
     """`float_code` of e2m1 numbers, as `72 + v`: one PRMT looks up four positive numbers, another four negative ones.
 
-    The float of an odd J keeps that of the J before it in its low bits, which saves an instruction; the error is 2 ** -16 of it.
+    The float of an odd j keeps that of the j before it in its low bits, which saves an instruction; the error is 2 ** -16 of it.
     """
     lines = ["{ .reg .b32 w, n, p, q, a, b, c; mov.b32 a, 0x03020100; mov.b32 b, 0x0C080604; mov.b32 c, 0x42;\n"]
-    for half in range(2):
-        lines.append(f"mov.b32 w, ${16 + half}; xor.b32 n, w, 0x88888888;\n")
-        for odd in range(2):
-            if odd:
-                lines.append("shr.u32 w, w, 16; shr.u32 n, n, 16;\n")
-            table = f"prmt.b32 p, a, b, w; prmt.b32 q, a, b, n; add.u32 p, p, {_E2M1_BYTE * 0x01010101:#x}; sub.u32 p, p, q;\n"
-            lines.append(table)
-            for j in (0, 2):
-                low, high = (f"${2 * (4 * half + j + high) + odd}" for high in range(2))
-                lines.append(f"prmt.b32 {high}, p, c, {0x4040 | (j + 1) << 8 | j:#x}; mul.lo.u32 {low}, {high}, 65536;\n")
+    lines.append("mov.b32 w, $8; xor.b32 n, w, 0x88888888;\n")
+    for odd in range(2):
+        if odd:
+            lines.append("shr.u32 w, w, 16; shr.u32 n, n, 16;\n")
+        lines.append("prmt.b32 p, a, b, w; prmt.b32 q, a, b, n;\n")
+        lines.append(f"add.u32 p, p, {_E2M1_BYTE * 0x01010101:#x}; sub.u32 p, p, q;\n")
+        for j in (0, 2):
+            low, high = f"${2 * j + odd}", f"${2 * j + 2 + odd}"
+            lines.append(f"prmt.b32 {high}, p, c, {0x4040 | (j + 1) << 8 | j:#x}; mul.lo.u32 {low}, {high}, 65536;\n")
     return "".join(lines) + "}"
 
 
@@ -124,7 +118,7 @@ E2M1_HALF: tl.constexpr = tl.constexpr(e2m1_code("f16x2"))
 HALVES_BFLOAT: tl.constexpr = tl.constexpr(half_code(0x43004300, 0x43084308, "bf16x2"))
 HALVES: tl.constexpr = tl.constexpr(half_code(0x64006400, 0x64086408, "f16x2"))
 _8_OUTPUTS: tl.constexpr = tl.constexpr(",".join(["=r"] * 8) + ",r,r")
-_16_OUTPUTS: tl.constexpr = tl.constexpr(",".join(["=r"] * 16) + ",r,r")
+_8_OF_ONE: tl.constexpr = tl.constexpr(",".join(["=r"] * 8) + ",r")
 
 
 @triton.jit
@@ -145,47 +139,31 @@ def _parameter_group(block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAR
 
 
 @triton.jit
-def _input(x, k, odd, J: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Input J of every word as float32, and the same scaled for its nibble where nibbles are mantissas of floats."""
-    value = tl.load(x + k + J * 16, mask=k + J * 16 < WIDTH, other=0.0).to(tl.float32)
-    if ASSEMBLY and FORMAT == "int":
-        return value, value * tl.where(odd, ODD_SCALES[J % 4], EVEN_SCALES[J % 4])
-    else:  # noqa: RET505
-        return value, value
-
-
-@triton.jit
 def row_words(words, first, c, count):
     """Words `[first, first + BLOCK_W)` of rows at `words [BLOCK_N, BLOCK_W]`, which have `count` words."""
     return tl.load(words + first, mask=(first + c < count)[None, :], other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _row_nibbles(tile, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Eight float32 tiles: of word c of a block, input `16 * j + c`."""
+def _row_numbers(word, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Eight float32 tensors of the nibbles of a word: of four inputs of an even column and of the odd one behind it by turns."""
     if ASSEMBLY:
         code: tl.constexpr = FLOATS if FORMAT == "int" else E2M1_FLOATS
-        return tl.inline_asm_elementwise(code, _16_OUTPUTS, [tile], dtype=(tl.float32,) * 8, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(code, _8_OF_ONE, [word], dtype=(tl.float32,) * 8, is_pure=True, pack=1)
     else:  # noqa: RET505
-        even, odd = tl.split(tl.reshape(tile, [BLOCK_N, BLOCK_W // 2, 2]))
-        shape: tl.constexpr = [BLOCK_N, BLOCK_W]
         return (
-            _row_nibble(even, 0, shape, FORMAT),
-            _row_nibble(even, 1, shape, FORMAT),
-            _row_nibble(even, 2, shape, FORMAT),
-            _row_nibble(even, 3, shape, FORMAT),
-            _row_nibble(odd, 0, shape, FORMAT),
-            _row_nibble(odd, 1, shape, FORMAT),
-            _row_nibble(odd, 2, shape, FORMAT),
-            _row_nibble(odd, 3, shape, FORMAT),
-        )
+            _row_number(word, 0, FORMAT), _row_number(word, 16, FORMAT),
+            _row_number(word, 4, FORMAT), _row_number(word, 20, FORMAT),
+            _row_number(word, 8, FORMAT), _row_number(word, 24, FORMAT),
+            _row_number(word, 12, FORMAT), _row_number(word, 28, FORMAT),
+        )  # fmt: skip
 
 
 @triton.jit
-def _row_nibble(word, J: tl.constexpr, shape: tl.constexpr, FORMAT: tl.constexpr):
-    """Numbers of input J as float32: q, or of e2m1."""
-    pair = tl.reshape(_shifted_pair(word, J), shape)
-    return pair.to(tl.float32) if FORMAT == "int" else e2m1(pair)
+def _row_number(word, BIT: tl.constexpr, FORMAT: tl.constexpr):
+    """The number in the nibble at a bit as float32: q, or of e2m1."""
+    nibble = (word >> BIT) & 15
+    return nibble.to(tl.float32) if FORMAT == "int" else e2m1(nibble)
 
 
 @triton.jit
@@ -208,87 +186,65 @@ def row_parameter(
 
 
 @triton.jit
-def _add_row_input(
-    total, part, ones, inputs, by, value, x, k, odd, scale, zero, rows, run, J: tl.constexpr, FORMAT: tl.constexpr,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """The sums with input J of every word; after the last input of a group, `total` with its products times their scale.
-
-    part `[BLOCK_N, BLOCK_W]` sums products of a group, ones `[BLOCK_W]` what the ones of floats add to each row of it, and inputs
-    `[BLOCK_W]` its inputs, which the zero point multiplies, 8 where there is none.
-    """
-    given, scaled = _input(x, k, odd, J, FORMAT, WIDTH, ASSEMBLY)
-    part += value * scaled[None, :]
-    if ASSEMBLY:
-        ones += scaled if FORMAT == "int" else scaled * _E2M1_ONES[J % 2]
-    if FORMAT == "int":
-        inputs += given
-    if (J + 1) * PARTS % 8 == 0:
-        GROUP_OF_BLOCK: tl.constexpr = J * PARTS // 8
-        runs = tl.sum(tl.reshape(part, [BLOCK_N, BLOCK_W // 4, 4]), 2)
-        if ASSEMBLY:
-            runs -= tl.sum(tl.reshape(ones, [BLOCK_W // 4, 4]), 1)[None, :]
-        if FORMAT == "int" and not ZERO:
-            runs -= 8.0 * tl.sum(tl.reshape(inputs, [BLOCK_W // 4, 4]), 1)[None, :]
-        if ZERO:
-            point = row_parameter(zero, rows, run, GROUP_OF_BLOCK, GROUP, GROUPS, PARTS).to(tl.float32)
-            runs -= point * tl.sum(tl.reshape(inputs, [BLOCK_W // 4, 4]), 1)[None, :]
-        total += runs * scale_value(by)
-        if J < 7:
-            by = row_parameter(scale, rows, run, GROUP_OF_BLOCK + 1, GROUP, GROUPS, PARTS)
-        part, ones, inputs = tl.zeros_like(part), tl.zeros_like(ones), tl.zeros_like(inputs)
-    return total, part, ones, inputs, by
+def _four(tile, FIRST: tl.constexpr, RUNS: tl.constexpr):
+    """The four last entries of `tile [.., RUNS, 4]`; FIRST: its size before RUNS, 0 if it has no such dimension."""
+    shape: tl.constexpr = [FIRST, RUNS, 2, 2] if FIRST else [RUNS, 2, 2]
+    even, odd = tl.split(tl.reshape(tile, shape))
+    t0, t2 = tl.split(even)
+    t1, t3 = tl.split(odd)
+    return t0, t1, t2, t3
 
 
 @triton.jit
 def add_row_words(
-    total, by, tile, x, word, run, scale, zero, rows,
+    total, by, tile, x, run, scale, zero, rows,
     FORMAT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """total `[BLOCK_N, BLOCK_W / 4]` plus products of the words `tile` and the inputs at x.
 
-    word `[BLOCK_W]`, run: the place of each word and of each run of four in its row; x, scale and zero: one pointer, or one for
-    each word and run; `by`: scales of the first group of each block (`row_parameter`).
+    run: the place of each run of four words in its row; x, scale and zero: one pointer, or one for each run (x: `[runs, 1]`, others
+    `[1, runs]`); `by`: scales of the first group of each block (`row_parameter`). A thread that has the four words of a run adds
+    their products one after the other; as tiles of words, the four sums of a run would be added for each group.
     """
-    k, odd = word // WORDS * BLOCK + word % WORDS, word % 2 == 1
-    k = tl.max_contiguous(tl.multiple_of(k, 4), 4)
-    part, ones = tl.zeros([BLOCK_N, BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32)
-    inputs = tl.zeros([BLOCK_W], tl.float32)
-    v0, v1, v2, v3, v4, v5, v6, v7 = _row_nibbles(tile, FORMAT, BLOCK_N, BLOCK_W, ASSEMBLY)
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v0, x, k, odd, scale, zero, rows, run, 0, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v1, x, k, odd, scale, zero, rows, run, 1, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v2, x, k, odd, scale, zero, rows, run, 2, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v3, x, k, odd, scale, zero, rows, run, 3, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v4, x, k, odd, scale, zero, rows, run, 4, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v5, x, k, odd, scale, zero, rows, run, 5, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v6, x, k, odd, scale, zero, rows, run, 6, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v7, x, k, odd, scale, zero, rows, run, 7, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
+    RUNS: tl.constexpr = BLOCK_W // 4
+    w0, w1, w2, w3 = _four(tile, BLOCK_N, RUNS)
+    first_even, first_odd = _row_numbers(w0, FORMAT, ASSEMBLY), _row_numbers(w2, FORMAT, ASSEMBLY)
+    last_even, last_odd = _row_numbers(w1, FORMAT, ASSEMBLY), _row_numbers(w3, FORMAT, ASSEMBLY)
+    k = (run // WORDS * BLOCK + run % WORDS)[:, None] + tl.arange(0, 4)[None, :]
+    k = tl.max_contiguous(tl.multiple_of(k, [1, 4]), [1, 4])
+    part = tl.zeros([BLOCK_N, RUNS], tl.float32)
+    ones, inputs = tl.zeros([RUNS], tl.float32), tl.zeros([RUNS], tl.float32)
+    for J in tl.static_range(8):
+        value = tl.load(x + k + J * 16, mask=k + J * 16 < WIDTH, other=0.0).to(tl.float32)
+        x0, x1, x2, x3 = _four(value, 0, RUNS)
+        given = (x0 + x1) + (x2 + x3)
+        inputs += given
+        if ASSEMBLY and FORMAT == "int":
+            x0, x2 = x0 * EVEN_SCALES[J % 4], x2 * EVEN_SCALES[J % 4]
+            x1, x3 = x1 * ODD_SCALES[J % 4], x3 * ODD_SCALES[J % 4]
+            ones += (x0 + x1) + (x2 + x3)
+        elif ASSEMBLY:
+            ones += given * _E2M1_ONES[J % 2]
+        if J < 4:
+            left, right = first_even, first_odd
+        else:
+            left, right = last_even, last_odd
+        part += left[2 * (J % 4)] * x0[None, :]
+        part += left[2 * (J % 4) + 1] * x1[None, :]
+        part += right[2 * (J % 4)] * x2[None, :]
+        part += right[2 * (J % 4) + 1] * x3[None, :]
+        if (J + 1) * PARTS % 8 == 0:
+            if ASSEMBLY or (FORMAT == "int" and not ZERO):
+                part -= (ones + 8.0 * inputs if FORMAT == "int" and not ZERO else ones)[None, :]
+            if ZERO:
+                point = row_parameter(zero, rows, run, J * PARTS // 8, GROUP, GROUPS, PARTS)
+                part -= point.to(tl.float32) * inputs[None, :]
+            total += part * scale_value(by)
+            if J < 7:
+                by = row_parameter(scale, rows, run, J * PARTS // 8 + 1, GROUP, GROUPS, PARTS)
+            part = tl.zeros_like(part)
+            ones, inputs = tl.zeros_like(ones), tl.zeros_like(inputs)
     return total
 
 
@@ -314,8 +270,8 @@ def row_kernel(
             ahead = row_words(words, first + BLOCK_W, c, COUNT)
             by_ahead = row_parameter(scale, rows, runs_of_words(first + BLOCK_W, BLOCK_W), 0, GROUP, GROUPS, PARTS)
         total = add_row_words(
-            total, by, tile, x, first + c, runs_of_words(first, BLOCK_W), scale, zero, rows, FORMAT, WIDTH, GROUP, GROUPS, PARTS,
-            ZERO, BLOCK_N, BLOCK_W, ASSEMBLY,
+            total, by, tile, x, runs_of_words(first, BLOCK_W), scale, zero, rows, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
+            BLOCK_N, BLOCK_W, ASSEMBLY,
         )  # fmt: skip
         if first + BLOCK_W < COUNT:
             tile, by = ahead, by_ahead
