@@ -153,13 +153,14 @@ def check_kernels(kinds: tuple[str, ...]) -> None:
     from tests.ops.moe.interpreted_experts import TILES
 
     wide = tuple(replace(each, up=replace(each.up, block_k=64), down=replace(each.down, block_k=64)) for each in TILES)
-    rows = Rows(GemmConfig(4, 128, 2, 1), GemmConfig(4, 128, 2, 1))
+    even, odd = (Rows(GemmConfig(n, 128, 2, 1), GemmConfig(n, 128, 2, 1)) for n in (4, 64))
     for kind in kinds:
         for number, shape in enumerate(shapes(kind)):
             for tokens in (2, 19):
                 case = cases(tokens, **shape)
                 case["index"][0, 0] = 77
                 call, plain = packed(case, kind)
+                rows = even if shape["inner"] % 64 == shape["width"] % 64 == 0 or kind == "fp8_per_block" else odd
                 tiles = wide[: 2 if number == 0 and kind == "fp8" else 1]
                 for strategy in tiles if tokens > 2 else (wide[0] if kind.startswith("int8") else rows,):
                     out = torch.full_like(call.out, torch.nan)

@@ -224,7 +224,7 @@ def words_up_kernel(
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr,
     WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`rows_up_kernel` with words: the rows of gate and up are one tile of twice BLOCK_N rows, in the layout of the weight."""
     COUNT: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK * WORDS
@@ -232,22 +232,24 @@ def words_up_kernel(
     pair, first_column = tl.program_id(1), tl.program_id(0) * BLOCK_N
     r, c = tl.arange(0, ROWS), tl.arange(0, BLOCK_W)
     column = first_column + tl.arange(0, BLOCK_N)
+    # Scalars in 64 bits and offsets in 32, whose differences are constants: few registers address all loads of a thread.
     if GATED and INTERLEAVED:
-        row = tl.minimum(first_column * 2 + r, inner * 2 - 1)
+        rows = r if EVEN else tl.minimum(r, (inner - first_column) * 2 - 1)
     else:
-        row = (r // BLOCK_N) * inner + tl.minimum(first_column + r % BLOCK_N, inner - 1)
+        rows = (r // BLOCK_N) * inner + (r % BLOCK_N if EVEN else tl.minimum(r % BLOCK_N, inner - first_column - 1))
     pdl_wait(DEPENDENT)
     expert = tl.load(index + pair)
     if expert < num_experts:
-        rows = expert.to(tl.int64) * (inner * 2 if GATED else inner) + row
+        first = expert.to(tl.int64) * (inner * 2 if GATED else inner)
+        first += first_column * 2 if GATED and INTERLEAVED else first_column
         sums = _word_products(
-            up, scales, zeros, x + (pair // TOP).to(tl.int64) * x_stride, rows, c, COUNT, FORMAT, WIDTH, GROUP, GROUPS, PARTS,
-            ZERO, ROWS, BLOCK_W, ASSEMBLY,
+            up + first * COUNT, scales + first * GROUPS, zeros + first * GROUPS, x + (pair // TOP).to(tl.int64) * x_stride,
+            rows, c, COUNT, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO, ROWS, BLOCK_W, ASSEMBLY,
         )  # fmt: skip
         if BY_ROW:
-            sums *= tl.load(row_scales + rows)
+            sums *= tl.load(row_scales + first + rows)
         if HAS_BIAS:
-            sums += tl.load(bias + rows).to(tl.float32)
+            sums += tl.load(bias + first + rows).to(tl.float32)
         dtype = h.dtype.element_ty
         sums = sums.to(dtype).to(tl.float32)
         if GATED:
@@ -273,12 +275,12 @@ def _experts_words(
     expert = tl.load(index + j, mask=j < TOP, other=num_experts, cache_modifier=".cg")
     chosen = expert < num_experts
     start = tl.where(chosen, expert, 0).to(tl.int64) * num_outputs
-    first = start * COUNT + run % COUNT
-    at = tl.reshape(first[:, None] + tl.arange(0, 4)[None, :], [BLOCK_W])[None, :] + rows[:, None] * COUNT
+    words = down + start * COUNT + run % COUNT
+    at = tl.reshape(words[:, None] + tl.arange(0, 4)[None, :], [BLOCK_W])[None, :] + rows[:, None] * COUNT
     mask = tl.reshape(tl.broadcast_to(chosen[:, None], [BLOCK_W // 4, 4]), [BLOCK_W])[None, :]
-    at = tl.max_contiguous(tl.multiple_of(at, [1, 4]), [1, 4])
+    at = tl.max_contiguous(tl.multiple_of(at, [1, 16]), [1, 4])
     mask = tl.max_constancy(mask, [1, 4])
-    tile = tl.load(down + at, mask=mask, other=0, eviction_policy="evict_first")
+    tile = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
     return tile, start, chosen
 
 
@@ -287,14 +289,20 @@ def words_down_kernel(
     h, index, weight, down, scales, zeros, row_scales, bias, out, num_experts, num_outputs, out_stride,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`rows_down_kernel` with words: a row is the words of all experts of the token, one behind the other."""
     COUNT: tl.constexpr = (INNER + BLOCK - 1) // BLOCK * WORDS
     ALL: tl.constexpr = TOP * COUNT
     token = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(row, num_outputs - 1)
+    n, first_row = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_N
+    left = num_outputs - first_row
+    rows = n if EVEN else tl.minimum(n, left - 1)
+    # Offsets of rows, whose differences are constants, behind one pointer for each run.
+    down += first_row.to(tl.int64) * COUNT
+    scales += first_row.to(tl.int64) * GROUPS
+    zeros += first_row.to(tl.int64) * GROUPS
+    row_scales += first_row
     index += token * TOP
     weight += token * TOP
     run = runs_of_words(0, BLOCK_W)
@@ -330,10 +338,10 @@ def words_down_kernel(
         for j in tl.static_range(TOP):
             expert = tl.load(index + j)
             if expert < num_experts:
-                biases = bias + expert.to(tl.int64) * num_outputs + rows
+                biases = bias + expert.to(tl.int64) * num_outputs + first_row + rows
                 result += tl.load(weight + j).to(tl.float32) * tl.load(biases).to(tl.float32)
     pdl_trigger(DEPENDENT)
-    tl.store(out + token * out_stride + row, result.to(out.dtype.element_ty), mask=row < num_outputs)
+    tl.store(out + token * out_stride + first_row + n, result.to(out.dtype.element_ty), mask=n < left)
 
 
 def _words(block: int, width: int) -> int:
@@ -361,7 +369,7 @@ def launch_rows_up(
     }  # fmt: skip
     if scales is not None and up.dtype == torch.int32:
         words_up_kernel[grid](
-            **arguments, BLOCK_W=_words(block_k, width), **packed_arguments(up, scales, packing, width)
+            **arguments, BLOCK_W=_words(block_k, width), EVEN=inner % block_n == 0, **packed_arguments(up, scales, packing, width)
         )
     else:
         rows_up_kernel[grid](
@@ -394,6 +402,6 @@ def launch_words_down(
     words_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
         h, index, weight, down, bias=scales if bias is None else bias, out=out, num_experts=down.shape[0],
         num_outputs=down.shape[1], out_stride=out.stride(0), INNER=inner, TOP=top, HAS_BIAS=bias is not None, BLOCK_N=block_n,
-        BLOCK_W=_words(block_k, top * cdiv(inner, BLOCK.value) * BLOCK.value), DEPENDENT=dependent, num_warps=num_warps,
-        num_stages=depth, **packed_arguments(down, scales, packing, inner), **pdl_options(dependent),
+        BLOCK_W=_words(block_k, top * cdiv(inner, BLOCK.value) * BLOCK.value), EVEN=down.shape[1] % block_n == 0,
+        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **packed_arguments(down, scales, packing, inner), **pdl_options(dependent),
     )  # fmt: skip
