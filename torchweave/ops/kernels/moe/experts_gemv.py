@@ -306,9 +306,7 @@ def words_down_kernel(
     index += token * TOP
     weight += token * TOP
     run = runs_of_words(0, BLOCK_W)
-    tile, start, chosen = _experts_words(
-        index, down, num_experts, num_outputs, rows, run, COUNT, TOP, BLOCK_W
-    )
+    tile, start, chosen = _experts_words(index, down, num_experts, num_outputs, rows, run, COUNT, TOP, BLOCK_W)
     by = row_parameter((scales + start * GROUPS)[None, :], rows, run % COUNT, 0, GROUP, GROUPS, PARTS)
     pdl_wait(DEPENDENT)
     total = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
@@ -369,7 +367,10 @@ def launch_rows_up(
     }  # fmt: skip
     if scales is not None and up.dtype == torch.int32:
         words_up_kernel[grid](
-            **arguments, BLOCK_W=_words(block_k, width), EVEN=inner % block_n == 0, **packed_arguments(up, scales, packing, width)
+            **arguments,
+            BLOCK_W=_words(block_k, width),
+            EVEN=inner % block_n == 0,
+            **packed_arguments(up, scales, packing, width),
         )
     else:
         rows_up_kernel[grid](

@@ -173,9 +173,7 @@ def runs_of_words(first, BLOCK_W: tl.constexpr):
 
 
 @triton.jit
-def row_parameter(
-    pointer, rows, run, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr
-):
+def row_parameter(pointer, rows, run, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
     """Scales or zero points `[BLOCK_N, BLOCK_W / 4]` of each run of four words; pointer: one, or one for each run."""
     group = _parameter_group(run // WORDS, part, GROUP, GROUPS, PARTS)
     at = pointer + rows[:, None] * GROUPS + group[None, :]
