@@ -127,13 +127,12 @@ def _rewrite(graph: CapturedGraph, node: fx.Node, arguments: list[Any]) -> str |
 
 def _both_halves(graph: CapturedGraph, angles: fx.Node) -> fx.Node:
     """`cat([angles, angles])` behind angles, once for all layers."""
-    arguments = ([angles, angles],), {"dim": -1}
     for reader in angles.users:
-        if reader.target is torch.cat and (reader.args, reader.kwargs) == arguments:
+        if reader.target is torch.cat and reader.args == ([angles, angles], -1):
             return reader
     with graph.graph.inserting_after(angles):
-        node = graph.graph.call_function(torch.cat, *arguments)
-    node.meta["example_value"] = graph.fake_ops.run(torch.cat, ([value(angles)] * 2,), {"dim": -1})
+        node = graph.graph.call_function(torch.cat, ([angles, angles], -1))
+    node.meta["example_value"] = graph.fake_ops.run(torch.cat, ([value(angles)] * 2, -1), {})
     return node
 
 

@@ -400,9 +400,10 @@ def launch_words_down(
 ) -> None:  # fmt: skip
     """As `launch_rows_down`, down [E, K, .] in words of 4-bit numbers; `block_k` counts inputs of all experts of a token."""
     (tokens, top), inner = index.shape, h.shape[1]
+    width = top * cdiv(inner, BLOCK.value) * BLOCK.value
     words_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
         h, index, weight, down, bias=scales if bias is None else bias, out=out, num_experts=down.shape[0],
         num_outputs=down.shape[1], out_stride=out.stride(0), INNER=inner, TOP=top, HAS_BIAS=bias is not None, BLOCK_N=block_n,
-        BLOCK_W=_words(block_k, top * cdiv(inner, BLOCK.value) * BLOCK.value), EVEN=down.shape[1] % block_n == 0,
-        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **packed_arguments(down, scales, packing, inner), **pdl_options(dependent),
+        BLOCK_W=_words(block_k, width), EVEN=down.shape[1] % block_n == 0, DEPENDENT=dependent, num_warps=num_warps,
+        num_stages=depth, **packed_arguments(down, scales, packing, inner), **pdl_options(dependent),
     )  # fmt: skip

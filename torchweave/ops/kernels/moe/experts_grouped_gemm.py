@@ -108,22 +108,8 @@ def _word_product(
     total = tl.zeros([ROWS, BLOCK_M], tl.float32)
     for block in range((WIDTH + 127) // 128):
         b = tl.load(here + block * 128, mask=real[None, :] & (k < WIDTH - block * 128)[:, None], other=0.0)
-        total = add_tile(
-            total,
-            tl.load(words + block * 16),
-            b,
-            scales,
-            zeros,
-            rows,
-            block,
-            FORMAT,
-            GROUP,
-            GROUPS,
-            PARTS,
-            ZERO,
-            ROWS,
-            ASSEMBLY,
-        )
+        tile = tl.load(words + block * 16)
+        total = add_tile(total, tile, b, scales, zeros, rows, block, FORMAT, GROUP, GROUPS, PARTS, ZERO, ROWS, ASSEMBLY)
     if BY_ROW:
         total *= tl.load(row_scales + rows)[:, None]
     return total
