@@ -121,7 +121,7 @@ def linears() -> None:
         weight = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
         made = quantize_int_weight(weight, IntScheme())
         ws = [(made.w.clone(), made.scale.clone()) for _ in range(copies)]
-        for tokens in (1, 2, 4):
+        for tokens in (1, 2):
             x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
             outs = {}
             config = choose(tokens, rows, width, 4)

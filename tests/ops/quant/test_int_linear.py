@@ -188,17 +188,18 @@ def test_assembly_unpacks_two_words() -> None:
     packed = [int(word) & 0xFFFFFFFF for word in pack_int4(q)[0]]
     for pair in range(8):
         words = packed[2 * pair], packed[2 * pair + 1]
+        floats = torch.tensor(assembled(kernels.float_code(), words, 16)).to(torch.int32).view(torch.float32)
+        for at, value in enumerate(floats.tolist()):
+            j, odd = at // 2, at % 2
+            scales = (kernels.ODD_SCALES if odd else kernels.EVEN_SCALES).value
+            assert (value - 1) * scales[j % 4] == int(q[0, 16 * j + 2 * pair + odd])
         for half, word in enumerate(words):
-            numbers = [int(q[0, 16 * (4 * half + j) + 2 * pair + odd]) for j in range(4) for odd in range(2)]
-            floats = torch.tensor(assembled(kernels.float_code(), (word,), 8)).to(torch.int32).view(torch.float32)
-            for at, value in enumerate(floats.tolist()):
-                scales = (kernels.ODD_SCALES if at % 2 else kernels.EVEN_SCALES).value
-                assert (value - 1) * scales[at // 2] == numbers[at]
+            numbers = [float(CODES[int(q[0, 16 * (4 * half + j) + 2 * pair + odd])]) for j in range(4) for odd in range(2)]
             floats = torch.tensor(assembled(kernels.e2m1_float_code(), (word,), 8)).to(torch.int32).view(torch.float32)
             for at, value in enumerate(floats.tolist()):
                 odd_input = at // 2 % 2
-                error = float(CODES[numbers[at - 2]]) * 2.0**-16 if odd_input else 0.0
-                assert value - kernels._E2M1_ONES.value[odd_input] == float(CODES[numbers[at]]) + error
+                error = numbers[at - 2] * 2.0**-16 if odd_input else 0.0
+                assert value - kernels.E2M1_ONES.value[odd_input] == numbers[at] + error
         for text, kind in ((kernels.HALVES_BFLOAT, torch.bfloat16), (kernels.HALVES, torch.float16)):
             halves = torch.tensor(assembled(text.value, words, 8)).to(torch.int32).view(kind).view(8, 2)
             for j, two in enumerate(halves.tolist()):

@@ -79,7 +79,7 @@ _SHARED_ROWS = Rows(GemmConfig(1, 2048, 4, 1), GemmConfig(4, 128, 4, 2), depende
 (bench/results/experts-qwen3.5-shared_h100_202611.json)."""
 _FP8_ROWS = Rows(GemmConfig(4, 1024, 4, 2), GemmConfig(4, 128, 4, 2), dependent=1)
 _WORD_ROWS = Rows(GemmConfig(4, 2048, 1, 1), GemmConfig(4, 4096, 4, 1), dependent=1)
-_LONG_WORD_ROWS = Rows(GemmConfig(2, 1024, 1, 1), GemmConfig(2, 4096, 4, 1), dependent=1)
+_LONG_WORD_ROWS = Rows(GemmConfig(1, 1024, 1, 1), GemmConfig(4, 4096, 4, 1), dependent=1)
 """Of more inputs than an iteration of `_WORD_ROWS` has."""
 _TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4), dependent=True)
 _MIDDLE_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=64, dependent=True)

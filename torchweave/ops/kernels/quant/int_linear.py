@@ -37,26 +37,31 @@ ODD_SCALES: tl.constexpr = tl.constexpr(tuple(2.0 ** (23 - bit) for bit in _ODD_
 
 
 def float_code() -> str:
-    """Of a word the nibbles of inputs j to j + 3 of an even column and of the odd one behind it as floats, `2 * j + odd`."""
-    lines = ["{ .reg .b32 u, d;\nshl.b32 u, $8, 11; shr.u32 d, $8, 9;\n"]
-    for j in range(4):
-        for odd in range(2):
-            bit = (_ODD_BITS if odd else _EVEN_BITS)[j]
-            source = {11: "u", -9: "d", 0: "$8"}[bit - (4 * j + 16 * odd)]
-            lines.append(f"lop3.b32 ${2 * j + odd}, {source}, {0xF << bit}, 0x3F800000, 0xEA;\n")
+    """Of two words, an even and an odd one, the 8 nibbles of each as floats, tensor j first."""
+    lines = ["{ .reg .b32 u, d;\n"]
+    for half in range(2):
+        word = f"${16 + half}"
+        lines.append(f"shl.b32 u, {word}, 11; shr.u32 d, {word}, 9;\n")
+        for j in range(4):
+            for odd in range(2):
+                bit = (_ODD_BITS if odd else _EVEN_BITS)[j]
+                source = {11: "u", -9: "d", 0: word}[bit - (4 * j + 16 * odd)]
+                lines.append(f"lop3.b32 ${2 * (4 * half + j) + odd}, {source}, {0xF << bit}, 0x3F800000, 0xEA;\n")
     return "".join(lines) + "}"
 
 
 _E2M1_BYTE = 0x90
 """Byte of an e2m1 number v: this plus 2 v. Behind a byte 0x42 it is the float 72 + v."""
-_E2M1_ONES: tl.constexpr = tl.constexpr((72.0, 72.0 + 0x4290 * 2.0**-17))
+E2M1_ONES: tl.constexpr = tl.constexpr((72.0, 72.0 + 0x4290 * 2.0**-17))
 """What the floats of even and of odd J have beside v."""
 
 
 def e2m1_float_code() -> str:
-    """`float_code` of e2m1 numbers, as `72 + v`: one PRMT looks up four positive numbers, another four negative ones.
+    """Of a word the e2m1 numbers as floats `72 + v`, of its even and its odd column by turns.
 
-    The float of an odd j keeps that of the j before it in its low bits, which saves an instruction; the error is 2 ** -16 of it.
+    One PRMT looks up four positive numbers, another four negative ones.
+
+    The float of an odd input keeps that of the one before it in its low bits, which saves an instruction; the error is 2 ** -16 of it.
     """
     lines = ["{ .reg .b32 w, n, p, q, a, b, c; mov.b32 a, 0x03020100; mov.b32 b, 0x0C080604; mov.b32 c, 0x42;\n"]
     lines.append("mov.b32 w, $8; xor.b32 n, w, 0x88888888;\n")
@@ -119,6 +124,7 @@ HALVES_BFLOAT: tl.constexpr = tl.constexpr(half_code(0x43004300, 0x43084308, "bf
 HALVES: tl.constexpr = tl.constexpr(half_code(0x64006400, 0x64086408, "f16x2"))
 _8_OUTPUTS: tl.constexpr = tl.constexpr(",".join(["=r"] * 8) + ",r,r")
 _8_OF_ONE: tl.constexpr = tl.constexpr(",".join(["=r"] * 8) + ",r")
+_16_OUTPUTS: tl.constexpr = tl.constexpr(",".join(["=r"] * 16) + ",r,r")
 
 
 @triton.jit
@@ -145,25 +151,34 @@ def row_words(words, first, c, count):
 
 
 @triton.jit
-def _row_numbers(word, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Eight float32 tensors of the nibbles of a word: of four inputs of an even column and of the odd one behind it by turns."""
+def _e2m1_numbers(word, ASSEMBLY: tl.constexpr):
+    """Eight float32 tensors of a word: numbers of four inputs, each of the even and of the odd column."""
     if ASSEMBLY:
-        code: tl.constexpr = FLOATS if FORMAT == "int" else E2M1_FLOATS
-        return tl.inline_asm_elementwise(code, _8_OF_ONE, [word], dtype=(tl.float32,) * 8, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(E2M1_FLOATS, _8_OF_ONE, [word], dtype=(tl.float32,) * 8, is_pure=True, pack=1)
     else:  # noqa: RET505
         return (
-            _row_number(word, 0, FORMAT), _row_number(word, 16, FORMAT),
-            _row_number(word, 4, FORMAT), _row_number(word, 20, FORMAT),
-            _row_number(word, 8, FORMAT), _row_number(word, 24, FORMAT),
-            _row_number(word, 12, FORMAT), _row_number(word, 28, FORMAT),
+            e2m1(word & 15), e2m1(word >> 16 & 15), e2m1(word >> 4 & 15), e2m1(word >> 20 & 15),
+            e2m1(word >> 8 & 15), e2m1(word >> 24 & 15), e2m1(word >> 12 & 15), e2m1(word >> 28 & 15),
         )  # fmt: skip
 
 
 @triton.jit
-def _row_number(word, BIT: tl.constexpr, FORMAT: tl.constexpr):
-    """The number in the nibble at a bit as float32: q, or of e2m1."""
-    nibble = (word >> BIT) & 15
-    return nibble.to(tl.float32) if FORMAT == "int" else e2m1(nibble)
+def _integers(tile, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Eight float32 tiles of q: of word c of a block, input `16 * j + c`."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(FLOATS, _16_OUTPUTS, [tile], dtype=(tl.float32,) * 8, is_pure=True, pack=2)
+    else:  # noqa: RET505
+        even, odd = tl.split(tl.reshape(tile, [BLOCK_N, BLOCK_W // 2, 2]))
+        shape: tl.constexpr = [BLOCK_N, BLOCK_W]
+        return (
+            _integer(even, 0, shape), _integer(even, 1, shape), _integer(even, 2, shape), _integer(even, 3, shape),
+            _integer(odd, 0, shape), _integer(odd, 1, shape), _integer(odd, 2, shape), _integer(odd, 3, shape),
+        )  # fmt: skip
+
+
+@triton.jit
+def _integer(word, J: tl.constexpr, shape: tl.constexpr):
+    return tl.reshape(_shifted_pair(word, J), shape).to(tl.float32)
 
 
 @triton.jit
@@ -194,6 +209,14 @@ def _four(tile, FIRST: tl.constexpr, RUNS: tl.constexpr):
 
 
 @triton.jit
+def _row_inputs(x, run, J: tl.constexpr, WIDTH: tl.constexpr):
+    """float32 `[runs, 4]`: input J of each word of each run."""
+    k = (run // WORDS * BLOCK + run % WORDS)[:, None] + tl.arange(0, 4)[None, :] + J * 16
+    k = tl.max_contiguous(tl.multiple_of(k, [1, 4]), [1, 4])
+    return tl.load(x + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def add_row_words(
     total, by, tile, x, run, scale, zero, rows,
     FORMAT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
@@ -202,47 +225,79 @@ def add_row_words(
     """total `[BLOCK_N, BLOCK_W / 4]` plus products of the words `tile` and the inputs at x.
 
     run: the place of each run of four words in its row; x, scale and zero: one pointer, or one for each run (x: `[runs, 1]`, others
-    `[1, runs]`); `by`: scales of the first group of each block (`row_parameter`). A thread that has the four words of a run adds
-    their products one after the other; as tiles of words, the four sums of a run would be added for each group.
+    `[1, runs]`); `by`: scales of the first group of each block (`row_parameter`).
     """
+    if FORMAT == "int":
+        return _add_integers(
+            total, by, tile, x, run, scale, zero, rows, WIDTH, GROUP, GROUPS, PARTS, ZERO, BLOCK_N, BLOCK_W, ASSEMBLY
+        )
+    else:  # noqa: RET505
+        return _add_e2m1(
+            total, by, tile, x, run, scale, rows, WIDTH, GROUP, GROUPS, PARTS, BLOCK_N, BLOCK_W, ASSEMBLY
+        )
+
+
+@triton.jit
+def _add_integers(
+    total, by, tile, x, run, scale, zero, rows,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """The products of integers, summed by words, and for each group by runs: so all words of a program are loaded at once."""
     RUNS: tl.constexpr = BLOCK_W // 4
-    w0, w1, w2, w3 = _four(tile, BLOCK_N, RUNS)
-    first_even, first_odd = _row_numbers(w0, FORMAT, ASSEMBLY), _row_numbers(w2, FORMAT, ASSEMBLY)
-    last_even, last_odd = _row_numbers(w1, FORMAT, ASSEMBLY), _row_numbers(w3, FORMAT, ASSEMBLY)
-    k = (run // WORDS * BLOCK + run % WORDS)[:, None] + tl.arange(0, 4)[None, :]
-    k = tl.max_contiguous(tl.multiple_of(k, [1, 4]), [1, 4])
-    part = tl.zeros([BLOCK_N, RUNS], tl.float32)
+    numbers = _integers(tile, BLOCK_N, BLOCK_W, ASSEMBLY)
+    part = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
     ones, inputs = tl.zeros([RUNS], tl.float32), tl.zeros([RUNS], tl.float32)
     for J in tl.static_range(8):
-        value = tl.load(x + k + J * 16, mask=k + J * 16 < WIDTH, other=0.0).to(tl.float32)
-        x0, x1, x2, x3 = _four(value, 0, RUNS)
-        given = (x0 + x1) + (x2 + x3)
-        inputs += given
-        if ASSEMBLY and FORMAT == "int":
-            x0, x2 = x0 * EVEN_SCALES[J % 4], x2 * EVEN_SCALES[J % 4]
-            x1, x3 = x1 * ODD_SCALES[J % 4], x3 * ODD_SCALES[J % 4]
-            ones += (x0 + x1) + (x2 + x3)
-        elif ASSEMBLY:
-            ones += given * _E2M1_ONES[J % 2]
+        value = _row_inputs(x, run, J, WIDTH)
+        inputs += tl.sum(value, 1)
+        if ASSEMBLY:
+            value *= tl.where(tl.arange(0, 4) % 2 == 1, ODD_SCALES[J % 4], EVEN_SCALES[J % 4])[None, :]
+            ones += tl.sum(value, 1)
+        part += numbers[J] * tl.reshape(value, [BLOCK_W])[None, :]
+        if (J + 1) * PARTS % 8 == 0:
+            sums = tl.sum(tl.reshape(part, [BLOCK_N, RUNS, 4]), 2)
+            sums -= (ones if ZERO else ones + 8.0 * inputs)[None, :]
+            if ZERO:
+                point = row_parameter(zero, rows, run, J * PARTS // 8, GROUP, GROUPS, PARTS).to(tl.float32)
+                sums -= point * inputs[None, :]
+            total += sums * scale_value(by)
+            if J < 7:
+                by = row_parameter(scale, rows, run, J * PARTS // 8 + 1, GROUP, GROUPS, PARTS)
+            part = tl.zeros_like(part)
+            ones, inputs = tl.zeros_like(ones), tl.zeros_like(inputs)
+    return total
+
+
+@triton.jit
+def _add_e2m1(
+    total, by, tile, x, run, scale, rows,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """The products of e2m1 numbers, whose instructions are the limit: those of a run one after the other, which saves its sums."""
+    RUNS: tl.constexpr = BLOCK_W // 4
+    w0, w1, w2, w3 = _four(tile, BLOCK_N, RUNS)
+    first_left, first_right = _e2m1_numbers(w0, ASSEMBLY), _e2m1_numbers(w2, ASSEMBLY)
+    last_left, last_right = _e2m1_numbers(w1, ASSEMBLY), _e2m1_numbers(w3, ASSEMBLY)
+    part, ones = tl.zeros([BLOCK_N, RUNS], tl.float32), tl.zeros([RUNS], tl.float32)
+    for J in tl.static_range(8):
+        x0, x1, x2, x3 = _four(_row_inputs(x, run, J, WIDTH), 0, RUNS)
+        if ASSEMBLY:
+            ones += ((x0 + x1) + (x2 + x3)) * E2M1_ONES[J % 2]
         if J < 4:
-            left, right = first_even, first_odd
+            left, right = first_left, first_right
         else:
-            left, right = last_even, last_odd
+            left, right = last_left, last_right
         part += left[2 * (J % 4)] * x0[None, :]
         part += left[2 * (J % 4) + 1] * x1[None, :]
         part += right[2 * (J % 4)] * x2[None, :]
         part += right[2 * (J % 4) + 1] * x3[None, :]
         if (J + 1) * PARTS % 8 == 0:
-            if ASSEMBLY or (FORMAT == "int" and not ZERO):
-                part -= (ones + 8.0 * inputs if FORMAT == "int" and not ZERO else ones)[None, :]
-            if ZERO:
-                point = row_parameter(zero, rows, run, J * PARTS // 8, GROUP, GROUPS, PARTS)
-                part -= point.to(tl.float32) * inputs[None, :]
-            total += part * scale_value(by)
+            total += (part - ones[None, :]) * scale_value(by)
             if J < 7:
                 by = row_parameter(scale, rows, run, J * PARTS // 8 + 1, GROUP, GROUPS, PARTS)
-            part = tl.zeros_like(part)
-            ones, inputs = tl.zeros_like(ones), tl.zeros_like(inputs)
+            part, ones = tl.zeros_like(part), tl.zeros_like(ones)
     return total
 
 
