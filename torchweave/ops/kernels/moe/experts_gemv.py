@@ -209,7 +209,7 @@ def _word_products(
     total = tl.zeros([ROWS, BLOCK_W // 4], tl.float32)
     for first in tl.static_range(0, COUNT, BLOCK_W):
         run = runs_of_words(first, BLOCK_W)
-        by = row_parameter(scales, rows, run, 0, GROUP, GROUPS, PARTS)
+        by = row_parameter(scales, rows, run, 0, GROUP, GROUPS, PARTS, FORMAT == "e2m1")
         total = add_row_words(
             total, by, row_words(words, first, c, COUNT), inputs, run, scales, zeros, rows,
             FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO, ROWS, BLOCK_W, ASSEMBLY,
@@ -307,7 +307,7 @@ def words_down_kernel(
     weight += token * TOP
     run = runs_of_words(0, BLOCK_W)
     tile, start, chosen = _experts_words(index, down, num_experts, num_outputs, rows, run, COUNT, TOP, BLOCK_W)
-    by = row_parameter((scales + start * GROUPS)[None, :], rows, run % COUNT, 0, GROUP, GROUPS, PARTS)
+    by = row_parameter((scales + start * GROUPS)[None, :], rows, run % COUNT, 0, GROUP, GROUPS, PARTS, True)
     pdl_wait(DEPENDENT)
     total = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
     for first in tl.static_range(0, ALL, BLOCK_W):
@@ -318,7 +318,7 @@ def words_down_kernel(
                 index, down, num_experts, num_outputs, rows, following, COUNT, TOP, BLOCK_W
             )
             scales_ahead = (scales + start_ahead * GROUPS)[None, :]
-            by_ahead = row_parameter(scales_ahead, rows, following % COUNT, 0, GROUP, GROUPS, PARTS)
+            by_ahead = row_parameter(scales_ahead, rows, following % COUNT, 0, GROUP, GROUPS, PARTS, True)
         inputs = h + (token * TOP + run % ALL // COUNT)[:, None] * INNER
         products = add_row_words(
             tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32), by, tile, inputs, run % COUNT,
