@@ -1,7 +1,7 @@
 """Routed experts on a GPU: three strategies, chosen by the number of tokens and the weights' shape, in bounded memory.
 
-rows     one or two tokens: each chosen expert's rows are read once, at memory bandwidth. Two launches, three for 4-bit
-         weights. Not for 8-bit integers.
+rows     one or two tokens, up to four with 4-bit weights: each chosen expert's rows are read once for each token, at memory
+         bandwidth. Two launches. Not for 8-bit integers.
 tiles    up to a few tokens an expert: pairs are grouped by expert on the device, and a program multiplies rows of one expert's
          weight by all of its tokens on tensor cores. Four launches.
 grouped  many tokens an expert: `torch._grouped_mm` between fused gathers. Six launches. For weights that are not quantized.
@@ -45,9 +45,10 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class Rows:
-    """One or two tokens, element by element; `dependent`: by programmatic dependent launch, see `LinearConfig`.
+    """Few tokens, element by element; `dependent`: by programmatic dependent launch, see `LinearConfig`.
 
-    Of 4-bit weights the words of an iteration hold `block_k` numbers, a multiple of 128.
+    Of 4-bit weights the words of an iteration hold `block_k` numbers, a multiple of 128; of `down` those of all experts of a token,
+    one behind the other.
     """
 
     up: GemmConfig
@@ -72,7 +73,7 @@ class Grouped:
 
 Strategy = Rows | Tiles | Grouped
 
-ROW_TOKENS = 2
+ROW_TOKENS, WORD_ROW_TOKENS = 2, 4
 _ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 3), dependent=1)
 _SHARED_ROWS = Rows(GemmConfig(1, 2048, 4, 1), GemmConfig(4, 128, 4, 2), dependent=1)
 """Qwen 3.5 35B on an H100, one token: 20.5 us, against 21.3 with (2, 2048) and (2, 128)
@@ -82,6 +83,8 @@ _WORD_ROWS = Rows(GemmConfig(4, 2048, 1, 1), GemmConfig(4, 4096, 4, 1), dependen
 _LONG_WORD_ROWS = Rows(GemmConfig(1, 1024, 1, 1), GemmConfig(4, 4096, 4, 1), dependent=1)
 """Of more inputs than an iteration of `_WORD_ROWS` has."""
 _TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4), dependent=True)
+_FP8_TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 64, 4, 5), dependent=True)
+_LONG_WORD_TILES = Tiles(GemmConfig(64, 128, 4, 3), GemmConfig(64, 128, 4, 4), dependent=True)
 _MIDDLE_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=64, dependent=True)
 _WIDE_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=64)
 _WIDE_FP8_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=128)
@@ -106,14 +109,17 @@ def choose(
     the weights dominates; then grouped, or wide tiles if the weights are quantized. On an H100, experts of Qwen3-30B-A3B
     (bench/results/experts_h100_202611.json): rows 27.5 against tiles 36.1 us at one token, tiles 362 against grouped 436 at 32,
     458 against 509 at 512; 1910 against 944 at 4096. One token in FP8: rows 21.3 against tiles 44.3; in 4 bits 15.3 against 31.8;
-    gpt-oss-20b in MXFP4 43.1 against 66.8 (experts-fp8, -int4 and -mxfp4 there).
+    gpt-oss-20b in MXFP4 43.1 against 66.8 (experts-fp8, -int4 and -mxfp4 there). Since decision 0210 4 bits take 12.8 at one token,
+    and at four 40 against 51 in tiles (74 against 71 at eight); gpt-oss-20b 33.4, and 117 against 133 (226 against 181).
     """
     num_experts, width, inner = shape
-    if num_tokens <= ROW_TOKENS and not transposed and weight_dtype != torch.int8:
-        words = _WORD_ROWS if width <= _WORD_ROWS.up.block_k else _LONG_WORD_ROWS
-        return {None: _SHARED_ROWS if shared else _ROWS, torch.int32: words}.get(weight_dtype, _FP8_ROWS)
+    words, long = weight_dtype == torch.int32, width > _WORD_ROWS.up.block_k
+    if num_tokens <= (WORD_ROW_TOKENS if words else ROW_TOKENS) and not transposed and weight_dtype != torch.int8:
+        if words:
+            return _LONG_WORD_ROWS if long else _WORD_ROWS
+        return _FP8_ROWS if weight_dtype is not None else _SHARED_ROWS if shared else _ROWS
     if num_tokens * top_k <= _FEW_PAIRS * num_experts:
-        return _TILES
+        return _FP8_TILES if weight_dtype == FP8 else _LONG_WORD_TILES if words and long else _TILES
     if num_tokens * top_k <= _MORE_PAIRS * num_experts and dtype.itemsize == 2:
         return _MIDDLE_TILES
     if weight_dtype is not None:

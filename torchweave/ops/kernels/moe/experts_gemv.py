@@ -1,7 +1,7 @@
 """Triton kernels for routed experts with one or two tokens: chosen rows of the weights times a token, element by element.
 
 Each weight is read once and used once or twice, so memory bandwidth is the limit. `rows_up_kernel` and `rows_down_kernel` read
-weights in 16 bits or FP8, `words_up_kernel` and `words_down_kernel` words of 4-bit numbers (`kernels.quant.int_linear`). All
+weights in 16 bits or FP8, `words_up_kernel` and `words_down_kernel` words of 4-bit numbers (`kernels.quant.int_rows`). All
 support programmatic dependent launch (`dependent_launch.py`).
 """
 
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_trigger, pdl_wait
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packed_arguments
-from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, add_row_words, row_parameter, row_words, runs_of_words
+from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS
+from torchweave.ops.kernels.quant.int_rows import add_row_words, row_parameter, row_words, runs_of_words
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
