@@ -46,9 +46,8 @@ E2M1_ONES: tl.constexpr = tl.constexpr((72.0, 72.0 + 0x4290 * 2.0**-17))
 def e2m1_float_code() -> str:
     """Of a word the e2m1 numbers as floats `72 + v`, of its even and its odd column by turns.
 
-    One PRMT looks up four positive numbers, another four negative ones.
-
-    The float of an odd input keeps that of the one before it in its low bits, which saves an instruction; the error is 2 ** -16 of it.
+    One PRMT looks up four positive numbers, another four negative ones. The float of an odd input keeps that of the one before it
+    in its low bits, which saves an instruction; the error is 2 ** -16 of that number.
     """
     lines = ["{ .reg .b32 w, n, p, q, a, b, c; mov.b32 a, 0x03020100; mov.b32 b, 0x0C080604; mov.b32 c, 0x42;\n"]
     lines.append("mov.b32 w, $8; xor.b32 n, w, 0x88888888;\n")
