@@ -1,8 +1,9 @@
 """Triton kernels for products with weights in 4 or 8 bits: the layouts are those of `torchweave.ops.quant.int_linear`.
 
-Few tokens and 4 bits are multiplied element by element (`int_rows.row_kernel`). `split_kernel` (4 bits) makes 16-bit numbers, two
-by one LOP3, and multiplies on tensor cores: the warps of a program share its rows and divide K. `byte_kernel` is the same for 8 bits.
-Of more tokens and 4 bits is `int_tiles.tile_kernel`. Several programs may divide K; then `add_kernel` adds their sums.
+Few tokens and 4 bits are multiplied element by element (`int_rows.row_kernel`). `split_kernel` (4 bits) makes 16-bit numbers,
+two by one LOP3, and multiplies on tensor cores: the warps of a program share its rows and divide K. `byte_kernel` is the same
+for 8 bits. Of more tokens and 4 bits is `int_tiles.tile_kernel`. Several programs may divide K; then `add_kernel` adds their
+sums.
 
 Each starts under programmatic dependent launch while the previous kernel drains; the row kernel loads its first weights before it
 waits. Without sm_90's instructions (and in Triton's interpreter) shifts and conversions replace the assembly (ASSEMBLY).
