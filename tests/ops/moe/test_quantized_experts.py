@@ -129,7 +129,9 @@ def test_on_a_cpu(kind: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.float8_e4m3fn])
 def test_rows_run_with_few_tokens_and_tiles_with_more(dtype: torch.dtype) -> None:
-    chosen = {n: type(choose(n, 4, (32, 2880, 2880), torch.bfloat16, weight_dtype=dtype)) for n in (1, 2, 3, 4, 5, 8192)}
+    chosen = {
+        n: type(choose(n, 4, (32, 2880, 2880), torch.bfloat16, weight_dtype=dtype)) for n in (1, 2, 3, 4, 5, 8192)
+    }
     few, four = Tiles if dtype == torch.int8 else Rows, Rows if dtype == torch.int32 else Tiles
     assert chosen == {1: few, 2: few, 3: four, 4: four, 5: Tiles, 8192: Tiles}
 
