@@ -190,7 +190,8 @@ def test_chain_in_a_graph() -> None:
 def test_samples_launch_what_merged_linears_need() -> None:
     """After them no shape of this width builds a kernel."""
     from torchweave.ops.kernels.quant.dequantize import dequantize_words_kernel
-    from torchweave.ops.kernels.quant.int_linear import add_kernel, row_kernel, split_kernel
+    from torchweave.ops.kernels.quant.int_linear import add_kernel, split_kernel
+    from torchweave.ops.kernels.quant.int_rows import row_kernel
     from torchweave.ops.kernels.quant.int_tiles import tile_kernel
 
     made = operands(IntCase(4, 128), 8, 512, 2048, torch.bfloat16, "cuda")

@@ -129,7 +129,7 @@ def select_config(text: str, num_tokens: int) -> LinearConfig | None:
 MAX_TOKENS = 32
 """Above this many tokens the rule takes the BLAS."""
 
-_MIN_WEIGHT = 1 << 18  # elements: below this the launch dominates
+_MIN_WEIGHT = 1 << 15  # elements: those of a router of 8 experts and 4096 inputs; below this nothing was measured
 _SMALL_WEIGHT = 1 << 20  # elements: below this, programs of one wave load it whole before x exists
 _WIDE = 4096  # columns from which a program reads longer parts of a row
 _SMALL = LinearConfig("row", 2, 2048, num_warps=4, depth=1, dependent=1)

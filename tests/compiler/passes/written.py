@@ -82,6 +82,17 @@ def rotary_tokens_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple
     return rotated[0], rotated[1]
 
 
+def rotary_chunks(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """gpt-oss: cos and sin are `[1, T, D / 2]`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def rotated(x: Tensor) -> Tensor:
+        low, high = torch.chunk(x, 2, dim=-1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+    return rotated(q), rotated(k)
+
+
 def heads(x: Tensor, dim: int = 16) -> Tensor:
     """`[1, T, H * dim]` as `[1, H, T, dim]`."""
     return x.view(1, x.shape[1], -1, dim).transpose(1, 2)

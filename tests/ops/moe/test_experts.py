@@ -123,7 +123,13 @@ def test_skewed_and_foreign_routing_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize(
     ("form", "tokens"),
-    [("plain", (1, 64, 4096)), ("gpt_oss", (64, 4096)), ("ungated", (1, 64)), ("shared", (1, 64)), ("shared_residual", (1, 64))],
+    [
+        ("plain", (1, 64, 4096)),
+        ("gpt_oss", (64, 4096)),
+        ("ungated", (1, 64)),
+        ("shared", (1, 64)),
+        ("shared_residual", (1, 64)),
+    ],
 )
 def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
     """Launches of each strategy; weights are read 16 bytes at a time."""

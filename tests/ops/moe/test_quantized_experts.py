@@ -21,7 +21,9 @@ from torchweave.ops.moe.quantized_experts import quantized_experts
 from torchweave.ops.quant.int_linear import dequantize_int
 from torchweave.ops.quant.mxfp4 import quantize_mxfp4
 
-GPT_OSS: dict[str, Any] = {"biased": True, "interleaved": True, "alpha": 1.702, "limit": 1.0, "width": 96, "inner": 64}
+GPT_OSS: dict[str, Any] = {
+    "biased": True, "interleaved": True, "alpha": 1.702, "limit": 1.0, "width": 96, "inner": 64, "residual": True,
+}  # fmt: skip
 SHAPES = {
     "gpt_oss": GPT_OSS,
     "halves": {"width": 64, "inner": 32},
@@ -98,7 +100,7 @@ def arguments(call: ExpertsCall) -> tuple[Any, ...]:
     return (
         call.x, call.index, call.weight, call.up, call.up_scale, call.down, call.down_scale, call.up_bias, call.down_bias,
         form.activation, form.gated, form.interleaved, form.alpha, form.limit, call.up_packing.group, call.up_packing.zero,
-        call.down_packing.zero, call.up_packing.row_scale, call.down_packing.row_scale,
+        call.down_packing.zero, call.up_packing.row_scale, call.down_packing.row_scale, call.residual,
     )  # fmt: skip
 
 
@@ -131,9 +133,11 @@ def test_on_a_cpu(kind: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.float8_e4m3fn])
 def test_rows_run_with_few_tokens_and_tiles_with_more(dtype: torch.dtype) -> None:
-    chosen = {n: type(choose(n, 4, (32, 2880, 2880), torch.bfloat16, weight_dtype=dtype)) for n in (1, 2, 3, 64, 8192)}
-    few = Tiles if dtype == torch.int8 else Rows
-    assert chosen == {1: few, 2: few, 3: Tiles, 64: Tiles, 8192: Tiles}
+    chosen = {
+        n: type(choose(n, 4, (32, 2880, 2880), torch.bfloat16, weight_dtype=dtype)) for n in (1, 2, 3, 4, 5, 8192)
+    }
+    few, four = Tiles if dtype == torch.int8 else Rows, Rows if dtype == torch.int32 else Tiles
+    assert chosen == {1: few, 2: few, 3: four, 4: four, 5: Tiles, 8192: Tiles}
 
 
 def test_opcheck() -> None:
@@ -148,7 +152,7 @@ def test_opcheck() -> None:
 
 
 def check_kernels(kinds: tuple[str, ...]) -> None:
-    """In Triton's interpreter: a width that is no multiple of a tile's, and experts of another rank.
+    """In Triton's interpreter: widths that are multiples of a tile's and others, and experts of another rank.
 
     FP8 runs with tiles of another size, too. Kernels compute the rows of an expert's form before they read their format, so that
     formats whose kernel is another's with other constants run with the first form alone (tests/gpu runs every pair).
@@ -156,13 +160,14 @@ def check_kernels(kinds: tuple[str, ...]) -> None:
     from tests.ops.moe.interpreted_experts import TILES
 
     wide = tuple(replace(each, up=replace(each.up, block_k=64), down=replace(each.down, block_k=64)) for each in TILES)
-    rows = Rows(GemmConfig(4, 128, 2, 1), GemmConfig(4, 128, 2, 1))
+    even, odd = (Rows(GemmConfig(n, 128, 2, 1), GemmConfig(n, 128, 2, 1)) for n in (4, 64))
     for kind in kinds:
         for number, shape in enumerate(shapes(kind)[: None if kind in READ_DIFFERENTLY else 1]):
             for tokens in (2, 19):
                 case = cases(tokens, **shape)
                 case["index"][0, 0] = 77
                 call, plain = packed(case, kind)
+                rows = even if number == 1 else odd
                 tiles = wide[: 2 if number == 0 and kind == "fp8" else 1]
                 for strategy in tiles if tokens > 2 else (wide[0] if kind.startswith("int8") else rows,):
                     out = torch.full_like(call.out, torch.nan)
@@ -188,7 +193,9 @@ def test_kernels_build_for_hopper(kind: str) -> None:
     with recorded(kernels, *names) as launches:
         run(call, strategy)
     for launch in launches[1:3]:
-        compiled = compile_for_hopper(launch)
+        in_words = call.up.dtype == torch.int32
+        given = replace(launch, kwargs=launch.kwargs | {"ASSEMBLY": True}) if in_words else launch
+        compiled = compile_for_hopper(given)
         assert "mma" in compiled.asm["ptx"] and compiled.metadata.shared <= 227 << 10
 
 
@@ -208,7 +215,7 @@ def test_kernels_of_few_tokens_build_for_hopper(kind: str) -> None:
         in_words = call.up.dtype == torch.int32
         given = replace(launch, kwargs=launch.kwargs | {"ASSEMBLY": True}) if in_words else launch
         compiled = compile_for_hopper(given)
-        assert not in_words or "lop3" in compiled.asm["ptx"]
+        assert not in_words or "lop3" in compiled.asm["ptx"] or "prmt" in compiled.asm["ptx"]
 
 
 if __name__ == "__main__":

@@ -142,8 +142,8 @@ def test_kernels_in_the_interpreter(part: str) -> None:
     run_interpreted("tests.ops.quant.interpreted_int_linear", part)
 
 
-def assembled(lines: str, words: tuple[int, int], outputs: int) -> list[int]:
-    """What PTX of shifts, LOP3 and pairwise subtraction computes of two words: the registers, without GPU."""
+def assembled(lines: str, words: tuple[int, ...], outputs: int) -> list[int]:
+    """What PTX of shifts, LOP3, PRMT, sums and pairwise differences computes of words: the registers, without GPU."""
     registers: dict[str, int] = {f"${outputs + at}": word for at, word in enumerate(words)}
 
     def number(text: str) -> int:
@@ -164,6 +164,14 @@ def assembled(lines: str, words: tuple[int, int], outputs: int) -> list[int]:
             registers[to] = values[0]
         elif op.startswith("and"):
             registers[to] = values[0] & values[1]
+        elif op.startswith("xor"):
+            registers[to] = values[0] ^ values[1]
+        elif op.endswith(".u32"):
+            registers[to] = {"add": int.__add__, "sub": int.__sub__, "mul": int.__mul__}[op[:3]](*values) & 0xFFFFFFFF
+        elif op.startswith("prmt"):
+            table = (values[0] | values[1] << 32).to_bytes(8, "little")
+            chosen = [(table[values[2] >> 4 * at & 7], values[2] >> 4 * at & 8) for at in range(4)]
+            registers[to] = int.from_bytes((0xFF * (byte >> 7) if sign else byte for byte, sign in chosen), "little")
         else:
             kind = torch.bfloat16 if "bf16" in op else torch.float16
             a, b = (torch.tensor([each]).to(torch.int32).view(kind) for each in values)
@@ -175,16 +183,26 @@ def test_assembly_unpacks_two_words() -> None:
     """The instructions that the interpreter cannot run, by hand: every nibble to its input, exactly."""
     pytest.importorskip("triton")
     from torchweave.ops.kernels.quant import int_linear as kernels
+    from torchweave.ops.kernels.quant import int_rows
 
     q = torch.randint(0, 16, (1, 128), dtype=torch.uint8)
     packed = [int(word) & 0xFFFFFFFF for word in pack_int4(q)[0]]
     for pair in range(8):
         words = packed[2 * pair], packed[2 * pair + 1]
-        floats = torch.tensor(assembled(kernels.float_code(), words, 16)).to(torch.int32).view(torch.float32)
+        floats = torch.tensor(assembled(int_rows.float_code(), words, 16)).to(torch.int32).view(torch.float32)
         for at, value in enumerate(floats.tolist()):
             j, odd = at // 2, at % 2
-            scales = (kernels.ODD_SCALES if odd else kernels.EVEN_SCALES).value
+            scales = (int_rows.ODD_SCALES if odd else int_rows.EVEN_SCALES).value
             assert (value - 1) * scales[j % 4] == int(q[0, 16 * j + 2 * pair + odd])
+        for half, word in enumerate(words):
+            numbers = [
+                float(CODES[int(q[0, 16 * (4 * half + j) + 2 * pair + odd])]) for j in range(4) for odd in range(2)
+            ]
+            floats = torch.tensor(assembled(int_rows.e2m1_float_code(), (word,), 8)).to(torch.int32).view(torch.float32)
+            for at, value in enumerate(floats.tolist()):
+                odd_input = at // 2 % 2
+                error = numbers[at - 2] * 2.0**-16 if odd_input else 0.0
+                assert value - int_rows.E2M1_ONES.value[odd_input] == numbers[at] + error
         for text, kind in ((kernels.HALVES_BFLOAT, torch.bfloat16), (kernels.HALVES, torch.float16)):
             halves = torch.tensor(assembled(text.value, words, 8)).to(torch.int32).view(kind).view(8, 2)
             for j, two in enumerate(halves.tolist()):
@@ -220,14 +238,15 @@ def assembly_pairs_columns(compiled: Any) -> bool:
 def launches_of(config: IntConfig, made: Operands | Fp4Operands) -> list[Launch]:
     """The launches of a product of 256 outputs, not executed."""
     from torchweave.ops.kernels.quant import int_linear as kernels
-    from torchweave.ops.kernels.quant import int_tiles
+    from torchweave.ops.kernels.quant import int_rows, int_tiles
 
     x, (w, scale, zero), row_scale = made.x, made.weight[:3], made.row_scale if isinstance(made, Fp4Operands) else None
     out = torch.empty(len(x), 256, dtype=x.dtype)
-    names = ("row_kernel", "split_kernel", "byte_kernel", "add_kernel")
-    with recorded(kernels, *names) as launches, recorded(int_tiles, "tile_kernel") as tiles:
+    names = ("split_kernel", "byte_kernel", "add_kernel")
+    few, many = recorded(int_rows, "row_kernel"), recorded(int_tiles, "tile_kernel")
+    with recorded(kernels, *names) as launches, few as rows, many as tiles:
         config.run(x, w, scale, zero, made.bias, made.group, out, row_scale)
-    return [*tiles, *launches]
+    return [*rows, *tiles, *launches]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], IntCase(4, group=64, bias=True), CASES[5]], ids=str)

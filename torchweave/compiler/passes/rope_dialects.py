@@ -3,6 +3,7 @@
     x * cos + cat(-x[R/2:], x[:R/2]) * sin      the half style (`rotate_half`) over all D numbers of a head
     cat(rotated(x[:R]), x[R:])                  over the first R numbers (Phi 3, GPT-NeoX)
     rotated(x).to(dtype)                        with cos and sin in float32, rounded once at the end (OLMo 2)
+    cat(a * cos - b * sin, b * cos + a * sin)   a, b the halves of x, with cos and sin `[1, 1, T, D/2]` of one half (gpt-oss)
 
 x is `[1, H, T, D]` with cos `[1, 1, T, R]`, or `[1, T, H, D]` with cos `[1, T, 1, R]` (Gemma 4). Queries and keys may each have an
 `unsqueeze` of the same cos and sin: the matcher compares those views by value. The interleaved style is not recognised.
@@ -58,9 +59,19 @@ def full_rope_float32(ops: RopeOps, x: Any, cos: Any, sin: Any, half: Any, dtype
     return ops.rounded(full_rope(ops, x, cos, sin, half), dtype)
 
 
+def chunked_rope(x: Any, cos: Any, sin: Any) -> Any:
+    """Of Torch IR. `cat(cos, cos)` and `cat(sin, sin)` are the angles of `full_rope`, which has the same roundings."""
+    halves = torch.chunk(x, 2, dim=-1)
+    low, high = halves[0], halves[1]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
 def halves_mismatch(match: Match, x: Tensor, cos: Tensor) -> str | None:
     """Why `half` and `width` of a match do not fit the R numbers of cos, or None."""
     width = cos.shape[-1]
+    if "half" not in match.bindings:
+        half = x.shape[-1] // 2
+        return None if half == width else f"the halves have {half} numbers and cos has {width}"
     if 2 * match["half"] != width or match.bindings.get("width", x.shape[-1]) != width:
         return f"the halves are {match['half']} of {width} numbers that cos has"
     return None

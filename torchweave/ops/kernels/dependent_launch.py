@@ -45,7 +45,12 @@ def pdl_prefetch(places, DEPENDENT: tl.constexpr):
     """
     if DEPENDENT > 0:
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [places.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
 

@@ -97,7 +97,12 @@ class ExpertsCall:
         part = slice(begin, end)
         residual = None if self.residual is None else self.residual[part]
         return replace(
-            self, x=self.x[part], index=self.index[part], weight=self.weight[part], out=self.out[part], residual=residual
+            self,
+            x=self.x[part],
+            index=self.index[part],
+            weight=self.weight[part],
+            out=self.out[part],
+            residual=residual,
         )
 
 

@@ -1,7 +1,7 @@
 """Routed experts on a GPU: three strategies, chosen by the number of tokens and the weights' shape, in bounded memory.
 
-rows     one or two tokens: each chosen expert's rows are read once, at memory bandwidth. Two launches, three for 4-bit
-         weights. Not for 8-bit integers.
+rows     one or two tokens, up to four with 4-bit weights: each chosen expert's rows are read once for each token, at memory
+         bandwidth. Two launches. Not for 8-bit integers.
 tiles    up to a few tokens an expert: pairs are grouped by expert on the device, and a program multiplies rows of one expert's
          weight by all of its tokens on tensor cores. Four launches.
 grouped  many tokens an expert: `torch._grouped_mm` between fused gathers. Six launches. For weights that are not quantized.
@@ -45,15 +45,16 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class Rows:
-    """One or two tokens, element by element; `dependent`: by programmatic dependent launch.
+    """Few tokens, element by element; `dependent`: by programmatic dependent launch, see `LinearConfig`.
 
     `early`: a shared expert's gate and up are loaded before the routing is known; an iteration has all inputs.
-    Of 4-bit weights the words of an iteration hold `block_k` numbers, a multiple of 128.
+    Of 4-bit weights the words of an iteration hold `block_k` numbers, a multiple of 128; of `down` those of all experts of a token,
+    one behind the other.
     """
 
     up: GemmConfig
     down: GemmConfig
-    dependent: bool = False
+    dependent: int = 0
     early: bool = False
 
 
@@ -74,16 +75,18 @@ class Grouped:
 
 Strategy = Rows | Tiles | Grouped
 
-ROW_TOKENS = 2
-_ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 3), dependent=True)
-_SHARED_ROWS = Rows(GemmConfig(1, 2048, 4, 1), GemmConfig(4, 128, 4, 2), dependent=True, early=True)
+ROW_TOKENS, WORD_ROW_TOKENS = 2, 4
+_ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 3), dependent=1)
+_SHARED_ROWS = Rows(GemmConfig(1, 2048, 4, 1), GemmConfig(4, 128, 4, 2), dependent=1, early=True)
 """Qwen 3.5 35B on an H100, one token: 20.5 us, against 21.3 with (2, 2048) and (2, 128)
 (bench/results/experts-qwen3.5-shared_h100_202611.json)."""
-_FP8_ROWS = Rows(GemmConfig(4, 1024, 4, 2), GemmConfig(4, 128, 4, 2), dependent=True)
-_WORD_ROWS = Rows(GemmConfig(4, 2048, 1, 1), GemmConfig(8, 1024, 1, 1), dependent=True)
-_LONG_WORD_ROWS = Rows(GemmConfig(4, 1024, 2, 1), GemmConfig(8, 1024, 1, 1))
+_FP8_ROWS = Rows(GemmConfig(4, 1024, 4, 2), GemmConfig(4, 128, 4, 2), dependent=1)
+_WORD_ROWS = Rows(GemmConfig(4, 2048, 1, 1), GemmConfig(4, 4096, 4, 1), dependent=1)
+_LONG_WORD_ROWS = Rows(GemmConfig(1, 1024, 1, 1), GemmConfig(4, 4096, 4, 1), dependent=1)
 """Of more inputs than an iteration of `_WORD_ROWS` has."""
 _TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4), dependent=True)
+_FP8_TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 64, 4, 5), dependent=True)
+_LONG_WORD_TILES = Tiles(GemmConfig(64, 128, 4, 3), GemmConfig(64, 128, 4, 4), dependent=True)
 _MIDDLE_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=64, dependent=True)
 _WIDE_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=64)
 _WIDE_FP8_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=128)
@@ -108,14 +111,17 @@ def choose(
     the weights dominates; then grouped, or wide tiles if the weights are quantized. On an H100, experts of Qwen3-30B-A3B
     (bench/results/experts_h100_202611.json): rows 27.5 against tiles 36.1 us at one token, tiles 362 against grouped 436 at 32,
     458 against 509 at 512; 1910 against 944 at 4096. One token in FP8: rows 21.3 against tiles 44.3; in 4 bits 15.3 against 31.8;
-    gpt-oss-20b in MXFP4 43.1 against 66.8 (experts-fp8, -int4 and -mxfp4 there).
+    gpt-oss-20b in MXFP4 43.1 against 66.8 (experts-fp8, -int4 and -mxfp4 there). Since decision 0210 4 bits take 12.8 at one token,
+    and at four 40 against 51 in tiles (74 against 71 at eight); gpt-oss-20b 33.4, and 117 against 133 (226 against 181).
     """
     num_experts, width, inner = shape
-    if num_tokens <= ROW_TOKENS and not transposed and weight_dtype != torch.int8:
-        words = _WORD_ROWS if width <= _WORD_ROWS.up.block_k else _LONG_WORD_ROWS
-        return {None: _SHARED_ROWS if shared else _ROWS, torch.int32: words}.get(weight_dtype, _FP8_ROWS)
+    words, long = weight_dtype == torch.int32, width > _WORD_ROWS.up.block_k
+    if num_tokens <= (WORD_ROW_TOKENS if words else ROW_TOKENS) and not transposed and weight_dtype != torch.int8:
+        if words:
+            return _LONG_WORD_ROWS if long else _WORD_ROWS
+        return _FP8_ROWS if weight_dtype is not None else _SHARED_ROWS if shared else _ROWS
     if num_tokens * top_k <= _FEW_PAIRS * num_experts:
-        return _TILES
+        return _FP8_TILES if weight_dtype == FP8 else _LONG_WORD_TILES if words and long else _TILES
     if num_tokens * top_k <= _MORE_PAIRS * num_experts and dtype.itemsize == 2:
         return _MIDDLE_TILES
     if weight_dtype is not None:
@@ -149,7 +155,7 @@ def _supported_strategy(strategy: Strategy, call: ExpertsCall) -> Strategy:
         strategy = _TILES
     if isinstance(strategy, Grouped) or supports_pdl(call.x.device):
         return strategy
-    return replace(strategy, dependent=False)
+    return replace(strategy, dependent=0)
 
 
 def _with_contiguous_rows(call: ExpertsCall) -> ExpertsCall:
@@ -200,13 +206,11 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
     early = strategy.early and call.x.shape[1] <= strategy.up.block_k and call.form.gated and not call.form.interleaved
     up = {**_activation(call), **_launch(strategy.up)}
     kernels.launch_rows_up(*first, **up, dependent=strategy.dependent, shared=early)
+    second = (h, call.index, call.weight, call.down, call.down_bias, call.out)
     if call.down_scale is None or call.down.dtype == FP8:
-        second = (h, call.index, call.weight, call.down, call.down_bias, call.out, call.down_scale, call.residual)
-        kernels.launch_rows_down(*second, shared=call.shared, **down)
-        return
-    y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
-    kernels.launch_words_down(h, call.index, call.down, y, call.down_scale, call.down_packing, **down)
-    _combine(call, y, dependent=strategy.dependent)
+        kernels.launch_rows_down(*second, call.down_scale, call.residual, shared=call.shared, **down)
+    else:
+        kernels.launch_words_down(*second, call.down_scale, call.down_packing, call.residual, **down)
 
 
 def _tiles(call: ExpertsCall, strategy: Tiles) -> None:

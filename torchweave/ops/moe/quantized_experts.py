@@ -64,9 +64,7 @@ def quantized_experts(
     out = x.new_empty(x.shape)
     packings = (Packing(up_zero, up_row_scale, group), Packing(down_zero, down_row_scale, group))
     scales = (up_scale, down_scale)
-    call = ExpertsCall(
-        x, index, weight, up, down, up_bias, down_bias, out, form, *scales, *packings, residual=residual
-    )
+    call = ExpertsCall(x, index, weight, up, down, up_bias, down_bias, out, form, *scales, *packings, residual=residual)
     if not x.is_cuda:
         loop_over_experts(call)
     elif _has_kernels(call):

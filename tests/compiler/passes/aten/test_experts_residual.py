@@ -53,8 +53,6 @@ def test_experts_residual_fires_once_and_keeps_every_bit(function: Any) -> None:
     assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
 
 
-
-
 def twice_itself(residual: Tensor, x: Tensor, index: Tensor, weight: Tensor, up: Tensor, down: Tensor) -> Tensor:
     y = EXPERTS(x, index, weight, up, down, None, None, "silu")
     return y + y

@@ -18,6 +18,7 @@ from tests.compiler.passes.written import (
     llama_norm,
     olmo_norm,
     rotary,
+    rotary_chunks,
     rotary_each,
     rotary_part,
     rotary_tokens_first,
@@ -91,6 +92,7 @@ LAYERS = {
     "float32": (Layer(rotary, dtype=torch.float32), 2),
     "part": (Layer(rotary_part, width=8), 2),
     "wide": (Layer(rotary_wide), 2),
+    "chunks": (Layer(rotary_chunks, width=8), 2),
     "an unsqueeze for each": (Layer(rotary_each), 2),
     "tokens first": (Layer(rotary_tokens_first), 2),
     "tokens first, gemma 4 norm": (Layer(rotary_tokens_first, gemma4_power_norm), 7),
@@ -155,6 +157,15 @@ def test_rotary_attention_names_near_misses(turn: Any, why: str) -> None:
     assert why in result.near_misses[0].why
 
 
+def test_layers_share_the_angles_of_both_halves() -> None:
+    module = load(zoo.zoo_model("gpt_oss").config().to_dict(), torch.float32, load_format="dummy").module
+    given = {"input_ids": torch.arange(3, 14), "positions": torch.arange(11), "logits_index": torch.tensor([3, 10])}
+    names = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
+    graph = capture(module, given, names, "backed_size_oblivious")
+    assert run_pass(PASS, graph, debug=True).matches == len(module.attention_layers) > 1
+    assert sum(node.target is torch.cat for node in graph.graph.nodes) == 2
+
+
 def test_rotary_attention_is_for_devices_whose_kernels_rotate() -> None:
     layer = Layer(rotary)
     graph = capture(layer.requires_grad_(False), inputs(layer), DYNAMIC, "backed")
@@ -163,7 +174,7 @@ def test_rotary_attention_is_for_devices_whose_kernels_rotate() -> None:
 
 @pytest.mark.parametrize(
     ("name", "norms"),
-    [("llama", False), ("qwen3", True), ("gemma3", True), ("phi3", False), ("olmo2", False)],
+    [("llama", False), ("qwen3", True), ("gemma3", True), ("phi3", False), ("olmo2", False), ("gpt_oss", False)],
 )
 def test_real_decoders_rotate_in_attention_cold_and_warm(name: str, norms: bool, tmp_path: Path) -> None:
     module = load(zoo.zoo_model(name).config().to_dict(), torch.float32, load_format="dummy").module

@@ -48,8 +48,8 @@ class Half(Toy):
 
 
 def decoder() -> Half:
-    """Three layers with q/k/v [1536, 768] and gate/up [4608, 768] after merging and down [768, 2304] large, o [768, 768] small;
-    the head is too small."""
+    """Three layers with q/k/v [1536, 768] and gate/up [4608, 768] after merging and down [768, 2304] large; o [768, 768] and the
+    head are small."""
     torch.manual_seed(0)
     return Half(hidden=768).to(BF16).eval().requires_grad_(False)
 
@@ -116,7 +116,7 @@ def test_it_fires_once_for_a_linear(module: One, shape: tuple[int, ...], mode: D
     ("module", "dtype", "why"),
     [
         (One(dtype=torch.float32), torch.float32, "for float32 [1024, 1024] the op has no kernel but the BLAS"),
-        (One(rows=248), BF16, "bfloat16 [248, 1024] the op has no kernel but the BLAS"),
+        (One(rows=24), BF16, "bfloat16 [24, 1024] the op has no kernel but the BLAS"),
         (One("computed weight"), BF16, "is computed"),
         (One("computed bias"), BF16, "is computed"),
         (One("batch"), BF16, "more than one dimension"),
@@ -180,8 +180,8 @@ def test_a_decoder_behind_merge_linears(with_and_without_op: tuple[CompiledGraph
     compiled_graph, plain = with_and_without_op
     event = compiled_graph.report.select("pass")[1]
     assert (event["name"], event["numerics"]) == ("small_linears", "exact")
-    assert (event["matches"], event["ops_after"]) == (12, event["ops_before"]), "four in each of three layers"
-    assert len(event["near_misses"]) == 1 and "[96, 768]" in event["near_misses"][0], "the head is small"
+    assert (event["matches"], event["ops_after"]) == (13, event["ops_before"]), "four in each of three layers, the head"
+    assert not event["near_misses"]
     for tokens in SIZES:
         inputs = step(tokens, min(tokens, 3))
         assert torch.equal(compiled_graph(call_op, *inputs), plain(call_op, *inputs)), "on a CPU the op is F.linear"

@@ -42,6 +42,7 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, half: int, width: int, dtype: tor
         rope.full_rope(rope.TORCH_IR, x, cos, sin, half),
         rope.partial_rope(rope.TORCH_IR, x, cos, sin, half, width),
         rope.full_rope_float32(rope.TORCH_IR, x, cos, sin, half, dtype),
+        rope.chunked_rope(x, cos, sin),
     )
     return either(rotated, rotated.transpose(1, 2)).squeeze(0).transpose(0, 1)
 
@@ -107,6 +108,8 @@ def _rewrite(graph: CapturedGraph, node: fx.Node, arguments: list[Any]) -> str |
     if why is not None:
         return why
     cos, sin = (rope_matches[0][name].args[0] for name in ("cos", "sin"))
+    if "half" not in rope_matches[0].bindings:
+        cos, sin = _both_halves(graph, cos), _both_halves(graph, sin)
     heads = [_heads(match["x"], _heads_dim(match)) for match in rope_matches]
     q_norm, k_norm = (each.norm for each in heads)
     if q_norm is not None and k_norm is not None and q_norm[1:] == k_norm[1:]:
@@ -122,6 +125,17 @@ def _rewrite(graph: CapturedGraph, node: fx.Node, arguments: list[Any]) -> str |
     return None
 
 
+def _both_halves(graph: CapturedGraph, angles: fx.Node) -> fx.Node:
+    """`cat([angles, angles])` behind angles, once for all layers."""
+    for reader in angles.users:
+        if reader.target is torch.cat and reader.args == ([angles, angles], -1):
+            return reader
+    with graph.graph.inserting_after(angles):
+        node = graph.graph.call_function(torch.cat, ([angles, angles], -1))
+    node.meta["example_value"] = graph.fake_ops.run(torch.cat, ([value(angles)] * 2, -1), {})
+    return node
+
+
 def _heads_dim(match: Match) -> int:
     """The dimension of heads of the tensor that is rotated: 2 where tokens and heads change places afterwards."""
     return 2 if any(node.target == "transpose" and node.args[1:] == (1, 2) for node in match.nodes) else 1
@@ -133,6 +147,8 @@ def _reject_reason(rope_matches: list[Match]) -> str | None:
         return "queries and keys have heads in different dimensions"
     if not (same_value(q["cos"], k["cos"]) and same_value(q["sin"], k["sin"])):
         return "queries and keys rotate by different angles"
+    if ("half" in q.bindings) != ("half" in k.bindings):
+        return "queries and keys rotate in different dialects"
     for name in ("cos", "sin"):
         angle = q[name]
         if angle.op != "call_method" or angle.target != "unsqueeze" or angle.args[1:] != (_heads_dim(q),):

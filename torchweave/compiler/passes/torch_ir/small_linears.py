@@ -4,7 +4,7 @@ Before                                  After
     y = linear(x, W, b)                     y = torchweave.linear(x, W, b, choices)
 
 When      x is [T, K] or [1, T, K] with dynamic T, W [N, K] and b [N] are parameters on a GPU, and `torchweave.ops.linear` has
-          kernels for that shape and dtype: bfloat16 or float16, K a multiple of 8, N * K at least 2**18.
+          kernels for that shape and dtype: bfloat16 or float16, K a multiple of 8, N * K at least 2**15.
 Numerics  exact: only the summation order differs. The kernel sums in float32 and rounds once; where the BLAS does so too, they
           differ by at most 2 * K * 2**-24 * sum(|x * W|) and one unit in the last place. Beyond the token counts in `choices`
           the op calls the BLAS, and nothing differs.

@@ -1,7 +1,7 @@
 """Triton kernels for routed experts with one or two tokens: chosen rows of the weights times a token, element by element.
 
 Each weight is read once and used once or twice, so memory bandwidth is the limit. `rows_up_kernel` and `rows_down_kernel` read
-weights in 16 bits or FP8, `words_up_kernel` and `words_down_kernel` words of 4-bit numbers (`kernels.quant.int_linear`). All
+weights in 16 bits or FP8, `words_up_kernel` and `words_down_kernel` words of 4-bit numbers (`kernels.quant.int_rows`). All
 support programmatic dependent launch (`dependent_launch.py`).
 """
 
@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
+from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_trigger, pdl_wait
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packed_arguments
-from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, add_row_words, row_parameter, row_words
+from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS
+from torchweave.ops.kernels.quant.int_rows import add_row_words, row_parameter, row_words, runs_of_words
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
@@ -239,9 +240,10 @@ def _word_products(
     words = w + rows[:, None] * COUNT + c[None, :]
     total = tl.zeros([ROWS, BLOCK_W // 4], tl.float32)
     for first in tl.static_range(0, COUNT, BLOCK_W):
-        by = row_parameter(scales, rows, first, 0, GROUP, GROUPS, PARTS, BLOCK_W)
+        run = runs_of_words(first, BLOCK_W)
+        by = row_parameter(scales, rows, run, 0, GROUP, GROUPS, PARTS, FORMAT == "e2m1")
         total = add_row_words(
-            total, by, row_words(words, first, c, COUNT), inputs, first, c, scales, zeros, rows,
+            total, by, row_words(words, first, c, COUNT), inputs, run, scales, zeros, rows,
             FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO, ROWS, BLOCK_W, ASSEMBLY,
         )  # fmt: skip
     return tl.sum(total, 1)
@@ -254,7 +256,7 @@ def words_up_kernel(
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr,
     WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`rows_up_kernel` with words: the rows of gate and up are one tile of twice BLOCK_N rows, in the layout of the weight."""
     COUNT: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK * WORDS
@@ -262,22 +264,24 @@ def words_up_kernel(
     pair, first_column = tl.program_id(1), tl.program_id(0) * BLOCK_N
     r, c = tl.arange(0, ROWS), tl.arange(0, BLOCK_W)
     column = first_column + tl.arange(0, BLOCK_N)
+    # Scalars in 64 bits and offsets in 32, whose differences are constants: few registers address all loads of a thread.
     if GATED and INTERLEAVED:
-        row = tl.minimum(first_column * 2 + r, inner * 2 - 1)
+        rows = r if EVEN else tl.minimum(r, (inner - first_column) * 2 - 1)
     else:
-        row = (r // BLOCK_N) * inner + tl.minimum(first_column + r % BLOCK_N, inner - 1)
+        rows = (r // BLOCK_N) * inner + (r % BLOCK_N if EVEN else tl.minimum(r % BLOCK_N, inner - first_column - 1))
     pdl_wait(DEPENDENT)
     expert = tl.load(index + pair)
     if expert < num_experts:
-        rows = expert.to(tl.int64) * (inner * 2 if GATED else inner) + row
+        first = expert.to(tl.int64) * (inner * 2 if GATED else inner)
+        first += first_column * 2 if GATED and INTERLEAVED else first_column
         sums = _word_products(
-            up, scales, zeros, x + (pair // TOP).to(tl.int64) * x_stride, rows, c, COUNT, FORMAT, WIDTH, GROUP, GROUPS, PARTS,
-            ZERO, ROWS, BLOCK_W, ASSEMBLY,
+            up + first * COUNT, scales + first * GROUPS, zeros + first * GROUPS, x + (pair // TOP).to(tl.int64) * x_stride,
+            rows, c, COUNT, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO, ROWS, BLOCK_W, ASSEMBLY,
         )  # fmt: skip
         if BY_ROW:
-            sums *= tl.load(row_scales + rows)
+            sums *= tl.load(row_scales + first + rows)
         if HAS_BIAS:
-            sums += tl.load(bias + rows).to(tl.float32)
+            sums += tl.load(bias + first + rows).to(tl.float32)
         dtype = h.dtype.element_ty
         sums = sums.to(dtype).to(tl.float32)
         if GATED:
@@ -289,34 +293,90 @@ def words_up_kernel(
             result = gated_activation(gate, up_value, ACTIVATION, ALPHA, LIMIT, dtype)
         else:
             result = activation(sums, ACTIVATION)
+        pdl_trigger(DEPENDENT)
         tl.store(h + pair.to(tl.int64) * inner + column, result.to(dtype), mask=column < inner)
 
 
 @triton.jit
-def words_down_kernel(
-    h, index, down, scales, zeros, row_scales, y, num_experts, num_outputs,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _experts_words(
+    index, down, num_experts, num_outputs, rows, run, COUNT: tl.constexpr, TOP: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """y[pair, N], unweighted: a program computes BLOCK_N columns of one pair.
+    """Words `[BLOCK_N, BLOCK_W]` of rows of a token's experts at index, behind each other; of each run: which rows, and if any."""
+    j = run // COUNT
+    expert = tl.load(index + j, mask=j < TOP, other=num_experts, cache_modifier=".cg")
+    chosen = expert < num_experts
+    start = tl.where(chosen, expert, 0).to(tl.int64) * num_outputs
+    words = down + start * COUNT + run % COUNT
+    at = tl.reshape(words[:, None] + tl.arange(0, 4)[None, :], [BLOCK_W])[None, :] + rows[:, None] * COUNT
+    mask = tl.reshape(tl.broadcast_to(chosen[:, None], [BLOCK_W // 4, 4]), [BLOCK_W])[None, :]
+    at = tl.max_contiguous(tl.multiple_of(at, [1, 16]), [1, 4])
+    mask = tl.max_constancy(mask, [1, 4])
+    tile = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
+    return tile, start, chosen
 
-    A program for all experts of a token, as in `rows_down_kernel`, has too few loads in flight.
-    """
+
+@triton.jit
+def words_down_kernel(
+    h, index, weight, down, scales, zeros, row_scales, bias, residual, out, num_experts, num_outputs, residual_stride, out_stride,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
+    BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """`rows_down_kernel` with words: a row is the words of all experts of the token, one behind the other."""
     COUNT: tl.constexpr = (INNER + BLOCK - 1) // BLOCK * WORDS
-    pair = tl.program_id(1)
-    n, c = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
+    ALL: tl.constexpr = TOP * COUNT
+    token = tl.program_id(1).to(tl.int64)
+    n, first_row = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_N
+    left = num_outputs - first_row
+    rows = n if EVEN else tl.minimum(n, left - 1)
+    # Offsets of rows, whose differences are constants, behind one pointer for each run.
+    down += first_row.to(tl.int64) * COUNT
+    scales += first_row.to(tl.int64) * GROUPS
+    zeros += first_row.to(tl.int64) * GROUPS
+    row_scales += first_row
+    index += token * TOP
+    weight += token * TOP
+    run = runs_of_words(0, BLOCK_W)
+    tile, start, chosen = _experts_words(index, down, num_experts, num_outputs, rows, run, COUNT, TOP, BLOCK_W)
+    by = row_parameter((scales + start * GROUPS)[None, :], rows, run % COUNT, 0, GROUP, GROUPS, PARTS, True)
+    if ADD:
+        places = residual + token * residual_stride + first_row + n
+        added = tl.load(places, mask=n < left, other=0.0, cache_modifier=".cg")
     pdl_wait(DEPENDENT)
-    expert = tl.load(index + pair)
-    if expert < num_experts:
-        rows = expert.to(tl.int64) * num_outputs + tl.minimum(n, num_outputs - 1)
-        sums = _word_products(
-            down, scales, zeros, h + pair.to(tl.int64) * INNER, rows, c, COUNT, FORMAT, INNER, GROUP, GROUPS, PARTS, ZERO,
-            BLOCK_N, BLOCK_W, ASSEMBLY,
+    total = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
+    for first in tl.static_range(0, ALL, BLOCK_W):
+        run = runs_of_words(first, BLOCK_W)
+        if first + BLOCK_W < ALL:
+            following = runs_of_words(first + BLOCK_W, BLOCK_W)
+            tile_ahead, start_ahead, chosen_ahead = _experts_words(
+                index, down, num_experts, num_outputs, rows, following, COUNT, TOP, BLOCK_W
+            )
+            scales_ahead = (scales + start_ahead * GROUPS)[None, :]
+            by_ahead = row_parameter(scales_ahead, rows, following % COUNT, 0, GROUP, GROUPS, PARTS, True)
+        inputs = h + (token * TOP + run % ALL // COUNT)[:, None] * INNER
+        products = add_row_words(
+            tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32), by, tile, inputs, run % COUNT,
+            (scales + start * GROUPS)[None, :], (zeros + start * GROUPS)[None, :], rows,
+            FORMAT, INNER, GROUP, GROUPS, PARTS, ZERO, BLOCK_N, BLOCK_W, ASSEMBLY,
         )  # fmt: skip
         if BY_ROW:
-            sums *= tl.load(row_scales + rows)
-        tl.store(y + pair.to(tl.int64) * num_outputs + n, sums, mask=n < num_outputs)
+            products *= tl.load((row_scales + start)[None, :] + rows[:, None])
+        share = tl.load(weight + run // COUNT, mask=chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
+        total += tl.where(chosen[None, :], products * share[None, :], 0.0)  # h of other ranks' experts may be NaN
+        if first + BLOCK_W < ALL:
+            tile, start, chosen, by = tile_ahead, start_ahead, chosen_ahead, by_ahead
+    result = tl.sum(total, 1)
+    if HAS_BIAS:
+        for j in tl.static_range(TOP):
+            expert = tl.load(index + j)
+            if expert < num_experts:
+                biases = bias + expert.to(tl.int64) * num_outputs + first_row + rows
+                result += tl.load(weight + j).to(tl.float32) * tl.load(biases).to(tl.float32)
+    if ADD:
+        result = add_residual(result, added, out.dtype.element_ty)
+    pdl_trigger(DEPENDENT)
+    tl.store(out + token * out_stride + first_row + n, result.to(out.dtype.element_ty), mask=n < left)
 
 
 def _words(block: int, width: int) -> int:
@@ -327,7 +387,7 @@ def _words(block: int, width: int) -> int:
 def launch_rows_up(
     x: Tensor, index: Tensor, up: Tensor, bias: Tensor | None, h: Tensor, scales: Tensor | None = None,
     packing: Packing = PLAIN, *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
-    block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool, shared: bool = False,
+    block_n: int, block_k: int, num_warps: int, depth: int, dependent: int, shared: bool = False,
 ) -> None:  # fmt: skip
     """x [T, K], index [T, k], up [E, 2 I or I, K], h [T k, I]; rows contiguous.
 
@@ -346,7 +406,10 @@ def launch_rows_up(
     }  # fmt: skip
     if scales is not None and up.dtype == torch.int32:
         words_up_kernel[grid](
-            **arguments, BLOCK_W=_words(block_k, width), **packed_arguments(up, scales, packing, width)
+            **arguments,
+            BLOCK_W=_words(block_k, width),
+            EVEN=inner % block_n == 0,
+            **packed_arguments(up, scales, packing, width),
         )
     else:
         rows_up_kernel[grid](
@@ -358,7 +421,7 @@ def launch_rows_up(
 def launch_rows_down(
     h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor | None = None,
     residual: Tensor | None = None,
-    *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    *, shared: bool = False, block_n: int, block_k: int, num_warps: int, depth: int, dependent: int,
 ) -> None:  # fmt: skip
     """h [T k, I], index and weight [T, k], down [E, K, I], residual and out [T, K]; the rest as `launch_rows_up`, without words."""
     tokens, top = index.shape
@@ -374,13 +437,16 @@ def launch_rows_down(
 
 
 def launch_words_down(
-    h: Tensor, index: Tensor, down: Tensor, y: Tensor, scales: Tensor, packing: Packing,
-    *, block_n: int, block_k: int, num_warps: int, depth: int, dependent: bool,
+    h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor, packing: Packing,
+    residual: Tensor | None = None, *, block_n: int, block_k: int, num_warps: int, depth: int, dependent: int,
 ) -> None:  # fmt: skip
-    """h [T k, I], index [T, k], down [E, K, .] in words of 4-bit numbers, y float32 [T k, K]."""
-    inner = h.shape[1]
-    words_down_kernel[(cdiv(down.shape[1], block_n), index.numel())](
-        h, index, down, y=y, num_experts=down.shape[0], num_outputs=down.shape[1], INNER=inner, BLOCK_N=block_n,
-        BLOCK_W=_words(block_k, inner), DEPENDENT=dependent, num_warps=num_warps, num_stages=depth,
-        **packed_arguments(down, scales, packing, inner), **pdl_options(dependent),
+    """As `launch_rows_down`, down [E, K, .] in words of 4-bit numbers; `block_k` counts inputs of all experts of a token."""
+    (tokens, top), inner = index.shape, h.shape[1]
+    width = top * cdiv(inner, BLOCK.value) * BLOCK.value
+    words_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
+        h, index, weight, down, bias=scales if bias is None else bias, residual=out if residual is None else residual, out=out,
+        num_experts=down.shape[0], num_outputs=down.shape[1], residual_stride=0 if residual is None else residual.stride(0),
+        out_stride=out.stride(0), ADD=residual is not None, INNER=inner, TOP=top, HAS_BIAS=bias is not None, BLOCK_N=block_n,
+        BLOCK_W=_words(block_k, width), EVEN=down.shape[1] % block_n == 0, DEPENDENT=dependent, num_warps=num_warps,
+        num_stages=depth, **packed_arguments(down, scales, packing, inner), **pdl_options(dependent),
     )  # fmt: skip

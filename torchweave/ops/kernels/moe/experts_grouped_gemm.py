@@ -20,7 +20,7 @@ from torch import Tensor
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 from torchweave.ops.kernels.moe.experts_gemv import activation, add_residual, add_shared, gated_activation
 from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packed_arguments
-from torchweave.ops.kernels.quant.int_linear import add_block, parameter
+from torchweave.ops.kernels.quant.int_tiles import add_tile
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 
@@ -103,20 +103,15 @@ def _word_product(
 ):  # fmt: skip
     """`_product` of rows in words of 4-bit numbers, see `torchweave.ops.quant.int_linear`; rows: their numbers among all."""
     PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 and (GROUPS > 1 or FORMAT == "e2m1") else 1
-    c = tl.arange(0, 16)
-    rows, words, real = rows[:, None], weights[:, None] + c[None, :], real[None, :]
-    here = inputs[None, :] + c[:, None]
+    c, k = tl.arange(0, 16), tl.arange(0, 128)
+    words, here = weights[:, None] + c[None, :], inputs[None, :] + k[:, None]
     total = tl.zeros([ROWS, BLOCK_M], tl.float32)
-    by = parameter(scales, rows, 0, 0, GROUP, GROUPS, PARTS)
     for block in range((WIDTH + 127) // 128):
-        by_ahead = parameter(scales, rows, block + 1, 0, GROUP, GROUPS, PARTS)
-        total = add_block(
-            total, by, tl.load(words + block * 16), here + block * 128, c[:, None], WIDTH - block * 128, real, scales, zeros,
-            rows, block, FORMAT, GROUP, GROUPS, PARTS, ZERO, 1, ROWS, inputs.dtype.element_ty, False, ASSEMBLY,
-        )  # fmt: skip
-        by = by_ahead
+        b = tl.load(here + block * 128, mask=real[None, :] & (k < WIDTH - block * 128)[:, None], other=0.0)
+        tile = tl.load(words + block * 16)
+        total = add_tile(total, tile, b, scales, zeros, rows, block, FORMAT, GROUP, GROUPS, PARTS, ZERO, ROWS, ASSEMBLY)
     if BY_ROW:
-        total *= tl.load(row_scales + rows)
+        total *= tl.load(row_scales + rows)[:, None]
     return total
 
 
@@ -337,6 +332,7 @@ def _format(weight: Tensor, scales: Tensor | None, packing: Packing, width: int,
     if scales is not None and weight.dtype in (torch.int32, torch.int8):
         packed = packed_arguments(weight, scales, packing, width)
         del packed["PARTS"]
+        packed["ASSEMBLY"] = packed["ASSEMBLY"] and torch.cuda.get_device_capability(weight.device)[0] == 9
         if weight.dtype == torch.int8:
             packed |= {"FORMAT": "byte"}
         block_k = block_k if packed["GROUPS"] == 1 else min(block_k, packed["GROUP"])

@@ -1,10 +1,9 @@
 """Triton kernels for products with weights in 4 or 8 bits: the layouts are those of `torchweave.ops.quant.int_linear`.
 
-`row_kernel` (4 bits, few tokens) multiplies element by element. It turns integers into floats by one LOP3 each:
-`1 + q * 2 ** (p - 23)` with the nibble at bit p of the mantissa; the input is scaled by `2 ** (23 - p)` instead, and what the ones
-add is subtracted. `split_kernel` (4 bits) makes 16-bit numbers, two by one LOP3, and multiplies on tensor cores: the warps of a
-program share its rows and divide K. `byte_kernel` is the same for 8 bits. Of more tokens and 4 bits is `int_tiles.tile_kernel`.
-Several programs may divide K; then `add_kernel` adds their sums.
+Few tokens and 4 bits are multiplied element by element (`int_rows.row_kernel`). `split_kernel` (4 bits) makes 16-bit numbers,
+two by one LOP3, and multiplies on tensor cores: the warps of a program share its rows and divide K. `byte_kernel` is the same
+for 8 bits. Of more tokens and 4 bits is `int_tiles.tile_kernel`. Several programs may divide K; then `add_kernel` adds their
+sums.
 
 Each starts under programmatic dependent launch while the previous kernel drains; the row kernel loads its first weights before it
 waits. Without sm_90's instructions (and in Triton's interpreter) shifts and conversions replace the assembly (ASSEMBLY).
@@ -29,27 +28,6 @@ from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
 BLOCK: tl.constexpr = tl.constexpr(128)
 WORDS: tl.constexpr = tl.constexpr(16)
-
-_EVEN_BITS, _ODD_BITS = (11, 15, 19, 12), (16, 11, 15, 19)
-"""Bit of a float's mantissa at which nibble j % 4 of the even and of the odd input of a pair is placed."""
-EVEN_SCALES: tl.constexpr = tl.constexpr(tuple(2.0 ** (23 - bit) for bit in _EVEN_BITS))
-ODD_SCALES: tl.constexpr = tl.constexpr(tuple(2.0 ** (23 - bit) for bit in _ODD_BITS))
-
-
-def _float_nibble(out: int, word: int, j: int, odd: int) -> str:
-    bit = (_ODD_BITS if odd else _EVEN_BITS)[j]
-    shift = bit - (4 * j + 16 * odd)
-    source = {11: "u", -9: "d", 0: f"${word}"}[shift]
-    return f"lop3.b32 ${out}, {source}, {0xF << bit}, 0x3F800000, 0xEA;\n"
-
-
-def float_code() -> str:
-    """Of two words, an even and an odd one, the 8 nibbles of each as floats, tensor j first."""
-    lines = ["{ .reg .b32 u, d;\n"]
-    for half in range(2):
-        lines.append(f"shl.b32 u, ${16 + half}, 11; shr.u32 d, ${16 + half}, 9;\n")
-        lines += [_float_nibble(2 * (4 * half + j) + odd, 16 + half, j, odd) for j in range(4) for odd in range(2)]
-    return "".join(lines) + "}"
 
 
 def _half_pair(to: str, word: str, magic: int, kind: str, j: int) -> str:
@@ -92,23 +70,21 @@ def e2m1_pair_code(kind: str, j: int) -> str:
     return f"{{ .reg .b32 t, u, f; mov.b32 f, {_E2M1[kind][2]:#x};\n{_e2m1_pair('$0', f'${1 + j // 4}', kind, j)}}}"
 
 
-FLOATS: tl.constexpr = tl.constexpr(float_code())
 E2M1_BFLOAT: tl.constexpr = tl.constexpr(e2m1_code("bf16x2"))
 E2M1_HALF: tl.constexpr = tl.constexpr(e2m1_code("f16x2"))
 HALVES_BFLOAT: tl.constexpr = tl.constexpr(half_code(0x43004300, 0x43084308, "bf16x2"))
 HALVES: tl.constexpr = tl.constexpr(half_code(0x64006400, 0x64086408, "f16x2"))
 _8_OUTPUTS: tl.constexpr = tl.constexpr(",".join(["=r"] * 8) + ",r,r")
-_16_OUTPUTS: tl.constexpr = tl.constexpr(",".join(["=r"] * 16) + ",r,r")
 
 
 @triton.jit
-def _shifted_pair(word, J: tl.constexpr):
+def shifted_pair(word, J: tl.constexpr):
     """Nibbles of input J of an even and the odd column, as int32."""
     return tl.join((word >> (4 * (J % 4))) & 15, (word >> (4 * (J % 4) + 16)) & 15)
 
 
 @triton.jit
-def _parameter_group(block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
+def parameter_group(block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
     """Group of part `part` of PARTS of a block of 128 inputs."""
     if PARTS > 1:
         return block * PARTS + part
@@ -116,182 +92,6 @@ def _parameter_group(block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAR
         return block * 0
     else:
         return block * BLOCK // GROUP
-
-
-@triton.jit
-def _input(x, k, odd, J: tl.constexpr, WIDTH: tl.constexpr, AS_FLOATS: tl.constexpr):
-    """Input J of every word as float32, and the same scaled for its nibble where nibbles are mantissas of floats."""
-    value = tl.load(x + k + J * 16, mask=k + J * 16 < WIDTH, other=0.0).to(tl.float32)
-    if AS_FLOATS:
-        return value, value * tl.where(odd, ODD_SCALES[J % 4], EVEN_SCALES[J % 4])
-    else:  # noqa: RET505
-        return value, value
-
-
-@triton.jit
-def row_words(words, first, c, count):
-    """Words `[first, first + BLOCK_W)` of rows at `words [BLOCK_N, BLOCK_W]`, which have `count` words."""
-    return tl.load(words + first, mask=(first + c < count)[None, :], other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _row_nibbles(tile, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Eight float32 tiles: of word c of a block, input `16 * j + c`."""
-    if ASSEMBLY and FORMAT == "int":
-        return tl.inline_asm_elementwise(FLOATS, _16_OUTPUTS, [tile], dtype=(tl.float32,) * 8, is_pure=True, pack=2)
-    elif ASSEMBLY:  # noqa: RET505
-        a0, a1, a2, a3, a4, a5, a6, a7 = nibbles(tile, FORMAT, 1, BLOCK_N, BLOCK_W, tl.bfloat16, ASSEMBLY)
-        return (
-            a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32),
-            a4.to(tl.float32), a5.to(tl.float32), a6.to(tl.float32), a7.to(tl.float32),
-        )  # fmt: skip
-    else:
-        even, odd = tl.split(tl.reshape(tile, [BLOCK_N, BLOCK_W // 2, 2]))
-        shape: tl.constexpr = [BLOCK_N, BLOCK_W]
-        return (
-            _row_nibble(even, 0, shape, FORMAT),
-            _row_nibble(even, 1, shape, FORMAT),
-            _row_nibble(even, 2, shape, FORMAT),
-            _row_nibble(even, 3, shape, FORMAT),
-            _row_nibble(odd, 0, shape, FORMAT),
-            _row_nibble(odd, 1, shape, FORMAT),
-            _row_nibble(odd, 2, shape, FORMAT),
-            _row_nibble(odd, 3, shape, FORMAT),
-        )
-
-
-@triton.jit
-def _row_nibble(word, J: tl.constexpr, shape: tl.constexpr, FORMAT: tl.constexpr):
-    """Numbers of input J as float32: q, or of e2m1."""
-    pair = tl.reshape(_shifted_pair(word, J), shape)
-    return pair.to(tl.float32) if FORMAT == "int" else e2m1(pair)
-
-
-@triton.jit
-def row_parameter(
-    pointer, rows, first, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_W: tl.constexpr
-):
-    """Scales or zero points `[BLOCK_N, BLOCK_W / 4]` of each run of four words."""
-    block = (first + tl.arange(0, BLOCK_W // 4) * 4) // WORDS
-    group = _parameter_group(block, part, GROUP, GROUPS, PARTS)
-    return tl.load(pointer + rows[:, None] * GROUPS + group[None, :], mask=(group < GROUPS)[None, :], other=0.0)
-
-
-@triton.jit
-def _add_row_input(
-    total, part, ones, inputs, by, value, x, k, odd, scale, zero, rows, first, J: tl.constexpr, FORMAT: tl.constexpr,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """The sums with input J of every word; after the last input of a group, `total` with its products times their scale.
-
-    part `[BLOCK_N, BLOCK_W]` sums products of a group, ones `[BLOCK_W]` what the ones of floats add to each row of it, and inputs
-    `[BLOCK_W]` its inputs, which the zero point multiplies, 8 where there is none.
-    """
-    AS_FLOATS: tl.constexpr = ASSEMBLY and FORMAT == "int"
-    given, scaled = _input(x, k, odd, J, WIDTH, AS_FLOATS)
-    part += value * scaled[None, :]
-    if AS_FLOATS:
-        ones += scaled
-    if FORMAT == "int":
-        inputs += given
-    if (J + 1) * PARTS % 8 == 0:
-        GROUP_OF_BLOCK: tl.constexpr = J * PARTS // 8
-        if FORMAT == "int":
-            part -= (ones if ZERO else ones + 8.0 * inputs)[None, :]
-        runs = tl.sum(tl.reshape(part, [BLOCK_N, BLOCK_W // 4, 4]), 2)
-        if ZERO:
-            point = row_parameter(zero, rows, first, GROUP_OF_BLOCK, GROUP, GROUPS, PARTS, BLOCK_W).to(tl.float32)
-            runs -= point * tl.sum(tl.reshape(inputs, [BLOCK_W // 4, 4]), 1)[None, :]
-        total += runs * scale_value(by)
-        if J < 7:
-            by = row_parameter(scale, rows, first, GROUP_OF_BLOCK + 1, GROUP, GROUPS, PARTS, BLOCK_W)
-        part, ones, inputs = tl.zeros_like(part), tl.zeros_like(ones), tl.zeros_like(inputs)
-    return total, part, ones, inputs, by
-
-
-@triton.jit
-def add_row_words(
-    total, by, tile, x, first, c, scale, zero, rows,
-    FORMAT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """total `[BLOCK_N, BLOCK_W / 4]` plus products of the words `tile`, from word `first` of each row, and the inputs at x.
-
-    `by`: scales of the first group of each block (`row_parameter`).
-    """
-    k, odd = (first + c) // WORDS * BLOCK + c % WORDS, c % 2 == 1
-    part, ones = tl.zeros([BLOCK_N, BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32)
-    inputs = tl.zeros([BLOCK_W], tl.float32)
-    v0, v1, v2, v3, v4, v5, v6, v7 = _row_nibbles(tile, FORMAT, BLOCK_N, BLOCK_W, ASSEMBLY)
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v0, x, k, odd, scale, zero, rows, first, 0, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v1, x, k, odd, scale, zero, rows, first, 1, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v2, x, k, odd, scale, zero, rows, first, 2, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v3, x, k, odd, scale, zero, rows, first, 3, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v4, x, k, odd, scale, zero, rows, first, 4, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v5, x, k, odd, scale, zero, rows, first, 5, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v6, x, k, odd, scale, zero, rows, first, 6, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    total, part, ones, inputs, by = _add_row_input(
-        total, part, ones, inputs, by, v7, x, k, odd, scale, zero, rows, first, 7, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO,
-        BLOCK_N, BLOCK_W, ASSEMBLY,
-    )  # fmt: skip
-    return total
-
-
-@triton.jit(do_not_specialize=["num_outputs", "out_stride"])
-def row_kernel(
-    x, w, scale, zero, bias, out, row_scale, num_outputs, out_stride, FORMAT: tl.constexpr,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ASSEMBLY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Grid (tokens, N tiles): one token times BLOCK_N whole rows of w; programs of one tile share its rows in the L2 cache."""
-    COUNT: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK * WORDS
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows, c = tl.minimum(row, num_outputs - 1), tl.arange(0, BLOCK_W)
-    x += tl.program_id(0).to(tl.int64) * WIDTH
-    words = w + rows.to(tl.int64)[:, None] * COUNT + c[None, :]
-    tile = row_words(words, 0, c, COUNT)
-    by = row_parameter(scale, rows, 0, 0, GROUP, GROUPS, PARTS, BLOCK_W)
-    pdl_wait(DEPENDENT)
-    total = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
-    for first in tl.static_range(0, COUNT, BLOCK_W):
-        if first + BLOCK_W < COUNT:
-            ahead = row_words(words, first + BLOCK_W, c, COUNT)
-            by_ahead = row_parameter(scale, rows, first + BLOCK_W, 0, GROUP, GROUPS, PARTS, BLOCK_W)
-        total = add_row_words(
-            total, by, tile, x, first, c, scale, zero, rows, FORMAT, WIDTH, GROUP, GROUPS, PARTS, ZERO, BLOCK_N, BLOCK_W, ASSEMBLY,
-        )  # fmt: skip
-        if first + BLOCK_W < COUNT:
-            tile, by = ahead, by_ahead
-    result = tl.sum(total, 1)
-    if BY_ROW:
-        result *= tl.load(row_scale + rows)
-    if HAS_BIAS:
-        result += tl.load(bias + rows).to(tl.float32)
-    at = out + tl.program_id(0).to(tl.int64) * out_stride + row
-    tl.store(at, result.to(out.dtype.element_ty), mask=row < num_outputs)
 
 
 @triton.jit
@@ -304,7 +104,7 @@ def e2m1(code):
 @triton.jit
 def _nibble_pair(word, J: tl.constexpr, shape: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Numbers of input J of an even and the odd column: q - 8, or of e2m1."""
-    pair = tl.reshape(_shifted_pair(word, J), shape)
+    pair = tl.reshape(shifted_pair(word, J), shape)
     return (pair - 8).to(DTYPE) if FORMAT == "int" else e2m1(pair).to(DTYPE)
 
 
@@ -339,7 +139,7 @@ def nibbles(
 @triton.jit
 def parameter(pointer, rows, block, part, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr):
     """Scales or zero points of a part of each warp's block, of the shape of `rows + block`."""
-    group = _parameter_group(block, part, GROUP, GROUPS, PARTS)
+    group = parameter_group(block, part, GROUP, GROUPS, PARTS)
     return tl.load(pointer + rows * GROUPS + group, mask=group < GROUPS, other=0.0)
 
 
@@ -368,15 +168,6 @@ def scale_value(scale):
 
 
 @triton.jit
-def _rounded(a, by):
-    """Integers times their scale, rounded once to 16 bits."""
-    if by.dtype != a.dtype:
-        return (a.to(tl.float32) * by.to(tl.float32)).to(a.dtype)
-    else:  # noqa: RET505
-        return a * by
-
-
-@triton.jit
 def _scaled_dot(
     total, a, b, scale, rows, block, J: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr
 ):
@@ -389,13 +180,12 @@ def _scaled_dot(
 def add_block(
     total, by, tile, here, k, left, real, scale, zero, rows, block,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ROUND: tl.constexpr, ASSEMBLY: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """total plus eight products of depth 16: the words `tile` of a block (of each warp) times its 128 inputs at `here`.
 
-    `by`: scales of the first part of the block. Products are multiplied by their scale in float32; integers of one scale a block
-    (ROUND, without zero points) before the product, which saves a sum. Triton 3.6 generates wrong code for sm_90 where unpacked
-    words of several warps' blocks meet a loaded scale or zero point before their product.
+    `by`: scales of the first part of the block, by which products are multiplied in float32. Triton 3.6 generates wrong code for
+    sm_90 where unpacked words of several warps' blocks meet a loaded scale or zero point before their product.
     """
     b0 = tl.load(here, mask=real & (k < left), other=0.0)
     b1 = tl.load(here + 16, mask=real & (k + 16 < left), other=0.0)
@@ -415,18 +205,7 @@ def add_block(
         total = _scaled_dot(total, a5, b5, scale, rows, block, 5, GROUP, GROUPS, PARTS)
         total = _scaled_dot(total, a6, b6, scale, rows, block, 6, GROUP, GROUPS, PARTS)
         return _scaled_dot(total, a7, b7, scale, rows, block, 7, GROUP, GROUPS, PARTS)
-    elif ROUND and PARTS == 1:  # noqa: RET505
-        a0, a1, a2, a3 = _rounded(a0, by), _rounded(a1, by), _rounded(a2, by), _rounded(a3, by)
-        a4, a5, a6, a7 = _rounded(a4, by), _rounded(a5, by), _rounded(a6, by), _rounded(a7, by)
-        total = tl.dot(a0, b0, total, input_precision="ieee")
-        total = tl.dot(a1, b1, total, input_precision="ieee")
-        total = tl.dot(a2, b2, total, input_precision="ieee")
-        total = tl.dot(a3, b3, total, input_precision="ieee")
-        total = tl.dot(a4, b4, total, input_precision="ieee")
-        total = tl.dot(a5, b5, total, input_precision="ieee")
-        total = tl.dot(a6, b6, total, input_precision="ieee")
-        return tl.dot(a7, b7, total, input_precision="ieee")
-    else:
+    else:  # noqa: RET505
         quarter: tl.constexpr = PARTS // 4  # parts of a block before its second quarter
         half: tl.constexpr = PARTS // 2
         none = tl.zeros_like(total)
@@ -487,7 +266,7 @@ def split_kernel(
         tile = tl.load(words + first * WORDS, mask=block < BLOCKS, other=0, eviction_policy="evict_first")
         total = add_block(
             total, by, tile, inputs + first * BLOCK, k, WIDTH - first * BLOCK, real, scale, zero, row_of, block,
-            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, False, ASSEMBLY,
+            FORMAT, GROUP, GROUPS, PARTS, ZERO, SPLIT, BLOCK_N, x.dtype.element_ty, ASSEMBLY,
         )  # fmt: skip
         by = by_ahead
     total = tl.sum(total, 0)
@@ -578,6 +357,8 @@ def launch(
     by_row = scale if row_scale is None else row_scale
     in_words = {"FORMAT": format_of(scale), "BY_ROW": row_scale is not None, "PARTS": parts, "ASSEMBLY": hopper}
     if config.kernel == "row":
+        from torchweave.ops.kernels.quant.int_rows import row_kernel  # imports this module
+
         words = min(config.depth, next_power_of_2(cdiv(width, 128) * 16))
         row_kernel[(tokens, tiles)](*operands, by_row, outputs, out.stride(0), BLOCK_W=words, **in_words, **constants)
         return

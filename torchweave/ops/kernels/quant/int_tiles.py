@@ -75,6 +75,28 @@ def of_blocks(
         return tl.reshape(tl.broadcast_to(found[:, :, None], [BLOCK_N, PARTS, BLOCK // PARTS]), [BLOCK_N, BLOCK])
 
 
+@triton.jit
+def add_tile(
+    total, tile, b, scale, zero, rows, block,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, ZERO: tl.constexpr,
+    BLOCK_N: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """total plus one product of depth 128: the words `tile [BLOCK_N, 16]` of a block of rows times its inputs b `[128, TOKENS]`."""
+    dtype: tl.constexpr = b.dtype
+    by = of_blocks(scale, rows, block, GROUP, GROUPS, PARTS, BLOCK_N)
+    if ASSEMBLY:
+        tile = _after_products(tile)
+    a = block_numbers(tile, FORMAT, BLOCK_N, dtype, ASSEMBLY)
+    if ZERO:
+        point = of_blocks(zero, rows, block, GROUP, GROUPS, PARTS, BLOCK_N)
+        a -= (point.to(tl.float32) - 8.0).to(dtype)
+    if FORMAT == "int" and by.dtype != dtype:
+        a = (a.to(tl.float32) * by.to(tl.float32)).to(dtype)
+    else:
+        a *= by if by.dtype == dtype else scale_value(by).to(dtype)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_outputs", "out_stride"])
 def tile_kernel(
     x, w, scale, zero, bias, out, row_scale, num_tokens, num_outputs, out_stride, FORMAT: tl.constexpr,
@@ -98,7 +120,6 @@ def tile_kernel(
     zero += first_row * GROUPS
     words, inputs = n[:, None] * (BLOCKS * WORDS) + c[None, :], t[None, :] * WIDTH + k[:, None]
     rows, real = tl.minimum(n, left_rows - 1), (t < left_tokens)[None, :]
-    dtype: tl.constexpr = x.dtype.element_ty
     pdl_wait(DEPENDENT)
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     tl.assume(tl.program_id(2) < BLOCKS)  # ptxas runs products one by one if the loop may be skipped
@@ -106,18 +127,9 @@ def tile_kernel(
         tile = tl.load(w + block * WORDS + words, mask=(n < left_rows)[:, None], other=0)
         inside = real if EVEN else real & (k < WIDTH - block * BLOCK)[:, None]
         b = tl.load(x + block * BLOCK + inputs, mask=inside, other=0.0)
-        by = of_blocks(scale, rows, block, GROUP, GROUPS, PARTS, BLOCK_N)
-        if ASSEMBLY:
-            tile = _after_products(tile)
-        a = block_numbers(tile, FORMAT, BLOCK_N, dtype, ASSEMBLY)
-        if ZERO:
-            point = of_blocks(zero, rows, block, GROUP, GROUPS, PARTS, BLOCK_N)
-            a -= (point.to(tl.float32) - 8.0).to(dtype)
-        if FORMAT == "int" and by.dtype != dtype:
-            a = (a.to(tl.float32) * by.to(tl.float32)).to(dtype)
-        else:
-            a *= by if by.dtype == dtype else scale_value(by).to(dtype)
-        total = tl.dot(a, b, total, input_precision="ieee")
+        total = add_tile(
+            total, tile, b, scale, zero, rows, block, FORMAT, GROUP, GROUPS, PARTS, ZERO, BLOCK_N, ASSEMBLY
+        )
     inside = n < left_rows
     if BY_ROW:
         total *= tl.load(row_scale + first_row + n, mask=inside, other=0.0)[:, None]
