@@ -85,7 +85,8 @@ def test_features_of_compiled_layers(model_type: str, dtype: torch.dtype) -> Non
     encoder = Encoder(on_cpu.model.to("cuda", dtype))
     encoder.step.image_rows = torch.zeros(1, 1, device="cuda", dtype=dtype)
     other = images(entry, range(1, 7))
-    expected = [encoder.features(image).double() for image in other]
+    with torch.backends.cudnn.flags(allow_tf32=False):  # patches in float32; compiled, a product embeds them
+        expected = [encoder.features(image).double() for image in other]
     report = Report(show=False)
     compile_layers(encoder, images(entry, range(3)), INDUCTOR, None, report)
     (event,) = report.select("image_encoder")

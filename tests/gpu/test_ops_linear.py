@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchweave.ops.linear import LinearFusion, linear, linear_gelu, norm_linear, run, run_unfused
+from torchweave.ops.linear import LinearFusion, linear, linear_gelu, run, run_unfused
 from torchweave.ops.linear_config import LinearConfig, choose, default_choices
 
 pytestmark = pytest.mark.gpu
@@ -93,17 +93,6 @@ def test_fused_linear_rounds_as_separate_ops_do(kernel: str, norm_apart: bool) -
             run(config, x, w, out, fusion)
             # cuBLAS may sum in another order: a product that falls on the other side of a tie is another number.
             assert differs(out, expected) < 0.05, fusion
-
-
-def test_norm_linear_returns_the_norm_of_the_separate_op() -> None:
-    """By the row kernel up to two tokens, by the separate ops beyond."""
-    for tokens in (1, 2, 7):
-        x, w, _ = operands(tokens, 257, 2048, torch.bfloat16)
-        norm = torch.rand_like(x[0])
-        y, normalized = norm_linear(x, w, None, norm, 1e-5, 1.0, True, default_choices(257, 2048, torch.bfloat16))
-        expected = torch.ops.torchweave.rms_norm(x, norm, 1e-5, 1.0, True)
-        assert differs(normalized, expected) < 0.05
-        check(y, normalized, w, None, cublas=tokens > 2)
 
 
 @pytest.mark.parametrize("dependent", [0, 1, 2])

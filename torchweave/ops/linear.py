@@ -120,34 +120,6 @@ def fused_linear(
     return run_unfused(x, w, LinearFusion(bias, norm, eps, offset, wide, residual, activation)).contiguous()
 
 
-def _fake_norm(x: Tensor, w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty((*x.shape[:-1], w.shape[0])), x.new_empty(x.shape)
-
-
-def _norm_linear_on_gpu(
-    x: Tensor, w: Tensor, bias: Tensor | None, norm: Tensor, eps: float, offset: float, wide: bool, choices: str
-) -> tuple[Tensor, Tensor]:
-    fusion, width = LinearFusion(bias, norm, eps, offset, wide), w.shape[1]
-    config = select_config(choices, x.numel() // width) if _kernels_can_read(x, w, fusion) else None
-    if config is None or config.kernel != "row" or config.norm_apart:
-        normalized = _normalized(x, fusion)
-        return _run_chosen(normalized, w, LinearFusion(bias), choices), normalized
-    out, normalized = _fake_norm(x, w)
-    fusion = replace(fusion, normalized=normalized)
-    run(config, x.view(-1, width), w, out.view(-1, w.shape[0]), fusion)
-    return out, normalized
-
-
-@define("torchweave::norm_linear", fake=_fake_norm, cuda=_norm_linear_on_gpu)
-def norm_linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, norm: Tensor, eps: float, offset: float, wide: bool, choices: str
-) -> tuple[Tensor, Tensor]:
-    """`torchweave::fused_linear` of x [..., K] with a norm, and the result of the norm, which others read; contiguous."""
-    fusion = LinearFusion(bias, norm, eps, offset, wide)
-    normalized = _normalized(x, fusion)
-    return run_unfused(normalized, w, LinearFusion(bias)).contiguous(), normalized
-
-
 def _linear_gelu_on_gpu(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     """By cuBLASLt's epilogue."""
     rows = torch.ops.aten._addmm_activation.default(bias, x.reshape(-1, w.shape[1]), w.t(), use_gelu=True)

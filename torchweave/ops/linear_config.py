@@ -70,7 +70,6 @@ class LinearFusion:
         bias: `[N]`, added to the product before it is rounded.
         norm: weight `[K]` of the RMSNorm of x; `eps`, `offset` and `wide` as in `torchweave::rms_norm`.
         residual: `[T, N]`, added to the rounded product.
-        normalized: `[T, K]`, contiguous; the row kernel writes the norm's result there.
         activation: gates the first half of the product's columns by the second: `[T, N // 2]`; see `torchweave.ops.activation`.
     """
 
@@ -81,7 +80,6 @@ class LinearFusion:
     wide: bool = False
     residual: Tensor | None = None
     activation: str | None = None
-    normalized: Tensor | None = None
 
 
 Choices = tuple[tuple[int, LinearConfig | None], ...]

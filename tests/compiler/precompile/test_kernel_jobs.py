@@ -35,7 +35,7 @@ from torchweave.compiler.precompile.kernel_jobs import (  # noqa: E402
 from torchweave.compiler.precompile.workers import KernelWorkers  # noqa: E402
 from torchweave.ops import kernels  # noqa: E402
 from torchweave.ops.kernels import step_io as step  # noqa: E402
-from torchweave.ops.kernels.quant import int_linear  # noqa: E402
+from torchweave.ops.kernels.quant import int_linear, int_rows  # noqa: E402
 from torchweave.ops.kernels.sampling import sample as sampling  # noqa: E402
 from torchweave.ops.quant.int_linear import IntConfig  # noqa: E402
 from torchweave.ops.sampling.sample import GREEDY_BELOW  # noqa: E402
@@ -153,15 +153,15 @@ def test_launch_finds_a_kernel_that_a_worker_built(monkeypatch: pytest.MonkeyPat
     run = JITFunction.run
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *a, **b: run(kernel, *a, **b | {"warmup": True}))
     for prepare in (lambda: None, hash_launches_inner_first):
-        for kernel in (each for each in vars(int_linear).values() if isinstance(each, JITFunction)):
+        for kernel in (each for each in vars(int_rows).values() if isinstance(each, JITFunction)):
             kernel.hash = None
-        with hoppers.hopper(int_linear):
+        with hoppers.hopper(int_linear, int_rows):
             prepare()
             multiply()
     launched_first, launched = keys
-    with hoppers.hopper(int_linear):
+    with hoppers.hopper(int_linear, int_rows):
         (traced,) = kernel_specs(multiply)
-    int_linear.row_kernel.hash = None
+    int_rows.row_kernel.hash = None
     assert launched == traced.kernel().cache_key
     assert launched_first != launched or not triton.__version__.startswith("3.6"), "Triton needs no hook any more"
 

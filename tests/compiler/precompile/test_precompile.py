@@ -11,7 +11,7 @@ from torch import Tensor
 from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.passes.testing import T, graph_of
 from torchweave.compiler.precompile.precompile import KernelPrecompiler, LinearKernel, linear_kernels
-from torchweave.ops.linear import fused_linear, linear, norm_linear
+from torchweave.ops.linear import fused_linear, linear
 from torchweave.ops.linear_config import LinearConfig
 
 BF16 = torch.bfloat16
@@ -39,15 +39,6 @@ def test_linear_has_a_kernel_per_config_and_padded_token_count() -> None:
         (ROW, 1, False, None),
         (ROW, 2, False, None),
     ]
-
-
-def test_norm_linear_has_the_kernel_that_returns_the_norm() -> None:
-    def function(x: Tensor, w: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        return norm_linear(x, w, None, norm, 1e-5, 0.0, False, f"1={ROW};16={SPLIT}")
-
-    graph = graph_of(function, [torch.randn(1, T, 64).to(BF16), torch.randn(32, 64).to(BF16), torch.rand(64).to(BF16)])
-    row, *split = [job for node in graph.module.graph.nodes for job in linear_kernels(node)]
-    assert row.norm and row.returns_norm and not any(job.norm or job.returns_norm for job in split)
 
 
 class Workers:

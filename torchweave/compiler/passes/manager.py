@@ -34,7 +34,6 @@ from torchweave.compiler.passes.aten.experts_residual import ExpertsResidual
 from torchweave.compiler.passes.aten.fp8_activation import FUSION as FP8_ACTIVATION
 from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
-from torchweave.compiler.passes.aten.norm_linears import NormLinears
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.aten.route import FUSION as ROUTE
 from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, declaration_error, load_pass
@@ -87,7 +86,6 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         all_reduce_norm_quant.FP8,
         all_reduce_norm_quant.FP4,
         FusedLinears(table=table),
-        NormLinears(),
         ExpertsResidual(),
         add_rms_norm.FUSION,
         rope.FUSION,

@@ -42,7 +42,7 @@ _NO_FUSION = (None, 0.0, 0.0, False, None, None)
 _TOKENS = tuple(1 << power for power in range(13))
 """Up to 4096: kernels change with the size of their operand, at sizes further apart than these."""
 _MAX_OPERAND_BYTES = 64 << 20
-_LINEAR_OPS = frozenset(f"torchweave::{name}" for name in ("linear", "fused_linear", "norm_linear", "fp8_linear"))
+_LINEAR_OPS = frozenset(f"torchweave::{name}" for name in ("linear", "fused_linear", "fp8_linear"))
 """They choose their kernels when they run, and not only among the project's."""
 _log = logging.getLogger("torchweave")
 
@@ -128,7 +128,6 @@ class LinearKernel:
     wide: bool = False
     residual: bool = False
     activation: str | None = None
-    returns_norm: bool = False
 
     def launch(self, device: torch.device) -> None:
         """Run the kernel once, on zeros."""
@@ -137,9 +136,7 @@ class LinearKernel:
         out, norm = x.new_zeros(self.tokens, columns), x[0] if self.norm else None
         residual, bias = out if self.residual else None, w[:, 0].contiguous() if self.bias else None
         with _on_device(device):
-            normalized = torch.empty_like(x) if self.returns_norm else None
-            fusion = LinearFusion(bias, norm, 1e-5, 0.0, self.wide, residual, self.activation, normalized)
-            run(self.config, x, w, out, fusion)
+            run(self.config, x, w, out, LinearFusion(bias, norm, 1e-5, 0.0, self.wide, residual, self.activation))
 
 
 def linear_kernels(node: fx.Node) -> Iterator[LinearKernel]:
@@ -152,9 +149,6 @@ def linear_kernels(node: fx.Node) -> Iterator[LinearKernel]:
     args, _ = normalize_call(op, node.args, node.kwargs)
     if op in (ops.linear.default, ops.fused_linear.default):
         _, weight, bias, *rest = args
-    elif op is ops.norm_linear.default:
-        _, weight, bias, norm, eps, offset, wide, choices = args
-        rest = [norm, eps, offset, wide, None, None, choices]
     elif op._schema.arguments and op._schema.arguments[0].name == "producer" and args[0] == "linear":
         (_, weight, *biases), rest = args[1], [args[2]]
         bias = biases[0] if biases else None
@@ -164,9 +158,7 @@ def linear_kernels(node: fx.Node) -> Iterator[LinearKernel]:
     w, previous = value(weight), 0
     for most, config in parse_choices(str(choices)):
         if config is not None:
-            returns_norm = op is ops.norm_linear.default
-            fused = norm is not None and not (returns_norm and (config.kernel != "row" or config.norm_apart))
-            fusion = (bias is not None, fused, bool(wide), residual is not None, activation, returns_norm and fused)
+            fusion = (bias is not None, norm is not None, bool(wide), residual is not None, activation)
             for padded_tokens in sorted({config.padded_tokens(tokens) for tokens in range(previous + 1, most + 1)}):
                 yield LinearKernel(config, min(padded_tokens, most), w.shape[1], w.dtype, *fusion)
         previous = most

@@ -158,11 +158,8 @@ class LinearRecorder(TorchDispatchMode):
         self.shapes: dict[tuple[LinearShape, torch.dtype], None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ops = torch.ops.torchweave
-        if func in (ops.linear.default, ops.fused_linear.default):
+        if func in (torch.ops.torchweave.linear.default, torch.ops.torchweave.fused_linear.default):
             self.shapes[called_shape(args, args[1]), args[1].dtype] = None
-        elif func is ops.norm_linear.default:  # has the choices of the linear alone
-            self.shapes[called_shape(args[:3], args[1]), args[1].dtype] = None
         return func(*args, **(kwargs or {}))
 
 

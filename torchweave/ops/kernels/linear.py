@@ -95,31 +95,25 @@ def _epilogue(
 
 @triton.jit
 def _row_total(
-    total, tile, x, norm, normalized, scale, offset, here, real,
-    WIDTH: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    total, tile, x, norm, scale, offset, here, real, WIDTH: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr
+):
     """`total [BLOCK_N, BLOCK_K]` plus a tile of the weight times the same columns `here` of one token."""
     value = tl.load(x + here, mask=real & (here < WIDTH), other=0.0)
     wide = value.to(tl.float32)
     if NORM:
         weight = tl.load(norm + here, mask=here < WIDTH, other=0.0)
         wide = scale_rows(wide, scale, weight, offset, True, WIDE, value.dtype)
-        if KEEP:
-            tl.store(normalized + here, wide.to(value.dtype), mask=real & (here < WIDTH) & (tl.program_id(0) == 0))
     return total + tile * wide[None, :]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def row_kernel(
     x, w, bias, norm, residual, out, num_tokens, num_outputs, eps, offset, x_stride, w_stride, residual_stride, out_stride,
-    normalized, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
-    KEEP: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
     ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Up to four tokens: a program multiplies BLOCK_N whole rows of w by x, element by element in float32.
-
-    KEEP: the first program writes the norm of x to `normalized` `[num_tokens, WIDTH]`.
-    """
+    """Up to four tokens: a program multiplies BLOCK_N whole rows of w by x, element by element in float32."""
     rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
     k = tl.arange(0, BLOCK_K)
     first = w + rows.to(tl.int64) * w_stride
@@ -144,20 +138,16 @@ def row_kernel(
         ahead = inside[:, None] & (here + BLOCK_K < WIDTH)[None, :]
         following = tl.load(weights + start + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
         wide = tile.to(tl.float32)
-        sum0 = _row_total(sum0, wide, x, norm, normalized, scale0, offset, here, True, WIDTH, NORM, KEEP, WIDE)
+        sum0 = _row_total(sum0, wide, x, norm, scale0, offset, here, True, WIDTH, NORM, WIDE)
         if TOKENS > 1:
-            sum1 = _row_total(
-                sum1, wide, x + x_stride, norm, normalized + WIDTH, scale1, offset, here, num_tokens > 1, WIDTH, NORM, KEEP, WIDE
-            )  # fmt: skip
+            sum1 = _row_total(sum1, wide, x + x_stride, norm, scale1, offset, here, num_tokens > 1, WIDTH, NORM, WIDE)
         if TOKENS > 2:
             sum2 = _row_total(
-                sum2, wide, x + 2 * x_stride, norm, normalized + 2 * WIDTH, scale2, offset, here, num_tokens > 2,
-                WIDTH, NORM, KEEP, WIDE,
-            )  # fmt: skip
+                sum2, wide, x + 2 * x_stride, norm, scale2, offset, here, num_tokens > 2, WIDTH, NORM, WIDE
+            )
             sum3 = _row_total(
-                sum3, wide, x + 3 * x_stride, norm, normalized + 3 * WIDTH, scale3, offset, here, num_tokens > 3,
-                WIDTH, NORM, KEEP, WIDE,
-            )  # fmt: skip
+                sum3, wide, x + 3 * x_stride, norm, scale3, offset, here, num_tokens > 3, WIDTH, NORM, WIDE
+            )
         tile = following
     total = tl.sum(sum0, 1)[:, None]
     if TOKENS == 2:
@@ -249,7 +239,6 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: Line
     gated = fusion.activation is not None
     outputs = w.shape[0] // 2 if gated else w.shape[0]
     residual = fusion.residual
-    assert fusion.normalized is None or config.kernel == "row", "only the row kernel keeps the norm's result"
     dependent = 0 if x.is_cuda and not supports_pdl(x.device) else config.dependent
     constants: dict[str, Any] = {
         "WIDTH": width, "TOKENS": config.padded_tokens(tokens), "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
@@ -260,9 +249,7 @@ def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: Line
         **pdl_options(dependent),
     }  # fmt: skip
     if config.kernel == "row":
-        normalized = fusion.normalized
-        kernel, more = row_kernel, {"UNROLL": config.depth, "KEEP": normalized is not None}
-        more["normalized"] = x if normalized is None else normalized
+        kernel, more = row_kernel, {"UNROLL": config.depth}
     elif config.kernel == "dot":
         kernel, more = dot_kernel, {"num_stages": config.depth}
     else:
