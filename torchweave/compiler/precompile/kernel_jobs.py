@@ -158,7 +158,7 @@ def kernel_specs(launch: Callable[[], None]) -> list[KernelSpec]:
 
 
 def hash_launches_inner_first() -> None:
-    """Make kernels that launches build find in Triton's cache what workers and earlier processes built, and the reverse."""
+    """Hash inner functions first for kernels that launches build, too: then their keys are those of workers and of other starts."""
     from triton import knobs
 
     if knobs.runtime.jit_cache_hook is None:  # called before the key of a kernel is computed
