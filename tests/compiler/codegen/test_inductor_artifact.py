@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
@@ -66,6 +67,7 @@ class Made:
     """Stands for Inductor's compiled graph, which is not run here."""
 
     source_code, cache_key, _triton_bundle = "import torch\n", "key", None
+    fx_kwargs: ClassVar = {"get_decomp_fn": None, "cpp_wrapper": False}
 
     def prepare_for_serialization(self) -> None: ...
 
