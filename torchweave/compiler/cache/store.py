@@ -261,8 +261,8 @@ def _json(thing: Any) -> bytes:
 
 @contextlib.contextmanager
 def _stored_probes() -> Iterator[None]:
-    """Store beside a trial library of a vector instruction set that it loads. Inductor keeps the library, whose name depends on the
-    compiler and on torch, but loads it in another Python process at every start: six for AVX-512."""
+    """Mark each of Inductor's trial libraries for vector instructions that loads, by a file beside it. Inductor keeps the
+    libraries, whose names depend on the compiler and on torch, but loads them in other processes at each start: six for AVX-512."""
     from torch._inductor.cpu_vec_isa import VecISA
 
     probe = getattr(VecISA, "_probe_load", None)
