@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from torchweave.tokenizer import check_text, content_text
+from torchweave.tokenizer import check_text, content_text, without_advice
 
 _DIGEST_BYTES = 16
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -428,7 +428,8 @@ def _with_texts(processor: Any, texts: list[str]) -> Any:
 
 
 def _load_processor(folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoProcessor
+    with without_advice():
+        from transformers import AutoProcessor
 
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -11,7 +11,8 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,22 @@ def import_without_torch() -> None:
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
-    advice = logging.getLogger("transformers")  # would warn of the missing torch
-    advice.addFilter(_drop)  # `disabled` would not last: uvicorn configures logging meanwhile and resets it
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+        with without_advice():
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
     finally:
         del sys.modules["torch"]
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Drop the advice that transformers' package logs when it is executed, which it is again for processors: to install torch."""
+    advice = logging.getLogger("transformers")
+    advice.addFilter(_drop)  # `disabled` would not last: uvicorn configures logging meanwhile and resets it
+    try:
+        yield
+    finally:
         advice.removeFilter(_drop)
 
 

@@ -210,3 +210,18 @@ assert "torch" not in sys.modules and "transformers" in sys.modules
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_processors_are_imported_silently_without_torch() -> None:
+    """transformers executes its own package again when a processor is imported, and warns of the missing torch each time."""
+    code = """
+from torchweave.images import _load_processor
+from torchweave.tokenizer import import_without_torch
+import_without_torch()
+try:
+    _load_processor("/nonexistent", False)
+except Exception:
+    import transformers.processing_utils
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
