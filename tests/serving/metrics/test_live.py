@@ -24,6 +24,7 @@ from torchweave.serving.engine_client.request_metrics import (
 )
 from torchweave.serving.http.routes import _POLICY, page
 from torchweave.serving.ipc.messages import ModelCard
+from torchweave.serving.metrics.live import _request_row
 
 EXPLANATION = {
     "passes": [
@@ -75,6 +76,13 @@ def test_live_has_every_key_that_the_page_reads(ready: bool):
             assert isinstance(at, dict) and part in at, f"the page reads live.{name}"
             at = at[part]
     assert "model.name" in read and found["model"]["name"] == "demo"
+
+
+def test_a_request_is_not_listed_as_shorter_than_its_first_token() -> None:
+    record = RequestRecord(0, num_prompt=1, streaming=True, arrived=1.0)
+    record.first_token_at, record.ended = 1.0034, 1.00344
+    row = _request_row(record, 2.0)
+    assert row["first_token_ms"] == 3.4 and row["seconds"] * 1e3 >= row["first_token_ms"]
 
 
 def test_live_reports_requests_and_steps():

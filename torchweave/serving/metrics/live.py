@@ -220,7 +220,7 @@ def _request_row(record: RequestRecord, now: float) -> dict[str, Any]:
         "state": record.state,
         "prompt": record.num_prompt,
         "tokens": record.num_tokens,
-        "seconds": round(end - record.arrived, 3),
+        "seconds": round(end - record.arrived, 4),
         "ago": round(now - record.ended, 1) if record.ended else None,
         "first_token_ms": round((record.first_token_at - record.arrived) * 1e3, 1) if record.first_token_at else None,
     }
