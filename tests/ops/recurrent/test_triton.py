@@ -25,6 +25,7 @@ KERNELS = (
 HOPPER_SMEM = 232448
 DECODE = {"rows": ((1, 5), (1, 70))}
 MIXED = {"rows": ((1, 5), (140, 70))}
+FEW = {"rows": ((1, 5), (7, 70))}
 DRAFTS = {"rows": ((4, 5), (1, 70)), "kept": (2, 1), "padded_tokens": 3}
 
 
@@ -66,6 +67,8 @@ LAUNCHED = {
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_a_decode_step_is_one_launch(name: str) -> None:
     decode, mixed, drafts = LAUNCHED[name]
+    if name == "ssd":
+        assert names(launches(case(name, "mixed", **FEW))) == mixed[2:]
     assert names(launches(case(name, "decode", **DECODE))) == decode
     assert names(launches(case(name, "mixed", **MIXED))) == mixed
     assert names(launches(case(name, "drafts", **DRAFTS))) == [drafts, "copy_tokens", drafts]
@@ -99,6 +102,7 @@ PUBLISHED = {
     "qwen3_5": ("delta_gates", (16, 32, 128, 128)),
     "kimi_linear": ("delta_by_channel", (32, 32, 128, 128)),
     "falcon_h1": ("ssd", (24, 128, 1, 256)),
+    "falcon_h1_float_keys": ("ssd_float_keys", (24, 128, 1, 256)),
     "nemotron_h": ("ssd", (128, 64, 8, 128)),
     "minimax": ("ssd_lightning", (64, 128, 64, 128)),
     "mamba": ("scan", (8192, 16)),
@@ -110,7 +114,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_kernels_build_for_hopper(model: str, dtype: torch.dtype) -> None:
     name, sizes = PUBLISHED[model]
-    for step, rows in (("decode", DECODE), ("mixed", MIXED), ("drafts", DRAFTS)):
+    for step, rows in (("decode", DECODE), ("mixed", MIXED), ("mixed", FEW), ("drafts", DRAFTS)):
         chosen = dataclasses.replace(case(name, step, dtype=dtype, **rows), sizes=sizes)
         for launch in launches(chosen):
             kernel = compile_for_hopper(launch)

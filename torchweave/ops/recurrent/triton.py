@@ -34,8 +34,8 @@ from torchweave.ops.kernels.recurrent.ssd import (
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall, StateAccess
 
-CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 16, 128, 4
-SSD_CHUNK, SSD_BLOCK, SSD_TILE = 128, 128, 64
+CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 8, 256, 4
+SSD_CHUNK, SSD_BLOCK = 128, 128
 SCAN_TILE, LRU_TILE = 16, 32
 DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as long
 DELTA_CHUNK, DELTA_BLOCK, DELTA_WARPS = 32, 64, 8
@@ -140,12 +140,12 @@ def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, rows: Rows) -> None
             **shared, BLOCK=block, **_options(x.device, max(1, block // 128)),
         )  # fmt: skip
         return
-    assert width <= CONV_CHUNK
+    chunk = max(CONV_CHUNK, next_power_of_2(width))  # the first chunk of a row alone reads its state
     block = min(CONV_BLOCK, next_power_of_2(channels))
-    chunks = meta.num_tokens // CONV_CHUNK + meta.num_rows + 1
+    chunks = meta.num_tokens // chunk + meta.num_rows + 1
     conv_mixed[chunks, cdiv(channels, block)](
         x, weight, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position, meta.num_rows,
-        meta.num_tokens, channels, *strides, **shared, CHUNK=CONV_CHUNK, BLOCK=block, ACCESS=int(rows.access),
+        meta.num_tokens, channels, *strides, **shared, CHUNK=chunk, BLOCK=block, ACCESS=int(rows.access),
         **_options(x.device, CONV_WARPS),
     )  # fmt: skip
 
@@ -226,10 +226,12 @@ def _launch_ssd_chunks(
 ) -> None:
     """Rows with several tokens: what each chunk adds to the state, the states before the chunks, and the chunks' results."""
     x, dt, rate, B, C, skip, bias = inputs
+    B, C = B.to(x.dtype), C.to(x.dtype)  # as the products round them; wider ones take too much shared memory
     _, heads, head_dim = x.shape
     groups, width = B.shape[1:]
     wide = x.dtype == torch.float32
-    chunk, tile = (32, 32) if wide else (SSD_CHUNK, min(SSD_TILE, max(16, next_power_of_2(width))))
+    chunk = 32 if wide else SSD_CHUNK
+    tile = 128 // x.element_size()  # with rows of 64 bytes Triton 3.6 builds products that read other addresses
     block = max(16, min(32 if wide else SSD_BLOCK, next_power_of_2(head_dim)))
     options = _options(x.device, 8, 3) if block == SSD_BLOCK else _options(x.device, 8 if wide else 4, 2)
     shared = {
@@ -238,7 +240,7 @@ def _launch_ssd_chunks(
     }  # fmt: skip
     strides = [stride for each in (x, dt, B, C, out) for stride in each.stride()[:2]]
     grid = (cdiv(head_dim, block), heads, meta.num_tokens // chunk + meta.num_rows + 1)
-    before = state
+    before = x  # not read
     if meta.num_tokens > chunk:
         places = (meta.num_tokens // chunk + 1, heads)
         added = torch.empty(*places, head_dim, width, device=x.device)

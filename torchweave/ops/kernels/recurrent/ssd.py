@@ -306,7 +306,7 @@ def ssd_chunk_scan(
     continued = (begin > row_begin) | (tl.load(seq_lens + row) > end - row_begin)
     key_row = B + token[:, None] * b_stride + (head // GROUP) * b_group_stride
     query_row = C + token[:, None] * c_stride + (head // GROUP) * c_group_stride
-    if is_last:  # outside the loop: Triton 3.6 pipelines a loop with this branch into one that reads illegal addresses
+    if is_last:  # outside the loop, which Triton could not pipeline with a branch
         scores, result = _by_queries(
             query_row,
             key_row,
