@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 from torchweave.config.options import EngineConfig, SpeculativeConfig, SpeculativeMethod, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.outputs import CompletionOutput
-from torchweave.engine.request import SamplingParams
 from torchweave.images import EncodedPrompt
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import image_zoo, zoo
-from torchweave.verify.ranks import RankProcesses, RankResult, rank_result
+from torchweave.verify.ranks import RankProcesses, RankResult, greedy_params, rank_result
 
 PROMPT_LENGTHS = (3, 70, 21, 40)
 NUM_TOKENS = 16
@@ -109,8 +108,6 @@ def verify(
         torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
     ):
         for size in ranks:
-            if stages > 1 or speculation is not None:
-                entries = tuple(entry for entry in entries if not isinstance(entry, image_zoo.ImageZooModel))
             with RankProcesses(size, stages) if size * stages > 1 else contextlib.nullcontext() as processes:
                 for entry in entries:
                     rows.append(verify_one(entry, processes, speculation, device))
@@ -191,14 +188,16 @@ def _serve(entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPro
     loaded = load(
         config.model, torch.float32, config.device, report=report, max_model_len=entry.max_model_len, images=has_images
     )
-    bias = {image_zoo.IMAGE_TOKEN: -100.0} if has_images else None
-    count = None if config.speculative_config.method else 0  # a request with log-probabilities has no drafts
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=bias, logprobs=count)
+    greedy = greedy_params(config, NUM_TOKENS, has_images)
     with LLM.from_loaded(loaded, config, report) as llm:
         batch = len(PROMPT_LENGTHS)
         outputs = [each for at in range(0, len(given), batch) for each in llm.generate(given[at : at + batch], greedy)]
         drafts = llm.engine.scheduler.speculation
-    if config.speculative_config.method == "draft_model" and drafts.num_accepted_tokens < 0.9 * drafts.num_draft_tokens:
+    method = config.speculative_config.method
+    if method is not None and not drafts.num_draft_tokens:
+        raise ValueError("no step had drafts")
+    # With images, the decoder of text drafts without what they show.
+    if method == "draft_model" and not has_images and drafts.num_accepted_tokens < 0.9 * drafts.num_draft_tokens:
         raise ValueError(
             f"the model accepted {drafts.num_accepted_tokens} of {drafts.num_draft_tokens} drafts of its own: its cache is wrong"
         )

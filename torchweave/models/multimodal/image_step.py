@@ -69,8 +69,13 @@ class ImageDecoderStep(DecoderStep):
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_index: Tensor, rope_offsets: Tensor | None = None
-    ) -> Tensor:
+    ) -> Any:
         """As `DecoderStep.forward`; rope_offsets int64 `[rope_axes, T]` is what each axis adds to a token's position."""
+        return self._logits_and_hidden_states(input_ids, positions, logits_index, rope_offsets)
+
+    def _logits(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Tensor, positions: Tensor, logits_index: Tensor, rope_offsets: Tensor | None
+    ) -> Tensor:
         model: Any = self.model
         is_image = input_ids >= self.first_image_id
         rows = self.image_rows[(input_ids - self.first_image_id).clamp(min=0)]
