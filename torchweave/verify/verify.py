@@ -28,6 +28,8 @@ from torchweave.verify.ranks import RankProcesses, RankResult, greedy_params, ra
 
 PROMPT_LENGTHS = (3, 70, 21, 40)
 NUM_TOKENS = 16
+_NUM_DRAFTED_IMAGE_TOKENS = 48
+"""Behind images no drafter knows a random model's tokens, but longer answers repeat themselves."""
 _MAX_DIFFERENCE = 1e-3  # of a token's log-probability
 _BUDGET = 32  # tokens per step: longer prompts are split into chunks of mixed steps
 
@@ -143,14 +145,20 @@ def verify_one(
     pieces: tuple[int, ...] = ()
     fallback = ""
     try:
-        model, given, expected = _reference(entry)
+        drafts_for_images = speculation is not None and isinstance(entry, image_zoo.ImageZooModel)
+        num_tokens = _NUM_DRAFTED_IMAGE_TOKENS if drafts_for_images else NUM_TOKENS
+        model, given, expected = _reference(entry, num_tokens)
         architecture = type(model).__name__
         with tempfile.TemporaryDirectory() as folder:
             zoo.save(model, folder)
             begin = time.monotonic()
             config = _config(entry, folder, speculation, device)
             once = given[: len(given) // 2]
-            served = [_serve(entry, config, given)] if ranks is None else ranks.generate(config, once, NUM_TOKENS)
+            served = (
+                [_serve(entry, config, given, num_tokens)]
+                if ranks is None
+                else ranks.generate(config, once, num_tokens)
+            )
         pieces, fallback = served[0].shared_by, " ".join(served[0].fallback.split())[:300]
         lengths = [len(each.token_ids) for each in given]
         reason = next(filter(None, (_difference(each.answers, expected, lengths) for each in served)), "")
@@ -170,25 +178,29 @@ def verify_one(
     )
 
 
-def _reference(entry: zoo.ZooModel) -> tuple[PreTrainedModel, list[EncodedPrompt], list[zoo.Answer]]:
+def _reference(
+    entry: zoo.ZooModel, num_tokens: int
+) -> tuple[PreTrainedModel, list[EncodedPrompt], list[zoo.Answer]]:
     """transformers' model, the prompts, and its answers; prompts come twice, so that the second ones reuse a prefix."""
     if isinstance(entry, image_zoo.ImageZooModel):
         model = entry.build()
         encoded = image_zoo.image_prompts(entry, model)
-        expected = image_zoo.image_reference_answers(entry, model, encoded, NUM_TOKENS)
+        expected = image_zoo.image_reference_answers(entry, model, encoded, num_tokens)
     else:
         model = zoo.build(entry)
         encoded = [EncodedPrompt(np.array(prompt)) for prompt in prompts()]
-        expected = zoo.reference_answers(model, prompts(), NUM_TOKENS)
+        expected = zoo.reference_answers(model, prompts(), num_tokens)
     return model, encoded * 2, expected * 2
 
 
-def _serve(entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPrompt]) -> RankResult:
+def _serve(
+    entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPrompt], num_tokens: int
+) -> RankResult:
     report, has_images = Report(show=False), isinstance(entry, image_zoo.ImageZooModel)
     loaded = load(
         config.model, torch.float32, config.device, report=report, max_model_len=entry.max_model_len, images=has_images
     )
-    greedy = greedy_params(config, NUM_TOKENS, has_images)
+    greedy = greedy_params(config, num_tokens, has_images)
     with LLM.from_loaded(loaded, config, report) as llm:
         batch = len(PROMPT_LENGTHS)
         outputs = [each for at in range(0, len(given), batch) for each in llm.generate(given[at : at + batch], greedy)]
