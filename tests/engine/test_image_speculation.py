@@ -48,10 +48,10 @@ class Saved:
         self.expected = [answer.tokens for answer in answers]
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Qwen3-VL: positions of three axes, and features that are added in layers."""
-    return Saved("qwen3_vl-images", tmp_path_factory.mktemp("qwen"))
+@pytest.fixture(scope="module", params=["qwen3_vl-images", "qwen3_5-images"])
+def qwen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Positions of three axes; Qwen3-VL adds features in layers, and Qwen 3.5 has recurrent ones."""
+    return Saved(request.param, tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")
@@ -158,5 +158,5 @@ def _hidden_states(saved: Saved, prompt: EncodedPrompt, text: list[int]) -> torc
 
 
 def test_mtp_with_images_is_refused(qwen: Saved) -> None:
-    with pytest.raises(ValueError, match=r"method=mtp is not supported for .* with images; remove it, or set limit_mm"):
+    with pytest.raises(ValueError, match="method=mtp is not supported for .*, which takes images; choose another method"):
         engine(qwen.folder, EAGER, {"method": "mtp"})

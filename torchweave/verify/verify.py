@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,8 @@ def verify(
         stages: pipeline stages, each of as many ranks.
         num_speculative_tokens: drafts of a request and step; 0: no speculation.
         device: device of the engine, `cpu` or `cuda`; transformers' model is always on the CPU.
-        speculative_method: the drafter; with `draft_model` each model drafts for itself, and most drafts have to be accepted.
+        speculative_method: the drafter; with `draft_model` each model drafts for itself, and most drafts have to be accepted; for
+            image-text models a Llama drafts.
 
     Returns:
         `{"passed": N, "total": M, "results": [VerifyResult as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
@@ -208,7 +210,7 @@ def _serve(
     method = config.speculative_config.method
     if method is not None and not drafts.num_draft_tokens:
         raise ValueError("no step had drafts")
-    # With images, the decoder of text drafts without what they show.
+    # A decoder of text drafts for an image-text model, without knowing its answers.
     if method == "draft_model" and not has_images and drafts.num_accepted_tokens < 0.9 * drafts.num_draft_tokens:
         raise ValueError(
             f"the model accepted {drafts.num_accepted_tokens} of {drafts.num_draft_tokens} drafts of its own: its cache is wrong"
@@ -225,7 +227,10 @@ def _answer(output: CompletionOutput) -> zoo.Answer:
 
 def _config(entry: zoo.ZooModel, folder: str, speculation: SpeculativeConfig | None, device: str) -> EngineConfig:
     if speculation is not None and speculation.method == "draft_model":
-        speculation = replace(speculation, model=folder)
+        draft = folder
+        if isinstance(entry, image_zoo.ImageZooModel):  # which is none itself
+            zoo.save(zoo.build(zoo.zoo_model("llama")), draft := str(Path(folder) / "draft"))
+        speculation = replace(speculation, model=draft)
     return EngineConfig(
         model=folder,
         dtype="float32",

@@ -88,8 +88,7 @@ def _load_mtp(plan: Plan, target: LoadedModel, report: Report) -> MtpHead:
 
     if isinstance(target.module, ImageDecoderStep):
         raise ValueError(
-            f"speculative_config.method=mtp is not supported for {target.name} with images; remove it, or set "
-            "limit_mm_per_prompt.image to 0"
+            f"speculative_config.method=mtp is not supported for {target.name}, which takes images; choose another method"
         )
     config = plan.config
     with report.stage("loading the MTP layer"):
