@@ -125,7 +125,9 @@ def test_a_head_takes_hidden_states_of_images_and_embeddings_of_placeholders(
     prompts = saved.prompts[:3]  # the last one has the tokens of another and another image
     weights = random_head(64, zoo.VOCAB)
     rope = {"rope_theta": 5000.0, "rope_type": "mrope", "mrope_section": [2, 3, 3]}
-    folder = write_head(tmp_path / "head", weights, "eagle", rope_parameters=rope, eagle_config={}, **{TAKEN: [1, 1, 1]})
+    folder = write_head(
+        tmp_path / "head", weights, "eagle", rope_parameters=rope, eagle_config={}, **{TAKEN: [1, 1, 1]}
+    )
     config = speculation(folder, synthetic_acceptance=0.6)
     with engine(tmp_path, COMPILED, config) as llm:
         seen = record_drafts(llm, monkeypatch)
@@ -158,5 +160,7 @@ def _hidden_states(saved: Saved, prompt: EncodedPrompt, text: list[int]) -> torc
 
 
 def test_mtp_with_images_is_refused(qwen: Saved) -> None:
-    with pytest.raises(ValueError, match="method=mtp is not supported for .*, which takes images; choose another method"):
+    with pytest.raises(
+        ValueError, match=r"method=mtp is not supported for .*, which takes images; choose another method"
+    ):
         engine(qwen.folder, EAGER, {"method": "mtp"})

@@ -318,9 +318,7 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
     return config
 
 
-def _why_no_images(
-    source: Source, trust_remote_code: bool, images: bool, pooling: Pooling | None
-) -> str:
+def _why_no_images(source: Source, trust_remote_code: bool, images: bool, pooling: Pooling | None) -> str:
     """Why a model with a vision tower is loaded without it, as a clause; empty if it is not."""
     config = _read_whole_config(source, trust_remote_code)
     if not takes_images(config):

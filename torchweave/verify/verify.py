@@ -180,9 +180,7 @@ def verify_one(
     )
 
 
-def _reference(
-    entry: zoo.ZooModel, num_tokens: int
-) -> tuple[PreTrainedModel, list[EncodedPrompt], list[zoo.Answer]]:
+def _reference(entry: zoo.ZooModel, num_tokens: int) -> tuple[PreTrainedModel, list[EncodedPrompt], list[zoo.Answer]]:
     """transformers' model, the prompts, and its answers; prompts come twice, so that the second ones reuse a prefix."""
     if isinstance(entry, image_zoo.ImageZooModel):
         model = entry.build()
@@ -195,9 +193,7 @@ def _reference(
     return model, encoded * 2, expected * 2
 
 
-def _serve(
-    entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPrompt], num_tokens: int
-) -> RankResult:
+def _serve(entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPrompt], num_tokens: int) -> RankResult:
     report, has_images = Report(show=False), isinstance(entry, image_zoo.ImageZooModel)
     loaded = load(
         config.model, torch.float32, config.device, report=report, max_model_len=entry.max_model_len, images=has_images
