@@ -70,14 +70,13 @@ def greedy_params(config: EngineConfig, num_tokens: int, has_images: bool) -> Sa
     The token of images is a stop token, which is not generated before `min_tokens`: a request with a bias has no drafts.
     """
     logprobs = None if config.speculative_config.method else 0  # a request with log-probabilities has no drafts either
-    never = [IMAGE_TOKEN] if has_images else []
     return SamplingParams(
         temperature=0.0,
         max_tokens=num_tokens,
         min_tokens=num_tokens,
         ignore_eos=True,
         logprobs=logprobs,
-        stop_token_ids=never,
+        stop_token_ids=[IMAGE_TOKEN] if has_images else [],
     )
 
 

@@ -246,8 +246,8 @@ def _stage_of(model: PreTrainedModel, layers: ModelLayers, number: int, size: in
     if num_returned < 0 or any(call.num_returned != num_returned for call in calls):
         raise _refusal(name, "its layers return different numbers of values, or tensors besides the hidden states")
     # Features of images are added between layers: see `ImageDecoderStep`.
-    adds_features = hasattr(decoder_of(model), "_deepstack_process")
-    if not adds_features and any(call.hidden is not before.result for before, call in pairwise(calls)):
+    has_deepstack = hasattr(decoder_of(model), "_deepstack_process")
+    if not has_deepstack and any(call.hidden is not before.result for before, call in pairwise(calls)):
         raise _refusal(name, "the hidden states that a layer takes are not those that the layer before returns")
     names = {id(module): each for each, module in model.named_modules()}
     embedding, head = names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
