@@ -46,7 +46,8 @@ def parser() -> Parser:
         "--speculative_method",
         choices=("ngram", "draft_model"),
         default="ngram",
-        help="drafter of --num_speculative_tokens: prompt lookup, or each model as its own draft model",
+        help="drafter of --num_speculative_tokens: prompt lookup, or each model as its own draft model (for image-text models a "
+        "Llama)",
     )
     cli_parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the engine; transformers runs on the CPU"
