@@ -17,8 +17,8 @@ from torchweave.serving.openai.tools.base import ToolCallParser as ToolCallParse
 from torchweave.serving.openai.tools.harmony import HarmonyParser as HarmonyParser
 from torchweave.serving.openai.tools.json_calls import (
     DeepSeekV3Parser,
-    Granite31Parser,
     GraniteParser,
+    HermesParser,
     InternLMParser,
     JambaParser,
     KimiParser,
@@ -27,7 +27,6 @@ from torchweave.serving.openai.tools.json_calls import (
 )
 from torchweave.serving.openai.tools.parsers import (
     ForcedCallsParser,
-    HermesParser,
     JsonObjectsParser,
     MistralParser,
     NamedCallParser,
@@ -55,7 +54,7 @@ PARSERS: dict[str, Callable[[Mapping[str, Any]], ToolCallParser]] = {
     "kimi_k2": KimiParser,
     "gpt_oss": HarmonyParser,
     "granite": GraniteParser,
-    "granite31": Granite31Parser,
+    "granite31": HermesParser,
     "phi4_mini": Phi4MiniParser,
     "phi4_tool_call": PhiToolCallParser,
     "internlm": InternLMParser,
