@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -12,8 +10,8 @@ from torchweave.serving.anthropic.protocol import CountTokensRequest, MessagesRe
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.chat_batch import answer_batch
 from torchweave.serving.http.chat_template import encode, resolve_tool_use, start_chat
-from torchweave.serving.http.middleware import CLIENT_CLOSED_REQUEST, REQUEST_ID
-from torchweave.serving.http.responses import cancel_on_disconnect, respond, timeout_error, unless_disconnected
+from torchweave.serving.http.middleware import REQUEST_ID
+from torchweave.serving.http.responses import respond, time_limit, unless_disconnected
 from torchweave.serving.openai.protocol import ChatBatchRequest, ChatRequest, CompletionRequest, Generation, Prompt
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only, truncate
@@ -39,13 +37,8 @@ async def chat_completion_batch(body: ChatBatchRequest, request: Request) -> Res
     _check_stream_options(body)
     service.check_sequences(len(body.messages) * (body.n or 1))
     answer = answer_batch(service, body.conversations, name, _id(body, request))
-    seconds = service.settings.request_timeout
-    try:
-        async with asyncio.timeout(seconds or None):
-            whole = await cancel_on_disconnect(answer, request.receive)
-    except TimeoutError:
-        raise timeout_error(seconds) from None
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
+    async with time_limit(service.settings.request_timeout):
+        return JSONResponse(await unless_disconnected(answer, request, takes_long=True))
 
 
 @router.post("/messages", summary="Generate the next message of a conversation, in Anthropic's format")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,8 +13,8 @@ from fastapi.responses import Response
 from torchweave.pooling import NO_POOLING, Pooling, cosine_similarity, pairs
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.generation_routes import encode_prompts
-from torchweave.serving.http.middleware import CLIENT_CLOSED_REQUEST, REQUEST_ID
-from torchweave.serving.http.responses import cancel_on_disconnect
+from torchweave.serving.http.middleware import REQUEST_ID
+from torchweave.serving.http.responses import time_limit, unless_disconnected
 from torchweave.serving.openai.pooling import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -30,6 +29,7 @@ from torchweave.serving.openai.pooling import (
 from torchweave.serving.service import Service, service_of
 
 router = APIRouter(tags=["pooling"])
+_TIMEOUT = "The request took longer than the {:g} seconds that this server allows; send fewer prompts."
 
 
 @router.post("/v1/embeddings", summary="Embeddings of texts or token ids")
@@ -134,13 +134,5 @@ async def _in_time(work: Any, request: Request, service: Service) -> Any:
     Raises:
         ApiError: 504 after `request_timeout`.
     """
-    seconds = service.settings.request_timeout
-    try:
-        async with asyncio.timeout(seconds or None):
-            result = await cancel_on_disconnect(work, request.receive)
-    except TimeoutError:
-        sentence = f"The request took longer than the {seconds:g} seconds that this server allows; send fewer prompts."
-        raise ApiError(504, sentence, code="timeout") from None
-    if result is None:
-        raise ApiError(CLIENT_CLOSED_REQUEST, "The client has disconnected.")
-    return result
+    async with time_limit(service.settings.request_timeout, _TIMEOUT):
+        return await unless_disconnected(work, request, takes_long=True)
