@@ -12,11 +12,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,7 +32,7 @@ from torchweave.models.weights.packed_checkpoint import (
     modelopt_fp4_format,
 )
 from torchweave.models.weights.quantize import QuantScheme, scheme
-from torchweave.models.weights.read import CheckpointTensor, loadable_tensors
+from torchweave.models.weights.read import CheckpointTensor, loadable_tensors, read_tensors
 from torchweave.models.weights.shards import TensorShard
 from torchweave.ops.quant.fp8 import GROUP
 
@@ -111,8 +109,7 @@ def pop_kv_cache_scales(stored: dict[str, CheckpointTensor]) -> dict[int, tuple[
             removed.add(name)
             if layer is None or stored[name].shape not in ((), (1,)):
                 continue  # scales per head are not supported
-            with safe_open(stored[name].file, framework="pt") as tensors:
-                scale = float(tensors.get_tensor(stored[name].name))
+            scale = float(stored[name].read())
             if not (math.isfinite(scale) and scale > 0):
                 raise ValueError(f"{stored[name].file} has {name}={scale}: expected a finite number above 0.")
             scales_by_layer.setdefault(int(layer[1]), {}).setdefault(kind, scale)
@@ -331,7 +328,7 @@ def pop_scales(
     """
     weights: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
-    by_file: dict[Path, list[tuple[str, str, dict[str, Tensor]]]] = {}
+    entries: dict[tuple[str, bool], CheckpointTensor] = {}  # by linear, and whether it is an input scale
     for name in list(stored):
         ending = next((end for end in (*WEIGHT_SCALES, *INPUT_SCALES) if name.endswith(end)), None)
         if ending is None:
@@ -339,12 +336,9 @@ def pop_scales(
         entry = stored.pop(name)
         target = renamed.get(name.removesuffix(ending) + ".weight")
         if target is not None:
-            kind = inputs if ending in INPUT_SCALES else weights
-            by_file.setdefault(entry.file, []).append((entry.name, target.removesuffix(".weight"), kind))
-    for file, entries in by_file.items():
-        with safe_open(file, framework="pt") as tensors:
-            for name, target, kind in entries:
-                kind[target] = tensors.get_tensor(name)
+            entries[target.removesuffix(".weight"), ending in INPUT_SCALES] = entry
+    for (linear, is_input), scale in read_tensors(entries):
+        (inputs if is_input else weights)[linear] = scale
     return weights, inputs
 
 
