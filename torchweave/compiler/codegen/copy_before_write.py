@@ -135,8 +135,8 @@ def _moves_values(target: Any, source: Any) -> bool:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return node.op != "call_function" or node.target in _COPIES or torch.Tag.pointwise in tags
+    is_copy = node.op != "call_function" or node.target in _COPIES
+    return is_copy or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _reads_target(node: fx.Node) -> bool:
