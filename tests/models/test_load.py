@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from torchweave.models import load
 from torchweave.models.load import build_on_meta, model_facts, read_config
-from torchweave.models.resolve import SHAPES, resolve
+from torchweave.models.resolve import resolve
+from torchweave.models.shapes import SHAPES
 from torchweave.models.weights import read as weights_read
 from torchweave.report import Report
 from torchweave.verify import image_zoo, zoo
