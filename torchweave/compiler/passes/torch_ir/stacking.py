@@ -159,7 +159,7 @@ def _rewrite(
     whole, parts, results, changed = faked
     for node, new in changed.items():
         node.meta["example_value"] = new
-    nodes, first = graph.graph, group[0].node
+    nodes, first = graph.graph, min(item.node for item in group)
     target: Any = first.target
     with nodes.inserting_before(first):
         one = nodes.call_function(target, group[0].arguments(stacked[key], lambda node: node))
