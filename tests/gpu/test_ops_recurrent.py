@@ -21,6 +21,7 @@ PUBLISHED = {
     "qwen3_next": ("delta", (16, 32, 128, 128)),
     "kimi_linear": ("delta_by_channel", (32, 32, 128, 128)),
     "falcon_h1": ("ssd", (128, 64, 1, 128)),
+    "falcon_h1_gates": ("ssd_gates", (24, 128, 1, 256)),
     "minimax": ("ssd_lightning", (16, 128, 16, 128)),
     "mamba": ("scan", (4096, 16)),
     "recurrent_gemma": ("lru", (2560,)),

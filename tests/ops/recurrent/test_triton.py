@@ -99,6 +99,7 @@ PUBLISHED = {
     "qwen3_5": ("delta_gates", (16, 32, 128, 128)),
     "kimi_linear": ("delta_by_channel", (32, 32, 128, 128)),
     "falcon_h1": ("ssd", (128, 64, 1, 128)),
+    "falcon_h1_gates": ("ssd_gates", (24, 128, 1, 256)),
     "minimax": ("ssd_lightning", (64, 128, 64, 128)),
     "mamba": ("scan", (8192, 16)),
     "recurrent_gemma": ("lru", (2560,)),

@@ -193,12 +193,13 @@ def _launch_ssd(call: SsdCall, out: Tensor, state: Tensor, rows: Rows) -> None:
     shared = {
         "HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": width,
         "STATE_PAD": max(16, next_power_of_2(width)), "SKIP": call.D is not None, "BIAS": call.dt_bias is not None,
-        "SOFTPLUS": call.softplus,
+        "SOFTPLUS": call.softplus, "LOG_RATE": call.log_rate, "GATE": call.z is not None,
     }  # fmt: skip
+    z = x if call.z is None else _dense(call.z)
     rate = call.A.contiguous()
     skip, bias = (rate if each is None else each.contiguous() for each in (call.D, call.dt_bias))
-    inputs = (x, dt, rate, B, C, skip, bias, out, state, meta.slots, meta.query_start, meta.seq_lens)
-    strides = [stride for each in (x, dt, B, C, out) for stride in each.stride()[:2]]
+    inputs = (x, dt, rate, B, C, skip, z, bias, out, state, meta.slots, meta.query_start, meta.seq_lens)
+    strides = [stride for each in (x, dt, B, C, z, out) for stride in each.stride()[:2]]
     block = _block(head_dim, heads * meta.num_rows, 32, 8)
     options = _options(x.device, 2 if block > 8 else 1)
     if rows.access != StateAccess.ADVANCE:
@@ -234,7 +235,7 @@ def _launch_scan(call: ScanCall, out: Tensor, state: Tensor, rows: Rows) -> None
         x, dt, rate, B, C, skip, z, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position,
         meta.num_rows, meta.num_tokens, channels, *(each.stride(0) for each in (x, dt, B, C, z, out)),
         STATE=width, STATE_PAD=next_power_of_2(width), BLOCK=block, TILE=tile, SKIP=call.D is not None,
-        GATE=call.z is not None, BIAS=call.dt_bias is not None, DECODE_ONLY=meta.decode_only, ACCESS=int(rows.access),
+        GATE=call.z is not None, BIAS=call.dt_bias is not None, LOG_RATE=call.log_rate, DECODE_ONLY=meta.decode_only, ACCESS=int(rows.access),
         **_options(x.device, 4),
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, row_end, row_tokens, softplus
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, decay_rate, row_end, row_tokens, silu, softplus
 
 
 @triton.jit
@@ -31,6 +31,13 @@ def _time_step(dt, bias, limit_min, limit_max, SOFTPLUS: tl.constexpr):
     if SOFTPLUS:
         dt = softplus(dt)
     return tl.minimum(tl.maximum(dt, limit_min), limit_max)
+
+
+@triton.jit
+def _gated(result, gate):
+    """`result * silu(gate)`, rounded as the separate operations round."""
+    active = silu(gate.to(tl.float32)).to(gate.dtype)
+    return (result.to(tl.float32) * active.to(tl.float32)).to(result.dtype)
 
 
 @triton.jit
@@ -55,12 +62,12 @@ def _token_inputs(
 
 @triton.jit(do_not_specialize_on_alignment=["query_start"])
 def ssd_decode(
-    x, dt, A, B, C, D, dt_bias, out, state, slots, query_start, seq_lens, dt_min, dt_max,
+    x, dt, A, B, C, D, z, dt_bias, out, state, slots, query_start, seq_lens, dt_min, dt_max,
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
-    out_stride, out_head_stride,
+    z_stride, z_head_stride, out_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, STATE_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, DECODE_ONLY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LOG_RATE: tl.constexpr,
+    GATE: tl.constexpr, DECODE_ONLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of head `program_id(1)` of row `program_id(2)`. DECODE_ONLY: row i is token i, and padding rows are zeroed;
     otherwise rows without exactly one token are skipped.
@@ -98,8 +105,10 @@ def ssd_decode(
             if SKIP:
                 pdl_prefetch(D + head, DEPENDENT)
         pdl_wait(DEPENDENT)
-    rate, bias = tl.load(A + head).to(tl.float32), _step_bias(dt_bias, head, BIAS)
+    rate, bias = decay_rate(A + head, True, LOG_RATE), _step_bias(dt_bias, head, BIAS)
     skip = tl.load(D + head).to(tl.float32) if SKIP else 0.0
+    if GATE:
+        gate = tl.load(z + token * z_stride + head * z_head_stride + dim, mask=valid_dim, other=0.0)
     values, keys, query, step = _token_inputs(
         x, dt, B, C, bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
         x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
@@ -110,17 +119,20 @@ def ssd_decode(
     result = tl.sum(matrix * query[None, :], 1)
     if SKIP:
         result += skip * values
-    tl.store(target, result.to(out.dtype.element_ty), mask=valid_dim)
+    result = result.to(out.dtype.element_ty)
+    if GATE:
+        result = _gated(result, gate)
+    tl.store(target, result, mask=valid_dim)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def ssd_drafts(
-    x, dt, A, B, C, D, dt_bias, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, dt_min, dt_max,
+    x, dt, A, B, C, D, z, dt_bias, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, dt_min, dt_max,
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
-    out_stride, out_head_stride,
+    z_stride, z_head_stride, out_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, STATE_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, ACCESS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LOG_RATE: tl.constexpr,
+    GATE: tl.constexpr, ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of head `program_id(1)` of row `program_id(2)`, token after token; padded tokens become zero."""
     pdl_wait(DEPENDENT)
@@ -143,7 +155,7 @@ def ssd_drafts(
     length = tl.load(seq_lens + row)
     matrix = tl.load(place, mask=valid & (length > end - first), other=0.0)
     end = row_end(end, length, position, slot, ACCESS)
-    rate, bias = tl.load(A + head).to(tl.float32), _step_bias(dt_bias, head, BIAS)
+    rate, bias = decay_rate(A + head, True, LOG_RATE), _step_bias(dt_bias, head, BIAS)
     for _ in range(first, end):
         values, keys, query, step = _token_inputs(
             x, dt, B, C, bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
@@ -155,7 +167,12 @@ def ssd_drafts(
             result = tl.sum(matrix * query[None, :], 1)
             if SKIP:
                 result += tl.load(D + head).to(tl.float32) * values
-            tl.store(target + token * out_stride, result.to(out.dtype.element_ty), mask=valid_dim)
+            result = result.to(out.dtype.element_ty)
+            if GATE:
+                result = _gated(
+                    result, tl.load(z + token * z_stride + head * z_head_stride + dim, mask=valid_dim, other=0.0)
+                )
+            tl.store(target + token * out_stride, result, mask=valid_dim)
         token += 1
     if ACCESS != READ:
         tl.store(place, matrix, mask=valid)
@@ -163,12 +180,12 @@ def ssd_drafts(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def ssd_prefill(
-    x, dt, A, B, C, D, dt_bias, out, state, slots, query_start, seq_lens, num_rows, num_tokens, dt_min, dt_max,
+    x, dt, A, B, C, D, z, dt_bias, out, state, slots, query_start, seq_lens, num_rows, num_tokens, dt_min, dt_max,
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
-    out_stride, out_head_stride,
+    z_stride, z_head_stride, out_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, STATE_PAD: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    LOG_RATE: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of head `program_id(1)` of row `program_id(2)`, if it has several tokens: its chunks in order. Row
     `num_rows` zeroes the results of padded tokens."""
@@ -193,7 +210,7 @@ def ssd_prefill(
     place = state + ((slot * HEADS + head) * HEAD_DIM + dim[:, None]) * STATE + column[None, :]
     valid_state = valid_dim[:, None] & valid_column[None, :]
     matrix = tl.load(place, mask=valid_state & (tl.load(seq_lens + row) > end - first), other=0.0)
-    rate, bias = tl.load(A + head).to(tl.float32), _step_bias(dt_bias, head, BIAS)
+    rate, bias = decay_rate(A + head, True, LOG_RATE), _step_bias(dt_bias, head, BIAS)
     group = head // GROUP
     for begin in tl.range(first, end, CHUNK):
         token = (begin + at).to(tl.int64)
@@ -216,7 +233,11 @@ def ssd_prefill(
         result = tl.dot(scores.to(dtype), values, result, input_precision=PRECISION)
         if SKIP:
             result += tl.load(D + head).to(tl.float32) * values.to(tl.float32)
-        tl.store(target + token[:, None] * out_stride, result.to(out.dtype.element_ty), mask=valid)
+        result = result.to(out.dtype.element_ty)
+        if GATE:
+            gates = z + token[:, None] * z_stride + head * z_head_stride + dim[None, :]
+            result = _gated(result, tl.load(gates, mask=valid, other=0.0))
+        tl.store(target + token[:, None] * out_stride, result, mask=valid)
         added = (values.to(tl.float32) * (step * tl.exp(whole - total))[:, None]).to(dtype)
         matrix = tl.dot(tl.trans(added), keys.to(dtype), matrix * tl.exp(whole), input_precision=PRECISION)
     tl.store(place, matrix, mask=valid_state)
