@@ -91,7 +91,7 @@ def _product(node: Any) -> tuple[Any, Any] | None:
 def _factor_of_input(x: Any, linear: fx.Node) -> tuple[Any, float]:
     """What the linear reads without its multiplication by a number, and the number."""
     product = _product(x)
-    if product is None or not isinstance(product[1], (int, float)) or not same_geometry(value(product[0]), value(x)):
+    if product is None or not isinstance(product[1], (int, float)) or not same_geometry(value(product[0]), value(x), ones=False):
         return x, 1.0
     source, factor = product
     return (source, float(factor)) if factor == 1 or list(x.users) == [linear] else (x, 1.0)

@@ -5,7 +5,7 @@ Before                                                      After
     torchweave.ssd(x, dt, A, ..., out, ...)                     y = out[None].view(1, T, -1)
     y = out[None].view(1, T, -1) * silu(gate)
 
-When      nothing else reads A; both for `torchweave.ssd`, the decay for `torchweave.selective_scan`, which takes its gate anyway. The
+When      both for `torchweave.ssd`, the decay for `torchweave.selective_scan`, which takes its gate anyway. A_log is widened first. The
           gate has the dtype of out, is known before the op, and multiplies all of out (Falcon-H1; others normalise out first).
 Numerics  exact: the kernels compute both with the same roundings.
 Pays      a launch each and layer in a decode step: parameters change seldom, but a captured graph computes with them every time.
