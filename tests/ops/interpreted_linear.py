@@ -29,7 +29,9 @@ def around_of(kind: str, tokens: int, outputs: int, width: int) -> LinearFusion:
     columns = outputs // 2 if activation else outputs
     residual = torch.randn(tokens, columns + 5)[:, :columns] if "r" in kind else None
     addend = torch.randn(tokens, columns + 5)[:, :columns] if "a" in kind else None
-    fusion = LinearFusion(bias, norm, EPS, 1.0 if "w" in kind else 0.0, "w" in kind, residual, activation, addend=addend)
+    fusion = LinearFusion(
+        bias, norm, EPS, 1.0 if "w" in kind else 0.0, "w" in kind, residual, activation, addend=addend
+    )
     scaling: dict[str, Any] = {"input_factor": 1.25 if "x" in kind else 1.0}
     if "f" in kind:
         scaling |= {"factor": 0.3, "begin": outputs // 2, "end": outputs - 1}

@@ -158,9 +158,7 @@ def row_kernel(
         ahead = inside[:, None] & (here + BLOCK_K < WIDTH)[None, :]
         following = tl.load(weights + start + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
         wide = tile.to(tl.float32)
-        sum0 = _row_total(
-            sum0, wide, x, norm, scale0, offset, input_factor, here, True, WIDTH, NORM, WIDE, SCALE_INPUT
-        )
+        sum0 = _row_total(sum0, wide, x, norm, scale0, offset, input_factor, here, True, WIDTH, NORM, WIDE, SCALE_INPUT)
         if TOKENS > 1:
             sum1 = _row_total(
                 sum1, wide, x + x_stride, norm, scale1, offset, input_factor, here, num_tokens > 1,

@@ -235,8 +235,8 @@ def _launch_scan(call: ScanCall, out: Tensor, state: Tensor, rows: Rows) -> None
         x, dt, rate, B, C, skip, z, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position,
         meta.num_rows, meta.num_tokens, channels, *(each.stride(0) for each in (x, dt, B, C, z, out)),
         STATE=width, STATE_PAD=next_power_of_2(width), BLOCK=block, TILE=tile, SKIP=call.D is not None,
-        GATE=call.z is not None, BIAS=call.dt_bias is not None, LOG_RATE=call.log_rate, DECODE_ONLY=meta.decode_only, ACCESS=int(rows.access),
-        **_options(x.device, 4),
+        GATE=call.z is not None, BIAS=call.dt_bias is not None, LOG_RATE=call.log_rate, DECODE_ONLY=meta.decode_only,
+        ACCESS=int(rows.access), **_options(x.device, 4),
     )  # fmt: skip
 
 

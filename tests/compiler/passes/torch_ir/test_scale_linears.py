@@ -146,12 +146,20 @@ MULTIPLIERS = {
 
 def test_nothing_stands_between_the_products_of_falcon_h1() -> None:
     """Every multiplication, gate and addition of a layer is in a product or the scan; the results keep every bit."""
-    small = {"hidden_size": 1024, "intermediate_size": 2048, "mamba_d_ssm": 1024, "mamba_n_heads": 8, "mamba_d_head": 128}
+    small = {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "mamba_d_ssm": 1024,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 128,
+    }
     sizes = small | {"num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 2}
     config = zoo.zoo_model("falcon_h1").config().to_dict() | sizes | MULTIPLIERS
     module = load(config, BF16, load_format="dummy").module
     names = {"input_ids": {0: "T"}, "positions": {0: "T"}, "logits_index": {0: "N"}}
-    steps = {tokens: (torch.arange(tokens) + 5, torch.arange(tokens), torch.tensor([tokens - 1])) for tokens in (1, 7, 40)}
+    steps = {
+        tokens: (torch.arange(tokens) + 5, torch.arange(tokens), torch.tensor([tokens - 1])) for tokens in (1, 7, 40)
+    }
     expected = {tokens: module(*given) for tokens, given in steps.items()}
     report, texts = Report(show=False), {}
     report.keep(lambda name, text: texts.setdefault(name, text))
@@ -166,5 +174,7 @@ def test_nothing_stands_between_the_products_of_falcon_h1() -> None:
     )  # fmt: skip
     for tokens, given in steps.items():
         assert compiled(call_op, *given).equal(expected[tokens]), tokens
-    layer = [text for name, text in texts.items() if name.endswith("fused_linears/after.py") and "embedding" not in text]
+    layer = [
+        text for name, text in texts.items() if name.endswith("fused_linears/after.py") and "embedding" not in text
+    ]
     assert layer and not any(f"aten.{name}" in text for text in layer for name in ("mul.", "add.", "silu", "exp."))

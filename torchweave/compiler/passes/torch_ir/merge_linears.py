@@ -109,8 +109,8 @@ def _is_activated(node: fx.Node) -> bool:
     if len(node.users) != 1:
         return False
     (user,) = node.users
-    is_multiple = user.target is operator.mul and any(isinstance(each, (int, float)) for each in user.args)
-    return user.target in _ACTIVATIONS or (is_multiple and _is_activated(user))
+    is_scaled = user.target is operator.mul and any(isinstance(each, (int, float)) for each in user.args)
+    return user.target in _ACTIVATIONS or (is_scaled and _is_activated(user))
 
 
 def _source(x: fx.Node) -> fx.Node:

@@ -2,12 +2,10 @@
 
 Before                                  After
     y = torchweave.linear(x * c, W)         y = torchweave.linear(x, W, ..., c, m)
-    z = y * m
+    z = y * m                               z = y
 
-    q, k = split(linear(x, W), [...])       q, k = split(torchweave.linear(x, W, ..., factor=c, begin=..., end=...), [...])
-    k = k.view(...) * c
-
-Falcon-H1 multiplies what each of its products reads or gives (muP), Granite each branch that it adds to the residual.
+The columns may be a part, such as the keys of merged q/k/v, with views before the multiplication. Falcon-H1 multiplies what each
+of its products reads or gives (muP), Granite each branch that it adds to the residual.
 
 When      c is a number, m a parameter or buffer with a number for each column; nothing else reads the tensor that is multiplied; a
           linear takes one multiplication of its input and one of its output. A multiplication by 1 is removed.
@@ -34,7 +32,7 @@ _VIEWS = ("view", "reshape", "transpose", "unflatten", "contiguous")
 
 
 @dataclass(frozen=True)
-class _Multiple:
+class _Factor:
     """A node that multiplies `source`, which holds the columns from `begin` to before `end` of a linear's result."""
 
     node: fx.Node
@@ -55,7 +53,7 @@ class ScaleLinears(GraphPass):
         for node, arguments in self.calls(graph, torch.ops.torchweave.linear.default, "x", "w", bias=None, choices=""):
             x, input_factor = _factor_of_input(arguments[0], node)
             scaling: tuple[Any, ...] = (None, 1.0)
-            found = next(_multiples(node, 0, value(node).shape[-1]), None)
+            found = next(_factors_of_output(node, 0, value(node).shape[-1]), None)
             if found is not None:
                 why = _remove(graph, found, node)
                 if why is None:
@@ -80,7 +78,7 @@ def _product(node: Any) -> tuple[Any, Any] | None:
     if node.target not in (operator.mul, torch.mul, "mul"):
         return None
     one, other = node.args
-    if not isinstance(one, fx.Node) or isinstance(other, fx.Node) and other.op != "placeholder":
+    if not isinstance(one, fx.Node) or (isinstance(other, fx.Node) and other.op != "placeholder"):
         one, other = other, one
     x, y = (value(each) for each in (one, node))
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype != y.dtype or not x.dtype.is_floating_point:
@@ -91,32 +89,36 @@ def _product(node: Any) -> tuple[Any, Any] | None:
 def _factor_of_input(x: Any, linear: fx.Node) -> tuple[Any, float]:
     """What the linear reads without its multiplication by a number, and the number."""
     product = _product(x)
-    if product is None or not isinstance(product[1], (int, float)) or not same_geometry(value(product[0]), value(x), ones=False):
+    if (
+        product is None
+        or not isinstance(product[1], (int, float))
+        or not same_geometry(value(product[0]), value(x), ones=False)
+    ):
         return x, 1.0
     source, factor = product
     return (source, float(factor)) if factor == 1 or list(x.users) == [linear] else (x, 1.0)
 
 
-def _multiples(node: fx.Node, begin: int, end: int) -> Iterator[_Multiple]:
+def _factors_of_output(node: fx.Node, begin: int, end: int) -> Iterator[_Factor]:
     """Multiplications of a linear's columns, of all or of a part, which nothing else reads."""
     if len(node.users) != 1:
         return
     (user,) = node.users
     product = _product(user)
     if product is not None and product[0] is node:
-        yield _Multiple(user, node, product[1], begin, end)
+        yield _Factor(user, node, product[1], begin, end)
     elif user.op == "call_method" and user.target in _VIEWS:
-        yield from _multiples(user, begin, end)
+        yield from _factors_of_output(user, begin, end)
     elif user.target in (torch.split, "split") and node.target is torch.ops.torchweave.linear.default:
         parts = value(user)
         if any(part.shape[:-1] != value(node).shape[:-1] for part in parts):
             return
         for item in user.users:
             start = sum(part.shape[-1] for part in parts[: item.args[1]])
-            yield from _multiples(item, start, start + parts[item.args[1]].shape[-1])
+            yield from _factors_of_output(item, start, start + parts[item.args[1]].shape[-1])
 
 
-def _remove(graph: CapturedGraph, found: _Multiple, linear: fx.Node) -> str | None:
+def _remove(graph: CapturedGraph, found: _Factor, linear: fx.Node) -> str | None:
     """Let readers of a multiplication read its source; return the reason where they cannot, or where its constant is none."""
     if isinstance(found.by, fx.Node):
         factors = graph.constant(found.by)
@@ -143,7 +145,7 @@ def _remove(graph: CapturedGraph, found: _Multiple, linear: fx.Node) -> str | No
     return None
 
 
-def _scaling(graph: CapturedGraph, found: _Multiple, linear: fx.Node) -> tuple[Any, ...]:
+def _scaling(graph: CapturedGraph, found: _Factor, linear: fx.Node) -> tuple[Any, ...]:
     """The op's arguments `factors`, `factor`, `begin` and `end`, without those that are defaults."""
     if not isinstance(found.by, fx.Node):
         whole = found.begin == 0 and found.end == value(linear).shape[-1]

@@ -5,8 +5,9 @@ Before                                                      After
     torchweave.ssd(x, dt, A, ..., out, ...)                     y = out[None].view(1, T, -1)
     y = out[None].view(1, T, -1) * silu(gate)
 
-When      both for `torchweave.ssd`, the decay for `torchweave.selective_scan`, which takes its gate anyway. A_log is widened first. The
-          gate has the dtype of out, is known before the op, and multiplies all of out (Falcon-H1; others normalise out first).
+When      both for `torchweave.ssd`; the decay for `torchweave.selective_scan`, which takes its gate anyway. The decay is computed in
+          float32; the gate has the dtype of out, is known before the op, and multiplies out itself, as in Falcon-H1: others
+          normalise out first.
 Numerics  exact: the kernels compute both with the same roundings.
 Pays      a launch each and layer in a decode step: parameters change seldom, but a captured graph computes with them every time.
 """
@@ -58,7 +59,10 @@ class ScanGates(GraphPass):
             wide = not arguments[-1] and value(arguments[_A]).dtype == torch.float32
             decay = _DECAY.match_at(arguments[_A]) if wide else None
             gate = _gate(node, arguments) if op._schema.name == SSD and arguments[_Z] is None else None
-            for why in (decay.why if isinstance(decay, PartialMatch) else None, gate if isinstance(gate, str) else None):
+            for why in (
+                decay.why if isinstance(decay, PartialMatch) else None,
+                gate if isinstance(gate, str) else None,
+            ):
                 if why is not None:
                     rejected.setdefault(why, []).append(node.name)
             if isinstance(decay, Match):

@@ -10,7 +10,16 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, decay_rate, is_padding, row_end, row_tokens, silu, softplus
+from torchweave.ops.kernels.recurrent.chunks import (
+    COMMIT,
+    READ,
+    decay_rate,
+    is_padding,
+    row_end,
+    row_tokens,
+    silu,
+    softplus,
+)
 
 
 @triton.jit
