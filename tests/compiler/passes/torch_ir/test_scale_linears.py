@@ -60,6 +60,11 @@ class Scaled(nn.Module):
         if self.form == "input read twice":
             scaled = x * 1.25
             return self.one(scaled) + scaled[..., :1]
+        if self.form == "input written":
+            x = x.clone()
+            scaled = x * 1.25
+            x.add_(1)
+            return self.one(scaled)
         if self.form == "output read twice":
             y = self.one(x)
             return y * 0.3 + y
@@ -123,6 +128,7 @@ def test_it_keeps_every_bit(form: str) -> None:
     ("form", "why"),
     [
         ("input read twice", ""),
+        ("input written", ""),
         ("output read twice", ""),
         ("computed", ""),
         ("computed vector", ""),

@@ -25,8 +25,11 @@ from torch import Tensor, fx
 
 import torchweave.ops.linear  # noqa: F401 (defines torchweave::linear)
 from torchweave.compiler.ir.graph import CapturedGraph, same_geometry, update_fake_values
+from torchweave.compiler.ir.mutation import storage_id
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.passes.base import GraphPass, PassResult, near_misses_by_reason
+from torchweave.compiler.passes.rewrite import erase
+from torchweave.compiler.passes.torch_ir.stacking import find_barrier
 
 _VIEWS = ("view", "reshape", "transpose", "unflatten", "contiguous")
 
@@ -51,7 +54,7 @@ class ScaleLinears(GraphPass):
         matches, before = 0, graph.num_calls()
         rejected: dict[str, list[str]] = {}
         for node, arguments in self.calls(graph, torch.ops.torchweave.linear.default, "x", "w", bias=None, choices=""):
-            x, input_factor = _factor_of_input(arguments[0], node)
+            x, input_factor = _factor_of_input(graph, arguments[0], node)
             scaling: tuple[Any, ...] = (None, 1.0)
             found = next(_factors_of_output(node, 0, value(node).shape[-1]), None)
             if found is not None:
@@ -61,13 +64,11 @@ class ScaleLinears(GraphPass):
                     scaling = _scaling(graph, found, node)
                 else:
                     rejected.setdefault(why, []).append(found.node.name)
+            is_scaled = input_factor != 1.0 or scaling != (None, 1.0)
+            node.args = (x, *arguments[1:], *((input_factor, *scaling) if is_scaled else ()))
             if x is not arguments[0]:
                 matches += 1
-            if input_factor != 1.0 or scaling != (None, 1.0):
-                node.args = (x, *arguments[1:], input_factor, *scaling)
-            else:
-                node.args = (x, *arguments[1:])
-        graph.graph.eliminate_dead_code()
+                erase(graph, [arguments[0]])
         return PassResult(matches, before - graph.num_calls(), near_misses_by_reason(rejected))
 
 
@@ -86,7 +87,7 @@ def _product(node: Any) -> tuple[Any, Any] | None:
     return (one, other) if list(map(str, x.shape)) == list(map(str, y.shape)) else None
 
 
-def _factor_of_input(x: Any, linear: fx.Node) -> tuple[Any, float]:
+def _factor_of_input(graph: CapturedGraph, x: Any, linear: fx.Node) -> tuple[Any, float]:
     """What the linear reads without its multiplication by a number, and the number."""
     product = _product(x)
     if (
@@ -96,6 +97,8 @@ def _factor_of_input(x: Any, linear: fx.Node) -> tuple[Any, float]:
     ):
         return x, 1.0
     source, factor = product
+    if find_barrier(graph, x, linear, storage_id(source)) is not None:
+        return x, 1.0
     return (source, float(factor)) if factor == 1 or list(x.users) == [linear] else (x, 1.0)
 
 
@@ -128,6 +131,8 @@ def _remove(graph: CapturedGraph, found: _Factor, linear: fx.Node) -> str | None
             return "its factors are not one for each column"
         if factors.shape[-1] != found.end:
             return "its factors are not one for each column"
+        if (why := find_barrier(graph, linear, found.node, storage_id(found.by))) is not None:
+            return why
     elif not isinstance(found.by, (int, float)):
         return "it is multiplied by a number that is not constant"
     source = value(found.source)
@@ -142,6 +147,7 @@ def _remove(graph: CapturedGraph, found: _Factor, linear: fx.Node) -> str | None
         for node, new in changed.items():
             node.meta["example_value"] = new
     found.node.replace_all_uses_with(found.source)
+    erase(graph, [found.node])
     return None
 
 
