@@ -116,8 +116,8 @@ def linear(
 ) -> Tensor:
     """x [..., K], w [N, K], bias [N] or none -> [..., N], accumulated in float32 and rounded once; then multiplied, and rounded
     again, by factors or the factor (`LinearFusion`)."""
-    scaling = zip(SCALING, (input_factor, factors, factor, begin, end), strict=True)
-    return run_unfused(x, w, LinearFusion(bias, **dict(scaling)))
+    fusion = LinearFusion(bias, input_factor=input_factor, factors=factors, factor=factor, begin=begin, end=end)
+    return run_unfused(x, w, fusion)
 
 
 def _fake_fused(x: Tensor, w: Tensor, *fusion: Any) -> Tensor:

@@ -5,7 +5,7 @@ Before                                                      After
     torchweave.ssd(x, dt, A, ..., out, ...)                     y = out[None].view(1, T, -1)
     y = out[None].view(1, T, -1) * silu(gate)
 
-When      both for `torchweave.ssd`; the decay for `torchweave.selective_scan`, which takes its gate anyway. The decay is computed in
+When      both for `torchweave.ssd`; the decay for `torchweave.selective_scan`, which takes its gate. The decay is computed in
           float32; the gate has the dtype of out, is known before the op, and multiplies out itself, as in Falcon-H1: others
           normalise out first.
 Numerics  exact: the kernels compute both with the same roundings.
