@@ -137,9 +137,8 @@ def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _Fake
         graph.fake_ops.run(torch.clone, (part,), _CONTIGUOUS) if _is_returned(graph, item.node) else part
         for item, part in zip(group, (parts[index] for index in _part_indices(group)), strict=True)
     ]
-    changed = update_fake_values(
-        graph, {item.node: result for item, result in zip(group, results, strict=True)}, commit=False
-    )
+    new = {item.node: result for item, result in zip(group, results, strict=True)}
+    changed = update_fake_values(graph, {node: new[node] for node in sorted(new)}, commit=False)
     return whole, parts, results, changed
 
 
