@@ -87,6 +87,11 @@ def test_fused_linear_rounds_as_separate_ops_do(kernel: str, norm_apart: bool) -
             LinearFusion(norm=norm, eps=1e-5),
             LinearFusion(norm=norm, eps=1e-5, activation="silu"),
             LinearFusion(norm=norm, eps=1e-5, offset=1.0, wide=True, activation="gelu_tanh", residual=half),
+            LinearFusion(input_factor=1.3, factors=torch.rand_like(bias)),
+            LinearFusion(norm=norm, eps=1e-5, activation="silu", factor=0.3, end=2048),
+            LinearFusion(
+                norm=norm, eps=1e-5, input_factor=0.7, factor=0.3, residual=whole, addend=whole.flip(1).contiguous()
+            ),
         ):
             expected = run_unfused(x, w, fusion)
             out = torch.full_like(expected, torch.nan)

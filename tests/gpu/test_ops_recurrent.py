@@ -20,7 +20,7 @@ PUBLISHED = {
     "qwen3_next_conv": ("conv", (8192, 4)),
     "qwen3_next": ("delta", (16, 32, 128, 128)),
     "kimi_linear": ("delta_by_channel", (32, 32, 128, 128)),
-    "falcon_h1": ("ssd", (24, 128, 1, 256)),
+    "falcon_h1": ("ssd_gates", (24, 128, 1, 256)),
     "nemotron_h": ("ssd", (128, 64, 8, 128)),
     "minimax": ("ssd_lightning", (16, 128, 16, 128)),
     "mamba": ("scan", (4096, 16)),

@@ -109,10 +109,27 @@ def test_fused_linear_equals_the_separate_ops(dtype: torch.dtype) -> None:
                 assert fused_linear(*arguments).equal(_eager(x, w, with_bias, with_norm, 1e-5, with_residual, gated))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_round_as_separate_products(dtype: torch.dtype) -> None:
+    x, w, norm, factors, residual, addend = (
+        torch.randn(size).to(dtype) for size in ((1, 5, 16), (8, 16), (16,), (8,), (1, 5, 8), (1, 5, 8))
+    )
+    scaled = F.linear(x * 1.3, w) * factors
+    assert linear(x, w, None, "", 1.3, factors).equal(scaled)
+    columns = F.linear(x, w)
+    columns = torch.cat([columns[..., :2], columns[..., 2:5] * 0.3, columns[..., 5:]], -1)
+    assert linear(x, w, None, "", 1.0, None, 0.3, 2, 5).equal(columns)
+    normed = norm * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype)
+    around = (None, norm, 1e-5, 0.0, False, residual, None, "")
+    expected = residual + (addend + F.linear(normed * 1.3, w) * 0.3)
+    assert fused_linear(x, w, *around, 1.3, None, 0.3, 0, 0, addend).equal(expected)
+
+
 def test_opcheck_of_the_fused_linear() -> None:
     x, w, norm = torch.randn(1, 5, 16), torch.randn(8, 16), torch.randn(16)
     torch.library.opcheck(fused_linear, (x, w, None, norm, 1e-5, 0.0, False, torch.randn(1, 5, 4), "silu", "1=blas"))
     torch.library.opcheck(fused_linear, (x, w, torch.randn(8), None, 0.0, 0.0, False, None, None, ""))
+    torch.library.opcheck(linear, (x, w, None, "", 1.3, torch.randn(8)))
 
 
 def test_kernels_in_the_interpreter() -> None:
@@ -128,7 +145,7 @@ def _built(config: LinearConfig, tokens: int, kind: str, dtype: torch.dtype) -> 
     fusion = around_of(kind, tokens, 4096, 2048)
     fused = {
         name: getattr(fusion, name).to(dtype)
-        for name in ("bias", "norm", "residual")
+        for name in ("bias", "norm", "residual", "addend", "factors")
         if getattr(fusion, name) is not None
     }
     x, w = torch.empty(tokens, 2048, dtype=dtype), torch.empty(4096, 2048, dtype=dtype)
@@ -146,6 +163,9 @@ BUILDS = [
     (LinearConfig("dot", 16, 256, 4, 4), 8, "r"),
     (LinearConfig("split", 16, 64, 4, 4, dependent=1), 8, "n"),
     (LinearConfig("split", 32, 32, 8, 4, dependent=1), 32, "wh"),
+    (LinearConfig("row", 4, 1024, 4, 4, dependent=1), 1, "xv"),
+    (LinearConfig("row", 4, 1024, 4, 4, dependent=1), 1, "far"),
+    (LinearConfig("split", 16, 64, 4, 4, dependent=1), 8, "nfg"),
 ]
 
 

@@ -71,6 +71,10 @@ class LinearFusion:
         norm: weight `[K]` of the RMSNorm of x; `eps`, `offset` and `wide` as in `torchweave::rms_norm`.
         residual: `[T, N]`, added to the rounded product.
         activation: gates the first half of the product's columns by the second: `[T, N // 2]`; see `torchweave.ops.activation`.
+        input_factor: multiplies x, behind its norm.
+        factors: `[N]`, multiply the columns of the rounded product, before gate and residual.
+        factor: multiplies the columns from `begin` to before `end` of the rounded product instead; an `end` of 0 is N.
+        addend: `[T, N]`, added before the residual, which it needs.
     """
 
     bias: Tensor | None = None
@@ -80,6 +84,17 @@ class LinearFusion:
     wide: bool = False
     residual: Tensor | None = None
     activation: str | None = None
+    input_factor: float = 1.0
+    factors: Tensor | None = None
+    factor: float = 1.0
+    begin: int = 0
+    end: int = 0
+    addend: Tensor | None = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the product is multiplied."""
+        return self.factors is not None or self.factor != 1.0
 
 
 Choices = tuple[tuple[int, LinearConfig | None], ...]

@@ -41,6 +41,29 @@ def test_linear_has_a_kernel_per_config_and_padded_token_count() -> None:
     ]
 
 
+def test_scaled_products_and_their_two_residuals_are_kernels_of_their_own() -> None:
+    def scaled(x: Tensor, w: Tensor, factors: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        around = (None, None, 0.0, 0.0, False, residual, None, f"1={ROW}")
+        both = fused_linear(x, w, *around, 1.0, None, 0.3, 0, 0, residual)
+        return both, linear(x, w, None, f"1={ROW}", 1.25, factors)
+
+    examples = [
+        torch.randn(1, T, 64).to(BF16),
+        torch.randn(32, 64).to(BF16),
+        torch.rand(32),
+        torch.randn(1, T, 32).to(BF16),
+    ]
+    fused, plain = [job for node in graph_of(scaled, examples).module.graph.nodes for job in linear_kernels(node)]
+    assert (fused.factor, fused.addend, fused.residual, fused.scaled_input, fused.factors) == (
+        True,
+        True,
+        True,
+        False,
+        None,
+    )
+    assert (plain.scaled_input, plain.factors, plain.factor, plain.addend) == (True, torch.float32, False, False)
+
+
 class Workers:
     """A fake of `KernelWorkers` that logs its calls."""
 

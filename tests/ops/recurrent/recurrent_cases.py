@@ -130,12 +130,12 @@ def draw_delta(case: Case, draw: Callable[..., Tensor], tokens: int) -> dict[str
 
 def draw_ssd(case: Case, draw: Callable[..., Tensor], tokens: int) -> dict[str, Any]:
     heads, head_dim, groups, state = case.sizes
-    lightning = case.options.get("lightning", False)
+    lightning, gates = case.options.get("lightning", False), case.options.get("gates", False)
     dt = torch.ones(1, 1).expand(tokens, heads) if lightning else draw(tokens, heads)
     return {
         "x": draw(tokens, heads, head_dim),
         "dt": dt,
-        "A": -(draw(heads).float() - 3).exp(),
+        "A": draw(heads).float() - 3 if gates else -(draw(heads).float() - 3).exp(),
         "B": (draw(tokens, groups, state) * state**-0.5).to(case.options.get("keys", case.dtype)),
         "C": draw(tokens, groups, state).to(case.options.get("keys", case.dtype)),
         "D": None if lightning else draw(heads).float(),
@@ -144,22 +144,25 @@ def draw_ssd(case: Case, draw: Callable[..., Tensor], tokens: int) -> dict[str, 
         "softplus": not lightning,
         "dt_min": 0.0,
         "dt_max": case.options.get("dt_max", float("inf")),
+        "z": draw(tokens, heads, head_dim) if gates else None,
+        "log_rate": gates,
     }
 
 
 def draw_scan(case: Case, draw: Callable[..., Tensor], tokens: int) -> dict[str, Any]:
     channels, state = case.sizes
-    plain = case.options.get("plain", False)
+    plain, log_rate = case.options.get("plain", False), case.options.get("log_rate", False)
     return {
         "x": draw(tokens, channels),
         "dt": draw(tokens, channels) * 3,
-        "A": -(draw(channels, state).float() - 2).exp(),
+        "A": draw(channels, state).float() - 2 if log_rate else -(draw(channels, state).float() - 2).exp(),
         "B": draw(tokens, state),
         "C": draw(tokens, state) * state**-0.5,
         "D": None if plain else draw(channels).float(),
         "z": None if plain else draw(tokens, channels),
         "dt_bias": None if plain else draw(channels),
         "out": draw(tokens, channels),
+        "log_rate": log_rate,
     }
 
 
@@ -192,6 +195,10 @@ def delta_oracle(args: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(results), state
 
 
+def _rate(args: dict[str, Any]) -> Tensor:
+    return -args["A"].exp() if args["log_rate"] else args["A"]
+
+
 def ssd_oracle(args: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
     x, dt, B, C = (args[name] for name in ("x", "dt", "B", "C"))
     group, results = x.shape[1] // B.shape[1], []
@@ -199,9 +206,10 @@ def ssd_oracle(args: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
     dt = dt if args["dt_bias"] is None else dt + args["dt_bias"]
     dt = (F.softplus(dt) if args["softplus"] else dt).clamp(args["dt_min"], args["dt_max"])
     for t in range(len(x)):
-        state = state * (dt[t] * args["A"]).exp()[:, None, None] + (dt[t, :, None] * x[t])[:, :, None] * B[t, :, None]
+        state = state * (dt[t] * _rate(args)).exp()[:, None, None] + (dt[t, :, None] * x[t])[:, :, None] * B[t, :, None]
         result = torch.einsum("hpn,hn->hp", state, C[t])
-        results.append(result if args["D"] is None else result + args["D"][:, None] * x[t])
+        result = result if args["D"] is None else result + args["D"][:, None] * x[t]
+        results.append(result if args["z"] is None else result * F.silu(args["z"][t]))
     return torch.stack(results), state
 
 
@@ -209,7 +217,7 @@ def scan_oracle(args: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
     x, dt, results = args["x"], args["dt"], []
     dt = F.softplus(dt if args["dt_bias"] is None else dt + args["dt_bias"])
     for t in range(len(x)):
-        state = state * (dt[t, :, None] * args["A"]).exp() + (dt[t] * x[t])[:, None] * args["B"][t]
+        state = state * (dt[t, :, None] * _rate(args)).exp() + (dt[t] * x[t])[:, None] * args["B"][t]
         result = (state * args["C"][t]).sum(1)
         result = result if args["D"] is None else result + args["D"] * x[t]
         results.append(result if args["z"] is None else result * F.silu(args["z"][t]))
@@ -227,7 +235,7 @@ def lru_oracle(args: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
 KINDS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., tuple[Tensor, Tensor]], frozenset[str]]] = {
     "causal_conv": (draw_conv, conv_oracle, frozenset({"x"})),
     "gated_delta": (draw_delta, delta_oracle, frozenset({"q", "k", "v", "g", "beta"})),
-    "ssd": (draw_ssd, ssd_oracle, frozenset({"x", "dt", "B", "C"})),
+    "ssd": (draw_ssd, ssd_oracle, frozenset({"x", "dt", "B", "C", "z"})),
     "selective_scan": (draw_scan, scan_oracle, frozenset({"x", "dt", "B", "C", "z"})),
     "rg_lru": (draw_lru, lru_oracle, frozenset({"a", "x"})),
 }
@@ -330,8 +338,10 @@ SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "ssd_float_out": ((2, 16, 1, 16), {"out": torch.float32}),
     "ssd_float_keys": ((2, 16, 1, 32), {"keys": torch.float32}),
     "ssd_lightning": ((2, 16, 2, 16), {"lightning": True}),
+    "ssd_gates": ((4, 16, 2, 16), {"gates": True}),
     "scan": ((20, 4), {}),
     "scan_plain": ((8, 5), {"plain": True}),
+    "scan_log_rate": ((12, 4), {"log_rate": True}),
     "lru": ((40,), {}),
 }
 NAMES = {"conv": "causal_conv", "delta": "gated_delta", "scan": "selective_scan", "lru": "rg_lru", "ssd": "ssd"}

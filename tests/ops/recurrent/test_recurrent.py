@@ -137,18 +137,19 @@ def transformers_result(case: Case, args: dict) -> tuple[Tensor, Tensor | None]:
             use_qk_l2norm_in_kernel=args["normalize"],
         )  # fmt: skip
         return out[0], state[0]
+    A = -args["A"].exp() if args["log_rate"] else args["A"]
     if case.op == "ssd":
         out, state = mamba2.mamba2_chunk_scan(
-            batched["x"], batched["dt"], args["A"], batched["B"], batched["C"], 32, D=args["D"], dt_bias=args["dt_bias"],
+            batched["x"], batched["dt"], A, batched["B"], batched["C"], 32, D=args["D"], dt_bias=args["dt_bias"],
             dt_softplus=args["softplus"], dt_limit=(args["dt_min"], args["dt_max"]), return_final_states=True,
         )  # fmt: skip
-        return out[0], state[0]
+        return out[0] if args["z"] is None else out[0] * F.silu(args["z"]), state[0]
     x, dt, B, C = (batched[name].transpose(1, 2) for name in ("x", "dt", "B", "C"))
     z = None if args["z"] is None else batched["z"].transpose(1, 2)
     out, state = mamba.mamba_selective_scan(
         x,
         dt,
-        args["A"],
+        A,
         B,
         C,
         D=args["D"],

@@ -51,6 +51,8 @@ from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linear
 from torchweave.compiler.passes.torch_ir.merge_int_linears import MergeIntLinears
 from torchweave.compiler.passes.torch_ir.merge_linears import MergeLinears
 from torchweave.compiler.passes.torch_ir.rotary_attention import RotaryAttention
+from torchweave.compiler.passes.torch_ir.scale_linears import ScaleLinears
+from torchweave.compiler.passes.torch_ir.scan_gates import ScanGates
 from torchweave.compiler.passes.torch_ir.shared_expert import SharedExpert
 from torchweave.compiler.passes.torch_ir.small_linears import SmallLinears
 from torchweave.compiler.tuning.table import Entry, Table
@@ -74,7 +76,9 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         MergeLinears(),
         RotaryAttention(),
         DeltaGates(),
+        ScanGates(),
         SmallLinears(table=table),
+        ScaleLinears(),
         LinearGelu(),
         MergeFp8Linears(),
         MergeIntLinears(),

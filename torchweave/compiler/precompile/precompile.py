@@ -39,6 +39,8 @@ from torchweave.ops.registry import cuda_kernel
 _ROWS = 256  # of the small weights: Triton specialises kernels for this number as for real ones
 _NO_FUSION = (None, 0.0, 0.0, False, None, None)
 """Arguments of `fused_linear` between bias and choices for a linear op without fusion."""
+_NO_SCALING = (1.0, None, 1.0, 0, 0)
+"""Last arguments of a linear op that multiplies neither its input nor its output."""
 _TOKENS = tuple(1 << power for power in range(13))
 """Up to 4096: kernels change with the size of their operand, at sizes further apart than these."""
 _MAX_OPERAND_BYTES = 64 << 20
@@ -128,6 +130,10 @@ class LinearKernel:
     wide: bool = False
     residual: bool = False
     activation: str | None = None
+    scaled_input: bool = False
+    factors: torch.dtype | None = None
+    factor: bool = False
+    addend: bool = False
 
     def launch(self, device: torch.device) -> None:
         """Run the kernel once, on zeros."""
@@ -135,8 +141,11 @@ class LinearKernel:
         columns = _ROWS if self.activation is None else _ROWS // 2
         out, norm = x.new_zeros(self.tokens, columns), x[0] if self.norm else None
         residual, bias = out if self.residual else None, w[:, 0].contiguous() if self.bias else None
+        factors = None if self.factors is None else w.new_zeros(_ROWS, dtype=self.factors)
+        scaling = (2.0 if self.scaled_input else 1.0, factors, 2.0 if self.factor else 1.0, 0, 0)
+        around = (bias, norm, 1e-5, 0.0, self.wide, residual, self.activation)
         with _on_device(device):
-            run(self.config, x, w, out, LinearFusion(bias, norm, 1e-5, 0.0, self.wide, residual, self.activation))
+            run(self.config, x, w, out, LinearFusion(*around, *scaling, out if self.addend else None))
 
 
 def linear_kernels(node: fx.Node) -> Iterator[LinearKernel]:
@@ -147,8 +156,13 @@ def linear_kernels(node: fx.Node) -> Iterator[LinearKernel]:
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "torchweave":
         return
     args, _ = normalize_call(op, node.args, node.kwargs)
-    if op in (ops.linear.default, ops.fused_linear.default):
-        _, weight, bias, *rest = args
+    scaling, addend = _NO_SCALING, None
+    if op is ops.linear.default:
+        _, weight, bias, choices, *scaling = args
+        rest = [choices]
+    elif op is ops.fused_linear.default:
+        _, weight, bias, *rest, addend = args
+        rest, scaling = rest[:7], rest[7:]
     elif op._schema.arguments and op._schema.arguments[0].name == "producer" and args[0] == "linear":
         (_, weight, *biases), rest = args[1], [args[2]]
         bias = biases[0] if biases else None
@@ -156,9 +170,11 @@ def linear_kernels(node: fx.Node) -> Iterator[LinearKernel]:
         return
     norm, _, _, wide, residual, activation, choices = rest if len(rest) > 1 else (*_NO_FUSION, *rest)
     w, previous = value(weight), 0
+    input_factor, factors, factor, *_ = scaling
+    scaled = (input_factor != 1.0, None if factors is None else value(factors).dtype, factor != 1.0, addend is not None)
     for most, config in parse_choices(str(choices)):
         if config is not None:
-            fusion = (bias is not None, norm is not None, bool(wide), residual is not None, activation)
+            fusion = (bias is not None, norm is not None, bool(wide), residual is not None, activation, *scaled)
             for padded_tokens in sorted({config.padded_tokens(tokens) for tokens in range(previous + 1, most + 1)}):
                 yield LinearKernel(config, min(padded_tokens, most), w.shape[1], w.dtype, *fusion)
         previous = most

@@ -81,8 +81,8 @@ def letters(around: LinearFusion) -> str:
 
 
 def called_shape(args: Sequence[Any], weight: Tensor) -> LinearShape:
-    """Shape of a call of `torchweave::linear` or `torchweave::fused_linear`, which has more arguments."""
-    norm, residual, activation = (args[3], args[7], args[8]) if len(args) > 4 else (None, None, None)
+    """Shape of a call of `torchweave::linear`, or of `torchweave::fused_linear`, whose choices are its tenth argument."""
+    norm, residual, activation = (args[3], args[7], args[8]) if len(args) > 9 else (None, None, None)
     fusion = LinearFusion(norm=norm, residual=residual, activation=activation)
     return LinearShape(weight.shape[0], weight.shape[1], letters(fusion))
 

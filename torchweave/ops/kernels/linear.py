@@ -1,7 +1,7 @@
 """Triton kernels for `x @ w.T` with few tokens: the weight is read once, and its bandwidth is the limit.
 
-Each may normalise x at its input (RMSNorm), and add a residual to its output, or gate half of it by the other half. They round
-where the separate operations round.
+Each may normalise x at its input (RMSNorm) and multiply it, multiply its output by a number or by one for each column, add a
+residual to its output, or gate half of it by the other half. They round where the separate operations round.
 
 Each supports programmatic dependent launch (`dependent_launch.py`): it then starts while the previous kernel runs, the row
 kernel with loads of its first weights.
@@ -66,18 +66,31 @@ def _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH: tl.constexpr, TOKEN
 
 
 @triton.jit
+def _multipliers(factors, factor, factor_begin, factor_end, rows, inside, SCALE: tl.constexpr):
+    """What the products of this program's rows are multiplied by, `[BLOCK_N]`; unread without SCALE. Loaded ahead of the weights,
+    so that the epilogue does not wait for memory."""
+    if SCALE == "columns":
+        return tl.load(factors + rows, mask=inside, other=0.0).to(tl.float32)
+    else:  # noqa: RET505 (Triton compiles only the branch that is taken when there are two)
+        return tl.where((rows >= factor_begin) & (rows < factor_end), factor, 1.0)
+
+
+@triton.jit
 def _epilogue(
-    total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
-    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    total, multipliers, bias, addend, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr,
+    ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Store float32 products `total [BLOCK_N, TOKENS]` after bias, gate and residual, rounding as the separate operations do."""
+    """Store float32 products `total [BLOCK_N, TOKENS]` after bias, multipliers, gate, and ADD residuals, rounding as the separate
+    operations do."""
     pdl_trigger(DEPENDENT)
     dtype = out.dtype.element_ty
     token = tl.arange(0, TOKENS)
     if BIAS:
         total += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
     value = total.to(dtype).to(tl.float32)
+    if SCALE is not None:
+        value = (value * multipliers[:, None]).to(dtype).to(tl.float32)
     output = rows
     if ACTIVATION is not None:
         half: tl.constexpr = BLOCK_N // 2
@@ -86,32 +99,38 @@ def _epilogue(
         output = tl.program_id(0) * half + tl.arange(0, half)
         inside = output < num_outputs
     mask = inside[:, None] & (token < num_tokens)[None, :]
+    place = token[None, :] * residual_stride + output[:, None]
+    if ADD == 2:
+        value += tl.load(addend + place, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(dtype).to(tl.float32)
     if ADD:
-        value += tl.load(residual + token[None, :] * residual_stride + output[:, None], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        value += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + token[None, :].to(tl.int64) * out_stride + output[:, None], value.to(dtype), mask=mask)
 
 
 @triton.jit
 def _row_total(
-    total, tile, x, norm, scale, offset, here, real, WIDTH: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr
-):
+    total, tile, x, norm, scale, offset, input_factor, here, real,
+    WIDTH: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALE_INPUT: tl.constexpr,
+):  # fmt: skip
     """`total [BLOCK_N, BLOCK_K]` plus a tile of the weight times the same columns `here` of one token."""
     value = tl.load(x + here, mask=real & (here < WIDTH), other=0.0)
     wide = value.to(tl.float32)
     if NORM:
         weight = tl.load(norm + here, mask=here < WIDTH, other=0.0)
         wide = scale_rows(wide, scale, weight, offset, True, WIDE, value.dtype)
+    if SCALE_INPUT:
+        wide = (wide * input_factor).to(value.dtype).to(tl.float32)
     return total + tile * wide[None, :]
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "factor_begin", "factor_end"])
 def row_kernel(
-    x, w, bias, norm, residual, out, num_tokens, num_outputs, eps, offset, x_stride, w_stride, residual_stride, out_stride,
+    x, w, bias, norm, factors, addend, residual, out, num_tokens, num_outputs, eps, offset, input_factor, factor, factor_begin,
+    factor_end, x_stride, w_stride, residual_stride, out_stride,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
-    ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr,
+    ACTIVATION: tl.constexpr, SCALE_INPUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Up to four tokens: a program multiplies BLOCK_N whole rows of w by x, element by element in float32."""
     rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
@@ -125,6 +144,7 @@ def row_kernel(
             for start in tl.static_range(0, WIDTH, BLOCK_K):
                 pdl_prefetch(norm + tl.minimum(start + tl.arange(0, LINES) * 64, WIDTH - 1), DEPENDENT)
     pdl_wait(DEPENDENT)
+    multipliers = _multipliers(factors, factor, factor_begin, factor_end, rows, inside, SCALE)
     scale0 = _inverse_rms(x, eps, num_tokens > 0, WIDTH) if NORM else 0.0
     scale1 = _inverse_rms(x + x_stride, eps, num_tokens > 1, WIDTH) if NORM and TOKENS > 1 else 0.0
     scale2 = _inverse_rms(x + 2 * x_stride, eps, num_tokens > 2, WIDTH) if NORM and TOKENS > 2 else 0.0
@@ -138,16 +158,21 @@ def row_kernel(
         ahead = inside[:, None] & (here + BLOCK_K < WIDTH)[None, :]
         following = tl.load(weights + start + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
         wide = tile.to(tl.float32)
-        sum0 = _row_total(sum0, wide, x, norm, scale0, offset, here, True, WIDTH, NORM, WIDE)
+        sum0 = _row_total(sum0, wide, x, norm, scale0, offset, input_factor, here, True, WIDTH, NORM, WIDE, SCALE_INPUT)
         if TOKENS > 1:
-            sum1 = _row_total(sum1, wide, x + x_stride, norm, scale1, offset, here, num_tokens > 1, WIDTH, NORM, WIDE)
+            sum1 = _row_total(
+                sum1, wide, x + x_stride, norm, scale1, offset, input_factor, here, num_tokens > 1,
+                WIDTH, NORM, WIDE, SCALE_INPUT,
+            )  # fmt: skip
         if TOKENS > 2:
             sum2 = _row_total(
-                sum2, wide, x + 2 * x_stride, norm, scale2, offset, here, num_tokens > 2, WIDTH, NORM, WIDE
-            )
+                sum2, wide, x + 2 * x_stride, norm, scale2, offset, input_factor, here, num_tokens > 2,
+                WIDTH, NORM, WIDE, SCALE_INPUT,
+            )  # fmt: skip
             sum3 = _row_total(
-                sum3, wide, x + 3 * x_stride, norm, scale3, offset, here, num_tokens > 3, WIDTH, NORM, WIDE
-            )
+                sum3, wide, x + 3 * x_stride, norm, scale3, offset, input_factor, here, num_tokens > 3,
+                WIDTH, NORM, WIDE, SCALE_INPUT,
+            )  # fmt: skip
         tile = following
     total = tl.sum(sum0, 1)[:, None]
     if TOKENS == 2:
@@ -156,17 +181,18 @@ def row_kernel(
         even, odd = tl.join(tl.sum(sum0, 1), tl.sum(sum2, 1)), tl.join(tl.sum(sum1, 1), tl.sum(sum3, 1))
         total = tl.reshape(tl.join(even, odd), [BLOCK_N, TOKENS])
     _epilogue(
-        total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
-        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
+        total, multipliers, bias, addend, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+        TOKENS, BLOCK_N, BIAS, SCALE, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "factor_begin", "factor_end"])
 def dot_kernel(
-    x, w, bias, norm, residual, out, num_tokens, num_outputs, eps, offset, x_stride, w_stride, residual_stride, out_stride,
+    x, w, bias, norm, factors, addend, residual, out, num_tokens, num_outputs, eps, offset, input_factor, factor, factor_begin,
+    factor_end, x_stride, w_stride, residual_stride, out_stride,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr,
+    ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """On tensor cores, with the rows of w as the long side: w [BLOCK_N, K] times x.T [K, TOKENS]."""
     rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
@@ -176,6 +202,7 @@ def dot_kernel(
     weights = first[:, None] + k[None, :]
     inputs = x + token[None, :] * x_stride + k[:, None]
     pdl_wait(DEPENDENT)
+    multipliers = _multipliers(factors, factor, factor_begin, factor_end, rows, inside, SCALE)
     if NORM:
         scale = _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH, TOKENS)[None, :]
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
@@ -188,16 +215,17 @@ def dot_kernel(
             b = scale_rows(b.to(tl.float32), scale, weight, offset, True, WIDE, b.dtype).to(b.dtype)
         total = tl.dot(a, b, total, input_precision="ieee")
     _epilogue(
-        total, bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
-        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
+        total, multipliers, bias, addend, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
+        TOKENS, BLOCK_N, BIAS, SCALE, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "factor_begin", "factor_end"])
 def split_kernel(
-    x, w, bias, norm, residual, out, num_tokens, num_outputs, eps, offset, x_stride, w_stride, residual_stride, out_stride,
+    x, w, bias, norm, factors, addend, residual, out, num_tokens, num_outputs, eps, offset, input_factor, factor, factor_begin,
+    factor_end, x_stride, w_stride, residual_stride, out_stride,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr,
     ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`dot_kernel` for few rows: the SPLIT warps of a program share its rows, divide K, and sum at the end.
@@ -214,6 +242,7 @@ def split_kernel(
     weights = first[None, :, None] + along
     inputs = x + token[None, None, :] * x_stride + down
     pdl_wait(DEPENDENT)
+    multipliers = _multipliers(factors, factor, factor_begin, factor_end, rows, inside, SCALE)
     if NORM:
         scale = _inverse_rms_of_all(x, num_tokens, x_stride, eps, WIDTH, TOKENS)[None, None, :]
     total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
@@ -228,34 +257,39 @@ def split_kernel(
             b = scale_rows(b.to(tl.float32), scale, weight, offset, True, WIDE, b.dtype).to(b.dtype)
         total = tl.dot(a, b, total, input_precision="ieee")
     _epilogue(
-        tl.sum(total, 0), bias, residual, out, rows, inside, num_tokens, num_outputs, residual_stride, out_stride,
-        TOKENS, BLOCK_N, BIAS, ADD, ACTIVATION, DEPENDENT,
+        tl.sum(total, 0), multipliers, bias, addend, residual, out, rows, inside, num_tokens, num_outputs, residual_stride,
+        out_stride, TOKENS, BLOCK_N, BIAS, SCALE, ADD, ACTIVATION, DEPENDENT,
     )  # fmt: skip
 
 
 def launch(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: LinearFusion) -> None:
-    """x [T, K], w [N, K], out [T, N], or [T, N // 2] when gated; rows contiguous. T is padded to a power of two inside."""
+    """x [T, K], w [N, K], out [T, N], or [T, N // 2] when gated; rows contiguous. T is padded to a power of two inside. Only the
+    row kernel multiplies its input."""
     tokens, width = x.shape
-    gated = fusion.activation is not None
-    outputs = w.shape[0] // 2 if gated else w.shape[0]
-    residual = fusion.residual
+    gated, rows = fusion.activation is not None, w.shape[0]
+    outputs = rows // 2 if gated else rows
+    addend, residual, factors = fusion.addend, fusion.residual, fusion.factors
     dependent = 0 if x.is_cuda and not supports_pdl(x.device) else config.dependent
     constants: dict[str, Any] = {
         "WIDTH": width, "TOKENS": config.padded_tokens(tokens), "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-        "BIAS": fusion.bias is not None, "NORM": fusion.norm is not None, "WIDE": fusion.wide, "ADD": residual is not None,
-        "ACTIVATION": fusion.activation, "DEPENDENT": dependent, "num_warps": config.num_warps,
+        "BIAS": fusion.bias is not None, "NORM": fusion.norm is not None, "WIDE": fusion.wide,
+        "SCALE": None if not fusion.scaled else "columns" if factors is not None else "number",
+        "ADD": (residual is not None) + (addend is not None), "ACTIVATION": fusion.activation, "DEPENDENT": dependent,
+        "num_warps": config.num_warps,
         # A rounded product must not become part of a multiply-add in low precision.
-        "enable_fp_fusion": not gated or residual is None,
+        "enable_fp_fusion": residual is None or not (gated or fusion.scaled),
         **pdl_options(dependent),
     }  # fmt: skip
     if config.kernel == "row":
-        kernel, more = row_kernel, {"UNROLL": config.depth}
+        kernel, more = row_kernel, {"UNROLL": config.depth, "SCALE_INPUT": fusion.input_factor != 1.0}
     elif config.kernel == "dot":
         kernel, more = dot_kernel, {"num_stages": config.depth}
     else:
         kernel, more = split_kernel, {"SPLIT": config.num_warps, "num_stages": config.depth}
     kernel[(cdiv(outputs, config.block_n // 2 if gated else config.block_n),)](
         x, w, w if fusion.bias is None else fusion.bias, x if fusion.norm is None else fusion.norm,
-        x if residual is None else residual, out, tokens, outputs, fusion.eps, fusion.offset,
-        x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), **constants, **more,
+        x if factors is None else factors, x if addend is None else addend, x if residual is None else residual, out,
+        tokens, outputs, fusion.eps, fusion.offset, float(fusion.input_factor), float(fusion.factor), fusion.begin,
+        fusion.end or rows, x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+        **constants, **more,
     )  # fmt: skip

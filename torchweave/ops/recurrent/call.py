@@ -107,6 +107,8 @@ class SsdCall:
     softplus: bool
     dt_min: float
     dt_max: float
+    z: Tensor | None = None
+    log_rate: bool = False
 
     @property
     def state_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -114,9 +116,9 @@ class SsdCall:
         return (self.x.shape[1], self.x.shape[2], self.B.shape[2]), torch.float32
 
     def held(self, copy: Copy = clone_each) -> SsdCall:
-        """See `ConvCall.held`; C and D have no part in the state."""
+        """See `ConvCall.held`; C, D and z have no part in the state."""
         x, dt, B = copy([self.x, self.dt, self.B])
-        return replace(self, x=x, dt=dt, B=B, C=B, D=None, out=_without_memory(self.out))
+        return replace(self, x=x, dt=dt, B=B, C=B, D=None, z=None, out=_without_memory(self.out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class ScanCall:
     dt_bias: Tensor | None
     out: Tensor
     state: int
+    log_rate: bool = False
 
     @property
     def state_shape(self) -> tuple[tuple[int, ...], torch.dtype]:

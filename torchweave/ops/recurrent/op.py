@@ -98,6 +98,8 @@ def ssd(
     softplus: bool,
     dt_min: float,
     dt_max: float,
+    z: Tensor | None = None,
+    log_rate: bool = False,
 ) -> None:
     """Scan of Mamba2 (state space duality), for each head, with a state `S[P, N]`:
     `S = exp(dt * A) * S + dt * x B^T; out = S C + D * x`.
@@ -107,15 +109,17 @@ def ssd(
     Args:
         x: `[T, H, P]`.
         dt: `[T, H]`; the step is `clamp(softplus(dt + dt_bias), dt_min, dt_max)`.
-        A: `[H]`, at most 0.
+        A: `[H]`, at most 0; with `log_rate` the logarithm of -A.
         B, C: `[T, G, N]`. Head h reads group `h // (H // G)`.
         D, dt_bias: `[H]`.
         out: `[T, H, P]`, written whole.
         state: index of the state, `[S, H, P, N]` float32.
         softplus: whether the step goes through softplus (linear above 20).
         dt_min, dt_max: limits of the step.
+        z: `[T, H, P]`: out, rounded, is multiplied by `silu(z)`, rounded to z's dtype.
+        log_rate: A is the parameter from which the layer computes its decay, `-exp(A)` in float32.
     """
-    _alone(SsdCall(x, dt, A, B, C, D, dt_bias, out, state, softplus, dt_min, dt_max))
+    _alone(SsdCall(x, dt, A, B, C, D, dt_bias, out, state, softplus, dt_min, dt_max, z, log_rate))
 
 
 @define("torchweave::selective_scan", mutates=("out",), boundary=True)
@@ -130,19 +134,20 @@ def selective_scan(
     dt_bias: Tensor | None,
     out: Tensor,
     state: int,
+    log_rate: bool = False,
 ) -> None:
     """Scan of Mamba, for each channel, with a state `S[N]` and `dt = softplus(dt + dt_bias)`:
     `S = exp(dt * A) * S + dt * x * B; out = (S C + D * x) * silu(z)`.
 
     Args:
         x, dt, z: `[T, I]`.
-        A: `[I, N]`, at most 0.
+        A: `[I, N]`, at most 0; with `log_rate` the logarithm of -A, as in `ssd`.
         B, C: `[T, N]`.
         D, dt_bias: `[I]`.
         out: `[T, I]`, written whole.
         state: index of the state, `[S, I, N]` float32.
     """
-    _alone(ScanCall(x, dt, A, B, C, D, z, dt_bias, out, state))
+    _alone(ScanCall(x, dt, A, B, C, D, z, dt_bias, out, state, log_rate))
 
 
 @define("torchweave::rg_lru", mutates=("out",), boundary=True)

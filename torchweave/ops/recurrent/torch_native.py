@@ -194,6 +194,11 @@ def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     return F.softplus(dt) if softplus else dt
 
 
+def _rate(call: SsdCall | ScanCall) -> Tensor:
+    """A in float32."""
+    return -call.A.float().exp() if call.log_rate else call.A.float()
+
+
 def _ssd_inputs(call: SsdCall, index: Tensor | slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, dt, B and C of some tokens in float32."""
     dt = _time_steps(call.dt[index], call.dt_bias, call.softplus).clamp(call.dt_min, call.dt_max)
@@ -203,10 +208,10 @@ def _ssd_inputs(call: SsdCall, index: Tensor | slice) -> tuple[Tensor, Tensor, T
 def _ssd_step(call: SsdCall, tokens: Tensor | slice, before: Tensor) -> Tensor:
     x, dt, B, C = _ssd_inputs(call, tokens)
     groups = (B.shape[1], x.shape[1] // B.shape[1])
-    state = (before * (dt * call.A.float()).exp()[..., None, None]).unflatten(1, groups)
+    state = (before * (dt * _rate(call)).exp()[..., None, None]).unflatten(1, groups)
     state.addcmul_((x * dt[..., None]).unflatten(1, groups)[..., None], B[:, :, None, None])
     result = (state @ C[:, :, None, :, None])[..., 0].flatten(1, 2)
-    call.out[tokens] = _skipped(call, result, x).to(call.out.dtype)
+    _write_ssd(call, tokens, result, x)
     return state.flatten(1, 2)
 
 
@@ -217,7 +222,7 @@ def _ssd_scan(call: SsdCall, begin: int, end: int, before: Tensor) -> Tensor:
     for start in range(begin, end, CHUNK):
         chunk = slice(start, min(start + CHUNK, end))
         x, dt, B, C = _ssd_inputs(call, chunk)
-        total = (dt * call.A.float()).cumsum(0).T.unflatten(0, groups)
+        total = (dt * _rate(call)).cumsum(0).T.unflatten(0, groups)
         between = total[..., :, None] - total[..., None, :]
         later = torch.ones(between.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         between = between.masked_fill(later, float("-inf")).exp()
@@ -225,21 +230,24 @@ def _ssd_scan(call: SsdCall, begin: int, end: int, before: Tensor) -> Tensor:
         steps = (x * dt[..., None]).transpose(0, 1).unflatten(0, groups)
         result = (C @ B.transpose(2, 3) * between) @ steps
         result += (C @ state.transpose(2, 3)) * total.exp()[..., None]
-        call.out[chunk] = _skipped(call, result.flatten(0, 1).transpose(0, 1), x).to(call.out.dtype)
+        _write_ssd(call, chunk, result.flatten(0, 1).transpose(0, 1), x)
         remaining = (total[..., -1:] - total).exp()
         state = state * total[..., -1:, None].exp() + (steps * remaining[..., None]).transpose(2, 3) @ B
     return state.flatten(0, 1)
 
 
-def _skipped(call: SsdCall, result: Tensor, x: Tensor) -> Tensor:
-    return result if call.D is None else result + call.D.float()[:, None] * x
+def _write_ssd(call: SsdCall, index: Tensor | slice, result: Tensor, x: Tensor) -> None:
+    if call.D is not None:
+        result = result + call.D.float()[:, None] * x
+    result = result.to(call.out.dtype)
+    call.out[index] = result if call.z is None else result * F.silu(call.z[index])
 
 
 def _selective_inputs(call: ScanCall, index: Tensor | slice) -> tuple[Tensor, Tensor, Tensor]:
     """x, the decay `[n, I, N]` of the state and what is added to it, for some tokens in float32."""
     x = call.x[index].float()
     dt = _time_steps(call.dt[index], call.dt_bias, True)
-    return x, (dt[..., None] * call.A.float()).exp(), (dt * x)[..., None] * call.B[index].float()[:, None]
+    return x, (dt[..., None] * _rate(call)).exp(), (dt * x)[..., None] * call.B[index].float()[:, None]
 
 
 def _write_selective(call: ScanCall, index: Tensor | slice, states: Tensor, x: Tensor) -> None:

@@ -199,12 +199,13 @@ def _launch_ssd(call: SsdCall, out: Tensor, state: Tensor, rows: Rows) -> None:
     shared = {
         "HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": width,
         "STATE_PAD": max(16, next_power_of_2(width)), "SKIP": call.D is not None, "BIAS": call.dt_bias is not None,
-        "SOFTPLUS": call.softplus,
+        "SOFTPLUS": call.softplus, "LOG_RATE": call.log_rate, "GATE": call.z is not None,
     }  # fmt: skip
+    z = x if call.z is None else _dense(call.z)
     rate = call.A.contiguous()
     skip, bias = (rate if each is None else each.contiguous() for each in (call.D, call.dt_bias))
-    inputs = (x, dt, rate, B, C, skip, bias, out, state, meta.slots, meta.query_start, meta.seq_lens)
-    strides = [stride for each in (x, dt, B, C, out) for stride in each.stride()[:2]]
+    inputs = (x, dt, rate, B, C, skip, z, bias, out, state, meta.slots, meta.query_start, meta.seq_lens)
+    strides = [stride for each in (x, dt, B, C, z, out) for stride in each.stride()[:2]]
     block = _block(head_dim, heads * meta.num_rows, 32, 8)
     options = _options(x.device, 2 if block > 8 else 1)
     if rows.access != StateAccess.ADVANCE:
@@ -214,7 +215,7 @@ def _launch_ssd(call: SsdCall, out: Tensor, state: Tensor, rows: Rows) -> None:
         )  # fmt: skip
         return
     if not meta.decode_only:
-        _launch_ssd_chunks(call, (x, dt, rate, B, C, skip, bias), out, state, meta)
+        _launch_ssd_chunks(call, (x, dt, rate, B, C, skip, z, bias), out, state, meta)
     ssd_decode[cdiv(head_dim, block), heads, meta.num_rows](
         *inputs, call.dt_min, call.dt_max, *strides,
         **shared, BLOCK=block, DECODE_ONLY=meta.decode_only, **options,
@@ -225,7 +226,7 @@ def _launch_ssd_chunks(
     call: SsdCall, inputs: Sequence[Tensor], out: Tensor, state: Tensor, meta: AttentionMetadata
 ) -> None:
     """Rows with several tokens: what each chunk adds to the state, the states before the chunks, and the chunks' results."""
-    x, dt, rate, B, C, skip, bias = inputs
+    x, dt, rate, B, C, skip, z, bias = inputs
     B, C = B.to(x.dtype), C.to(x.dtype)  # as the products round them; wider ones take too much shared memory
     _, heads, head_dim = x.shape
     groups, width = B.shape[1:]
@@ -236,9 +237,10 @@ def _launch_ssd_chunks(
     options = _options(x.device, 8, 3) if block == SSD_BLOCK else _options(x.device, 8 if wide else 4, 2)
     shared = {
         "HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": width, "BLOCK": block, "TILE": tile,
-        "CHUNK": chunk, "BIAS": call.dt_bias is not None, "SOFTPLUS": call.softplus, "PRECISION": _precision(x.dtype),
+        "CHUNK": chunk, "BIAS": call.dt_bias is not None, "SOFTPLUS": call.softplus, "LOG_RATE": call.log_rate,
+        "PRECISION": _precision(x.dtype),
     }  # fmt: skip
-    strides = [stride for each in (x, dt, B, C, out) for stride in each.stride()[:2]]
+    strides = [stride for each in (x, dt, B, C, z, out) for stride in each.stride()[:2]]
     grid = (cdiv(head_dim, block), heads, meta.num_tokens // chunk + meta.num_rows + 1)
     before = x  # not read
     if meta.num_tokens > chunk:
@@ -254,8 +256,9 @@ def _launch_ssd_chunks(
             HEADS=heads, SIZE=head_dim * width, BLOCK=1024, CHUNK=chunk, **_options(x.device, 4),
         )  # fmt: skip
     ssd_chunk_scan[grid](
-        x, dt, rate, B, C, skip, bias, out, state, before, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
-        meta.num_tokens, call.dt_min, call.dt_max, *strides, **shared, SKIP=call.D is not None, **options,
+        x, dt, rate, B, C, skip, z, bias, out, state, before, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
+        meta.num_tokens, call.dt_min, call.dt_max, *strides, **shared, SKIP=call.D is not None, GATE=call.z is not None,
+        **options,
     )  # fmt: skip
 
 
@@ -272,8 +275,8 @@ def _launch_scan(call: ScanCall, out: Tensor, state: Tensor, rows: Rows) -> None
         x, dt, rate, B, C, skip, z, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position,
         meta.num_rows, meta.num_tokens, channels, *(each.stride(0) for each in (x, dt, B, C, z, out)),
         STATE=width, STATE_PAD=next_power_of_2(width), BLOCK=block, TILE=tile, SKIP=call.D is not None,
-        GATE=call.z is not None, BIAS=call.dt_bias is not None, DECODE_ONLY=meta.decode_only, ACCESS=int(rows.access),
-        **_options(x.device, 4),
+        GATE=call.z is not None, BIAS=call.dt_bias is not None, LOG_RATE=call.log_rate, DECODE_ONLY=meta.decode_only,
+        ACCESS=int(rows.access), **_options(x.device, 4),
     )  # fmt: skip
 
 

@@ -60,6 +60,14 @@ def with_residual_last(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     return linear(x, w, None, "") + residual
 
 
+def with_two_adds(x: Tensor, w: Tensor, branch: Tensor, residual: Tensor) -> Tensor:
+    return residual + (branch + F.linear(x, w))
+
+
+def scaled(x: Tensor, w: Tensor, factors: Tensor, residual: Tensor) -> Tensor:
+    return residual + linear(x, w, None, "1=blas", 1.25, factors)
+
+
 @pytest.mark.parametrize(
     ("function", "examples"),
     [
@@ -68,6 +76,8 @@ def with_residual_last(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
         (with_gate_only, [X, W]),
         (with_residual, [X, W, RESIDUAL]),
         (with_residual_last, [X[0], W, RESIDUAL[0]]),
+        (with_two_adds, [X, W, RESIDUAL.flip(-1).contiguous(), RESIDUAL]),
+        (scaled, [X, W, BIAS, RESIDUAL]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -6,6 +6,8 @@ Before                                                       After
     a = torchweave.gated_activation(gate_up, "silu")             h = torchweave.fused_linear(a, V, ..., residual, None, choices)
     h = aten.add(residual, torchweave.linear(a, V))
 
+A second add, of another branch of the layer, comes before the residual's. What `scale_linears` gave a linear stays with it.
+
 Runs behind `raise_rms_norm` and `gated_activation`, and before `add_rms_norm`, which would fuse the residual add elsewhere.
 
 When      W is a parameter of at least 2**20 elements for which `torchweave.ops.linear` has kernels; nothing else reads the
@@ -39,6 +41,8 @@ from torchweave.ops.linear_config import supported
 aten = torch.ops.aten
 _ops = torch.ops.torchweave
 _FUSED = _ops.fused_linear.default
+_SCALING = {"input_factor": 1.0, "factors": None, "factor": 1.0, "begin": 0, "end": 0}
+"""The last arguments of `torchweave::linear`, and their defaults."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class _FusableLinear:
     norm: tuple[Any, ...] | None
     residual: fx.Node | None
     activation: str | None
+    scaling: tuple[Any, ...]
+    addend: fx.Node | None
     last: fx.Node
 
     @property
@@ -95,7 +101,7 @@ class FusedLinears(GraphPass):
     def _fuse(self, graph: FakeGraph, node: fx.Node) -> tuple[int, str | None]:
         """Fuse a linear with its prologue and epilogue; return the number of fused nodes, and why others were not."""
         try:
-            x, weight, bias = self.bind(node, "input", "weight", bias=None, choices="")[:3]
+            x, weight, bias, _, *scaling = self.bind(node, "input", "weight", bias=None, choices="", **_SCALING)
         except Mismatch as mismatch:
             return 0, str(mismatch)
         why = _reject_reason(x, weight, bias)
@@ -103,7 +109,11 @@ class FusedLinears(GraphPass):
             return 0, why
         norm, why_norm = _prologue_norm(x)
         last, activation, residual, why_epilogue = _epilogue(node)
-        fusable = _FusableLinear(x if norm is None else norm[0], weight, bias, norm, residual, activation, last)
+        addend = None
+        if residual is not None:
+            last, addend, residual = _second_add(last, residual)
+        inputs = (x if norm is None else norm[0], weight, bias)
+        fusable = _FusableLinear(*inputs, norm, residual, activation, tuple(scaling), addend, last)
         why = why_norm or why_epilogue
         if not fusable.letters:
             return 0, why
@@ -156,6 +166,14 @@ def _epilogue(node: fx.Node) -> tuple[fx.Node, str | None, fx.Node | None, str |
     return user, None, residual, None
 
 
+def _second_add(add: fx.Node, residual: fx.Node) -> tuple[fx.Node, fx.Node | None, fx.Node]:
+    """The last add, the addend before it if there are two, and its residual: a layer may add two branches to its residual."""
+    if len(add.users) != 1:
+        return add, None, residual
+    last, _, outer, _ = _epilogue(add)
+    return (add, None, residual) if outer is None else (last, residual, outer)
+
+
 def _other_readers(x: fx.Node) -> str:
     return ", ".join(user.name for user in list(x.users)[1:])
 
@@ -165,6 +183,8 @@ def _replace(graph: FakeGraph, fusable: _FusableLinear, choices: str) -> bool:
     norm = (None, 0.0, 0.0, False) if fusable.norm is None else fusable.norm[1:]
     linear, epilogue = (fusable.x, fusable.weight, fusable.bias), (fusable.residual, fusable.activation)
     arguments = (*linear, *norm, *epilogue, choices)
+    if fusable.addend is not None or fusable.scaling != tuple(_SCALING.values()):
+        arguments = (*arguments, *fusable.scaling, fusable.addend)
     with graph.enable_fake_mode():
         result = _FUSED(*fx.map_arg(arguments, value))
     if not same_geometry(result, value(fusable.last)):

@@ -16,11 +16,13 @@ Pays      at every token count: one matmul reads x once and uses the device bett
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from torchweave.compiler.ir.graph import CapturedGraph, same_geometry
@@ -30,6 +32,7 @@ from torchweave.compiler.passes.torch_ir.stacking import StackableCall, merge_gr
 
 LINEAR = torch.nn.functional.linear  # the builtin that tracing records
 
+_ACTIVATIONS = (F.silu, F.gelu, F.relu, torch.relu, torch.sigmoid)
 _ALIGNED = 8  # rows of a weight, which are columns of the result: fast matmuls need 16-byte alignment, 8 bfloat16
 _VIEWS = ("reshape", "view", "contiguous")
 
@@ -89,8 +92,25 @@ def _mergeable_by_node(
     if len(left) == 1 and left[0].padding:
         rows = value(left[0].constants[0]).shape[0]
         near_misses.append(NearMiss(left[0].node.name, f"its {rows} rows would misalign the rows behind it"))
-    for items in (*groups, left):
-        yield from mergeable_groups(graph, items, near_misses)
+    for items in groups:
+        yield from map(_gate_first, mergeable_groups(graph, items, near_misses))
+    yield from mergeable_groups(graph, left, near_misses)
+
+
+def _gate_first(items: list[StackableCall]) -> list[StackableCall]:
+    """The order in which a gated activation reads two halves: `up(x) * act(gate(x))` calls up first."""
+    if len(items) != 2 or not _is_activated(items[1].node) or _is_activated(items[0].node):
+        return items
+    return items[::-1]
+
+
+def _is_activated(node: fx.Node) -> bool:
+    """Whether the one reader of a result, or of its multiple by a number, is an activation."""
+    if len(node.users) != 1:
+        return False
+    (user,) = node.users
+    is_scaled = user.target is operator.mul and any(isinstance(each, (int, float)) for each in user.args)
+    return user.target in _ACTIVATIONS or (is_scaled and _is_activated(user))
 
 
 def _source(x: fx.Node) -> fx.Node:

@@ -142,9 +142,8 @@ def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _Fake
         graph.fake_ops.run(torch.clone, (part,), _CONTIGUOUS) if _is_returned(graph, item.node) else part
         for item, part in zip(group, (parts[index] for index in _part_indices(group)), strict=True)
     ]
-    changed = update_fake_values(
-        graph, {item.node: result for item, result in zip(group, results, strict=True)}, commit=False
-    )
+    new = {item.node: result for item, result in zip(group, results, strict=True)}
+    changed = update_fake_values(graph, {node: new[node] for node in sorted(new)}, commit=False)
     return whole, parts, results, changed
 
 
@@ -164,7 +163,7 @@ def _rewrite(
     whole, parts, results, changed = faked
     for node, new in changed.items():
         node.meta["example_value"] = new
-    nodes, first = graph.graph, group[0].node
+    nodes, first = graph.graph, min(item.node for item in group)
     target: Any = first.target
     with nodes.inserting_before(first):
         one = nodes.call_function(target, group[0].merged_arguments(stacked[key], lambda node: node))

@@ -57,6 +57,15 @@ def is_padding(slots, row, num_rows, DECODE_ONLY: tl.constexpr):
 
 
 @triton.jit
+def decay_rate(A, mask, LOG_RATE: tl.constexpr):
+    """A of a scan in float32, at most 0; LOG_RATE: from the logarithm of -A."""
+    rate = tl.load(A, mask=mask, other=0.0).to(tl.float32)
+    if LOG_RATE:
+        rate = -tl.exp(rate)
+    return rate
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), linear above 20 as in torch; log1p by exp keeps small results exact."""
     small = tl.exp(tl.minimum(x, 20.0))

@@ -9,8 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, is_padding, row_end, row_tokens, silu, softplus
+from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
+from torchweave.ops.kernels.recurrent.chunks import (
+    COMMIT,
+    READ,
+    decay_rate,
+    is_padding,
+    row_end,
+    row_tokens,
+    silu,
+    softplus,
+)
 
 
 @triton.jit
@@ -23,10 +32,16 @@ def selective_scan(
     x, dt, A, B, C, D, z, dt_bias, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, channels,
     x_stride, dt_stride, b_stride, c_stride, z_stride, out_stride,
     STATE: tl.constexpr, STATE_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SKIP: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, DECODE_ONLY: tl.constexpr, ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATE: tl.constexpr, BIAS: tl.constexpr, LOG_RATE: tl.constexpr, DECODE_ONLY: tl.constexpr, ACCESS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK channels of row `program_id(1)`, token after token; padded tokens become zero."""
-    pdl_wait(DEPENDENT)
+    """BLOCK channels of row `program_id(1)`, token after token; padded tokens become zero.
+
+    DECODE_ONLY: the previous kernel writes inputs, but neither the rows of the step nor states: both are loaded before the wait,
+    bypassing L1.
+    """
+    if not DECODE_ONLY:
+        pdl_wait(DEPENDENT)
     row = tl.program_id(1)
     first, end = row_tokens(query_start, row, num_rows, num_tokens, DECODE_ONLY)
     if first >= end:
@@ -34,20 +49,26 @@ def selective_scan(
     channel, column, at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, STATE_PAD), tl.arange(0, TILE)
     valid_channel, valid_column = channel < channels, column < STATE
     if is_padding(slots, row, num_rows, DECODE_ONLY):
+        if DECODE_ONLY:
+            pdl_wait(DEPENDENT)
         for begin in range(first, end, TILE):
             token = (begin + at).to(tl.int64)[:, None]
             valid = (token < end) & valid_channel[None, :]
             target = out + token * out_stride + channel[None, :]
             tl.store(target, tl.zeros([TILE, BLOCK], out.dtype.element_ty), mask=valid)
         return
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
     element = channel[:, None] * STATE + column[None, :]
     valid_state = valid_channel[:, None] & valid_column[None, :]
     place = state + slot * channels * STATE + element
-    length = tl.load(seq_lens + row)
-    matrix = tl.load(place, mask=valid_state & (length > end - first), other=0.0)
+    length = tl.load(seq_lens + row, cache_modifier=".cg")
+    matrix = tl.load(place, mask=valid_state & (length > end - first), other=0.0, cache_modifier=".cg")
     end = row_end(end, length, position, slot, ACCESS)
-    rate = tl.load(A + element, mask=valid_state, other=0.0).to(tl.float32)
+    if DECODE_ONLY:
+        if row == 0:
+            pdl_prefetch(tl.where(valid_channel, A + channel * STATE, A), DEPENDENT)
+        pdl_wait(DEPENDENT)
+    rate = decay_rate(A + element, valid_state, LOG_RATE)
     for begin in tl.range(first, end, TILE):
         token = (begin + at).to(tl.int64)
         valid_token = token < end
@@ -88,8 +109,10 @@ def lru_scan(
     a_stride, x_stride, out_stride,
     BLOCK: tl.constexpr, TILE: tl.constexpr, DECODE_ONLY: tl.constexpr, ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK channels of row `program_id(1)`, token after token; padded tokens become zero."""
-    pdl_wait(DEPENDENT)
+    """BLOCK channels of row `program_id(1)`, token after token; padded tokens become zero. Loads before the wait as
+    `selective_scan` does."""
+    if not DECODE_ONLY:
+        pdl_wait(DEPENDENT)
     row = tl.program_id(1)
     first, end = row_tokens(query_start, row, num_rows, num_tokens, DECODE_ONLY)
     if first >= end:
@@ -99,12 +122,14 @@ def lru_scan(
     padding = is_padding(slots, row, num_rows, DECODE_ONLY)
     slot, continued = tl.zeros([], tl.int64), False
     if not padding:
-        slot = tl.load(slots + row).to(tl.int64)
-        length = tl.load(seq_lens + row)
+        slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
+        length = tl.load(seq_lens + row, cache_modifier=".cg")
         continued = length > end - first
         end = row_end(end, length, position, slot, ACCESS)
     place = state + slot * channels + channel
-    before = tl.load(place, mask=valid_channel & continued, other=0.0)
+    before = tl.load(place, mask=valid_channel & continued, other=0.0, cache_modifier=".cg")
+    if DECODE_ONLY:
+        pdl_wait(DEPENDENT)
     for begin in tl.range(first, end, TILE):
         token = (begin + at).to(tl.int64)[:, None]
         # Of padded tokens nothing is read: the recurrence of zeros is zero.

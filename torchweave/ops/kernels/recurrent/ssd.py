@@ -16,7 +16,16 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, row_end, row_tokens, softplus
+from torchweave.ops.kernels.recurrent.chunks import (
+    COMMIT,
+    READ,
+    decay_rate,
+    find_chunk,
+    row_end,
+    row_tokens,
+    silu,
+    softplus,
+)
 
 
 @triton.jit
@@ -33,6 +42,13 @@ def _time_step(dt, bias, limit_min, limit_max, SOFTPLUS: tl.constexpr):
     if SOFTPLUS:
         dt = softplus(dt)
     return tl.minimum(tl.maximum(dt, limit_min), limit_max)
+
+
+@triton.jit
+def _gated(result, gate):
+    """`result * silu(gate)`, rounded as the separate operations round."""
+    active = silu(gate.to(tl.float32)).to(gate.dtype)
+    return (result.to(tl.float32) * active.to(tl.float32)).to(result.dtype)
 
 
 @triton.jit
@@ -57,12 +73,12 @@ def _token_inputs(
 
 @triton.jit(do_not_specialize_on_alignment=["query_start"])
 def ssd_decode(
-    x, dt, A, B, C, D, dt_bias, out, state, slots, query_start, seq_lens, dt_min, dt_max,
+    x, dt, A, B, C, D, z, dt_bias, out, state, slots, query_start, seq_lens, dt_min, dt_max,
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
-    out_stride, out_head_stride,
+    z_stride, z_head_stride, out_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, STATE_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, DECODE_ONLY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LOG_RATE: tl.constexpr,
+    GATE: tl.constexpr, DECODE_ONLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of head `program_id(1)` of row `program_id(2)`. DECODE_ONLY: row i is token i, and padding rows are zeroed;
     otherwise rows without exactly one token are skipped.
@@ -100,8 +116,10 @@ def ssd_decode(
             if SKIP:
                 pdl_prefetch(D + head, DEPENDENT)
         pdl_wait(DEPENDENT)
-    rate, bias = tl.load(A + head).to(tl.float32), _step_bias(dt_bias, head, BIAS)
+    rate, bias = decay_rate(A + head, True, LOG_RATE), _step_bias(dt_bias, head, BIAS)
     skip = tl.load(D + head).to(tl.float32) if SKIP else 0.0
+    if GATE:
+        gate = tl.load(z + token * z_stride + head * z_head_stride + dim, mask=valid_dim, other=0.0)
     values, keys, query, step = _token_inputs(
         x, dt, B, C, bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
         x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
@@ -112,17 +130,20 @@ def ssd_decode(
     result = tl.sum(matrix * query[None, :], 1)
     if SKIP:
         result += skip * values
-    tl.store(target, result.to(out.dtype.element_ty), mask=valid_dim)
+    result = result.to(out.dtype.element_ty)
+    if GATE:
+        result = _gated(result, gate)
+    tl.store(target, result, mask=valid_dim)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def ssd_drafts(
-    x, dt, A, B, C, D, dt_bias, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, dt_min, dt_max,
+    x, dt, A, B, C, D, z, dt_bias, out, state, slots, query_start, seq_lens, position, num_rows, num_tokens, dt_min, dt_max,
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
-    out_stride, out_head_stride,
+    z_stride, z_head_stride, out_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, STATE_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, ACCESS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LOG_RATE: tl.constexpr,
+    GATE: tl.constexpr, ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of head `program_id(1)` of row `program_id(2)`, token after token; padded tokens become zero."""
     pdl_wait(DEPENDENT)
@@ -145,7 +166,7 @@ def ssd_drafts(
     length = tl.load(seq_lens + row)
     matrix = tl.load(place, mask=valid & (length > end - first), other=0.0)
     end = row_end(end, length, position, slot, ACCESS)
-    rate, bias = tl.load(A + head).to(tl.float32), _step_bias(dt_bias, head, BIAS)
+    rate, bias = decay_rate(A + head, True, LOG_RATE), _step_bias(dt_bias, head, BIAS)
     for _ in range(first, end):
         values, keys, query, step = _token_inputs(
             x, dt, B, C, bias, token, head, dim, column, valid_dim, valid_column, dt_min, dt_max,
@@ -157,7 +178,12 @@ def ssd_drafts(
             result = tl.sum(matrix * query[None, :], 1)
             if SKIP:
                 result += tl.load(D + head).to(tl.float32) * values
-            tl.store(target + token * out_stride, result.to(out.dtype.element_ty), mask=valid_dim)
+            result = result.to(out.dtype.element_ty)
+            if GATE:
+                result = _gated(
+                    result, tl.load(z + token * z_stride + head * z_head_stride + dim, mask=valid_dim, other=0.0)
+                )
+            tl.store(target + token * out_stride, result, mask=valid_dim)
         token += 1
     if ACCESS != READ:
         tl.store(place, matrix, mask=valid)
@@ -166,7 +192,7 @@ def ssd_drafts(
 @triton.jit
 def _chunk_steps(
     dt, dt_bias, A, begin, end, head, dt_min, dt_max, dt_stride, dt_head_stride,
-    CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+    CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LOG_RATE: tl.constexpr,
 ):  # fmt: skip
     """Tokens of a chunk, whether each is in the row, their time steps, and the logarithm of the decay from the chunk's beginning
     through each token and through all."""
@@ -174,7 +200,7 @@ def _chunk_steps(
     valid = token < end
     step = tl.load(dt + token * dt_stride + head * dt_head_stride, mask=valid, other=0.0)
     step = tl.where(valid, _time_step(step, _step_bias(dt_bias, head, BIAS), dt_min, dt_max, SOFTPLUS), 0.0)
-    decay = step * tl.load(A + head).to(tl.float32)
+    decay = step * decay_rate(A + head, True, LOG_RATE)
     return token, valid, step, tl.cumsum(decay, 0), tl.sum(decay, 0)
 
 
@@ -183,8 +209,8 @@ def ssd_chunk_states(
     x, dt, A, B, dt_bias, added, decay, query_start, num_rows, num_tokens, dt_min, dt_max,
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LOG_RATE: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """What chunk `program_id(2)` adds to BLOCK channels of the state of head `program_id(1)`, and its decay, at the place
     `first token // CHUNK` of `added` `[T // CHUNK + 1, HEADS, HEAD_DIM, STATE]` and `decay`; for chunks that another one of
@@ -195,7 +221,7 @@ def ssd_chunk_states(
     if (row == num_rows) | (begin + CHUNK >= end):
         return
     token, _, step, total, whole = _chunk_steps(
-        dt, dt_bias, A, begin, end, head, dt_min, dt_max, dt_stride, dt_head_stride, CHUNK, BIAS, SOFTPLUS
+        dt, dt_bias, A, begin, end, head, dt_min, dt_max, dt_stride, dt_head_stride, CHUNK, BIAS, SOFTPLUS, LOG_RATE
     )
     dim = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid_dim = dim < HEAD_DIM
@@ -270,12 +296,12 @@ def _by_queries(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def ssd_chunk_scan(
-    x, dt, A, B, C, D, dt_bias, out, state, before, slots, query_start, seq_lens, num_rows, num_tokens, dt_min, dt_max,
+    x, dt, A, B, C, D, z, dt_bias, out, state, before, slots, query_start, seq_lens, num_rows, num_tokens, dt_min, dt_max,
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
-    out_stride, out_head_stride,
+    z_stride, z_head_stride, out_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    LOG_RATE: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Results of BLOCK channels of head `program_id(1)` in chunk `program_id(2)`, if its row has several tokens. The last chunk of
     a row advances the state. Padded tokens become zero."""
@@ -297,7 +323,7 @@ def ssd_chunk_scan(
         return
     dtype = x.dtype.element_ty
     token, valid_token, step, total, whole = _chunk_steps(
-        dt, dt_bias, A, begin, end, head, dt_min, dt_max, dt_stride, dt_head_stride, CHUNK, BIAS, SOFTPLUS
+        dt, dt_bias, A, begin, end, head, dt_min, dt_max, dt_stride, dt_head_stride, CHUNK, BIAS, SOFTPLUS, LOG_RATE
     )
     is_last = begin + CHUNK >= end
     slot = tl.load(slots + row).to(tl.int64)
@@ -307,19 +333,9 @@ def ssd_chunk_scan(
     key_row = B + token[:, None] * b_stride + (head // GROUP) * b_group_stride
     query_row = C + token[:, None] * c_stride + (head // GROUP) * c_group_stride
     if is_last:  # outside the loop, which Triton could not pipeline with a branch
+        valid = valid_dim & continued
         scores, result = _by_queries(
-            query_row,
-            key_row,
-            state_row,
-            valid_token,
-            valid_dim & continued,
-            dim,
-            dtype,
-            CHUNK,
-            BLOCK,
-            STATE,
-            TILE,
-            PRECISION,
+            query_row, key_row, state_row, valid_token, valid, dim, dtype, CHUNK, BLOCK, STATE, TILE, PRECISION
         )
     else:
         scores, result = _by_queries(
@@ -334,10 +350,12 @@ def ssd_chunk_scan(
     result = tl.dot((scores * between * step[None, :]).to(dtype), values, result, input_precision=PRECISION)
     if SKIP:
         result += tl.load(D + head).to(tl.float32) * values.to(tl.float32)
-    tl.store(
-        target + token[:, None] * out_stride, result.to(out.dtype.element_ty),
-        mask=valid_token[:, None] & valid_dim[None, :],
-    )  # fmt: skip
+    result = result.to(out.dtype.element_ty)
+    by_dim = valid_token[:, None] & valid_dim[None, :]
+    if GATE:
+        gate = z + token[:, None] * z_stride + head * z_head_stride + dim[None, :]
+        result = _gated(result, tl.load(gate, mask=by_dim, other=0.0))
+    tl.store(target + token[:, None] * out_stride, result, mask=by_dim)
     if is_last:
         added = tl.trans((values.to(tl.float32) * (step * tl.exp(whole - total))[:, None]).to(dtype))
         for first in tl.range(0, STATE, TILE):
