@@ -35,12 +35,14 @@ class GemmConfig:
         block_k: columns of a weight's row per iteration.
         num_warps: warps of a program.
         depth: iterations in flight: loop unrolling for rows, pipeline stages for tiles.
+        ahead: of tiles, lines of 128 bytes of each row that are fetched into the L2 cache first.
     """
 
     block_n: int
     block_k: int
     num_warps: int
     depth: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -200,11 +202,11 @@ def _activation(call: ExpertsCall) -> dict[str, Any]:
 def _rows(call: ExpertsCall, strategy: Rows) -> None:
     from torchweave.ops.kernels.moe import experts_gemv as kernels
 
-    down = _launch(strategy.down) | {"dependent": strategy.dependent}
+    down = _launch(strategy.down, tiles=False) | {"dependent": strategy.dependent}
     h = call.x.new_empty(call.index.numel(), call.inner)
     first = (call.x, call.index, call.up, call.up_bias, h, call.up_scale, call.up_packing)
     early = strategy.early and call.x.shape[1] <= strategy.up.block_k and call.form.gated and not call.form.interleaved
-    up = {**_activation(call), **_launch(strategy.up)}
+    up = {**_activation(call), **_launch(strategy.up, tiles=False)}
     kernels.launch_rows_up(*first, **up, dependent=strategy.dependent, shared=early)
     second = (h, call.index, call.weight, call.down, call.down_bias, call.out)
     if call.down_scale is None or call.down.dtype == FP8:
@@ -235,12 +237,12 @@ def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
         call.up_scale,
         call.up_packing,
         **_activation(call),
-        **_launch(strategy.up),
+        **_launch(strategy.up, tiles=True),
         **tile,
     )
     y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
     kernels.launch_tiles_down(
-        h, down, y, ends, rows, call.down_scale, call.down_packing, **_launch(strategy.down), **tile
+        h, down, y, ends, rows, call.down_scale, call.down_packing, **_launch(strategy.down, tiles=True), **tile
     )
     if call.shared and own is None:
         own = y.unflatten(0, call.index.shape)[:, -1]
@@ -289,5 +291,8 @@ def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:
     return ends, torch.empty(call.index.numel(), dtype=torch.int32, device=call.x.device)
 
 
-def _launch(product: GemmConfig) -> dict[str, Any]:
-    return asdict(product)
+def _launch(product: GemmConfig, *, tiles: bool) -> dict[str, Any]:
+    arguments = asdict(product)
+    if not tiles:
+        del arguments["ahead"]
+    return arguments
