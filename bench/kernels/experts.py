@@ -304,9 +304,7 @@ class Bench:
             strategy = self._best(tokens, calls, right, [replace(strategy, up=up) for up in ups])
             if strategy is not None:
                 strategy = self._best(tokens, calls, right, [replace(strategy, down=down) for down in downs])
-            if isinstance(strategy, Tiles) and strategy.block_m == 8:
-                self._best(tokens, calls, right, list(self._variants(strategy)))
-            elif strategy is not None:
+            if strategy is not None and not strategy.dependent:
                 self._try(tokens, calls, right, replace(strategy, dependent=True))
             if isinstance(strategy, Rows) and self.model.shared:
                 self._try(tokens, calls, right, replace(strategy, dependent=True, early=True))
@@ -321,13 +319,6 @@ class Bench:
             if self.weights == "fp8_per_block" and isinstance(strategy, Tiles):
                 ups, downs = ([each for each in given if each.block_k <= GROUP] for given in (ups, downs))
             yield strategy, ups, downs
-
-    @staticmethod
-    def _variants(best: Tiles) -> Iterator[Tiles]:
-        """The best narrow tiles with other numbers of tokens, and with lines of weights fetched ahead."""
-        yield replace(best, block_m=16)
-        for up, down in ((0, 4), (0, 8), (2, 4), (4, 4), (4, 8)):
-            yield replace(best, up=replace(best.up, ahead=up), down=replace(best.down, ahead=down))
 
     def _chosen(self, tokens: int) -> Strategy:
         shared = self.model.shared
