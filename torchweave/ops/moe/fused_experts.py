@@ -68,6 +68,7 @@ class Tiles:
     down: GemmConfig
     block_m: int = 16
     dependent: bool = False
+    by_pair: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,11 @@ def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
     if call.shared and call.num_tokens > strategy.block_m:
         call, own = _apart(call)
     up, down = (w.transpose(1, 2) if call.form.transposed else w for w in (call.up, call.down))
-    ends, rows = _sorted_pair_buffers(call)
-    kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, None, dependent=strategy.dependent)
+    if strategy.by_pair:
+        ends = rows = call.index.to(torch.int64)
+    else:
+        ends, rows = _sorted_pair_buffers(call)
+        kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, None, dependent=strategy.dependent)
     h = call.x.new_empty(call.index.numel(), call.inner)
     tile = {"block_m": strategy.block_m, "dependent": strategy.dependent}
     kernels.launch_tiles_up(

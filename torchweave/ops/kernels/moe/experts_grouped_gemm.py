@@ -200,20 +200,34 @@ def _byte_product(
 
 
 @triton.jit
+def pairs_of_program(ends, num_experts, BY_PAIR: tl.constexpr):
+    """The expert of a program, and its first and its last pair plus 1. Bypasses L1: the direct predecessor did not write them."""
+    if BY_PAIR:
+        begin = tl.program_id(1)
+        expert = tl.load(ends + begin, cache_modifier=".cg").to(tl.int64)
+        end = begin + (expert < num_experts).to(tl.int32)
+        expert = tl.minimum(expert, num_experts - 1)
+    else:
+        expert = tl.program_id(1).to(tl.int64)
+        begin = tl.load(ends + expert - 1, mask=expert > 0, other=0, cache_modifier=".cg")
+        end = tl.load(ends + expert, cache_modifier=".cg")
+    return expert, begin, end
+
+
+@triton.jit
 def tiles_up_kernel(
-    x, up, scales, zeros, row_scales, bias, h, ends, rows, inner, x_stride, expert_stride, row_stride, k_stride, scale_rows,
+    x, up, scales, zeros, row_scales, bias, h, ends, rows, num_experts, inner, x_stride, expert_stride, row_stride, k_stride, scale_rows,
     FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, NARROW: tl.constexpr,
     WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BY_PAIR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """h[position, I]: a program computes BLOCK_N activated columns of all pairs of one expert.
 
-    Gate and up rows share a tile of twice BLOCK_N rows, in the layout of the weight: two blocks, or alternating.
+    BY_PAIR: of one pair; `ends` are the experts of pairs, whose order is that of positions. Gate and up rows share a tile of twice BLOCK_N rows, in the layout of the weight: two blocks, or alternating.
     """
-    expert = tl.program_id(1).to(tl.int64)
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     r = tl.arange(0, ROWS)
     first_column = tl.program_id(0) * BLOCK_N
@@ -223,10 +237,9 @@ def tiles_up_kernel(
     else:
         inside = first_column + r % BLOCK_N < inner
         weight_row = (r // BLOCK_N) * inner + first_column + r % BLOCK_N
-    packed_row = expert * (inner * 2 if GATED else inner) + tl.where(inside, weight_row, 0)
     pdl_wait(DEPENDENT)
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends + expert)
+    expert, begin, end = pairs_of_program(ends, num_experts, BY_PAIR)
+    packed_row = expert * (inner * 2 if GATED else inner) + tl.where(inside, weight_row, 0)
     if AHEAD > 0:
         if begin < end:
             line = tl.minimum(tl.arange(0, AHEAD) * LINE, row_stride - 1)
@@ -238,7 +251,7 @@ def tiles_up_kernel(
     for start in range(begin, end, BLOCK_M):
         position = start + tl.arange(0, BLOCK_M)
         real = position < end
-        token = tl.load(rows + position, mask=real, other=0) // TOP
+        token = (position if BY_PAIR else tl.load(rows + position, mask=real, other=0)) // TOP
         inputs = x + token.to(tl.int64) * x_stride
         if FORMAT == "fp8":
             total = _fp8_product(
@@ -280,18 +293,16 @@ def tiles_up_kernel(
 
 @triton.jit
 def tiles_down_kernel(
-    h, down, scales, zeros, row_scales, y, ends, rows, num_outputs, expert_stride, row_stride, k_stride, scale_rows,
+    h, down, scales, zeros, row_scales, y, ends, rows, num_experts, num_outputs, expert_stride, row_stride, k_stride, scale_rows,
     FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, NARROW: tl.constexpr,
     INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BY_PAIR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y[pair, N], unweighted: a program computes BLOCK_N columns of all pairs of one expert."""
-    expert = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0, cache_modifier=".cg")
-    end = tl.load(ends + expert, cache_modifier=".cg")
+    expert, begin, end = pairs_of_program(ends, num_experts, BY_PAIR)
     weights = down + expert * expert_stride + n * row_stride
     weight_scales = scales + (expert * scale_rows + n // SCALE_BLOCK) * GROUPS
     packed_row = expert * num_outputs + tl.minimum(n, num_outputs - 1)
@@ -325,7 +336,7 @@ def tiles_down_kernel(
             )  # fmt: skip
         else:
             total = _product(weights, inputs, inside, real, k_stride, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
-        pair = tl.load(rows + position, mask=real, other=0).to(tl.int64)
+        pair = (position if BY_PAIR else tl.load(rows + position, mask=real, other=0)).to(tl.int64)
         at = y + pair[None, :] * num_outputs + n[:, None]
         tl.store(at, total.to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
 
@@ -446,12 +457,13 @@ def launch_tiles_up(
     scales, packing: of up if it is quantized, and then contiguous; see `torchweave::quantized_experts`.
     """
     inner = h.shape[1]
-    tiles_up_kernel[(cdiv(inner, block_n), up.shape[0])](
-        x, up, bias=x if bias is None else bias, h=h, ends=ends, rows=rows, inner=inner, x_stride=x.stride(0),
+    by_pair = ends.dtype == torch.int64
+    tiles_up_kernel[(cdiv(inner, block_n), h.shape[0] if by_pair else up.shape[0])](
+        x, up, bias=x if bias is None else bias, h=h, ends=ends, rows=rows, num_experts=up.shape[0], inner=inner, x_stride=x.stride(0),
         **_strides(up), **_format(up, scales, packing, x.shape[1], block_k),
         WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n, NARROW=num_warps < 4,
-        AHEAD=ahead, LINE=128 // up.element_size(), DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
+        AHEAD=ahead, LINE=128 // up.element_size(), BY_PAIR=by_pair, DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
     )  # fmt: skip
 
 
@@ -461,10 +473,12 @@ def launch_tiles_down(
     dependent: bool,
 ) -> None:  # fmt: skip
     """h [T k, I] by position, down as [E, K, I] with any strides, y [T k, K] by pair."""
-    tiles_down_kernel[(cdiv(down.shape[1], block_n), down.shape[0])](
-        h, down, y=y, ends=ends, rows=rows, num_outputs=down.shape[1], **_strides(down),
+    by_pair = ends.dtype == torch.int64
+    tiles_down_kernel[(cdiv(down.shape[1], block_n), h.shape[0] if by_pair else down.shape[0])](
+        h, down, y=y, ends=ends, rows=rows, num_experts=down.shape[0], num_outputs=down.shape[1], **_strides(down),
         **_format(down, scales, packing, h.shape[1], block_k), INNER=h.shape[1], BLOCK_M=block_m, BLOCK_N=block_n,
-        NARROW=num_warps < 4, AHEAD=ahead, LINE=128 // down.element_size(), DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
+        NARROW=num_warps < 4, AHEAD=ahead, LINE=128 // down.element_size(), BY_PAIR=by_pair,
+        DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
     )  # fmt: skip
 
 
