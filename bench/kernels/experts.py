@@ -151,7 +151,7 @@ def starts(
         up, down = (NARROW_WORDS_UP, NARROW_WORDS_DOWN) if words else (NARROW_UP, NARROW_DOWN)
         ups, downs = products(up), products(down)
         yield Tiles(ups[0], downs[0], 8, dependent=True), ups, downs
-        if words and tokens <= 4:
+        if tokens <= 4:
             ups, downs = products(PAIR_UP), products(PAIR_DOWN)
             yield Tiles(ups[0], downs[0], 8, dependent=True, by_pair=True), ups, downs
     for block_m, up, down, low, high in (
