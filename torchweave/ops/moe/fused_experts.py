@@ -244,6 +244,13 @@ def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
         **_launch(strategy.up, tiles=True),
         **tile,
     )
+    if strategy.by_pair:
+        assert call.down_scale is not None
+        kernels.launch_pairs_down(
+            h, call.index, call.weight, down, call.down_bias, call.out, call.down_scale, call.down_packing, call.residual,
+            **_launch(strategy.down, tiles=True), dependent=strategy.dependent,
+        )  # fmt: skip
+        return
     y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
     kernels.launch_tiles_down(
         h, down, y, ends, rows, call.down_scale, call.down_packing, **_launch(strategy.down, tiles=True), **tile

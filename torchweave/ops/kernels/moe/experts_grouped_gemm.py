@@ -342,6 +342,54 @@ def tiles_down_kernel(
 
 
 @triton.jit
+def pairs_down_kernel(
+    h, index, weight, down, scales, zeros, row_scales, bias, residual, out, num_experts, num_outputs, expert_stride, row_stride,
+    k_stride, residual_stride, out_stride, scale_rows,
+    FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
+    BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out[token, N], the weighted sum: BLOCK_N rows of all experts of a token are one tile, times all of its pairs.
+
+    The products of an expert's rows and its own pair are kept; a product has no fewer columns than a token has pairs.
+    """
+    ROWS: tl.constexpr = EXPERTS * BLOCK_N
+    token, first_row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_N
+    r, column, n = tl.arange(0, ROWS), tl.arange(0, COLUMNS), first_row + tl.arange(0, BLOCK_N)
+    j, row = r // BLOCK_N, tl.minimum(first_row + r % BLOCK_N, num_outputs - 1)
+    expert = tl.load(index + token * TOP + j, mask=j < TOP, other=num_experts, cache_modifier=".cg").to(tl.int64)
+    chosen = expert < num_experts
+    share = tl.load(weight + token * TOP + j, mask=chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
+    expert = tl.where(chosen, expert, 0)
+    packed_row = expert * num_outputs + row
+    if ADD:
+        added = tl.load(residual + token * residual_stride + n, mask=n < num_outputs, other=0.0, cache_modifier=".cg")
+    if AHEAD > 0:
+        line = tl.minimum(tl.arange(0, AHEAD) * LINE, row_stride - 1)
+        pdl_prefetch((down + packed_row * row_stride)[:, None] + line[None, :], DEPENDENT)
+    pdl_wait(DEPENDENT)
+    inputs, real = h + (token * TOP + column) * INNER, column < TOP
+    if FORMAT == "fp8":
+        weight_scales = scales + (expert * scale_rows + row // SCALE_BLOCK) * GROUPS
+        total = _fp8_product(
+            down + packed_row * row_stride, weight_scales, inputs, chosen, real, GROUPS, INNER, ROWS, COLUMNS, BLOCK_K, ASSEMBLY
+        )
+    else:
+        total = _narrow_word_product(
+            down + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS, ZERO,
+            BY_ROW, INNER, ROWS, COLUMNS, BLOCK_K // 128, ASSEMBLY,
+        )  # fmt: skip
+    own = tl.sum(tl.where(column[None, :] == j[:, None], total, 0.0), 1)
+    if HAS_BIAS:
+        own += tl.load(bias + packed_row).to(tl.float32)
+    result = tl.sum(tl.reshape(tl.where(chosen, own * share, 0.0), [EXPERTS, BLOCK_N]), 0)
+    if ADD:
+        result = add_residual(result, added, out.dtype.element_ty)
+    tl.store(out + token * out_stride + n, result.to(out.dtype.element_ty), mask=n < num_outputs)
+
+
+@triton.jit
 def combine_kernel(
     y, index, weight, positions, bias, own, residual, out, num_experts, num_outputs, y_stride, own_stride, residual_stride,
     out_stride,
@@ -479,6 +527,24 @@ def launch_tiles_down(
         **_format(down, scales, packing, h.shape[1], block_k), INNER=h.shape[1], BLOCK_M=block_m, BLOCK_N=block_n,
         NARROW=num_warps < 4, AHEAD=ahead, LINE=128 // down.element_size(), BY_PAIR=by_pair,
         DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
+    )  # fmt: skip
+
+
+def launch_pairs_down(
+    h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor, packing: Packing,
+    residual: Tensor | None = None, *, block_n: int, block_k: int, num_warps: int, depth: int, ahead: int, dependent: bool,
+) -> None:  # fmt: skip
+    """h [T k, I] by pair, index and weight [T, k], down [E, K, .], residual and out [T, K]."""
+    (tokens, top), experts = index.shape, next_power_of_2(index.shape[1])
+    block_n = max(1, block_n // experts)
+    pairs_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
+        h, index, weight, down, bias=h if bias is None else bias, residual=out if residual is None else residual, out=out,
+        num_experts=down.shape[0], num_outputs=down.shape[1], **_strides(down),
+        residual_stride=0 if residual is None else residual.stride(0), out_stride=out.stride(0),
+        **_format(down, scales, packing, h.shape[1], block_k), INNER=h.shape[1], TOP=top, EXPERTS=experts,
+        COLUMNS=max(8, experts), HAS_BIAS=bias is not None, ADD=residual is not None, BLOCK_N=block_n, AHEAD=ahead,
+        LINE=128 // down.element_size(), DEPENDENT=dependent, num_warps=num_warps, num_stages=depth,
+        **pdl_options(dependent),
     )  # fmt: skip
 
 
