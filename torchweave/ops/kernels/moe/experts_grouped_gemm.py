@@ -135,7 +135,26 @@ def _word_product(
     return total
 
 
-RAW: tl.constexpr = tl.constexpr(False)
+RAW: tl.constexpr = tl.constexpr(True)
+
+
+@triton.jit
+def _row_scales(places, ASSEMBLY: tl.constexpr):
+    """Scales of rows, by the threads that have the sums of the rows.
+
+    Triton gives a load of at least as many numbers as a program has threads a layout of its own, and exchanges them in shared memory.
+    """
+    SIZE: tl.constexpr = places.dtype.element_ty.primitive_bitwidth
+    if ASSEMBLY and SIZE == 16:
+        code: tl.constexpr = "ld.global.nc.b16 $0, [$1];"
+        bits = tl.inline_asm_elementwise(code, "=h,l", [places.to(tl.int64)], dtype=tl.int16, is_pure=True, pack=1)
+        return bits.to(places.dtype.element_ty, bitcast=True)
+    elif ASSEMBLY and SIZE == 8:  # noqa: RET505
+        code: tl.constexpr = "ld.global.nc.u8 $0, [$1];"
+        bits = tl.inline_asm_elementwise(code, "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1)
+        return bits.to(tl.int8).to(places.dtype.element_ty, bitcast=True)
+    else:
+        return tl.load(places)
 
 
 @triton.jit
@@ -158,9 +177,9 @@ def _narrow_word_product(
         tile = tl.load(words + block * 16)
         for part in tl.static_range(PARTS):
             first = block * 128 + part * SIZE
-            group = first // GROUP if GROUPS > 1 else 0
-            inner = group < GROUPS
-            by = scale_value(tl.load(scales + rows * GROUPS + group, mask=inner, other=0.0))
+            # Behind the last group inputs are zeros, which any finite scale leaves.
+            group = tl.minimum(first // GROUP, GROUPS - 1) if GROUPS > 1 else 0
+            by = scale_value(_row_scales(scales + rows * GROUPS + group, ASSEMBLY))
             b = tl.load(here + first, mask=real[None, :] & (k < WIDTH - first)[:, None], other=0.0)
             if RAW and ASSEMBLY and FORMAT == "e2m1" and b.dtype == tl.bfloat16:
                 a = part_numbers(tile, part, PARTS, FORMAT, ROWS, b.dtype, ASSEMBLY, True)
@@ -169,7 +188,7 @@ def _narrow_word_product(
                 a = part_numbers(tile, part, PARTS, FORMAT, ROWS, b.dtype, ASSEMBLY, False)
                 sums = tl.dot(a, b, input_precision="ieee")
             if ZERO:
-                point = tl.load(zeros + rows * GROUPS + group, mask=inner, other=0.0).to(tl.float32) - 8.0
+                point = tl.load(zeros + rows * GROUPS + group).to(tl.float32) - 8.0
                 sums -= point[:, None] * tl.sum(b.to(tl.float32), 0, keep_dims=True)
             total += sums * by[:, None]
     if RAW and FORMAT == "e2m1" and ASSEMBLY:
