@@ -424,11 +424,15 @@ def combine_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
     j = tl.arange(0, TOP_BLOCK)
-    pdl_wait(DEPENDENT)
     pair = token * TOP + j
-    expert = tl.load(index + pair, mask=j < ROUTED, other=num_experts)
+    # The routing and the residual are older than the direct predecessor's output.
+    expert = tl.load(index + pair, mask=j < ROUTED, other=num_experts, cache_modifier=".cg")
     chosen = expert < num_experts
-    share = tl.load(weight + pair, mask=chosen, other=0.0).to(tl.float32)
+    share = tl.load(weight + pair, mask=chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if ADD:
+        places = residual + token.to(tl.int64) * residual_stride + n
+        added = tl.load(places, mask=inside, other=0.0, cache_modifier=".cg")
+    pdl_wait(DEPENDENT)
     row = pair
     if POSITIONS:
         row = tl.load(positions + pair, mask=chosen, other=0)
@@ -437,8 +441,6 @@ def combine_kernel(
     if HAS_BIAS:
         biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
         value += tl.load(biases, mask=valid, other=0.0).to(tl.float32)
-    if ADD:
-        added = tl.load(residual + token.to(tl.int64) * residual_stride + n, mask=inside, other=0.0)
     result = tl.sum(value * share[:, None], axis=0)
     if SHARED:
         own_value = tl.load(own + token.to(tl.int64) * own_stride + n, mask=inside, other=0.0).to(tl.float32)
