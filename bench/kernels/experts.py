@@ -126,8 +126,6 @@ NARROW_WORDS_UP = [
     (32, 256, 1, 3),
     (8, 256, 1, 4),
 ]
-PAIR_UP = [(8, 128, 1, 6), (8, 256, 1, 4), (16, 128, 1, 4), (16, 256, 1, 3), (16, 128, 2, 4)]
-PAIR_DOWN = [(16, 128, 1, 6), (16, 256, 1, 4), (32, 128, 1, 4), (32, 256, 1, 3), (32, 128, 2, 4), (64, 128, 2, 4)]
 NARROW_WORDS_DOWN = [(2 * n, *rest) for n, *rest in NARROW_WORDS_UP]
 WORDS_UP = [(4, 2048, 1, 1), (2, 2048, 1, 1), (4, 1024, 1, 1), (2, 1024, 1, 1), (4, 1024, 2, 1), (2, 4096, 4, 1)]
 WORDS_DOWN = [(4, 4096, 4, 1), (2, 4096, 4, 1), (8, 4096, 4, 1), (4, 2048, 2, 1), (4, 8192, 8, 1)]
@@ -151,9 +149,6 @@ def starts(
         up, down = (NARROW_WORDS_UP, NARROW_WORDS_DOWN) if words else (NARROW_UP, NARROW_DOWN)
         ups, downs = products(up), products(down)
         yield Tiles(ups[0], downs[0], 8, dependent=True), ups, downs
-        if tokens <= 4:
-            ups, downs = products(PAIR_UP), products(PAIR_DOWN)
-            yield Tiles(ups[0], downs[0], 8, dependent=True, by_pair=True), ups, downs
     for block_m, up, down, low, high in (
         (16, TILES_UP, TILES_DOWN, 0, 16), (32, TILES_UP, TILES_DOWN, 4, 32), (64, WIDE_UP, WIDE_DOWN, 16, 1e9),
         (128, WIDE_UP, WIDE_DOWN, 64, 1e9),

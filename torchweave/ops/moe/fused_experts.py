@@ -35,12 +35,14 @@ class GemmConfig:
         block_k: columns of a weight's row per iteration.
         num_warps: warps of a program.
         depth: iterations in flight: loop unrolling for rows, pipeline stages for tiles.
+        ahead: of tiles, lines of 128 bytes of each row that a program fetches into the L2 cache first.
     """
 
     block_n: int
     block_k: int
     num_warps: int
     depth: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,12 @@ class Tiles:
     """Tokens grouped by expert, `block_m` at a time, on tensor cores; `dependent`: by programmatic dependent launch.
 
     Programs of fewer than four warps multiply words by narrow products, whose iteration has `block_k` numbers, a multiple of 128.
-    `ahead`: lines of 128 bytes of each row that a program fetches into the L2 cache first.
-    `by_pair`: not grouped; a program of `up` has one pair of token and expert, one of `down` rows of all experts of a token.
     """
 
     up: GemmConfig
     down: GemmConfig
     block_m: int = 16
     dependent: bool = False
-    ahead: int = 0
-    by_pair: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,9 @@ _LONG_WORD_ROWS = Rows(GemmConfig(1, 1024, 1, 1), GemmConfig(4, 4096, 4, 1), dep
 _TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4), dependent=True)
 _FP8_TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 64, 4, 5), dependent=True)
 _LONG_WORD_TILES = Tiles(GemmConfig(64, 128, 4, 3), GemmConfig(64, 128, 4, 4), dependent=True)
-_NARROW_TILES = Tiles(GemmConfig(16, 256, 2, 4), GemmConfig(64, 128, 2, 4), block_m=8, dependent=True, ahead=4)
-_NARROW_FP8_TILES = Tiles(GemmConfig(16, 128, 2, 6), GemmConfig(32, 128, 2, 4), block_m=8, dependent=True)
+_NARROW_TILES = Tiles(GemmConfig(16, 256, 2, 4, 4), GemmConfig(32, 128, 2, 4, 4), block_m=8, dependent=True)
+_LONG_NARROW_TILES = Tiles(GemmConfig(32, 256, 2, 3), GemmConfig(32, 256, 2, 3, 4), block_m=8, dependent=True)
+_NARROW_FP8_TILES = Tiles(GemmConfig(16, 128, 2, 8, 4), GemmConfig(32, 128, 2, 4, 4), block_m=8, dependent=True)
 """Of words and of FP8, while most experts have no more tokens than the 8 columns of `mma.sync`."""
 _MIDDLE_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=64, dependent=True)
 _WIDE_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=64)
@@ -131,7 +130,7 @@ def choose(
             return _LONG_WORD_ROWS if long else _WORD_ROWS
         return _FP8_ROWS if weight_dtype is not None else _SHARED_ROWS if shared else _ROWS
     if num_tokens * top_k <= _NARROW_PAIRS * num_experts and (words or weight_dtype == FP8):
-        return _NARROW_TILES if words else _NARROW_FP8_TILES
+        return _NARROW_FP8_TILES if not words else _LONG_NARROW_TILES if long else _NARROW_TILES
     if num_tokens * top_k <= _FEW_PAIRS * num_experts:
         return _FP8_TILES if weight_dtype == FP8 else _LONG_WORD_TILES if words and long else _TILES
     if num_tokens * top_k <= _MORE_PAIRS * num_experts and dtype.itemsize == 2:
@@ -212,11 +211,11 @@ def _activation(call: ExpertsCall) -> dict[str, Any]:
 def _rows(call: ExpertsCall, strategy: Rows) -> None:
     from torchweave.ops.kernels.moe import experts_gemv as kernels
 
-    down = _launch(strategy.down) | {"dependent": strategy.dependent}
+    down = _row_launch(strategy.down) | {"dependent": strategy.dependent}
     h = call.x.new_empty(call.index.numel(), call.inner)
     first = (call.x, call.index, call.up, call.up_bias, h, call.up_scale, call.up_packing)
     early = strategy.early and call.x.shape[1] <= strategy.up.block_k and call.form.gated and not call.form.interleaved
-    up = {**_activation(call), **_launch(strategy.up)}
+    up = {**_activation(call), **_row_launch(strategy.up)}
     kernels.launch_rows_up(*first, **up, dependent=strategy.dependent, shared=early)
     second = (h, call.index, call.weight, call.down, call.down_bias, call.out)
     if call.down_scale is None or call.down.dtype == FP8:
@@ -232,13 +231,10 @@ def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
     if call.shared and call.num_tokens > strategy.block_m:
         call, own = _apart(call)
     up, down = (w.transpose(1, 2) if call.form.transposed else w for w in (call.up, call.down))
-    if strategy.by_pair:
-        ends = rows = call.index.to(torch.int64)
-    else:
-        ends, rows = _sorted_pair_buffers(call)
-        kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, None, dependent=strategy.dependent)
+    ends, rows = _sorted_pair_buffers(call)
+    kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, None, dependent=strategy.dependent)
     h = call.x.new_empty(call.index.numel(), call.inner)
-    tile = {"block_m": strategy.block_m, "ahead": strategy.ahead, "dependent": strategy.dependent}
+    tile = {"block_m": strategy.block_m, "dependent": strategy.dependent}
     kernels.launch_tiles_up(
         call.x,
         up,
@@ -253,13 +249,6 @@ def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
         **_launch(strategy.up),
         **tile,
     )
-    if strategy.by_pair:
-        assert call.down_scale is not None
-        kernels.launch_pairs_down(
-            h, call.index, call.weight, down, call.down_bias, call.out, call.down_scale, call.down_packing, call.residual,
-            **_launch(strategy.down), ahead=strategy.ahead, dependent=strategy.dependent,
-        )  # fmt: skip
-        return
     y = call.x.new_empty(call.index.numel(), call.x.shape[1], dtype=torch.float32)
     kernels.launch_tiles_down(
         h, down, y, ends, rows, call.down_scale, call.down_packing, **_launch(strategy.down), **tile
@@ -313,3 +302,7 @@ def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:
 
 def _launch(product: GemmConfig) -> dict[str, Any]:
     return asdict(product)
+
+
+def _row_launch(product: GemmConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(product).items() if name != "ahead"}

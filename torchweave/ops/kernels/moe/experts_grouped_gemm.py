@@ -219,34 +219,20 @@ def _byte_product(
 
 
 @triton.jit
-def pairs_of_program(ends, num_experts, BY_PAIR: tl.constexpr):
-    """The expert of a program, and its first and its last pair plus 1. Bypasses L1: the direct predecessor did not write them."""
-    if BY_PAIR:
-        begin = tl.program_id(1)
-        expert = tl.load(ends + begin, cache_modifier=".cg").to(tl.int64)
-        end = begin + (expert < num_experts).to(tl.int32)
-        expert = tl.minimum(expert, num_experts - 1)
-    else:
-        expert = tl.program_id(1).to(tl.int64)
-        begin = tl.load(ends + expert - 1, mask=expert > 0, other=0, cache_modifier=".cg")
-        end = tl.load(ends + expert, cache_modifier=".cg")
-    return expert, begin, end
-
-
-@triton.jit
 def tiles_up_kernel(
-    x, up, scales, zeros, row_scales, bias, h, ends, rows, num_experts, inner, x_stride, expert_stride, row_stride, k_stride, scale_rows,
+    x, up, scales, zeros, row_scales, bias, h, ends, rows, inner, x_stride, expert_stride, row_stride, k_stride, scale_rows,
     FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, NARROW: tl.constexpr,
     WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
-    BY_PAIR: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """h[position, I]: a program computes BLOCK_N activated columns of all pairs of one expert.
 
-    BY_PAIR: of one pair; `ends` are the experts of pairs, whose order is that of positions. Gate and up rows share a tile of twice BLOCK_N rows, in the layout of the weight: two blocks, or alternating.
+    Gate and up rows share a tile of twice BLOCK_N rows, in the layout of the weight: two blocks, or alternating.
     """
+    expert = tl.program_id(1).to(tl.int64)
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     r = tl.arange(0, ROWS)
     first_column = tl.program_id(0) * BLOCK_N
@@ -256,9 +242,10 @@ def tiles_up_kernel(
     else:
         inside = first_column + r % BLOCK_N < inner
         weight_row = (r // BLOCK_N) * inner + first_column + r % BLOCK_N
-    pdl_wait(DEPENDENT)
-    expert, begin, end = pairs_of_program(ends, num_experts, BY_PAIR)
     packed_row = expert * (inner * 2 if GATED else inner) + tl.where(inside, weight_row, 0)
+    pdl_wait(DEPENDENT)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
     if AHEAD > 0:
         if begin < end:
             line = tl.minimum(tl.arange(0, AHEAD) * LINE, row_stride - 1)
@@ -270,7 +257,7 @@ def tiles_up_kernel(
     for start in range(begin, end, BLOCK_M):
         position = start + tl.arange(0, BLOCK_M)
         real = position < end
-        token = (position if BY_PAIR else tl.load(rows + position, mask=real, other=0)) // TOP
+        token = tl.load(rows + position, mask=real, other=0) // TOP
         inputs = x + token.to(tl.int64) * x_stride
         if FORMAT == "fp8":
             total = _fp8_product(
@@ -312,16 +299,19 @@ def tiles_up_kernel(
 
 @triton.jit
 def tiles_down_kernel(
-    h, down, scales, zeros, row_scales, y, ends, rows, num_experts, num_outputs, expert_stride, row_stride, k_stride, scale_rows,
+    h, down, scales, zeros, row_scales, y, ends, rows, num_outputs, expert_stride, row_stride, k_stride, scale_rows,
     FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, NARROW: tl.constexpr,
     INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
-    BY_PAIR: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y[pair, N], unweighted: a program computes BLOCK_N columns of all pairs of one expert."""
+    expert = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
-    expert, begin, end = pairs_of_program(ends, num_experts, BY_PAIR)
+    # Sorted before the direct predecessor started.
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0, cache_modifier=".cg")
+    end = tl.load(ends + expert, cache_modifier=".cg")
     weights = down + expert * expert_stride + n * row_stride
     weight_scales = scales + (expert * scale_rows + n // SCALE_BLOCK) * GROUPS
     packed_row = expert * num_outputs + tl.minimum(n, num_outputs - 1)
@@ -355,57 +345,9 @@ def tiles_down_kernel(
             )  # fmt: skip
         else:
             total = _product(weights, inputs, inside, real, k_stride, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
-        pair = (position if BY_PAIR else tl.load(rows + position, mask=real, other=0)).to(tl.int64)
+        pair = tl.load(rows + position, mask=real, other=0).to(tl.int64)
         at = y + pair[None, :] * num_outputs + n[:, None]
         tl.store(at, total.to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
-
-
-@triton.jit
-def pairs_down_kernel(
-    h, index, weight, down, scales, zeros, row_scales, bias, residual, out, num_experts, num_outputs, expert_stride, row_stride,
-    k_stride, residual_stride, out_stride, scale_rows,
-    FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
-    BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, EXPERTS: tl.constexpr,
-    COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, LINE: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """out[token, N], the weighted sum: BLOCK_N rows of all experts of a token are one tile, times all of its pairs.
-
-    The products of an expert's rows and its own pair are kept; a product has no fewer columns than a token has pairs.
-    """
-    ROWS: tl.constexpr = EXPERTS * BLOCK_N
-    token, first_row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_N
-    r, column, n = tl.arange(0, ROWS), tl.arange(0, COLUMNS), first_row + tl.arange(0, BLOCK_N)
-    j, row = r // BLOCK_N, tl.minimum(first_row + r % BLOCK_N, num_outputs - 1)
-    expert = tl.load(index + token * TOP + j, mask=j < TOP, other=num_experts, cache_modifier=".cg").to(tl.int64)
-    chosen = expert < num_experts
-    share = tl.load(weight + token * TOP + j, mask=chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
-    expert = tl.where(chosen, expert, 0)
-    packed_row = expert * num_outputs + row
-    if ADD:
-        added = tl.load(residual + token * residual_stride + n, mask=n < num_outputs, other=0.0, cache_modifier=".cg")
-    if AHEAD > 0:
-        line = tl.minimum(tl.arange(0, AHEAD) * LINE, row_stride - 1)
-        pdl_prefetch((down + packed_row * row_stride)[:, None] + line[None, :], DEPENDENT)
-    pdl_wait(DEPENDENT)
-    inputs, real = h + (token * TOP + column) * INNER, column < TOP
-    if FORMAT == "fp8":
-        weight_scales = scales + (expert * scale_rows + row // SCALE_BLOCK) * GROUPS
-        total = _fp8_product(
-            down + packed_row * row_stride, weight_scales, inputs, chosen, real, GROUPS, INNER, ROWS, COLUMNS, BLOCK_K, ASSEMBLY
-        )
-    else:
-        total = _narrow_word_product(
-            down + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS, ZERO,
-            BY_ROW, INNER, ROWS, COLUMNS, BLOCK_K // 128, ASSEMBLY,
-        )  # fmt: skip
-    own = tl.sum(tl.where(column[None, :] == j[:, None], total, 0.0), 1)
-    if HAS_BIAS:
-        own += tl.load(bias + packed_row).to(tl.float32)
-    result = tl.sum(tl.reshape(tl.where(chosen, own * share, 0.0), [EXPERTS, BLOCK_N]), 0)
-    if ADD:
-        result = add_residual(result, added, out.dtype.element_ty)
-    tl.store(out + token * out_stride + n, result.to(out.dtype.element_ty), mask=n < num_outputs)
 
 
 @triton.jit
@@ -526,13 +468,12 @@ def launch_tiles_up(
     scales, packing: of up if it is quantized, and then contiguous; see `torchweave::quantized_experts`.
     """
     inner = h.shape[1]
-    by_pair = ends.dtype == torch.int64
-    tiles_up_kernel[(cdiv(inner, block_n), h.shape[0] if by_pair else up.shape[0])](
-        x, up, bias=x if bias is None else bias, h=h, ends=ends, rows=rows, num_experts=up.shape[0], inner=inner, x_stride=x.stride(0),
+    tiles_up_kernel[(cdiv(inner, block_n), up.shape[0])](
+        x, up, bias=x if bias is None else bias, h=h, ends=ends, rows=rows, inner=inner, x_stride=x.stride(0),
         **_strides(up), **_format(up, scales, packing, x.shape[1], block_k),
         WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n, NARROW=num_warps < 4,
-        AHEAD=ahead, LINE=128 // up.element_size(), BY_PAIR=by_pair, DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
+        AHEAD=ahead, LINE=128 // up.element_size(), DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
     )  # fmt: skip
 
 
@@ -542,30 +483,11 @@ def launch_tiles_down(
     dependent: bool,
 ) -> None:  # fmt: skip
     """h [T k, I] by position, down as [E, K, I] with any strides, y [T k, K] by pair."""
-    by_pair = ends.dtype == torch.int64
-    tiles_down_kernel[(cdiv(down.shape[1], block_n), h.shape[0] if by_pair else down.shape[0])](
-        h, down, y=y, ends=ends, rows=rows, num_experts=down.shape[0], num_outputs=down.shape[1], **_strides(down),
+    tiles_down_kernel[(cdiv(down.shape[1], block_n), down.shape[0])](
+        h, down, y=y, ends=ends, rows=rows, num_outputs=down.shape[1], **_strides(down),
         **_format(down, scales, packing, h.shape[1], block_k), INNER=h.shape[1], BLOCK_M=block_m, BLOCK_N=block_n,
-        NARROW=num_warps < 4, AHEAD=ahead, LINE=128 // down.element_size(), BY_PAIR=by_pair,
+        NARROW=num_warps < 4, AHEAD=ahead, LINE=128 // down.element_size(),
         DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
-    )  # fmt: skip
-
-
-def launch_pairs_down(
-    h: Tensor, index: Tensor, weight: Tensor, down: Tensor, bias: Tensor | None, out: Tensor, scales: Tensor, packing: Packing,
-    residual: Tensor | None = None, *, block_n: int, block_k: int, num_warps: int, depth: int, ahead: int, dependent: bool,
-) -> None:  # fmt: skip
-    """h [T k, I] by pair, index and weight [T, k], down [E, K, .], residual and out [T, K]."""
-    (tokens, top), experts = index.shape, next_power_of_2(index.shape[1])
-    block_n = max(1, block_n // experts)
-    pairs_down_kernel[(cdiv(down.shape[1], block_n), tokens)](
-        h, index, weight, down, bias=h if bias is None else bias, residual=out if residual is None else residual, out=out,
-        num_experts=down.shape[0], num_outputs=down.shape[1], **_strides(down),
-        residual_stride=0 if residual is None else residual.stride(0), out_stride=out.stride(0),
-        **_format(down, scales, packing, h.shape[1], block_k), INNER=h.shape[1], TOP=top, EXPERTS=experts,
-        COLUMNS=max(8, experts), HAS_BIAS=bias is not None, ADD=residual is not None, BLOCK_N=block_n, AHEAD=ahead,
-        LINE=128 // down.element_size(), DEPENDENT=dependent, num_warps=num_warps, num_stages=depth,
-        **pdl_options(dependent),
     )  # fmt: skip
 
 
