@@ -135,26 +135,28 @@ def _word_product(
     return total
 
 
-RAW: tl.constexpr = tl.constexpr(True)
+_SCALE_LOADS: tl.constexpr = tl.constexpr({1: "u8", 2: "u16", 4: "u32"})
 
 
 @triton.jit
-def _row_scales(places, ASSEMBLY: tl.constexpr):
-    """Scales of rows, by the threads that have the sums of the rows.
+def _row_scales(places, BYTES: tl.constexpr):
+    """BYTES bytes of scales of each row, loaded by the threads that have the sums of the row.
 
-    Triton gives a load of at least as many numbers as a program has threads a layout of its own, and exchanges them in shared memory.
+    Triton gives a load of at least as many numbers as a program has threads another layout, and exchanges them in shared memory.
     """
-    SIZE: tl.constexpr = places.dtype.element_ty.primitive_bitwidth
-    if ASSEMBLY and SIZE == 16:
-        code: tl.constexpr = "ld.global.nc.b16 $0, [$1];"
-        bits = tl.inline_asm_elementwise(code, "=h,l", [places.to(tl.int64)], dtype=tl.int16, is_pure=True, pack=1)
-        return bits.to(places.dtype.element_ty, bitcast=True)
-    elif ASSEMBLY and SIZE == 8:  # noqa: RET505
-        code: tl.constexpr = "ld.global.nc.u8 $0, [$1];"
-        bits = tl.inline_asm_elementwise(code, "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1)
-        return bits.to(tl.int8).to(places.dtype.element_ty, bitcast=True)
+    code: tl.constexpr = "ld.global.nc." + _SCALE_LOADS[BYTES] + " $0, [$1];"
+    return tl.inline_asm_elementwise(code, "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _scale_of_part(bits, SCALE: tl.constexpr, AT: tl.constexpr):
+    """float32 of scale AT of those in `bits`, of type SCALE."""
+    if SCALE.primitive_bitwidth == 32:
+        return bits.to(SCALE, bitcast=True)
+    elif SCALE.primitive_bitwidth == 16:  # noqa: RET505
+        return bits.to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
     else:
-        return tl.load(places)
+        return scale_value(((bits >> (8 * AT)) & 255).to(tl.uint8).to(SCALE, bitcast=True))
 
 
 @triton.jit
@@ -167,9 +169,16 @@ def _narrow_word_product(
 
     Products by `mma.sync` end before their registers are written, so nothing waits, and a scale of a few sums takes fewer
     instructions than one of the weights. Scales do not meet the weights, which keeps the words in the layout of the products.
+    Numbers of e2m1 lack a power of two, 2 ** -126, which leaves bfloat16's range to inputs times 2 ** 96 and to sums.
     """
     PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 and (GROUPS > 1 or FORMAT == "e2m1") else 1
     SIZE: tl.constexpr = 128 // PARTS
+    SCALE: tl.constexpr = scales.dtype.element_ty
+    BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
+    # Of one byte, as many scales of a row as an aligned load has.
+    SINGLE: tl.constexpr = not ASSEMBLY or BYTES > 1 or PARTS == 1 or GROUPS % 2 == 1
+    TOGETHER: tl.constexpr = 1 if SINGLE else 4 if PARTS % 4 == 0 and GROUPS % 4 == 0 else 2
+    RAW: tl.constexpr = ASSEMBLY and FORMAT == "e2m1" and inputs.dtype.element_ty == tl.bfloat16
     c, k = tl.arange(0, 16), tl.arange(0, SIZE)
     words, here = weights[:, None] + c[None, :], inputs[None, :] + k[:, None]
     total = tl.zeros([ROWS, BLOCK_M], tl.float32)
@@ -178,21 +187,22 @@ def _narrow_word_product(
         for part in tl.static_range(PARTS):
             first = block * 128 + part * SIZE
             # Behind the last group inputs are zeros, which any finite scale leaves.
-            group = tl.minimum(first // GROUP, GROUPS - 1) if GROUPS > 1 else 0
-            by = scale_value(_row_scales(scales + rows * GROUPS + group, ASSEMBLY))
-            b = tl.load(here + first, mask=real[None, :] & (k < WIDTH - first)[:, None], other=0.0)
-            if RAW and ASSEMBLY and FORMAT == "e2m1" and b.dtype == tl.bfloat16:
-                a = part_numbers(tile, part, PARTS, FORMAT, ROWS, b.dtype, ASSEMBLY, True)
-                sums = tl.dot(a, b * 7.92281625142643e28, input_precision="ieee")
+            group = tl.minimum(first // GROUP, GROUPS - TOGETHER) if GROUPS > 1 else 0
+            if not ASSEMBLY:
+                by = scale_value(tl.load(scales + rows * GROUPS + group))
             else:
-                a = part_numbers(tile, part, PARTS, FORMAT, ROWS, b.dtype, ASSEMBLY, False)
-                sums = tl.dot(a, b, input_precision="ieee")
+                if part % TOGETHER == 0:
+                    bits = _row_scales(scales + rows * GROUPS + group, BYTES * TOGETHER)
+                by = _scale_of_part(bits, SCALE, part % TOGETHER)
+            b = tl.load(here + first, mask=real[None, :] & (k < WIDTH - first)[:, None], other=0.0)
+            a = part_numbers(tile, part, PARTS, FORMAT, ROWS, b.dtype, ASSEMBLY, RAW)
+            sums = tl.dot(a, b * 7.92281625142643e28 if RAW else b, input_precision="ieee")
             if ZERO:
                 point = tl.load(zeros + rows * GROUPS + group).to(tl.float32) - 8.0
                 sums -= point[:, None] * tl.sum(b.to(tl.float32), 0, keep_dims=True)
             total += sums * by[:, None]
-    if RAW and FORMAT == "e2m1" and ASSEMBLY:
-        total *= 1073741824.0
+    if RAW:
+        total *= 1073741824.0  # 2 ** 30
     if BY_ROW:
         total *= tl.load(row_scales + rows)[:, None]
     return total
