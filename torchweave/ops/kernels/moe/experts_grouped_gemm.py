@@ -169,7 +169,8 @@ def _narrow_word_product(
 
     Products by `mma.sync` end before their registers are written, so nothing waits, and a scale of a few sums takes fewer
     instructions than one of the weights. Scales do not meet the weights, which keeps the words in the layout of the products.
-    Numbers of e2m1 lack a power of two, 2 ** -126, which leaves bfloat16's range to inputs times 2 ** 96 and to sums.
+    Where e2m1 numbers in bfloat16 lack a factor of 2 ** 126, the inputs have 2 ** 96 of it and the sums the rest: both are
+    exact, and there are fewer of them than weights.
     """
     PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 and (GROUPS > 1 or FORMAT == "e2m1") else 1
     SIZE: tl.constexpr = 128 // PARTS
@@ -178,7 +179,7 @@ def _narrow_word_product(
     # Of one byte, as many scales of a row as an aligned load has.
     SINGLE: tl.constexpr = not ASSEMBLY or BYTES > 1 or PARTS == 1 or GROUPS % 2 == 1
     TOGETHER: tl.constexpr = 1 if SINGLE else 4 if PARTS % 4 == 0 and GROUPS % 4 == 0 else 2
-    RAW: tl.constexpr = ASSEMBLY and FORMAT == "e2m1" and inputs.dtype.element_ty == tl.bfloat16
+    SCALED: tl.constexpr = not ASSEMBLY or FORMAT == "int" or inputs.dtype.element_ty != tl.bfloat16
     c, k = tl.arange(0, 16), tl.arange(0, SIZE)
     words, here = weights[:, None] + c[None, :], inputs[None, :] + k[:, None]
     total = tl.zeros([ROWS, BLOCK_M], tl.float32)
@@ -195,13 +196,13 @@ def _narrow_word_product(
                     bits = _row_scales(scales + rows * GROUPS + group, BYTES * TOGETHER)
                 by = _scale_of_part(bits, SCALE, part % TOGETHER)
             b = tl.load(here + first, mask=real[None, :] & (k < WIDTH - first)[:, None], other=0.0)
-            a = part_numbers(tile, part, PARTS, FORMAT, ROWS, b.dtype, ASSEMBLY, RAW)
-            sums = tl.dot(a, b * 7.92281625142643e28 if RAW else b, input_precision="ieee")
+            a = part_numbers(tile, part, PARTS, FORMAT, ROWS, b.dtype, SCALED, ASSEMBLY)
+            sums = tl.dot(a, b if SCALED else b * 7.92281625142643e28, input_precision="ieee")
             if ZERO:
                 point = tl.load(zeros + rows * GROUPS + group).to(tl.float32) - 8.0
                 sums -= point[:, None] * tl.sum(b.to(tl.float32), 0, keep_dims=True)
             total += sums * by[:, None]
-    if RAW:
+    if not SCALED:
         total *= 1073741824.0  # 2 ** 30
     if BY_ROW:
         total *= tl.load(row_scales + rows)[:, None]

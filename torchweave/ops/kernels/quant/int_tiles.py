@@ -19,15 +19,11 @@ from torchweave.ops.kernels.dependent_launch import pdl_wait
 from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, e2m1_pair_code, half_pair_code, nibbles, scale_value
 
 _HALF = {"bf16x2": (0x43004300, 0x43084308), "f16x2": (0x64006400, 0x64086408)}
-RAW_E2M1_PAIRS: tl.constexpr = tl.constexpr(
-    tuple(
-        e2m1_pair_code("bf16x2", j).replace("mul.rn.bf16x2 $0, t, f;", "mov.b32 $0, t;") for j in range(8)
-    )
-)
 INT_BFLOAT_PAIRS: tl.constexpr = tl.constexpr(tuple(half_pair_code(*_HALF["bf16x2"], "bf16x2", j) for j in range(8)))
 INT_HALF_PAIRS: tl.constexpr = tl.constexpr(tuple(half_pair_code(*_HALF["f16x2"], "f16x2", j) for j in range(8)))
 E2M1_BFLOAT_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("bf16x2", j) for j in range(8)))
 E2M1_HALF_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("f16x2", j) for j in range(8)))
+UNSCALED_E2M1_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("bf16x2", j, False) for j in range(8)))
 
 
 @triton.jit
@@ -69,44 +65,46 @@ def block_numbers(tile, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.c
 @triton.jit
 def part_numbers(
     tile, PART: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
-    ASSEMBLY: tl.constexpr, RAW: tl.constexpr,
+    SCALED: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Part PART of PARTS of `block_numbers`: `[BLOCK_N, 128 / PARTS]`."""
+    """Part PART of PARTS of `block_numbers`: `[BLOCK_N, 128 / PARTS]`. Not SCALED: e2m1 numbers in bfloat16 times 2 ** -126."""
     if PARTS == 8:
-        return _numbers(tile, PART, FORMAT, BLOCK_N, DTYPE, ASSEMBLY, RAW)
+        return _numbers(tile, PART, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY)
     elif PARTS == 4:  # noqa: RET505
-        return _two_inputs(tile, 2 * PART, 1, FORMAT, BLOCK_N, DTYPE, ASSEMBLY, RAW, True)
+        pair = _two_numbers(tile, 2 * PART, 1, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY)
+        return tl.reshape(tl.permute(pair, (0, 2, 1)), [BLOCK_N, 2 * WORDS])
     elif PARTS == 2:
-        even = _two_inputs(tile, 4 * PART, 2, FORMAT, BLOCK_N, DTYPE, ASSEMBLY, RAW, False)
-        odd = _two_inputs(tile, 4 * PART + 1, 2, FORMAT, BLOCK_N, DTYPE, ASSEMBLY, RAW, False)
+        even = _two_numbers(tile, 4 * PART, 2, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY)
+        odd = _two_numbers(tile, 4 * PART + 1, 2, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY)
         return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), [BLOCK_N, 4 * WORDS])
     else:
+        tl.static_assert(SCALED)
         return block_numbers(tile, FORMAT, BLOCK_N, DTYPE, ASSEMBLY)
 
 
 @triton.jit
-def _two_inputs(
+def _two_numbers(
     tile, J: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
-    ASSEMBLY: tl.constexpr, RAW: tl.constexpr, FLAT: tl.constexpr,
+    SCALED: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    first = _numbers(tile, J, FORMAT, BLOCK_N, DTYPE, ASSEMBLY, RAW)
-    pair = tl.join(first, _numbers(tile, J + STEP, FORMAT, BLOCK_N, DTYPE, ASSEMBLY, RAW))
-    return tl.reshape(tl.permute(pair, (0, 2, 1)), [BLOCK_N, 2 * WORDS]) if FLAT else pair
+    """`[BLOCK_N, 16, 2]`: inputs J and J + STEP of the words `tile`."""
+    first = _numbers(tile, J, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY)
+    return tl.join(first, _numbers(tile, J + STEP, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY))
 
 
 @triton.jit
 def _numbers(
-    tile, J: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
-    RAW: tl.constexpr,
+    tile, J: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """`[BLOCK_N, 16]`: input J of the words `tile`."""
-    if RAW:
-        code: tl.constexpr = RAW_E2M1_PAIRS[J]
-        return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif ASSEMBLY:  # noqa: RET505
-        return _input_numbers(tile, J, FORMAT, DTYPE)
-    else:  # noqa: RET505
+    if not ASSEMBLY:
         return nibbles(tile, FORMAT, 1, BLOCK_N, WORDS, DTYPE, ASSEMBLY)[J]
+    elif SCALED:  # noqa: RET505
+        return _input_numbers(tile, J, FORMAT, DTYPE)
+    else:
+        code: tl.constexpr = UNSCALED_E2M1_PAIRS[J]
+        return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
