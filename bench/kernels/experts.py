@@ -5,8 +5,8 @@
 
 A sample replays a graph that runs the op on several layers' weights with different random routings, so that the experts come from
 memory instead of a cache. `torch` is the plain path: sort, gather, two grouped matmuls, weighted sum. Candidates vary the first
-product, then the second with the best first, then dependent launch; each must agree with `torch` before it is timed. GB/s counts
-the weights of the distinct chosen experts.
+product, then the second with the best first, then dependent launch or lines fetched ahead; each must agree with `torch` before it
+is timed. GB/s counts the weights of the distinct chosen experts.
 """
 
 from __future__ import annotations
@@ -304,7 +304,10 @@ class Bench:
             strategy = self._best(tokens, calls, right, [replace(strategy, up=up) for up in ups])
             if strategy is not None:
                 strategy = self._best(tokens, calls, right, [replace(strategy, down=down) for down in downs])
-            if strategy is not None and not strategy.dependent:
+            if isinstance(strategy, Tiles) and strategy.dependent:
+                up, down = replace(strategy.up, ahead=4), replace(strategy.down, ahead=4)
+                self._best(tokens, calls, right, [replace(strategy, down=down), replace(strategy, up=up, down=down)])
+            elif strategy is not None:
                 self._try(tokens, calls, right, replace(strategy, dependent=True))
             if isinstance(strategy, Rows) and self.model.shared:
                 self._try(tokens, calls, right, replace(strategy, dependent=True, early=True))
@@ -313,9 +316,7 @@ class Bench:
 
     def _starts(self, tokens: int) -> Iterator[tuple[Rows | Tiles, list[GemmConfig], list[GemmConfig]]]:
         """`starts`, without tiles of several scales an iteration."""
-        for strategy, ups, downs in starts(
-            tokens, self.model, self.weights != "bfloat16", self.weights in SCHEMES
-        ):
+        for strategy, ups, downs in starts(tokens, self.model, self.weights != "bfloat16", self.weights in SCHEMES):
             if self.weights == "fp8_per_block" and isinstance(strategy, Tiles):
                 ups, downs = ([each for each in given if each.block_k <= GROUP] for given in (ups, downs))
             yield strategy, ups, downs

@@ -88,7 +88,10 @@ _FP8_PAIRS: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def _fp8_numbers(tile, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Finite e4m3 numbers in 16 bits. The conversion of sm_90 makes 16 numbers in bfloat16 a cycle, fewer than memory delivers."""
+    """Finite e4m3 numbers in 16 bits; NaN as well in float16.
+
+    sm_90's instruction for one bfloat16 runs for 16 threads a cycle on a multiprocessor, to which memory delivers 13 bytes.
+    """
     if ASSEMBLY and DTYPE == tl.bfloat16:  # noqa: SIM300
         return tl.inline_asm_elementwise(_FP8_PAIRS, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:  # noqa: RET505
@@ -230,14 +233,23 @@ def _byte_product(
 
 
 @triton.jit
+def _fetch_ahead(rows, row_stride, wanted, AHEAD: tl.constexpr, LINE: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Bring the first AHEAD lines of rows of a weight into the L2 cache: their addresses do not depend on the pairs' numbers."""
+    if AHEAD > 0:
+        line = tl.minimum(tl.arange(0, AHEAD) * LINE, row_stride - 1)
+        if wanted:
+            pdl_prefetch(rows[:, None] + line[None, :], DEPENDENT)
+
+
+@triton.jit
 def tiles_up_kernel(
     x, up, scales, zeros, row_scales, bias, h, ends, rows, inner, x_stride, expert_stride, row_stride, k_stride, scale_rows,
     FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, NARROW: tl.constexpr,
     WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """h[position, I]: a program computes BLOCK_N activated columns of all pairs of one expert.
 
@@ -257,10 +269,7 @@ def tiles_up_kernel(
     pdl_wait(DEPENDENT)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
-    if AHEAD > 0:
-        if begin < end:
-            line = tl.minimum(tl.arange(0, AHEAD) * LINE, row_stride - 1)
-            pdl_prefetch((up + packed_row * row_stride)[:, None] + line[None, :], DEPENDENT)
+    _fetch_ahead(up + packed_row * row_stride, row_stride, begin < end, AHEAD, LINE, DEPENDENT)
     weights = up + expert * expert_stride + weight_row * row_stride
     weight_scales = scales + (expert * scale_rows + weight_row // SCALE_BLOCK) * GROUPS
     dtype = h.dtype.element_ty
@@ -313,8 +322,8 @@ def tiles_down_kernel(
     h, down, scales, zeros, row_scales, y, ends, rows, num_outputs, expert_stride, row_stride, k_stride, scale_rows,
     FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, NARROW: tl.constexpr,
-    INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y[pair, N], unweighted: a program computes BLOCK_N columns of all pairs of one expert."""
     expert = tl.program_id(1).to(tl.int64)
@@ -326,10 +335,7 @@ def tiles_down_kernel(
     weights = down + expert * expert_stride + n * row_stride
     weight_scales = scales + (expert * scale_rows + n // SCALE_BLOCK) * GROUPS
     packed_row = expert * num_outputs + tl.minimum(n, num_outputs - 1)
-    if AHEAD > 0:
-        if begin < end:
-            line = tl.minimum(tl.arange(0, AHEAD) * LINE, row_stride - 1)
-            pdl_prefetch((down + packed_row * row_stride)[:, None] + line[None, :], DEPENDENT)
+    _fetch_ahead(down + packed_row * row_stride, row_stride, begin < end, AHEAD, LINE, DEPENDENT)
     pdl_wait(DEPENDENT)
     for start in range(begin, end, BLOCK_M):
         position = start + tl.arange(0, BLOCK_M)
@@ -456,12 +462,11 @@ def _format(weight: Tensor, scales: Tensor | None, packing: Packing, width: int,
         packed["ASSEMBLY"] = packed["ASSEMBLY"] and torch.cuda.get_device_capability(weight.device)[0] == 9
         if weight.dtype == torch.int8:
             packed |= {"FORMAT": "byte"}
-        if weight.dtype == torch.int8 and packed["GROUPS"] > 1:
-            block_k = min(block_k, packed["GROUP"])
+            block_k = block_k if packed["GROUPS"] == 1 else min(block_k, packed["GROUP"])
         return packed | {"scale_rows": 0, "SCALE_BLOCK": 1, "BLOCK_K": block_k}
     return fp8_scales(weight, scales) | {
         "zeros": weight, "row_scales": weight, "FORMAT": "" if scales is None else "fp8", "GROUP": 1, "ZERO": False,
-        "BY_ROW": False, "ASSEMBLY": scales is not None and weight.is_cuda and supports_pdl(weight.device), "BLOCK_K": block_k,
+        "BY_ROW": False, "ASSEMBLY": weight.is_cuda and supports_pdl(weight.device), "BLOCK_K": block_k,
     }  # fmt: skip
 
 
@@ -484,7 +489,8 @@ def launch_tiles_up(
         **_strides(up), **_format(up, scales, packing, x.shape[1], block_k),
         WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n, NARROW=num_warps < 4,
-        AHEAD=ahead, LINE=128 // up.element_size(), DEPENDENT=dependent, num_warps=num_warps, num_stages=depth, **pdl_options(dependent),
+        AHEAD=ahead, LINE=128 // up.element_size(), DEPENDENT=dependent, num_warps=num_warps, num_stages=depth,
+        **pdl_options(dependent),
     )  # fmt: skip
 
 
