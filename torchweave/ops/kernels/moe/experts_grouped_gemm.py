@@ -1,7 +1,8 @@
 """Triton kernels for routed experts with more tokens: pairs of token and expert are grouped by expert on the device.
 
 `sort_pairs_kernel` sorts the pairs: `rows` holds them grouped by expert, those of expert e in `[ends[e - 1], ends[e])`. Then a
-program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time. Grids
+program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time: by `wgmma`, or
+with fewer than four warps by `mma.sync`. Grids
 depend on sizes only, never on the routing, and every sum has a fixed order, so CUDA graphs replay them with the same bits.
 """
 
@@ -138,28 +139,26 @@ def _word_product(
     return total
 
 
-_SCALE_LOADS: tl.constexpr = tl.constexpr({1: "u8", 2: "u16", 4: "u32"})
+_SCALE_LOADS: tl.constexpr = tl.constexpr({8: "u8", 16: "u16", 32: "u32"})
 
 
 @triton.jit
-def _row_scales(places, BYTES: tl.constexpr):
-    """BYTES bytes of scales of each row, loaded by the threads that have the sums of the row.
+def _row_scales(places, ASSEMBLY: tl.constexpr):
+    """A scale of each row in float32, loaded by the threads that have the sums of the row.
 
     Triton gives a load of at least as many numbers as a program has threads another layout, and exchanges them in shared memory.
     """
-    code: tl.constexpr = "ld.global.nc." + _SCALE_LOADS[BYTES] + " $0, [$1];"
-    return tl.inline_asm_elementwise(code, "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _scale_of_part(bits, SCALE: tl.constexpr, AT: tl.constexpr):
-    """float32 of scale AT of those in `bits`, of type SCALE."""
-    if SCALE.primitive_bitwidth == 32:
-        return bits.to(SCALE, bitcast=True)
-    elif SCALE.primitive_bitwidth == 16:  # noqa: RET505
-        return bits.to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-    else:
-        return scale_value(((bits >> (8 * AT)) & 255).to(tl.uint8).to(SCALE, bitcast=True))
+    SCALE: tl.constexpr = places.dtype.element_ty
+    if not ASSEMBLY:
+        return scale_value(tl.load(places))
+    else:  # noqa: RET505
+        code: tl.constexpr = "ld.global.nc." + _SCALE_LOADS[SCALE.primitive_bitwidth] + " $0, [$1];"
+        bits = tl.inline_asm_elementwise(code, "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1)
+        if SCALE.primitive_bitwidth == 8:
+            bits = bits.to(tl.uint8)
+        elif SCALE.primitive_bitwidth == 16:
+            bits = bits.to(tl.int16)
+        return scale_value(bits.to(SCALE, bitcast=True))
 
 
 @triton.jit
@@ -177,11 +176,6 @@ def _narrow_word_product(
     """
     PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 and (GROUPS > 1 or FORMAT == "e2m1") else 1
     SIZE: tl.constexpr = 128 // PARTS
-    SCALE: tl.constexpr = scales.dtype.element_ty
-    BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
-    # Of one byte, as many scales of a row as an aligned load has.
-    SINGLE: tl.constexpr = not ASSEMBLY or BYTES > 1 or PARTS == 1 or GROUPS % 2 == 1
-    TOGETHER: tl.constexpr = 1 if SINGLE else 4 if PARTS % 4 == 0 and GROUPS % 4 == 0 else 2
     SCALED: tl.constexpr = not ASSEMBLY or FORMAT == "int" or inputs.dtype.element_ty != tl.bfloat16
     c, k = tl.arange(0, 16), tl.arange(0, SIZE)
     words, here = weights[:, None] + c[None, :], inputs[None, :] + k[:, None]
@@ -191,13 +185,8 @@ def _narrow_word_product(
         for part in tl.static_range(PARTS):
             first = block * 128 + part * SIZE
             # Behind the last group inputs are zeros, which any finite scale leaves.
-            group = tl.minimum(first // GROUP, GROUPS - TOGETHER) if GROUPS > 1 else 0
-            if not ASSEMBLY:
-                by = scale_value(tl.load(scales + rows * GROUPS + group))
-            else:
-                if part % TOGETHER == 0:
-                    bits = _row_scales(scales + rows * GROUPS + group, BYTES * TOGETHER)
-                by = _scale_of_part(bits, SCALE, part % TOGETHER)
+            group = tl.minimum(first // GROUP, GROUPS - 1) if GROUPS > 1 else 0
+            by = _row_scales(scales + rows * GROUPS + group, ASSEMBLY)
             b = tl.load(here + first, mask=real[None, :] & (k < WIDTH - first)[:, None], other=0.0)
             a = part_numbers(tile, part, PARTS, FORMAT, ROWS, b.dtype, SCALED, ASSEMBLY)
             sums = tl.dot(a, b if SCALED else b * 7.92281625142643e28, input_precision="ieee")
