@@ -2,8 +2,8 @@
 
 `sort_pairs_kernel` sorts the pairs: `rows` holds them grouped by expert, those of expert e in `[ends[e - 1], ends[e])`. Then a
 program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time: by `wgmma`, or
-with fewer than four warps by `mma.sync`. Grids
-depend on sizes only, never on the routing, and every sum has a fixed order, so CUDA graphs replay them with the same bits.
+with fewer than four warps by `mma.sync`. Grids depend on sizes only, never on the routing, and every sum has a fixed order, so CUDA
+graphs replay them with the same bits.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
