@@ -122,8 +122,8 @@ def choose(
     458 against 509 at 512; 1910 against 944 at 4096. One token in FP8: rows 21.3 against tiles 44.3; in 4 bits 15.3 against 31.8;
     gpt-oss-20b in MXFP4 43.1 against 66.8 (experts-fp8, -int4 and -mxfp4 there). Since decision 0210 4 bits take 12.8 at one token,
     and at four 40 against 51 in tiles (74 against 71 at eight); gpt-oss-20b 33.4, and 117 against 133 (226 against 181).
-    Narrow tiles (decision 0218) at 32 tokens: 112 against 134 in 4 bits, 186 against 207 in FP8; gpt-oss-20b 225 against 258, but at
-    64 327 against 273.
+    Narrow tiles (decision 0218) at 32 tokens: 112 against 134 in 4 bits, 186 against 207 in FP8; gpt-oss-20b 225 against 258, but
+    327 against 273 at 64.
     """
     num_experts, width, inner = shape
     words, long = weight_dtype == torch.int32, width > _WORD_ROWS.up.block_k

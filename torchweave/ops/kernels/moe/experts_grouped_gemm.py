@@ -7,7 +7,7 @@ graphs replay them with the same bits.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
-# pyright: reportCallIssue=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
