@@ -5,8 +5,8 @@
 
 A sample replays a graph that runs the op on several layers' weights with different random routings, so that the experts come from
 memory instead of a cache. `torch` is the plain path: sort, gather, two grouped matmuls, weighted sum. Candidates vary the first
-product, then the second with the best first, then dependent launch; each must agree with `torch` before it is timed. GB/s counts
-the weights of the distinct chosen experts.
+product, then the second with the best first, then dependent launch or lines fetched ahead; each must agree with `torch` before it
+is timed. GB/s counts the weights of the distinct chosen experts.
 """
 
 from __future__ import annotations
@@ -106,13 +106,36 @@ TILES_DOWN = [
     (64, 128, 4, 3),
     (128, 128, 8, 3),
 ]
+NARROW_UP = [
+    (32, 128, 2, 4),
+    (32, 128, 2, 3),
+    (32, 128, 2, 5),
+    (16, 128, 2, 4),
+    (16, 128, 2, 6),
+    (16, 128, 1, 4),
+    (32, 128, 1, 4),
+    (64, 128, 2, 3),
+]
+NARROW_DOWN = [(2 * n, *rest) for n, *rest in NARROW_UP]
+NARROW_WORDS_UP = [
+    *NARROW_UP[:6],
+    (32, 256, 2, 3),
+    (32, 256, 2, 4),
+    (16, 256, 2, 4),
+    (16, 256, 1, 4),
+    (32, 256, 1, 3),
+    (8, 256, 1, 4),
+]
+NARROW_WORDS_DOWN = [(2 * n, *rest) for n, *rest in NARROW_WORDS_UP]
 WORDS_UP = [(4, 2048, 1, 1), (2, 2048, 1, 1), (4, 1024, 1, 1), (2, 1024, 1, 1), (4, 1024, 2, 1), (2, 4096, 4, 1)]
 WORDS_DOWN = [(4, 4096, 4, 1), (2, 4096, 4, 1), (8, 4096, 4, 1), (4, 2048, 2, 1), (4, 8192, 8, 1)]
 WIDE_UP = [(64, 64, 8, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 3)]
 WIDE_DOWN = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3), (64, 64, 4, 4)]
 
 
-def starts(tokens: int, model: Model, words: bool) -> Iterator[tuple[Rows | Tiles, list[GemmConfig], list[GemmConfig]]]:
+def starts(
+    tokens: int, model: Model, quantized: bool, words: bool
+) -> Iterator[tuple[Rows | Tiles, list[GemmConfig], list[GemmConfig]]]:
     """Start of the search for a token count: a method, and the candidates of its two products; words: of packed weights."""
 
     def products(options: list[tuple[int, int, int, int]]) -> list[GemmConfig]:
@@ -122,6 +145,10 @@ def starts(tokens: int, model: Model, words: bool) -> Iterator[tuple[Rows | Tile
     if tokens <= 4 and not model.form.transposed:
         yield Rows(ups[0], downs[0]), ups, downs
     mean = tokens * model.top_k / model.num_experts
+    if mean <= 8 and quantized:
+        up, down = (NARROW_WORDS_UP, NARROW_WORDS_DOWN) if words else (NARROW_UP, NARROW_DOWN)
+        ups, downs = products(up), products(down)
+        yield Tiles(ups[0], downs[0], 8, dependent=True), ups, downs
     for block_m, up, down, low, high in (
         (16, TILES_UP, TILES_DOWN, 0, 16), (32, TILES_UP, TILES_DOWN, 4, 32), (64, WIDE_UP, WIDE_DOWN, 16, 1e9),
         (128, WIDE_UP, WIDE_DOWN, 64, 1e9),
@@ -277,7 +304,10 @@ class Bench:
             strategy = self._best(tokens, calls, right, [replace(strategy, up=up) for up in ups])
             if strategy is not None:
                 strategy = self._best(tokens, calls, right, [replace(strategy, down=down) for down in downs])
-            if strategy is not None:
+            if isinstance(strategy, Tiles) and strategy.dependent:
+                up, down = replace(strategy.up, ahead=4), replace(strategy.down, ahead=4)
+                self._best(tokens, calls, right, [replace(strategy, down=down), replace(strategy, up=up, down=down)])
+            elif strategy is not None:
                 self._try(tokens, calls, right, replace(strategy, dependent=True))
             if isinstance(strategy, Rows) and self.model.shared:
                 self._try(tokens, calls, right, replace(strategy, dependent=True, early=True))
@@ -286,7 +316,7 @@ class Bench:
 
     def _starts(self, tokens: int) -> Iterator[tuple[Rows | Tiles, list[GemmConfig], list[GemmConfig]]]:
         """`starts`, without tiles of several scales an iteration."""
-        for strategy, ups, downs in starts(tokens, self.model, self.weights in SCHEMES):
+        for strategy, ups, downs in starts(tokens, self.model, self.weights != "bfloat16", self.weights in SCHEMES):
             if self.weights == "fp8_per_block" and isinstance(strategy, Tiles):
                 ups, downs = ([each for each in given if each.block_k <= GROUP] for given in (ups, downs))
             yield strategy, ups, downs

@@ -43,6 +43,7 @@ PACKED = {
 }
 """Formats in the layout of `torchweave::int_linear`."""
 EVERY = (*FORMATS, *PACKED)
+NARROW = Tiles(GemmConfig(32, 256, 2, 2), GemmConfig(64, 128, 2, 2, 4), block_m=8, dependent=True)
 READ_DIFFERENTLY = (*FORMATS, "int4-zero", "int8-zero", "nvfp4")
 """A format for each way in which kernels read weights: FP8 by rows and by blocks, words and bytes with zeros, scales of rows."""
 
@@ -140,6 +141,17 @@ def test_rows_run_with_few_tokens_and_tiles_with_more(dtype: torch.dtype) -> Non
     assert chosen == {1: few, 2: few, 3: four, 4: four, 5: Tiles, 8192: Tiles}
 
 
+def test_narrow_tiles_run_while_an_expert_has_few_tokens() -> None:
+    def block_m(tokens: int, dtype: torch.dtype) -> int:
+        strategy = choose(tokens, 8, (128, 2048, 768), torch.bfloat16, weight_dtype=dtype)
+        assert isinstance(strategy, Tiles)
+        return strategy.block_m
+
+    assert [block_m(tokens, torch.int32) for tokens in (8, 64, 65)] == [8, 8, 16]
+    assert [block_m(tokens, torch.float8_e4m3fn) for tokens in (8, 64, 65)] == [8, 8, 16]
+    assert block_m(32, torch.int8) == 16
+
+
 def test_opcheck() -> None:
     for kind in EVERY:
         checks = (
@@ -169,6 +181,8 @@ def check_kernels(kinds: tuple[str, ...]) -> None:
                 call, plain = packed(case, kind)
                 rows = even if number == 1 else odd
                 tiles = wide[: 2 if number == 0 and kind == "fp8" else 1]
+                if kind in ("int4-zero", "mxfp4", "nvfp4") and number == 0:  # two, four and eight groups in a block
+                    tiles = (*tiles, replace(NARROW, dependent=False))
                 for strategy in tiles if tokens > 2 else (wide[0] if kind.startswith("int8") else rows,):
                     out = torch.full_like(call.out, torch.nan)
                     run(replace(call, out=out), strategy)
@@ -197,6 +211,22 @@ def test_kernels_build_for_hopper(kind: str) -> None:
         given = replace(launch, kwargs=launch.kwargs | {"ASSEMBLY": True}) if in_words else launch
         compiled = compile_for_hopper(given)
         assert "mma" in compiled.asm["ptx"] and compiled.metadata.shared <= 227 << 10
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY if not kind.startswith("int8")])
+def test_narrow_tiles_build_for_hopper(kind: str) -> None:
+    """Products of two warps keep e4m3 numbers away from the conversion by single numbers, and scales away from shared memory."""
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
+
+    call, _ = packed(cases(8, **(GPT_OSS | {"width": 1408, "inner": 640, "dtype": torch.bfloat16})), kind)
+    with recorded(kernels, "sort_pairs_kernel", "tiles_up_kernel", "tiles_down_kernel", "combine_kernel") as launches:
+        run(call, replace(NARROW, down=replace(NARROW.down, block_k=128), up=replace(NARROW.up, block_k=128)))
+    for launch in launches[1:3]:
+        compiled = compile_for_hopper(replace(launch, kwargs=launch.kwargs | {"ASSEMBLY": True}))
+        assert "mma.sync" in compiled.asm["ptx"] and "cvt.bf16.f16" not in compiled.asm["ptx"]
+        assert "prefetch.global.L2" in compiled.asm["ptx"] or launch is launches[1]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in EVERY if not kind.startswith("int8")])

@@ -3,7 +3,7 @@
 rows     one or two tokens, up to four with 4-bit weights: each chosen expert's rows are read once for each token, at memory
          bandwidth. Two launches. Not for 8-bit integers.
 tiles    up to a few tokens an expert: pairs are grouped by expert on the device, and a program multiplies rows of one expert's
-         weight by all of its tokens on tensor cores. Four launches.
+         weight by all of its tokens on tensor cores, 8 at a time where there are few. Four launches.
 grouped  many tokens an expert: `torch._grouped_mm` between fused gathers. Six launches. For weights that are not quantized.
 """
 
@@ -35,12 +35,14 @@ class GemmConfig:
         block_k: columns of a weight's row per iteration.
         num_warps: warps of a program.
         depth: iterations in flight: loop unrolling for rows, pipeline stages for tiles.
+        ahead: of tiles, lines of 128 bytes of each row that a program fetches into the L2 cache first.
     """
 
     block_n: int
     block_k: int
     num_warps: int
     depth: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens grouped by expert, `block_m` at a time, on tensor cores; `dependent`: by programmatic dependent launch."""
+    """Tokens grouped by expert, `block_m` at a time, on tensor cores; `dependent`: by programmatic dependent launch.
+
+    Programs of fewer than four warps multiply words by narrow products, whose iteration has `block_k` numbers, a multiple of 128.
+    """
 
     up: GemmConfig
     down: GemmConfig
@@ -87,11 +92,15 @@ _LONG_WORD_ROWS = Rows(GemmConfig(1, 1024, 1, 1), GemmConfig(4, 4096, 4, 1), dep
 _TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4), dependent=True)
 _FP8_TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 64, 4, 5), dependent=True)
 _LONG_WORD_TILES = Tiles(GemmConfig(64, 128, 4, 3), GemmConfig(64, 128, 4, 4), dependent=True)
+_NARROW_TILES = Tiles(GemmConfig(16, 256, 2, 4, 4), GemmConfig(32, 128, 2, 4, 4), block_m=8, dependent=True)
+_LONG_NARROW_TILES = Tiles(GemmConfig(32, 256, 2, 3), GemmConfig(32, 256, 2, 3, 4), block_m=8, dependent=True)
+_NARROW_FP8_TILES = Tiles(GemmConfig(16, 128, 2, 8, 4), GemmConfig(32, 128, 2, 4, 4), block_m=8, dependent=True)
+"""Of words and of FP8, while most experts have no more tokens than the 8 columns of `mma.sync`."""
 _MIDDLE_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=64, dependent=True)
 _WIDE_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=64)
 _WIDE_FP8_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=128)
 _WIDE_WORD_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=128)
-_FEW_PAIRS, _MORE_PAIRS = 8, 32
+_NARROW_PAIRS, _FEW_PAIRS, _MORE_PAIRS = 4, 8, 32
 """Pairs of token and expert for each expert, up to which its tokens fill one narrow tile, or reading weights dominates."""
 
 
@@ -113,6 +122,8 @@ def choose(
     458 against 509 at 512; 1910 against 944 at 4096. One token in FP8: rows 21.3 against tiles 44.3; in 4 bits 15.3 against 31.8;
     gpt-oss-20b in MXFP4 43.1 against 66.8 (experts-fp8, -int4 and -mxfp4 there). Since decision 0210 4 bits take 12.8 at one token,
     and at four 40 against 51 in tiles (74 against 71 at eight); gpt-oss-20b 33.4, and 117 against 133 (226 against 181).
+    Narrow tiles (decision 0218) at 32 tokens: 112 against 134 in 4 bits, 186 against 207 in FP8; gpt-oss-20b 225 against 258, but
+    327 against 273 at 64.
     """
     num_experts, width, inner = shape
     words, long = weight_dtype == torch.int32, width > _WORD_ROWS.up.block_k
@@ -120,6 +131,8 @@ def choose(
         if words:
             return _LONG_WORD_ROWS if long else _WORD_ROWS
         return _FP8_ROWS if weight_dtype is not None else _SHARED_ROWS if shared else _ROWS
+    if num_tokens * top_k <= _NARROW_PAIRS * num_experts and (words or weight_dtype == FP8):
+        return _NARROW_FP8_TILES if not words else _LONG_NARROW_TILES if long else _NARROW_TILES
     if num_tokens * top_k <= _FEW_PAIRS * num_experts:
         return _FP8_TILES if weight_dtype == FP8 else _LONG_WORD_TILES if words and long else _TILES
     if num_tokens * top_k <= _MORE_PAIRS * num_experts and dtype.itemsize == 2:
@@ -200,11 +213,11 @@ def _activation(call: ExpertsCall) -> dict[str, Any]:
 def _rows(call: ExpertsCall, strategy: Rows) -> None:
     from torchweave.ops.kernels.moe import experts_gemv as kernels
 
-    down = _launch(strategy.down) | {"dependent": strategy.dependent}
+    down = _row_launch(strategy.down) | {"dependent": strategy.dependent}
     h = call.x.new_empty(call.index.numel(), call.inner)
     first = (call.x, call.index, call.up, call.up_bias, h, call.up_scale, call.up_packing)
     early = strategy.early and call.x.shape[1] <= strategy.up.block_k and call.form.gated and not call.form.interleaved
-    up = {**_activation(call), **_launch(strategy.up)}
+    up = {**_activation(call), **_row_launch(strategy.up)}
     kernels.launch_rows_up(*first, **up, dependent=strategy.dependent, shared=early)
     second = (h, call.index, call.weight, call.down, call.down_bias, call.out)
     if call.down_scale is None or call.down.dtype == FP8:
@@ -291,3 +304,7 @@ def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:
 
 def _launch(product: GemmConfig) -> dict[str, Any]:
     return asdict(product)
+
+
+def _row_launch(product: GemmConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(product).items() if name != "ahead"}

@@ -50,13 +50,14 @@ _E2M1 = {"bf16x2": (0x01C001C0, 6, 0x7E807E80), "f16x2": (0x0E000E00, 9, 0x74007
 """Bits of an exponent and a mantissa, the first of them, and the power of two that they lack."""
 
 
-def _e2m1_pair(to: str, word: str, kind: str, j: int) -> str:
+def _e2m1_pair(to: str, word: str, kind: str, j: int, scaled: bool = True) -> str:
     mask, first, _ = _E2M1[kind]
     left = first - j % 4 * 4
-    return (
+    bits = (
         f"{'shl' if left > 0 else 'shr'}.b32 t, {word}, {abs(left)}; shl.b32 u, {word}, {12 - j % 4 * 4}; "
-        f"and.b32 t, t, {mask:#x}; lop3.b32 t, u, 0x80008000, t, 0xEA; mul.rn.{kind} {to}, t, f;\n"
+        f"and.b32 t, t, {mask:#x}; lop3.b32 {'t' if scaled else to}, u, 0x80008000, t, 0xEA;"
     )
+    return f"{bits} mul.rn.{kind} {to}, t, f;\n" if scaled else f"{bits}\n"
 
 
 def e2m1_code(kind: str) -> str:
@@ -65,9 +66,10 @@ def e2m1_code(kind: str) -> str:
     return f"{{ .reg .b32 t, u, f; mov.b32 f, {_E2M1[kind][2]:#x};\n{''.join(lines)}}}"
 
 
-def e2m1_pair_code(kind: str, j: int) -> str:
-    """The same for pair j alone."""
-    return f"{{ .reg .b32 t, u, f; mov.b32 f, {_E2M1[kind][2]:#x};\n{_e2m1_pair('$0', f'${1 + j // 4}', kind, j)}}}"
+def e2m1_pair_code(kind: str, j: int, scaled: bool = True) -> str:
+    """The same for pair j alone; not scaled: without the power of two."""
+    pair = _e2m1_pair("$0", f"${1 + j // 4}", kind, j, scaled)
+    return f"{{ .reg .b32 t, u, f; mov.b32 f, {_E2M1[kind][2]:#x};\n{pair}}}"
 
 
 E2M1_BFLOAT: tl.constexpr = tl.constexpr(e2m1_code("bf16x2"))

@@ -23,6 +23,7 @@ INT_BFLOAT_PAIRS: tl.constexpr = tl.constexpr(tuple(half_pair_code(*_HALF["bf16x
 INT_HALF_PAIRS: tl.constexpr = tl.constexpr(tuple(half_pair_code(*_HALF["f16x2"], "f16x2", j) for j in range(8)))
 E2M1_BFLOAT_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("bf16x2", j) for j in range(8)))
 E2M1_HALF_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("f16x2", j) for j in range(8)))
+UNSCALED_E2M1_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("bf16x2", j, False) for j in range(8)))
 
 
 @triton.jit
@@ -59,6 +60,51 @@ def block_numbers(tile, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.c
         a0, a1, a2, a3, a4, a5, a6, a7 = nibbles(tile, FORMAT, 1, BLOCK_N, WORDS, DTYPE, ASSEMBLY)
     even, odd = tl.join(tl.join(a0, a4), tl.join(a2, a6)), tl.join(tl.join(a1, a5), tl.join(a3, a7))
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), [BLOCK_N, BLOCK])
+
+
+@triton.jit
+def part_numbers(
+    tile, PART: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
+    SCALED: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Part PART of PARTS of `block_numbers`: `[BLOCK_N, 128 / PARTS]`. Not SCALED: e2m1 numbers in bfloat16 times 2 ** -126."""
+    if PARTS == 8:
+        return _numbers(tile, PART, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY)
+    elif PARTS == 4:  # noqa: RET505
+        pair = _two_numbers(tile, 2 * PART, 1, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY)
+        return tl.reshape(tl.permute(pair, (0, 2, 1)), [BLOCK_N, 2 * WORDS])
+    elif PARTS == 2:
+        even = _two_numbers(tile, 4 * PART, 2, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY)
+        odd = _two_numbers(tile, 4 * PART + 1, 2, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY)
+        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), [BLOCK_N, 4 * WORDS])
+    else:
+        tl.static_assert(SCALED)
+        return block_numbers(tile, FORMAT, BLOCK_N, DTYPE, ASSEMBLY)
+
+
+@triton.jit
+def _two_numbers(
+    tile, J: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
+    SCALED: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """`[BLOCK_N, 16, 2]`: inputs J and J + STEP of the words `tile`."""
+    first = _numbers(tile, J, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY)
+    return tl.join(first, _numbers(tile, J + STEP, FORMAT, BLOCK_N, DTYPE, SCALED, ASSEMBLY))
+
+
+@triton.jit
+def _numbers(
+    tile, J: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """`[BLOCK_N, 16]`: input J of the words `tile`."""
+    if not ASSEMBLY:
+        return nibbles(tile, FORMAT, 1, BLOCK_N, WORDS, DTYPE, ASSEMBLY)[J]
+    elif SCALED:  # noqa: RET505
+        return _input_numbers(tile, J, FORMAT, DTYPE)
+    else:
+        code: tl.constexpr = UNSCALED_E2M1_PAIRS[J]
+        return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
