@@ -291,7 +291,24 @@ MODELS: tuple[ZooModel, ...] = (
     ZooModel("mamba", {"state_size": 8}),
     ZooModel("falcon_mamba", {"state_size": 8}),
     ZooModel("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8}),
-    ZooModel("falcon_h1", _MAMBA2 | {"mamba_d_ssm": 128, "head_dim": 16}),
+    ZooModel(
+        "falcon_h1",
+        _MAMBA2
+        | {
+            "mamba_d_ssm": 128,
+            "head_dim": 16,
+            "embedding_multiplier": 5.7,
+            "lm_head_multiplier": 0.3,
+            "key_multiplier": 0.4,
+        }
+        | {
+            "mlp_multipliers": [0.9, 0.6],
+            "attention_out_multiplier": 0.7,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.8,
+        }
+        | {"ssm_multipliers": [0.8, 0.7, 0.6, 0.5, 0.9]},
+    ),
     ZooModel("bamba", _FOUR_LAYERS | _MAMBA2 | {"attn_layer_indices": [1]}),
     ZooModel("granitemoehybrid", _FOUR_LAYERS | _MAMBA2 | {
         "layer_types": ["mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 64, "num_local_experts": 4,
