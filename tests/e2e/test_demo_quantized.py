@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.weights.packings import FORMS, write
 from torchweave import LLM, SamplingParams, TorchCompileConfig
+from torchweave.config.model_source import resolve
 from torchweave.config.options import Quantization
-from torchweave.models.resolve import resolve
 from torchweave.report import Report
 from torchweave.verify import zoo
 

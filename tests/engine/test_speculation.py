@@ -13,9 +13,9 @@ import pytest
 
 from tests.engine.scheduler.simulate import Simulation, run
 from torchweave import LLM, SamplingParams, TorchCompileConfig
+from torchweave.config.model_source import resolve
 from torchweave.engine.request import StructuredOutputs
 from torchweave.engine.runner.model_runner import ModelRunner
-from torchweave.models.resolve import resolve
 from torchweave.report import Report
 from torchweave.verify import zoo
 from torchweave.verify.verify import verify

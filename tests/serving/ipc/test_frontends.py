@@ -296,9 +296,10 @@ def test_a_signal_ends_all_of_them(serves: bool) -> None:
         assert running.process.returncode == 0 and not greeting and "Traceback" not in said, said
 
 
-def test_unknown_model_is_reported_once_and_all_processes_exit() -> None:
-    done = subprocess.run(serve_command("/no/such/model", *SEVERAL), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "/no/such/model" in done.stderr, done.stderr
+def test_a_model_that_the_engine_refuses_is_reported_once_and_all_processes_exit(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    done = subprocess.run(serve_command(str(tmp_path), *SEVERAL), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(tmp_path) in done.stderr, done.stderr
 
 
 def test_an_address_is_not_shared_with_another_server() -> None:

@@ -106,7 +106,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _list(as_json: bool) -> int:
-    from torchweave.models.resolve import BUILT_IN, SHAPES
+    from torchweave.config.model_source import BUILT_IN, SHAPES
     from torchweave.verify.image_zoo import IMAGE_MODELS
     from torchweave.verify.zoo import ZOO_MODELS
 
