@@ -185,6 +185,7 @@ def time_us(backend: AttentionBackend, bench: Bench) -> float:
 def graph_us(run: Callable[[], None], replays: int = 20) -> float:
     """Median microseconds of a graph of `run`."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still fill the inputs
     with torch.cuda.stream(stream):
         run()
     stream.synchronize()

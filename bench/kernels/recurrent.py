@@ -110,7 +110,8 @@ MODELS: dict[str, Callable[[int], Inputs]] = {
     "lfm2-conv": lambda tokens: conv(tokens, 2048, 3),
     "qwen3-next": lambda tokens: delta(tokens, 16, 32, 128),
     "kimi-linear": lambda tokens: delta(tokens, 32, 32, 128, True),
-    "falcon-h1": lambda tokens: ssd(tokens, 128, 64, 128),
+    "falcon-h1": lambda tokens: ssd(tokens, 24, 128, 256),
+    "nemotron-h": lambda tokens: ssd(tokens, 128, 64, 128, 8),
     "mamba": lambda tokens: scan(tokens, 8192, 16),
     "recurrent-gemma": lambda tokens: lru(tokens, 2560),
 }

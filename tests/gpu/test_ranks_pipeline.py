@@ -13,7 +13,7 @@ from tests.engine.ranks.pipeline_cases import agreed, asked, assert_alike
 from tests.gpu.ranks_engine import check_life, options
 from tests.models.parallel.test_parallel import prompts
 from torchweave import LLM, SamplingParams
-from torchweave.verify import zoo
+from torchweave.verify import image_zoo, zoo
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +60,20 @@ def test_pipeline_equals_transformers(name: str, ranks: dict[str, Any], tmp_path
     assert found == expected
     assert set(counts) <= {"decode_graph", "mixed_graph", "plain"} and counts["decode_graph"] > 0, counts
     assert time.monotonic() - begin < 20, "graphs with hand-overs of NCCL must not keep anyone from leaving"
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl-images", "gemma3-images"])
+def test_images_over_two_stages_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Positions of three axes and features that both stages add; image tokens that see each other."""
+    entry = image_zoo.zoo_entry(name)
+    assert isinstance(entry, image_zoo.ImageZooModel)
+    model = entry.build()
+    given = image_zoo.image_prompts(entry, model)
+    expected = [answer.tokens for answer in image_zoo.image_reference_answers(entry, model, given, 12)]
+    zoo.save(model, tmp_path)
+    never = {"min_tokens": 12, "stop_token_ids": [image_zoo.IMAGE_TOKEN]}
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, **never)
+    sizes = {"num_kv_blocks": 256, "max_batch_size": 4, "max_num_tokens": 64, "dtype": "float32", "device": "cuda"}
+    with LLM(str(tmp_path), pipeline_parallel_size=2, **sizes) as llm:
+        for _ in range(2):  # the second time behind cached prefixes
+            assert [list(output.outputs[0].token_ids) for output in llm.generate(given, greedy)] == expected

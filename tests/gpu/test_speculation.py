@@ -19,6 +19,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 METHODS: dict[str, dict[str, Any]] = DRAFTERS | {"adaptive": DRAFT_MODEL | {"adaptive": True}}
 MODELS = ["llama-tied", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm_moe_dsa"]
+IMAGE_MODELS = ["qwen3_vl-images", "qwen3_5-images", "gemma3-images"]
+"""Positions of three axes, with recurrent layers, and image tokens that see each other."""
 
 
 def engine(speculative_config: dict[str, Any] | None) -> LLM:
@@ -101,4 +103,10 @@ def test_a_first_start_builds_all_kernels_before_it_is_ready(tmp_path: Path) -> 
 def test_architectures_give_the_tokens_of_transformers(method: Any) -> None:
     models = MODELS if method == "ngram" else [name for name in MODELS if name != "glm_moe_dsa"]
     found = verify(models, num_speculative_tokens=3, device="cuda", speculative_method=method)
+    assert [(row["name"], row["reason"]) for row in found["results"] if not row["passed"]] == []
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_image_text_models_give_the_tokens_of_transformers(method: Any) -> None:
+    found = verify(IMAGE_MODELS, num_speculative_tokens=3, device="cuda", speculative_method=method)
     assert [(row["name"], row["reason"]) for row in found["results"] if not row["passed"]] == []

@@ -11,7 +11,15 @@ from tests.ops.interpreted import run_interpreted
 from tests.ops.speculation_cases import BLOCK_SIZE, draft_state
 from tests.ops.step_cases import Outputs
 from torchweave.ops.slot_state import NOT_EMITTED, SlotState
-from torchweave.ops.speculation import DraftBuffers, DraftOptions, accept, latest_match, prepare_drafts, propose
+from torchweave.ops.speculation import (
+    DraftBuffers,
+    DraftOptions,
+    accept,
+    fill_rope_offsets,
+    latest_match,
+    prepare_drafts,
+    propose,
+)
 
 
 def plain_match(text: list[int], least: int, most: int) -> int | None:
@@ -52,6 +60,18 @@ def test_drafts_continue_the_text_behind_the_match() -> None:
     assert proposed([5, 6, 7, 8, 9, 5, 6], -1, lookup) == [], "a slot without drafts"
     assert proposed([5, 6, 7, 8, 9], 30, lookup) == []
     assert proposed([5], 30, lookup) == []
+
+
+def test_tokens_of_a_row_take_the_offset_of_its_slot() -> None:
+    """A row without drafts, one with three, one of padding, and padded tokens behind all rows."""
+    state = SlotState(3, 8, history_len=32, rope_axes=3)
+    updates = state.updates()
+    updates.set("rope_delta", [0, 1, 2], [-5, 0, -70])
+    state.apply(updates)
+    slots, query_start = (torch.tensor(each, dtype=torch.int32) for each in ([2, 0, -1], [0, 1, 5, 5]))
+    out = torch.zeros(3, 7, dtype=torch.int64)
+    fill_rope_offsets(state, slots, query_start, out)
+    assert out[:, :5].tolist() == [[-70, -5, -5, -5, -5]] * 3
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.compiler.runtime.module_state import ModuleState
-from torchweave.compiler.runtime.recorded_calls import CudaGraphOptions, RecordedCalls
+from torchweave.compiler.runtime.recorded_calls import RecordedCalls
 from torchweave.config.options import TorchCompileConfig
 from torchweave.config.validate import check_folders, config_from
 from torchweave.ops.registry import boundary_ops
@@ -145,8 +145,7 @@ def compile(
     save_explanation(None, report)
     recorded = None
     if cuda_graphs:
-        options = CudaGraphOptions(max_cuda_graphs, static_outputs)
-        recorded = RecordedCalls(compiled_graph, GraphPool(device), options, report)
+        recorded = RecordedCalls(compiled_graph, GraphPool(device), report, max_cuda_graphs, static_outputs)
     return CompiledModule(compiled_graph, ModuleState(module), device.type, recorded)
 
 

@@ -24,40 +24,14 @@ ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
 CacheFormat = Literal["binary", "unpacked"]
 ToolCallParser = Literal[
-    "auto",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm45",
-    "gpt_oss",
-    "granite",
-    "granite31",
-    "hermes",
-    "internlm",
-    "jamba",
-    "kimi_k2",
-    "llama3_json",
-    "minimax_m2",
-    "mistral",
-    "phi4_mini",
-    "phi4_tool_call",
-    "pythonic",
-    "qwen3_coder",
+    "auto", "deepseek_v3", "deepseek_v32", "glm45", "gpt_oss", "granite", "granite31", "hermes", "internlm", "jamba",
+    "kimi_k2", "llama3_json", "minimax_m2", "mistral", "phi4_mini", "phi4_tool_call", "pythonic", "qwen3_coder",
     "seed_oss",
-]
+]  # fmt: skip
 ReasoningParser = Literal[
-    "auto",
-    "none",
-    "deepseek_r1",
-    "glm45",
-    "gpt_oss",
-    "granite",
-    "kimi_k2",
-    "kimi_vl",
-    "minimax_m2",
-    "mistral",
-    "qwen3",
-    "seed_oss",
-]
+    "auto", "none", "deepseek_r1", "glm45", "gpt_oss", "granite", "kimi_k2", "kimi_vl", "minimax_m2", "mistral",
+    "qwen3", "seed_oss",
+]  # fmt: skip
 PassNumerics = Literal["exact", "tolerance"]
 Executor = Literal["local", "torchrun", "ray"]
 SpeculativeMethod = Literal["ngram", "draft_model", "eagle3", "mtp"]

@@ -112,9 +112,8 @@ def compilation_options(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"compilation_config={value!r} must be a dict, a level, or either in JSON")
     options: dict[str, Any] = {}
-    for name, given in sorted(
-        value.items(), key=lambda item: item[0] not in ("level", "mode")
-    ):  # others refine the level
+    # Others refine the level.
+    for name, given in sorted(value.items(), key=lambda item: item[0] not in ("level", "mode")):
         if name == "dynamic_shapes_config" and isinstance(given, Mapping):
             for key, each in given.items():
                 options |= compilation_option(f"{name}.{key}", each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +32,18 @@ class Finding:
     cause: str
     fix: str
     severity: Severity = "error"
+
+
+class Rules:
+    """Findings of one kind by rule: cause, fix, and severity unless it is an error; the texts may name facts, as `{guard}`."""
+
+    def __init__(self, kind: Kind, rules: Mapping[str, tuple[str, str] | tuple[str, str, Severity]]) -> None:
+        self._kind, self._rules = kind, rules
+
+    def finding(self, rule: str, where: str, **facts: object) -> Finding:
+        """A finding at `file:line`."""
+        cause, fix, *severity = self._rules[rule]
+        return Finding(self._kind, rule, where, cause.format(**facts), fix.format(**facts), *severity)  # type: ignore[arg-type]
 
 
 def deduplicate(findings: Iterable[Finding]) -> list[Finding]:

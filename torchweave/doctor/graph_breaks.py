@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 
 from torchweave.doctor.eager_run import EagerResult
-from torchweave.doctor.finding import Finding
+from torchweave.doctor.finding import Finding, Rules
 from torchweave.doctor.source_reader import Statement, is_user_code, statement
 from torchweave.doctor.tracing import Break, TraceResult
 
-_RULES: dict[str, tuple[str, str]] = {
+_RULES = Rules("graph_break", {
     "print": (
         "`print` in a forward breaks the graph and would not be part of it",
         "remove it, or print in the caller",
@@ -32,15 +32,15 @@ _RULES: dict[str, tuple[str, str]] = {
         "compute both sides and select with torch.where, or decide before the forward and pass the result",
     ),
     "custom_object": (
-        "Dynamo cannot trace the method of an object that is no module",
+        "Dynamo cannot trace the method of an object that is no module{detail}",
         "call it in __init__ and store the result as a bool or number",
     ),
     "native_call": (
-        "the line calls a function of a compiled extension that is not registered with torch",
+        "the line calls a function of a compiled extension that is not registered with torch{detail}",
         "register it as a custom op with a fake kernel, or call it outside the forward",
     ),
-    "other": ("Dynamo cannot trace the line", "move it out of the forward, or into a custom op"),
-}
+    "other": ("Dynamo cannot trace the line{detail}", "move it out of the forward, or into a custom op"),
+})  # fmt: skip
 _HOST = {"float", "int", "bool", ".item", ".__int__", ".__float__"}
 _SHAPED = {".nonzero", ".unique", ".masked_select", ".unique_consecutive", ".argwhere"}
 
@@ -50,22 +50,16 @@ def find(eager_result: EagerResult, trace_result: TraceResult) -> Iterator[Findi
     for one in trace_result.breaks:
         if one.where in eager_result.lines_in_ops:
             continue
-        where = _line_to_change(one)
-        yield _finding(_rule(one, statement(one.where)), where, _first_clause(one.text))
+        text = _first_clause(one.text)
+        detail = f": {text}" if text else ""
+        yield _RULES.finding(_rule(one, statement(one.where)), _line_to_change(one), detail=detail)
     if not trace_result.breaks and not trace_result.errors:
         return
     for where in sorted(eager_result.lines):
         if "print" in statement(where).calls():
-            yield _finding("print", where)
+            yield _RULES.finding("print", where)
     for where in sorted(filter(None, eager_result.host_syncs)):
-        yield _finding(_host_sync_rule(statement(where)), where)
-
-
-def _finding(rule: str, where: str, detail: str = "") -> Finding:
-    cause, fix = _RULES[rule]
-    if rule in ("other", "native_call", "custom_object") and detail:
-        cause += f": {detail}"
-    return Finding("graph_break", rule, where, cause, fix)
+        yield _RULES.finding(_host_sync_rule(statement(where)), where)
 
 
 def _line_to_change(one: Break) -> str:

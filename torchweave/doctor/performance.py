@@ -14,13 +14,46 @@ from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece, boundary_op, structure
 from torchweave.doctor.compile_run import CompileResult
-from torchweave.doctor.finding import Finding
+from torchweave.doctor.finding import Finding, Rules
 from torchweave.doctor.source_reader import source_line
 from torchweave.doctor.subject import Subject
 from torchweave.doctor.tracing import TraceResult
 
 _NARROW = (torch.float16, torch.bfloat16)
 _MATMULS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention")
+
+
+_RULES = Rules("performance", {
+    "invariant": ("{cause}", "follow the rules of pieces in docs/diagnosis.md"),
+    "boundary_output": (
+        "the boundary op {op} has an output, whose address differs at each call",
+        "write to an argument instead: allocate it with torch.empty before, and name it in mutates_args",
+    ),
+    "mutated_constant": (
+        "forward writes to a parameter or buffer, but pieces bind constants when they are built",
+        "pass the tensor as an input, or write to it in a boundary op",
+    ),
+    "host_synchronisation": (
+        "the forward copies a tensor to the host, which makes the host wait and cannot be in a CUDA graph",
+        "keep the computation on the device, or copy after the forward",
+        "warning",
+    ),
+    "upcast_matmul": (
+        "a matmul runs in float32 because its operand was cast from {dtype}",
+        "multiply in the narrow dtype, which accumulates in float32 anyway, and cast the result if needed",
+        "warning",
+    ),
+    "near_miss": (
+        "the pass {name} does not match {node}: {why}",
+        "write the line in the form that the pass matches (docs/passes.md), or leave it; results are correct anyway",
+        "note",
+    ),
+    "unshared_pieces": (
+        "pieces {one} and {other} have the same operations but are built twice: {difference}",
+        "pass the difference as a tensor, or make it equal (a layer's index, a number in its config)",
+        "note",
+    ),
+})  # fmt: skip
 
 
 def find(subject: Subject, trace_result: TraceResult, compile_result: CompileResult | None) -> Iterator[Finding]:
@@ -36,13 +69,7 @@ def find(subject: Subject, trace_result: TraceResult, compile_result: CompileRes
     if compile_result is None:
         return
     if isinstance(compile_result.error, InvariantError) and not broken:
-        yield Finding(
-            "performance",
-            "invariant",
-            compile_result.error.where,
-            compile_result.error.cause,
-            "follow the rules of pieces in docs/diagnosis.md",
-        )
+        yield _RULES.finding("invariant", compile_result.error.where, cause=compile_result.error.cause)
     yield from _near_misses(compile_result, trace_result.graphs)
     if compile_result.compiled_graph is not None:
         yield from _unshared_pieces(compile_result.compiled_graph.pieces)
@@ -52,13 +79,7 @@ def _boundary_outputs(gm: fx.GraphModule, names: frozenset[str]) -> Iterator[Fin
     for node in gm.graph.nodes:
         op = boundary_op(node.target, names) if node.op == "call_function" else None
         if op is not None and op._schema.returns:
-            yield Finding(
-                "performance",
-                "boundary_output",
-                source_location(node),
-                f"the boundary op {op._schema.name} has an output, whose address differs at each call",
-                "write to an argument instead: allocate it with torch.empty before, and name it in mutates_args",
-            )
+            yield _RULES.finding("boundary_output", source_location(node), op=op._schema.name)
 
 
 def _mutated_constants(gm: fx.GraphModule) -> Iterator[Finding]:
@@ -70,26 +91,13 @@ def _mutated_constants(gm: fx.GraphModule) -> Iterator[Finding]:
     owners.pop(None, None)
     for node in gm.graph.nodes:
         if any(storage_id(argument) in owners for argument in mutated_args(node)):
-            yield Finding(
-                "performance",
-                "mutated_constant",
-                source_location(node),
-                "forward writes to a parameter or buffer, but pieces bind constants when they are built",
-                "pass the tensor as an input, or write to it in a boundary op",
-            )
+            yield _RULES.finding("mutated_constant", source_location(node))
 
 
 def _host_copies(gm: fx.GraphModule) -> Iterator[Finding]:
     for node in gm.graph.nodes:
         if node.op == "call_method" and (node.target in ("cpu", "numpy") or _names_cpu(node)):
-            yield Finding(
-                "performance",
-                "host_synchronisation",
-                source_location(node),
-                "the forward copies a tensor to the host, which makes the host wait and cannot be in a CUDA graph",
-                "keep the computation on the device, or copy after the forward",
-                "warning",
-            )
+            yield _RULES.finding("host_synchronisation", source_location(node))
 
 
 def _names_cpu(node: fx.Node) -> bool:
@@ -106,14 +114,7 @@ def _upcasts(gm: fx.GraphModule) -> Iterator[Finding]:
         for operand in node.all_input_nodes:
             cast = _upcast_behind(operand)
             if cast is not None:
-                yield Finding(
-                    "performance",
-                    "upcast_matmul",
-                    source_location(cast),
-                    f"a matmul runs in float32 because its operand was cast from {cast_from(cast)}",
-                    "multiply in the narrow dtype, which accumulates in float32 anyway, and cast the result if needed",
-                    "warning",
-                )
+                yield _RULES.finding("upcast_matmul", source_location(cast), dtype=cast_from(cast))
                 break
 
 
@@ -143,14 +144,8 @@ def _near_misses(compile_result: CompileResult, graphs: Iterable[fx.GraphModule]
     for event in compile_result.report.select("pass"):
         for miss in event.get("near_misses", ()):
             node, _, why = str(miss).partition(": ")
-            yield Finding(
-                "performance",
-                "near_miss",
-                places.get(node.partition(",")[0], ""),
-                f"the pass {event['name']} does not match {node}: {why}",
-                "write the line in the form that the pass matches (docs/passes.md), or leave it; results are correct anyway",
-                "note",
-            )
+            where = places.get(node.partition(",")[0], "")
+            yield _RULES.finding("near_miss", where, name=event["name"], node=node, why=why)
 
 
 def _unshared_pieces(pieces: Iterable[Piece]) -> Iterator[Finding]:
@@ -165,14 +160,7 @@ def _unshared_pieces(pieces: Iterable[Piece]) -> Iterator[Finding]:
             continue
         reported.add(pair)
         where, difference = _difference(same, piece)
-        yield Finding(
-            "performance",
-            "unshared_pieces",
-            where,
-            f"pieces {same.index} and {piece.index} have the same operations but are built twice: {difference}",
-            "pass the difference as a tensor, or make it equal (a layer's index, a number in its config)",
-            "note",
-        )
+        yield _RULES.finding("unshared_pieces", where, one=same.index, other=piece.index, difference=difference)
 
 
 def _difference(one: Piece, other: Piece) -> tuple[str, str]:

@@ -11,18 +11,20 @@ from collections.abc import Iterator
 from torchweave.compiler.errors import CompileError, InvariantError, SizeError
 from torchweave.doctor.compile_run import CompileResult
 from torchweave.doctor.eager_run import EagerResult
-from torchweave.doctor.finding import Finding
+from torchweave.doctor.finding import Finding, Rules
 from torchweave.doctor.source_reader import statement
 from torchweave.doctor.tracing import Recompile, TraceResult
 
-_RULES: dict[str, tuple[str, str]] = {
+_RULES = Rules("recompile", {
     "bit_length": (
         "bit_length() needs the exact number, so each value needs a new compilation",
         "round up to a power of two by shifts: n -= 1; n |= n >> 1; n |= n >> 2; ... n |= n >> 32; n += 1",
+        "warning",
     ),
     "min_max_of_list": (
         "min/max over a list of numbers is fixed to its elements, and a change of one needs a new compilation",
         "keep the numbers in a tensor and use amin/amax, or compute the result before the forward",
+        "warning",
     ),
     "size_branch": (
         "control flow depends on a dynamic size ({guard}), so each branch is a separate graph",
@@ -47,6 +49,7 @@ _RULES: dict[str, tuple[str, str]] = {
     "changing_number": (
         "a Python number that changes between calls is part of the graph ({guard})",
         "pass it as a tensor, or as a size of a tensor; in an op's schema declare it as SymInt",
+        "warning",
     ),
     "data_dependent_size": (
         "the computation depends on a number read from a tensor ({guard}), and each value needs a new compilation",
@@ -60,8 +63,9 @@ _RULES: dict[str, tuple[str, str]] = {
     "unbacked": (
         "the capture fails with unbacked sizes (dynamic_shapes=unbacked): {guard}",
         "nothing with the default dynamic_shapes; else remove the comparison of sizes",
+        "note",
     ),
-}
+})  # fmt: skip
 _SIZE_MISMATCH = re.compile(r"tensor '(\w+)' (?:size|stride) mismatch")
 _ATTRIBUTE = re.compile(r"\bself\b.* == ")
 
@@ -73,7 +77,7 @@ def find(
     own = [one for one in trace_result.recompiles if one.first_line not in eager_result.lines_in_ops]
     fixed = any(_SIZE_MISMATCH.match(one.guard) and "resume" not in one.function for one in own)
     findings = [
-        _finding(_rule(one), one.where, guard=_short(one.guard))
+        _RULES.finding(_rule(one), one.where, guard=_short(one.guard))
         for one in own
         if one.where and not _SIZE_MISMATCH.match(one.guard)
     ]
@@ -83,12 +87,6 @@ def find(
     if not findings and compile_result is not None:
         findings += _from_compile(compile_result)
     yield from findings
-
-
-def _finding(rule: str, where: str, severity: str = "error", **facts: str) -> Finding:
-    cause, fix = _RULES[rule]
-    level = "warning" if rule in ("bit_length", "min_max_of_list", "changing_number") else severity
-    return Finding("recompile", rule, where, cause.format(**facts), fix.format(**facts), level)  # type: ignore[arg-type]
 
 
 def _rule(one: Recompile) -> str:
@@ -114,19 +112,19 @@ def _size_dependent_lines(eager_result: EagerResult, fixed: bool) -> Iterator[Fi
     for where in sorted(eager_result.lines if fixed else ()):
         line = statement(where)
         if ".bit_length" in line.calls():
-            yield _finding("bit_length", where)
+            yield _RULES.finding("bit_length", where)
         elif line.loop() is line.node is not None and line.reads_shape():
-            yield _finding("dynamic_loop", where)
+            yield _RULES.finding("dynamic_loop", where)
     for (where, op, argument), by_size in eager_result.int_arguments.items():
         if len({tuple(values) for values in by_size.values()}) > 1:
-            yield _finding("op_takes_int", where, op=op, argument=argument)
+            yield _RULES.finding("op_takes_int", where, op=op, argument=argument)
 
 
 def _from_capture(compile_result: CompileResult | None) -> Iterator[Finding]:
     if compile_result is not None and compile_result.error is not None:
         yield _refused(compile_result.error)
     else:
-        yield _finding("fixed_size", "", guard="Dynamo reports no line")
+        yield _RULES.finding("fixed_size", "", guard="Dynamo reports no line")
 
 
 def _from_compile(compile_result: CompileResult) -> Iterator[Finding]:
@@ -134,19 +132,18 @@ def _from_compile(compile_result: CompileResult) -> Iterator[Finding]:
         yield _refused(compile_result.error)
     if compile_result.mismatches:
         sizes = ", ".join(map(str, sorted(compile_result.mismatches)))
-        yield _finding(
+        yield _RULES.finding(
             "wrong_at_size", "", guard=f"a size of {sizes}: {next(iter(compile_result.mismatches.values()))}"
         )
     if compile_result.unbacked_error is not None and compile_result.error is None:
-        yield _finding(
-            "unbacked", compile_result.unbacked_error.where, "note", guard=compile_result.unbacked_error.cause
-        )
+        error = compile_result.unbacked_error
+        yield _RULES.finding("unbacked", error.where, guard=error.cause)
 
 
 def _refused(error: CompileError) -> Finding:
     """The finding for an error of the compilation."""
     if isinstance(error, SizeError):
-        return _finding("fixed_size", error.where, guard=error.cause)
+        return _RULES.finding("fixed_size", error.where, guard=error.cause)
     return Finding("trace_failure", "refused", error.where, error.cause, "change the line as the cause describes")
 
 

@@ -9,32 +9,47 @@ from collections.abc import Iterable, Iterator
 from torch import fx
 
 from torchweave.doctor.eager_run import EagerResult
-from torchweave.doctor.finding import Finding
+from torchweave.doctor.finding import Finding, Rules
 from torchweave.doctor.source_reader import Statement, is_user_code, source_line, statement
 from torchweave.doctor.tracing import TraceResult
 
 _UNROLLED = 32  # minimum number of traced operations of one module from one stack
 _FRAMES = re.compile(r'File "([^"]+)", line (\d+)')
 
-_FIXES = {
-    "missing": "register one with register_fake: return torch.empty of the right shape, dtype and strides, read no values",
-    "wrong": "return the op's shape, dtype and strides from the fake kernel at every size; torchweave's `define` and "
-    "torch.library.opcheck test it",
-    "mutates": "name the argument in mutates_args (or as Tensor(a!) in the schema), or write to a copy",
-    "aliases": "return a copy, or declare the alias in the schema",
-}
-_CAUSES = {
-    "missing": "the custom op {op} has no fake kernel, so it cannot be traced",
-    "wrong": "the fake kernel of {op} is wrong: {detail}",
-    "mutates": "the custom op {op} violates its schema: {detail}",
-    "aliases": "the custom op {op} violates its schema: {detail}",
-}
-_RULES = {
+_RULES = Rules("trace_failure", {
+    "missing_fake_kernel": (
+        "the custom op {op} has no fake kernel, so it cannot be traced",
+        "register one with register_fake: return torch.empty of the right shape, dtype and strides, read no values",
+    ),
+    "wrong_fake_kernel": (
+        "the fake kernel of {op} is wrong: {detail}",
+        "return the op's shape, dtype and strides from the fake kernel at every size; torchweave's `define` and "
+        "torch.library.opcheck test it",
+    ),
+    "undeclared_mutation": (
+        "the custom op {op} violates its schema: {detail}",
+        "name the argument in mutates_args (or as Tensor(a!) in the schema), or write to a copy",
+    ),
+    "undeclared_alias": (
+        "the custom op {op} violates its schema: {detail}",
+        "return a copy, or declare the alias in the schema",
+    ),
+    "raises": (
+        "forward raises at a size of {sizes} ({message})",
+        "support every size from 1; steps of one token are the most common",
+    ),
+    "fake_run": (
+        "`{line}` fails on symbolic sizes: {cause}",
+        "make it valid for every dynamic size, or move it into a custom op with a fake kernel",
+    ),
+})  # fmt: skip
+_OP_RULES = {
     "missing": "missing_fake_kernel",
     "wrong": "wrong_fake_kernel",
     "mutates": "undeclared_mutation",
     "aliases": "undeclared_alias",
 }
+"""Rule by `OpFault.what`."""
 
 
 def find(eager_result: EagerResult, trace_result: TraceResult) -> Iterator[Finding]:
@@ -44,25 +59,12 @@ def find(eager_result: EagerResult, trace_result: TraceResult) -> Iterator[Findi
     if eager_result.errors:
         sizes = ", ".join(map(str, eager_result.errors))
         message = " ".join(next(iter(eager_result.errors.values())).split())[:200]
-        yield Finding(
-            "trace_failure",
-            "raises",
-            "",
-            f"forward raises at a size of {sizes} ({message})",
-            "support every size from 1; steps of one token are the most common",
-        )
+        yield _RULES.finding("raises", "", sizes=sizes, message=message)
 
 
 def _ops(eager_result: EagerResult) -> Iterator[Finding]:
     for fault in eager_result.faults:
-        op = fault.op._schema.name
-        yield Finding(
-            "trace_failure",
-            _RULES[fault.what],
-            fault.where,
-            _CAUSES[fault.what].format(op=op, detail=fault.detail),
-            _FIXES[fault.what],
-        )
+        yield _RULES.finding(_OP_RULES[fault.what], fault.where, op=fault.op._schema.name, detail=fault.detail)
 
 
 def _loops(graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
@@ -112,10 +114,4 @@ def _refused(trace_result: TraceResult, known: set[str]) -> Iterator[Finding]:
             cause = next(
                 (line.split("got ", 1)[1] for line in lines if "got " in line), lines[0] if lines else "unknown"
             )
-            yield Finding(
-                "trace_failure",
-                "fake_run",
-                where,
-                f"`{source_line(where)}` fails on symbolic sizes: {cause}",
-                "make it valid for every dynamic size, or move it into a custom op with a fake kernel",
-            )
+            yield _RULES.finding("fake_run", where, line=source_line(where), cause=cause)

@@ -69,11 +69,14 @@ class DecoderStep(nn.Module):
 
         With `hidden_states`, returns (logits, the result of `hidden_states` `[T, H]`).
         """
+        return self._logits_and_hidden_states(input_ids, positions, logits_index)
+
+    def _logits_and_hidden_states(self, *inputs: Any) -> Any:
         if self.hidden_states is None:
-            return self._logits(input_ids, positions, logits_index)
+            return self._logits(*inputs)
         self.hidden_states.begin()
         try:
-            logits = self._logits(input_ids, positions, logits_index)
+            logits = self._logits(*inputs)
             return logits, self.hidden_states()
         finally:
             self.hidden_states.end()

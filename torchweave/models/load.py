@@ -149,7 +149,7 @@ def load(
     device, process_groups = torch.device(device), process_groups or ProcessGroups.single_rank()
     source = _checked_source(resolve(name_or_path, trust_remote_code, revision, download_dir), load_format)
     pooling = resolve_pooling(source, _read_whole_config(source, trust_remote_code), runner, pooler)
-    no_images = _why_no_images(source, trust_remote_code, process_groups, images, pooling)
+    no_images = _why_no_images(source, trust_remote_code, images, pooling)
     images = images and not no_images
     config = _read_served_config(source, trust_remote_code, no_images, images)
     if no_images:
@@ -172,7 +172,7 @@ def load(
         whole = weights.untied_tensors(model)
         stage, layers = make_pipeline_stage(model, layers, process_groups, report)
         plan = None if plan is None else plan.restricted_to(stage.owns)
-        stored = None if stored is None else stage.filter_checkpoint(stored, model.state_dict().keys())
+        stored = None if stored is None else stage.filter_checkpoint(stored, weights.map_tensor_names(model, stored))
     fresh = read_config(source, trust_remote_code, images)
     placement = resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
     load_spec = WeightLoadSpec(source, fresh, *placement, auto_class=auto_class(pooling))
@@ -318,13 +318,7 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
     return config
 
 
-def _why_no_images(
-    source: Source,
-    trust_remote_code: bool,
-    process_groups: ProcessGroups,
-    images: bool,
-    pooling: Pooling | None,
-) -> str:
+def _why_no_images(source: Source, trust_remote_code: bool, images: bool, pooling: Pooling | None) -> str:
     """Why a model with a vision tower is loaded without it, as a clause; empty if it is not."""
     config = _read_whole_config(source, trust_remote_code)
     if not takes_images(config):
@@ -333,8 +327,6 @@ def _why_no_images(
         return "limit_mm_per_prompt.image is 0"
     if pooling is not None:
         return "a model that pools takes no images"
-    if process_groups.pipeline_parallel_size > 1:
-        return "a model with images runs in a single pipeline stage"
     return image_rejection(config)
 
 

@@ -46,7 +46,6 @@ from torchweave.models.weights.quantized_checkpoint import (
     check_dtypes,
     check_scales,
     checkpoint_format,
-    checkpoint_scheme,
     pop_scales,
     shard_scales,
 )
@@ -121,32 +120,17 @@ def load_weights(
     model: PreTrainedModel, stored: dict[str, weights.CheckpointTensor], load_spec: WeightLoadSpec, report: Report
 ) -> tuple[PreTrainedModel, AnyQuantizer | None]:
     """Load a checkpoint into the model, or into a new model if transformers has to convert the tensors."""
-    folder = load_spec.source.folder
-    assert folder is not None
-    stored_format = checkpoint_format(load_spec.source)
-    packed: AnyPacked | None = None
-    if isinstance(stored_format, PackedFormat):
-        if load_spec.quantization == NVFP4_W4A4:
-            stored_format = replace(stored_format, scheme=NVFP4_W4A4)
-            if experts_modules(model):
-                raise UnsupportedModel(
-                    f"quantization={NVFP4_W4A4.name} is not supported for a model with experts; leave it out to keep 16 bits in "
-                    "activations."
-                )
-        packed = PackedCheckpoint.collect(stored_format, folder, stored)
-    elif isinstance(stored_format, Mxfp4Scheme):
-        packed = Mxfp4Checkpoint.collect(folder, stored)
-    expert_scales = pop_expert_scales(stored, WEIGHT_SCALES) if isinstance(stored_format, QuantScheme) else {}
+    loader = _CheckpointLoader(model, stored, load_spec, report)
     if not weights.needs_conversion(model, stored):
-        renamed = weights.map_tensor_names(model, stored)
-        return model, _stream_weights(model, stored, renamed, load_spec, report, packed=packed)
+        return model, loader.load(weights.map_tensor_names(model, stored))
     merge_plan = plan_expert_merge(model, stored)
     if merge_plan is not None:
-        return model, _load_merged_experts(model, stored, merge_plan, load_spec, report, packed, expert_scales)
-    if stored_format is not None:
+        loader.merge_experts(merge_plan)
+        return model, loader.load(merge_plan.renamed)
+    if loader.format is not None:
         raise UnsupportedModel(
-            f"{folder} needs conversion to the tensors of {type(model).__name__}, which is not supported for quantized weights; "
-            "use an unquantized checkpoint (quantization=fp8 or int4 quantizes it at load time)."
+            f"{loader.folder} needs conversion to the tensors of {type(model).__name__}, which is not supported for quantized "
+            "weights; use an unquantized checkpoint (quantization=fp8 or int4 quantizes it at load time)."
         )
     # The mapping of converted names is internal to transformers.
     each = {name: name for name in stored if name.endswith("weight")}
@@ -154,102 +138,115 @@ def load_weights(
     return _load_with_transformers(model, load_spec, stored, report)
 
 
-def _stream_weights(
-    model: PreTrainedModel,
-    stored: dict[str, weights.CheckpointTensor],
-    renamed: dict[str, str],
-    load_spec: WeightLoadSpec,
-    report: Report,
-    expert_merger: ExpertMerger | None = None,
-    packed: AnyPacked | None = None,
-    expert_scales: Mapping[str, Tensor] | None = None,
-    packed_experts: PackedExpertReader | None = None,
-) -> AnyQuantizer | None:
-    """Fill the model tensor by tensor, with scales for quantized linears and experts."""
-    folder = load_spec.source.folder
-    assert folder is not None
-    shards = load_spec.plan.shards if load_spec.plan is not None else {}
-    pieces = expert_merger.pieces if expert_merger is not None else {}
-    if packed is not None:
-        quantizer = _stream_packed_weights(
-            model, stored, renamed, packed, load_spec, report, expert_merger, packed_experts
+class _CheckpointLoader:
+    """Fills a model from a checkpoint, tensor by tensor.
+
+    Args:
+        stored: tensors of the checkpoint; scales and packed weights are taken out of it.
+
+    Attributes:
+        format: quantization of the checkpoint; None: unquantized.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stored: dict[str, weights.CheckpointTensor],
+        load_spec: WeightLoadSpec,
+        report: Report,
+    ) -> None:
+        folder = load_spec.source.folder
+        assert folder is not None
+        self.folder = folder
+        self.format = checkpoint_format(load_spec.source)
+        self._model, self._stored, self._load_spec, self._report = model, stored, load_spec, report
+        self._shards = load_spec.plan.shards if load_spec.plan is not None else {}
+        self._packed = self._collect_packed()
+        self._stored_expert_scales: Mapping[str, weights.CheckpointTensor] = {}
+        if isinstance(self.format, QuantScheme):
+            self._stored_expert_scales = pop_expert_scales(stored, WEIGHT_SCALES)
+        self._expert_merger: ExpertMerger | None = None
+        self._packed_experts: PackedExpertReader | None = None
+        self._expert_scales: Mapping[str, Tensor] = {}
+
+    def _collect_packed(self) -> AnyPacked | None:
+        """The packed weights, taken out of `stored`; None if the format has none."""
+        packed_format = self.format
+        if isinstance(packed_format, Mxfp4Scheme):
+            return Mxfp4Checkpoint.collect(self.folder, self._stored)
+        if not isinstance(packed_format, PackedFormat):
+            return None
+        if self._load_spec.quantization == NVFP4_W4A4:
+            packed_format = replace(packed_format, scheme=NVFP4_W4A4)
+            if experts_modules(self._model):
+                raise UnsupportedModel(
+                    f"quantization={NVFP4_W4A4.name} is not supported for a model with experts; leave it out to keep 16 bits in "
+                    "activations."
+                )
+        return PackedCheckpoint.collect(packed_format, self.folder, self._stored)
+
+    def merge_experts(self, merge_plan: ExpertMergePlan) -> None:
+        """Merge the tensors of single experts while they are read."""
+        model, shards = self._model, self._shards
+        self._report.event(
+            "weights_converted", reason="the checkpoint has separate tensors per expert", by="torchweave, while reading"
         )
-        _restore_buffers(model, load_spec)
+        check_merges(model, self._stored, merge_plan, shards)
+        packed_plan, merge_plan = _split_packed(merge_plan, self._stored)
+        if packed_plan.merged:
+            assert isinstance(self._packed, PackedCheckpoint), "tensors of packed experts were collected"
+            self._packed_experts = PackedExpertReader(model, self._packed, packed_plan, shards)
+        self._expert_merger = ExpertMerger(model, merge_plan, shards)
+        self._expert_scales = merge_expert_scales(model, merge_plan, self._stored_expert_scales, shards, GROUP)
+
+    def load(self, renamed: dict[str, str]) -> AnyQuantizer | None:
+        """Fill the model; `renamed`: checkpoint name -> model name."""
+        pieces = self._expert_merger.pieces if self._expert_merger is not None else {}
+        load = self._load_plain if self._packed is None else self._load_packed
+        quantizer = load(renamed, pieces)
+        _restore_buffers(self._model, self._load_spec)
         return quantizer
-    quant_scheme = checkpoint_scheme(load_spec.source)
-    assert not isinstance(quant_scheme, IntScheme | Mxfp4Scheme), "packed weights were collected"
-    scales, inputs = pop_scales(stored, renamed) if quant_scheme is not None else ({}, {})
-    check_dtypes(model, stored, {**renamed, **pieces}, {**scales, **(expert_scales or {})})
-    weights.check_tensor_names(model, stored, renamed, folder, shards, pieces)
-    check_scales(scales, inputs if quant_scheme is not None and quant_scheme.static else {})
-    quantizer = (
-        load_spec.quantizer(model)
-        if quant_scheme is None
-        else Quantizer(model, quant_scheme, shard_scales(scales, shards), inputs, expert_scales)
-    )
-    weights.stream_weights(model, stored, renamed, load_spec.device, report, quantizer, shards, expert_merger)
-    _restore_buffers(model, load_spec)
-    return quantizer
 
+    def _load_plain(self, renamed: dict[str, str], pieces: Mapping[str, str]) -> AnyQuantizer | None:
+        """Fill the model, with scales for linears and experts in FP8."""
+        model, stored, shards, quant_scheme = self._model, self._stored, self._shards, self.format
+        assert quant_scheme is None or isinstance(quant_scheme, QuantScheme), "packed weights were collected"
+        scales, inputs = pop_scales(stored, renamed) if quant_scheme is not None else ({}, {})
+        check_dtypes(model, stored, {**renamed, **pieces}, {**scales, **self._expert_scales})
+        weights.check_tensor_names(model, stored, renamed, self.folder, shards, pieces)
+        check_scales(scales, inputs if quant_scheme is not None and quant_scheme.static else {})
+        quantizer = (
+            self._load_spec.quantizer(model)
+            if quant_scheme is None
+            else Quantizer(model, quant_scheme, shard_scales(scales, shards), inputs, self._expert_scales)
+        )
+        device, report = self._load_spec.device, self._report
+        weights.stream_weights(model, stored, renamed, device, report, quantizer, shards, self._expert_merger)
+        return quantizer
 
-def _stream_packed_weights(
-    model: PreTrainedModel,
-    stored: dict[str, weights.CheckpointTensor],
-    renamed: dict[str, str],
-    packed: AnyPacked,
-    load_spec: WeightLoadSpec,
-    report: Report,
-    expert_merger: ExpertMerger | None,
-    packed_experts: PackedExpertReader | None,
-) -> AnyQuantizer:
-    """Fill the model from a checkpoint with packed weights."""
-    shards = load_spec.plan.shards if load_spec.plan is not None else {}
-    pieces = expert_merger.pieces if expert_merger is not None else {}
-    if isinstance(packed, PackedCheckpoint):
-        packed.drop_unused_biases(model, stored, renamed)
-    renamed = {name: target for name, target in renamed.items() if name in stored}
-    plain = {name: target for name, target in renamed.items() if name not in packed.weights}
-    check_dtypes(model, stored, {**plain, **pieces}, {})
-    whole = {} if packed_experts is None else packed_experts.matrices
-    weights.check_tensor_names(model, stored, renamed, packed.folder, shards, {**pieces, **whole})
-    if isinstance(packed, PackedCheckpoint):
-        reader = PackedReader(packed, renamed, shards)
-        quantizer = IntQuantizer(model, packed.format.scheme, reader.packed, reader.linears, packed_experts)
-    else:
-        reader = Mxfp4Reader(packed, renamed, shards)
-        quantizer = Mxfp4Quantizer(model, reader.scales)
-    readers = [each for each in (reader, expert_merger, packed_experts) if each is not None]
-    parts = reader.parts if packed_experts is None else reader.parts | packed_experts.parts
-    assembler = weights.AssemblerGroup(readers)
-    weights.stream_weights(model, stored | parts, plain, load_spec.device, report, quantizer, shards, assembler)
-    return quantizer
-
-
-def _load_merged_experts(
-    model: PreTrainedModel,
-    stored: dict[str, weights.CheckpointTensor],
-    merge_plan: ExpertMergePlan,
-    load_spec: WeightLoadSpec,
-    report: Report,
-    packed: AnyPacked | None,
-    expert_scales: Mapping[str, weights.CheckpointTensor],
-) -> AnyQuantizer | None:
-    """Fill the model from a checkpoint with separate tensors per expert; expert_scales: of those in FP8."""
-    shards = load_spec.plan.shards if load_spec.plan is not None else {}
-    report.event(
-        "weights_converted", reason="the checkpoint has separate tensors per expert", by="torchweave, while reading"
-    )
-    check_merges(model, stored, merge_plan, shards)
-    in_words, merge_plan = _split_packed(merge_plan, stored)
-    packed_experts = None
-    if in_words.merged:
-        assert isinstance(packed, PackedCheckpoint), "tensors of packed experts were collected"
-        packed_experts = PackedExpertReader(model, packed, in_words, shards)
-    expert_merger = ExpertMerger(model, merge_plan, shards)
-    merged_scales = merge_expert_scales(model, merge_plan, expert_scales, shards, GROUP)
-    return _stream_weights(
-        model, stored, merge_plan.renamed, load_spec, report, expert_merger, packed, merged_scales, packed_experts
-    )
+    def _load_packed(self, renamed: dict[str, str], pieces: Mapping[str, str]) -> AnyQuantizer:
+        """Fill the model, with packed weights for linears and experts."""
+        model, stored, shards, packed = self._model, self._stored, self._shards, self._packed
+        packed_experts = self._packed_experts
+        assert packed is not None
+        if isinstance(packed, PackedCheckpoint):
+            packed.drop_unused_biases(model, stored, renamed)
+        renamed = {name: target for name, target in renamed.items() if name in stored}
+        plain = {name: target for name, target in renamed.items() if name not in packed.weights}
+        check_dtypes(model, stored, {**plain, **pieces}, {})
+        whole = {} if packed_experts is None else packed_experts.matrices
+        weights.check_tensor_names(model, stored, renamed, self.folder, shards, {**pieces, **whole})
+        if isinstance(packed, PackedCheckpoint):
+            reader = PackedReader(packed, renamed, shards)
+            quantizer = IntQuantizer(model, packed.format.scheme, reader.packed, reader.linears, packed_experts)
+        else:
+            reader = Mxfp4Reader(packed, renamed, shards)
+            quantizer = Mxfp4Quantizer(model, reader.scales)
+        readers = [each for each in (reader, self._expert_merger, packed_experts) if each is not None]
+        parts = reader.parts if packed_experts is None else reader.parts | packed_experts.parts
+        device, report, assembler = self._load_spec.device, self._report, weights.AssemblerGroup(readers)
+        weights.stream_weights(model, stored | parts, plain, device, report, quantizer, shards, assembler)
+        return quantizer
 
 
 def _split_packed(

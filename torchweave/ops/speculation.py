@@ -214,6 +214,16 @@ def prepare_drafts(
     _gather(state, row_slots, sampled, query_len)
 
 
+def fill_rope_offsets(state: SlotState, slots: Tensor, query_start: Tensor, out: Tensor) -> None:
+    """What a model with `rope_axes` adds to the positions of generated tokens, drafts among them: `rope_delta` of each token's row.
+
+    slots int32 [R], query_start int32 [R + 1], out int64 [A, T]; padded tokens get that of any row.
+    """
+    tokens = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
+    row = torch.searchsorted(query_start[1:], tokens, right=True).clamp(max=slots.numel() - 1)
+    out.copy_(state.rope_delta[slots[row].clamp(min=0).long()])
+
+
 def _gather(state: SlotState, row_slots: np.ndarray, sampled: SlotState, query_len: int) -> None:
     """The sampler's parameters of each entry, from its row's slot; [R] slots on the CPU."""
     entry_slots, arrays = np.repeat(row_slots, query_len), state.host_arrays

@@ -64,6 +64,22 @@ def rank_result(answers: tuple[Answer, ...], report: Report, num_cached_tokens: 
     )
 
 
+def greedy_params(config: EngineConfig, num_tokens: int, has_images: bool) -> SamplingParams:
+    """Parameters of a greedy answer of `num_tokens` tokens, with log-probabilities where the engine does not speculate.
+
+    The token of images is a stop token, which is not generated before `min_tokens`: a request with a bias has no drafts.
+    """
+    logprobs = None if config.speculative_config.method else 0  # a request with log-probabilities has no drafts either
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=num_tokens,
+        min_tokens=num_tokens,
+        ignore_eos=True,
+        logprobs=logprobs,
+        stop_token_ids=[IMAGE_TOKEN] if has_images else [],
+    )
+
+
 class RankProcesses:
     """Rank processes on this machine, on the CPU over gloo; use as a context.
 
@@ -184,9 +200,7 @@ def generate(
         raise ValueError(f"the model is served without images: {loaded.no_images}")
     engine = build(config, report, loaded, process_groups)
     scheduler, runner = engine.scheduler, engine.runner
-    logprobs = None if config.speculative_config.method else 0
-    bias = {IMAGE_TOKEN: -100.0} if has_images else None
-    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs, logit_bias=bias)
+    greedy = greedy_params(config, num_tokens, has_images)
     answers: dict[int, Answer] = {}
     num_cached_tokens = 0
     runner.start()

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,16 @@ from transformers import PreTrainedModel
 from torchweave.config.options import EngineConfig, SpeculativeConfig, SpeculativeMethod, TorchCompileConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.outputs import CompletionOutput
-from torchweave.engine.request import SamplingParams
 from torchweave.images import EncodedPrompt
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import image_zoo, zoo
-from torchweave.verify.ranks import RankProcesses, RankResult, rank_result
+from torchweave.verify.ranks import RankProcesses, RankResult, greedy_params, rank_result
 
 PROMPT_LENGTHS = (3, 70, 21, 40)
 NUM_TOKENS = 16
+_NUM_DRAFTED_IMAGE_TOKENS = 48
+"""Behind images no drafter knows a random model's tokens, but longer answers repeat themselves."""
 _MAX_DIFFERENCE = 1e-3  # of a token's log-probability
 _BUDGET = 32  # tokens per step: longer prompts are split into chunks of mixed steps
 
@@ -77,7 +79,8 @@ def verify(
         stages: pipeline stages, each of as many ranks.
         num_speculative_tokens: drafts of a request and step; 0: no speculation.
         device: device of the engine, `cpu` or `cuda`; transformers' model is always on the CPU.
-        speculative_method: the drafter; with `draft_model` each model drafts for itself, and most drafts have to be accepted.
+        speculative_method: the drafter; with `draft_model` each model drafts for itself, and most drafts have to be accepted; for
+            image-text models a Llama drafts.
 
     Returns:
         `{"passed": N, "total": M, "results": [VerifyResult as a dict, ...], "refused": [{"name", "reason"}, ...]}`.
@@ -109,8 +112,6 @@ def verify(
         torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
     ):
         for size in ranks:
-            if stages > 1 or speculation is not None:
-                entries = tuple(entry for entry in entries if not isinstance(entry, image_zoo.ImageZooModel))
             with RankProcesses(size, stages) if size * stages > 1 else contextlib.nullcontext() as processes:
                 for entry in entries:
                     rows.append(verify_one(entry, processes, speculation, device))
@@ -146,14 +147,20 @@ def verify_one(
     pieces: tuple[int, ...] = ()
     fallback = ""
     try:
-        model, given, expected = _reference(entry)
+        drafts_for_images = speculation is not None and isinstance(entry, image_zoo.ImageZooModel)
+        num_tokens = _NUM_DRAFTED_IMAGE_TOKENS if drafts_for_images else NUM_TOKENS
+        model, given, expected = _reference(entry, num_tokens)
         architecture = type(model).__name__
         with tempfile.TemporaryDirectory() as folder:
             zoo.save(model, folder)
             begin = time.monotonic()
             config = _config(entry, folder, speculation, device)
             once = given[: len(given) // 2]
-            served = [_serve(entry, config, given)] if ranks is None else ranks.generate(config, once, NUM_TOKENS)
+            served = (
+                [_serve(entry, config, given, num_tokens)]
+                if ranks is None
+                else ranks.generate(config, once, num_tokens)
+            )
         pieces, fallback = served[0].shared_by, " ".join(served[0].fallback.split())[:300]
         lengths = [len(each.token_ids) for each in given]
         reason = next(filter(None, (_difference(each.answers, expected, lengths) for each in served)), "")
@@ -173,32 +180,34 @@ def verify_one(
     )
 
 
-def _reference(entry: zoo.ZooModel) -> tuple[PreTrainedModel, list[EncodedPrompt], list[zoo.Answer]]:
+def _reference(entry: zoo.ZooModel, num_tokens: int) -> tuple[PreTrainedModel, list[EncodedPrompt], list[zoo.Answer]]:
     """transformers' model, the prompts, and its answers; prompts come twice, so that the second ones reuse a prefix."""
     if isinstance(entry, image_zoo.ImageZooModel):
         model = entry.build()
         encoded = image_zoo.image_prompts(entry, model)
-        expected = image_zoo.image_reference_answers(entry, model, encoded, NUM_TOKENS)
+        expected = image_zoo.image_reference_answers(entry, model, encoded, num_tokens)
     else:
         model = zoo.build(entry)
         encoded = [EncodedPrompt(np.array(prompt)) for prompt in prompts()]
-        expected = zoo.reference_answers(model, prompts(), NUM_TOKENS)
+        expected = zoo.reference_answers(model, prompts(), num_tokens)
     return model, encoded * 2, expected * 2
 
 
-def _serve(entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPrompt]) -> RankResult:
+def _serve(entry: zoo.ZooModel, config: EngineConfig, given: Sequence[EncodedPrompt], num_tokens: int) -> RankResult:
     report, has_images = Report(show=False), isinstance(entry, image_zoo.ImageZooModel)
     loaded = load(
         config.model, torch.float32, config.device, report=report, max_model_len=entry.max_model_len, images=has_images
     )
-    bias = {image_zoo.IMAGE_TOKEN: -100.0} if has_images else None
-    count = None if config.speculative_config.method else 0  # a request with log-probabilities has no drafts
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=bias, logprobs=count)
+    greedy = greedy_params(config, num_tokens, has_images)
     with LLM.from_loaded(loaded, config, report) as llm:
         batch = len(PROMPT_LENGTHS)
         outputs = [each for at in range(0, len(given), batch) for each in llm.generate(given[at : at + batch], greedy)]
         drafts = llm.engine.scheduler.speculation
-    if config.speculative_config.method == "draft_model" and drafts.num_accepted_tokens < 0.9 * drafts.num_draft_tokens:
+    method = config.speculative_config.method
+    if method is not None and not drafts.num_draft_tokens:
+        raise ValueError("no step had drafts")
+    # A decoder of text drafts for an image-text model, without knowing its answers.
+    if method == "draft_model" and not has_images and drafts.num_accepted_tokens < 0.9 * drafts.num_draft_tokens:
         raise ValueError(
             f"the model accepted {drafts.num_accepted_tokens} of {drafts.num_draft_tokens} drafts of its own: its cache is wrong"
         )
@@ -214,7 +223,10 @@ def _answer(output: CompletionOutput) -> zoo.Answer:
 
 def _config(entry: zoo.ZooModel, folder: str, speculation: SpeculativeConfig | None, device: str) -> EngineConfig:
     if speculation is not None and speculation.method == "draft_model":
-        speculation = replace(speculation, model=folder)
+        draft = folder
+        if isinstance(entry, image_zoo.ImageZooModel):  # which is none itself
+            zoo.save(zoo.build(zoo.zoo_model("llama")), draft := str(Path(folder) / "draft"))
+        speculation = replace(speculation, model=draft)
     return EngineConfig(
         model=folder,
         dtype="float32",

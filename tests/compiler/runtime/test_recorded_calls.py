@@ -15,7 +15,7 @@ import torchweave
 from tests.compiler.runtime.tape import TapePool
 from torchweave.compiler.api import CompiledModule
 from torchweave.compiler.runtime.module_state import ModuleState
-from torchweave.compiler.runtime.recorded_calls import CudaGraphOptions, RecordedCalls
+from torchweave.compiler.runtime.recorded_calls import RecordedCalls
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
@@ -30,7 +30,7 @@ def recorded(
     report = Report(show=False)
     dynamic = {name: {0: "T"} for name in inputs}
     graph = torchweave.compile(module, inputs, dynamic, config, report).compiled_graph
-    calls = RecordedCalls(graph, cast(Any, pool or TapePool()), CudaGraphOptions(**options), report)
+    calls = RecordedCalls(graph, cast(Any, pool or TapePool()), report, **options)
     return CompiledModule(graph, ModuleState(module), "cpu", calls), calls, report
 
 
@@ -179,7 +179,7 @@ def test_forwards_that_the_host_takes_part_in_are_launched_plainly() -> None:
     ]
     graph = call.compiled_graph
     graph.effects = dataclasses.replace(graph.effects, devices=frozenset({"cpu", "cuda"}), nested=False)
-    twice = RecordedCalls(graph, cast(Any, TapePool()), CudaGraphOptions(), Report(show=False))
+    twice = RecordedCalls(graph, cast(Any, TapePool()), Report(show=False))
     assert twice.why_plain == "forward computes on cpu and cuda"
 
 

@@ -19,7 +19,7 @@ from torchweave.models import LoadedModel, UnsupportedModel, load
 from torchweave.models.parallel import pipeline_stages as stages
 from torchweave.models.parallel.pipeline_stages import stage_layers
 from torchweave.report import Report
-from torchweave.verify import zoo
+from torchweave.verify import image_zoo, zoo
 from torchweave.verify.ranks import RankResult, generate
 from torchweave.verify.verify import verify
 
@@ -80,6 +80,21 @@ def test_a_pipeline_stage_reads_its_own_layers_alone(tmp_path: Path) -> None:
     for part in parts:
         for name, parameter in part.module.model.named_parameters():
             assert torch.equal(parameter, whole.module.model.get_parameter(name)), name
+
+
+def test_each_pipeline_stage_has_the_whole_vision_tower(tmp_path: Path) -> None:
+    """A tower of more layers than the decoder, whose names in the checkpoint are not those of the model."""
+    entry = image_zoo.zoo_entry("llava-images")
+    assert isinstance(entry, image_zoo.ImageZooModel)
+    tower = entry.options["vision_config"] | {"num_hidden_layers": 4}
+    model = replace(entry, options=entry.options | {"vision_config": tower}).build()
+    zoo.save(model, tmp_path)
+    parts = [stage_of(tmp_path, stage, images=True) for stage in range(2)]
+    for part in parts:
+        assert {name for name, _ in model.named_parameters() if "vision_tower" in name} <= names(part)
+        for name, parameter in part.module.model.named_parameters():
+            assert torch.equal(parameter, model.get_parameter(name)), name
+    assert {part.module.first_image_id for part in parts} == {zoo.VOCAB}, "an id names the same row on each stage"
 
 
 def test_pipeline_stages_share_pieces_of_equal_layers() -> None:

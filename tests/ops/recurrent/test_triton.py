@@ -20,11 +20,12 @@ from torchweave.ops.recurrent.op import _CALLS
 
 KERNELS = (
     "conv_decode", "conv_mixed", "copy_tokens", "delta_prefill", "delta_scan", "delta_solve", "lru_scan", "selective_scan",
-    "ssd_decode", "ssd_drafts", "ssd_prefill",
+    "ssd_chunk_scan", "ssd_chunk_states", "ssd_decode", "ssd_drafts", "ssd_pass_states",
 )  # fmt: skip
 HOPPER_SMEM = 232448
 DECODE = {"rows": ((1, 5), (1, 70))}
-MIXED = {"rows": ((1, 5), (7, 70))}
+MIXED = {"rows": ((1, 5), (140, 70))}
+FEW = {"rows": ((1, 5), (7, 70))}
 DRAFTS = {"rows": ((4, 5), (1, 70)), "kept": (2, 1), "padded_tokens": 3}
 
 
@@ -57,7 +58,7 @@ LAUNCHED = {
     "conv": (["conv_decode"], ["conv_mixed"], "conv_mixed"),
     "delta": (["delta_scan"], ["delta_solve", "delta_prefill", "delta_scan"], "delta_scan"),
     "delta_by_channel": (["delta_scan"], ["delta_scan"], "delta_scan"),
-    "ssd": (["ssd_decode"], ["ssd_prefill", "ssd_decode"], "ssd_drafts"),
+    "ssd": (["ssd_decode"], ["ssd_chunk_states", "ssd_pass_states", "ssd_chunk_scan", "ssd_decode"], "ssd_drafts"),
     "scan": (["selective_scan"], ["selective_scan"], "selective_scan"),
     "lru": (["lru_scan"], ["lru_scan"], "lru_scan"),
 }
@@ -66,6 +67,8 @@ LAUNCHED = {
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_a_decode_step_is_one_launch(name: str) -> None:
     decode, mixed, drafts = LAUNCHED[name]
+    if name == "ssd":
+        assert names(launches(case(name, "mixed", **FEW))) == mixed[2:]
     assert names(launches(case(name, "decode", **DECODE))) == decode
     assert names(launches(case(name, "mixed", **MIXED))) == mixed
     assert names(launches(case(name, "drafts", **DRAFTS))) == [drafts, "copy_tokens", drafts]
@@ -98,7 +101,9 @@ PUBLISHED = {
     "qwen3_next": ("delta", (16, 32, 128, 128)),
     "qwen3_5": ("delta_gates", (16, 32, 128, 128)),
     "kimi_linear": ("delta_by_channel", (32, 32, 128, 128)),
-    "falcon_h1": ("ssd", (128, 64, 1, 128)),
+    "falcon_h1": ("ssd", (24, 128, 1, 256)),
+    "falcon_h1_float_keys": ("ssd_float_keys", (24, 128, 1, 256)),
+    "nemotron_h": ("ssd", (128, 64, 8, 128)),
     "minimax": ("ssd_lightning", (64, 128, 64, 128)),
     "mamba": ("scan", (8192, 16)),
     "recurrent_gemma": ("lru", (2560,)),
@@ -109,12 +114,15 @@ PUBLISHED = {
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_kernels_build_for_hopper(model: str, dtype: torch.dtype) -> None:
     name, sizes = PUBLISHED[model]
-    for step, rows in (("decode", DECODE), ("mixed", MIXED), ("drafts", DRAFTS)):
+    for step, rows in (("decode", DECODE), ("mixed", MIXED), ("mixed", FEW), ("drafts", DRAFTS)):
         chosen = dataclasses.replace(case(name, step, dtype=dtype, **rows), sizes=sizes)
         for launch in launches(chosen):
             kernel = compile_for_hopper(launch)
             assert kernel.metadata.shared <= HOPPER_SMEM, f"{launch.kernel.fn.__name__} takes too much shared memory"
-            if launch.kernel.fn.__name__ in ("delta_prefill", "ssd_prefill") and dtype != torch.float32:
+            if (
+                launch.kernel.fn.__name__ in ("delta_prefill", "ssd_chunk_states", "ssd_chunk_scan")
+                and dtype != torch.float32
+            ):
                 assert "mma" in kernel.asm["ptx"], "the chunked form does not use the tensor cores"
 
 

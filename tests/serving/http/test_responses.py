@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from fastapi import Request
 
 from tests.serving.watched import watched
 from torchweave.engine.request import SamplingParams
 from torchweave.images import ImageLimits
 from torchweave.serving.errors import ApiError
-from torchweave.serving.http.responses import EventStream, full_response
+from torchweave.serving.http.responses import EventStream, respond
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.answer_parser import AnswerFormat
 from torchweave.serving.openai.generation import AnswerStream, Delta
@@ -82,10 +84,18 @@ def stream(run: SlowRun, seconds: float, receive: Any) -> list[str]:
     return [line.removeprefix("data: ") for line in b"".join(sent).decode().split("\n\n") if line]
 
 
+def whole(run: SlowRun, seconds: float, receive: Any) -> None:
+    """Wait for the response that is not streamed."""
+    service = SimpleNamespace(settings=SimpleNamespace(request_timeout=seconds))
+    app = SimpleNamespace(state=SimpleNamespace(service=service))
+    request = Request({"type": "http", "app": app, "headers": []}, receive)
+    asyncio.run(respond(request, False, cast(AnswerStream, run), cast(Any, PlainReply())))
+
+
 def test_an_answer_that_takes_too_long_is_504() -> None:
     run = SlowRun()
     with pytest.raises(ApiError, match=r"longer than the 0\.1 seconds") as refused:
-        asyncio.run(full_response(cast(AnswerStream, run), PlainReply(), stays, 0.1))
+        whole(run, 0.1, stays)
     assert refused.value.status == 504 and run.closed
     assert refused.value.body["error"]["type"] == "server_error"
 
@@ -118,9 +128,9 @@ def test_a_disconnected_client_cancels_its_requests() -> None:
     run = SlowRun()
     assert stream(run, 0, leaves) == ['{"text":"a"}'] and run.closed
     run = SlowRun()
-    assert (
-        asyncio.run(full_response(cast(AnswerStream, run), PlainReply(), leaves, 0)).status_code == 499 and run.closed
-    )
+    with pytest.raises(ApiError) as refused:
+        whole(run, 0, leaves)
+    assert refused.value.status == 499 and run.closed
 
 
 def test_events_with_text_alone_are_like_all_others() -> None:

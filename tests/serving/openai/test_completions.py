@@ -145,7 +145,7 @@ def test_a_beam_search_has_several_answers(server: ServerProcess) -> None:
     assert [choice.index for choice in found] == [0, 1] and found[0].text == "42" != found[1].text
     vllms = client.completions.create(n=2, extra_body={"use_beam_search": True}, **asked).choices
     assert vllms[0].text == "42"
-    with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed; set stream=false"):
         client.completions.create(stream=True, extra_body={"beam_width": 4}, **asked)
 
 

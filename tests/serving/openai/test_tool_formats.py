@@ -113,6 +113,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("granite", f"<|tool_call|>[{JSON}, {JSON}]", "", [WEATHER] * 2),
     ("granite31", f"<tool_call>[{JSON}]", "", [WEATHER]),
     ("granite31", f"<tool_call>\n{JSON}\n</tool_call> Done.", "Done.", [WEATHER]),
+    ("granite31", f"<tool_call>\n{JSON}}}\n</tool_call> Done.", "Done.", [WEATHER]),
+    ("hermes", f"<tool_call>[{JSON}, {JSON}]</tool_call>", "", [WEATHER] * 2),
     ("phi4_mini", f"functools[{JSON}]", "", [WEATHER]),
     ("phi4_mini", "functools is a module", "functools is a module", []),
     ("phi4_tool_call", f"<|tool_call|>[{JSON}]<|/tool_call|>", "", [WEATHER]),

@@ -135,23 +135,15 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Table rows (heading, subject, value, note) of a result."""
     rate = "all at once" if result["request_rate"] == "inf" else f"{result['request_rate']:g} a second"
     failed = f"{result['failed']} FAILED: {result['errors'][0][:200]}" if result["failed"] else "none failed"
+    limit = f"{rate}, at most {result['max_concurrency'] or 'any number'} open"
+    read, written = f"{result['total_input_tokens']:,} in", f"{result['total_output_tokens']:,}"
     table_rows = [
-        (
-            "Load",
-            "requests",
-            f"{result['completed']:,}",
-            f"{rate}, at most {result['max_concurrency'] or 'any number'} open",
-        ),
+        ("Load", "requests", f"{result['completed']:,}", limit),
         ("Load", "duration", f"{result['duration']:.2f} s", failed),
         ("Load", "most at once", f"{result['max_concurrent_requests']:,}", ""),
         ("Throughput", "requests", f"{result['request_throughput']:,.2f} /s", _good(result)),
-        ("Throughput", "output tokens", f"{result['output_throughput']:,.1f} /s", f"{result['total_output_tokens']:,}"),
-        (
-            "Throughput",
-            "all tokens",
-            f"{result['total_token_throughput']:,.1f} /s",
-            f"{result['total_input_tokens']:,} in",
-        ),
+        ("Throughput", "output tokens", f"{result['output_throughput']:,.1f} /s", written),
+        ("Throughput", "all tokens", f"{result['total_token_throughput']:,.1f} /s", read),
         ("Throughput", "most output tokens in a second", f"{result['max_output_tokens_per_s']:,.0f}", ""),
     ]
     for name, what in METRICS.items():

@@ -46,7 +46,8 @@ def parser() -> Parser:
         "--speculative_method",
         choices=("ngram", "draft_model"),
         default="ngram",
-        help="drafter of --num_speculative_tokens: prompt lookup, or each model as its own draft model",
+        help="drafter of --num_speculative_tokens: prompt lookup, or each model as its own draft model (for image-text models a "
+        "Llama)",
     )
     cli_parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the engine; transformers runs on the CPU"
@@ -106,7 +107,8 @@ def _sizes(text: str) -> list[int]:
 
 
 def _list(as_json: bool) -> int:
-    from torchweave.config.model_source import BUILT_IN, SHAPES
+    from torchweave.config.model_shapes import SHAPES
+    from torchweave.config.model_source import BUILT_IN
     from torchweave.verify.image_zoo import IMAGE_MODELS
     from torchweave.verify.zoo import ZOO_MODELS
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -47,13 +48,11 @@ def record_branches() -> Iterator[None]:
             _guard_contiguity(fake, answer.as_python_constant())
         return answer
 
-    SymNodeVariable.evaluate_expr = evaluate_expr  # type: ignore[method-assign]
-    TensorVariable.method_is_contiguous = method_is_contiguous  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(SymNodeVariable, "evaluate_expr", evaluate_expr),
+        mock.patch.object(TensorVariable, "method_is_contiguous", method_is_contiguous),
+    ):
         yield
-    finally:
-        SymNodeVariable.evaluate_expr = evaluate  # type: ignore[method-assign]
-        TensorVariable.method_is_contiguous = is_contiguous  # type: ignore[method-assign]
 
 
 def _add_guard(shape_env: Any, guard: Any) -> None:

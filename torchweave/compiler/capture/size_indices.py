@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -37,13 +38,11 @@ def select_by_sizes() -> Iterator[None]:
         tensor, key = _selected(tracer, self, _with_tensors(tracer, self, key.realize()))
         return write(tensor, tracer, key, value)
 
-    BuiltinVariable._handle_insert_op_in_graph = insert_op  # type: ignore[method-assign]
-    TensorVariable.method___setitem__ = write_selected  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(BuiltinVariable, "_handle_insert_op_in_graph", insert_op),
+        mock.patch.object(TensorVariable, "method___setitem__", write_selected),
+    ):
         yield
-    finally:
-        BuiltinVariable._handle_insert_op_in_graph = insert  # type: ignore[method-assign]
-        TensorVariable.method___setitem__ = write  # type: ignore[method-assign]
 
 
 def _with_tensors(tracer: Any, tensor: Any, key: Any) -> Any:

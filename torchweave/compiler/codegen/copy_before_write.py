@@ -25,7 +25,7 @@ Cost      a copy of v, which the forward asked for; an opaque write is not fused
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -108,34 +108,35 @@ def _is_masked(node: fx.Node) -> bool:
 
 def _is_read(tensor: fx.Node, but: Callable[[fx.Node], bool]) -> bool:
     """Whether an operation for which `but` is false reads a tensor, or a view of it; a graph's results do not count."""
-    seen, queue = {tensor}, [tensor]
+    views = _reachable(tensor, lambda node: [user for user in node.users if _is_view(user) and not but(user)])
+    readers = (user for view in views for user in view.users)
+    return any(not (user.op == "output" or but(user) or _is_view(user)) for user in readers)
+
+
+def _reachable(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """`start`, and the nodes that `following` leads to from it, each once."""
+    seen, queue = {start}, [start]
     while queue:
-        for user in queue.pop().users:
-            if user.op == "output" or but(user) or user in seen:
-                continue
-            if not _is_view(user):
-                return True
-            seen.add(user)
-            queue.append(user)
-    return False
+        node = queue.pop()
+        yield node
+        new = [each for each in following(node) if each not in seen]
+        seen.update(new)
+        queue += new
 
 
 def _moves_values(target: Any, source: Any) -> bool:
     """Whether `source` is computed from `target`, an input of the graph, by more than elementwise operations."""
     if target.op != "placeholder" or not isinstance(source, fx.Node):
         return False
-    seen, queue = {source}, [source]
-    while queue:
-        node = queue.pop()
-        if not isinstance(value(node), torch.Tensor):  # a size
-            continue
-        pointwise = node.target in _COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if node.op == "call_function" and not pointwise and _is_computed_from(node, target):
-            return True
-        new = [each for each in node.all_input_nodes if each not in seen]
-        seen.update(new)
-        queue += new
-    return False
+    tensors = _reachable(
+        source, lambda node: [each for each in node.all_input_nodes if isinstance(value(each), torch.Tensor)]
+    )
+    return any(not _is_pointwise(node) and _is_computed_from(node, target) for node in tensors)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    is_copy = node.op != "call_function" or node.target in _COPIES
+    return is_copy or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _reads_target(node: fx.Node) -> bool:
@@ -176,12 +177,4 @@ def _index_sources(node: Any) -> set[Any]:
 
 
 def _is_computed_from(node: fx.Node, base: Any) -> bool:
-    seen, queue = {node}, [node]
-    while queue:
-        each = queue.pop()
-        if each is base:
-            return True
-        new = [source for source in each.all_input_nodes if source not in seen]
-        seen.update(new)
-        queue += new
-    return False
+    return any(each is base for each in _reachable(node, lambda each: each.all_input_nodes))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -144,11 +145,8 @@ def retarget_on_load(old: int, new: int) -> Iterator[None]:
         retarget(graph, old, new)
         return prepare(graph, *rest)
 
-    FxGraphCache.cache_hit_post_compile = staticmethod(prepare_retargeted)  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(FxGraphCache, "cache_hit_post_compile", staticmethod(prepare_retargeted)):
         yield
-    finally:
-        FxGraphCache.cache_hit_post_compile = staticmethod(prepare)  # type: ignore[method-assign]
 
 
 def retarget(graph: Any, old: int, new: int) -> None:

@@ -19,9 +19,8 @@ def _define(op: Any) -> Any:
     schema = str(op._schema)
     _library.define(name + schema[schema.index("(") :])
     _library.impl(name, op, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"torchweave::{name}", op, lib=_library
-    )  # scatter's results are contiguous, index_put's not
+    # Scatter's results are contiguous, index_put's not.
+    torch.library.register_fake(f"torchweave::{name}", op, lib=_library)
     return getattr(torch.ops.torchweave, name).default
 
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
@@ -21,13 +22,8 @@ def exact_overlap() -> Iterator[None]:
     """Answer Inductor's question in the body by `find_overlap`."""
     from torch._inductor.fx_passes import reinplace
 
-    inductor: Any = reinplace
-    of_torch = inductor.compute_overlapping_tensors
-    inductor.compute_overlapping_tensors = find_overlap
-    try:
+    with mock.patch.object(reinplace, "compute_overlapping_tensors", find_overlap):
         yield
-    finally:
-        inductor.compute_overlapping_tensors = of_torch
 
 
 def find_overlap(views: Sequence[Tensor]) -> set[int]:

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -139,8 +140,8 @@ def record_size_names(inputs: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode: Any = FakeTensorMode
-    from_tensor, names = mode.from_tensor, dict[str, str]()
+    from_tensor: Any = FakeTensorMode.from_tensor
+    names: dict[str, str] = {}
 
     def from_input(self: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         fake = from_tensor(self, tensor, *args, **kwargs)
@@ -150,11 +151,8 @@ def record_size_names(inputs: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
                 names.setdefault(symbol, f"{name}.shape[{dim}]")
         return fake
 
-    mode.from_tensor = from_input
-    try:
+    with mock.patch.object(FakeTensorMode, "from_tensor", from_input):
         yield names
-    finally:
-        mode.from_tensor = from_tensor
 
 
 @contextlib.contextmanager
@@ -168,12 +166,9 @@ def dynamic_shapes_mode(mode: DynamicShapes) -> Iterator[None]:
     from torch.fx.experimental import _config, symbolic_shapes
 
     symbolic_config: Any = _config
-    shapes: Any = symbolic_shapes
-    private: Any = torch
-    static_eval, has_overlap = shapes._static_eval_sym_bool, private._debug_has_internal_overlap
-    fakes: Any = fake_impls
-    fake_ops, slice_index = fakes.op_implementations_dict, fakes._compute_slice_index
-    fake_copy = fake_ops[torch.ops.aten.copy.default]
+    copy_op, fake_ops = torch.ops.aten.copy.default, fake_impls.op_implementations_dict
+    static_eval, slice_index = symbolic_shapes._static_eval_sym_bool, fake_impls._compute_slice_index
+    fake_copy = fake_ops[copy_op]
 
     def complete_answer(condition: Any) -> bool | None:
         answer = static_eval(condition)
@@ -189,18 +184,14 @@ def dynamic_shapes_mode(mode: DynamicShapes) -> Iterator[None]:
         with contextlib.nullcontext() if fake_mode.shape_env is None else fake_mode.shape_env.suppress_guards():
             return fake_copy(fake_mode, *args, **kwargs)
 
-    with symbolic_config.patch(backed_size_oblivious=mode == "backed_size_oblivious"):
-        private._debug_has_internal_overlap = _has_internal_overlap
-        shapes._static_eval_sym_bool = complete_answer
-        fake_ops[torch.ops.aten.copy.default] = copy_without_guards
-        fakes._compute_slice_index = complete_index
-        try:
-            yield
-        finally:
-            private._debug_has_internal_overlap = has_overlap
-            shapes._static_eval_sym_bool = static_eval
-            fake_ops[torch.ops.aten.copy.default] = fake_copy
-            fakes._compute_slice_index = slice_index
+    with (
+        symbolic_config.patch(backed_size_oblivious=mode == "backed_size_oblivious"),
+        mock.patch.object(torch, "_debug_has_internal_overlap", _has_internal_overlap),
+        mock.patch.object(symbolic_shapes, "_static_eval_sym_bool", complete_answer),
+        mock.patch.object(fake_impls, "_compute_slice_index", complete_index),
+        mock.patch.dict(fake_ops, {copy_op: copy_without_guards}),
+    ):
+        yield
 
 
 _torch_has_internal_overlap: Any = torch._debug_has_internal_overlap  # type: ignore[attr-defined]

@@ -126,11 +126,6 @@ class CompiledGraph:
                 lines.append(f"piece {part.index:<4} {part.digest}  {part.num_calls()} operations  {how}")
         return "\n".join(lines)
 
-    def piece_code(self, digest: str) -> str:
-        """The FX code of a distinct piece."""
-        piece = next(piece for piece in self.pieces if piece.digest == digest)
-        return piece.module.code
-
 
 class _ForwardGenerator:
     """Generates straight-line code over the parts, and its namespace. Each value is deleted after its last use."""

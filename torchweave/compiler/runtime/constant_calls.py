@@ -46,7 +46,6 @@ class ConstantCalls(TorchFunctionMode):
         self._constants = {id(tensor): tensor for tensor in constants}
         self._results: list[tuple[Any, Any]] = []
         self._read: dict[int, tuple[Tensor, int]] = {}  # constants that other calls read, and their versions
-        self._numbers: dict[int, int] = {}  # of constants that are sizes
         self._arguments: list[weakref.ref[Tensor]] = []
         self._next: int | None = None  # of the results, in runs behind the first
         self._depth = 0  # of calls of opaque modules
@@ -95,8 +94,6 @@ class ConstantCalls(TorchFunctionMode):
             return func(*self._with_numbers(args, getattr(func, "__name__", "") in _TAKE_SIZES), **kwargs)
         if self._next is None:
             result = func(*args, **kwargs)
-            if isinstance(result, Iterator):
-                result = _Items(result)
             self._results.append((func, result))
             self._constants |= {id(leaf): leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)}
         else:
@@ -104,7 +101,7 @@ class ConstantCalls(TorchFunctionMode):
                 raise RuntimeError("its calls differ from run to run")
             result = self._results[self._next][1]
             self._next += 1
-        return iter(result) if isinstance(result, _Items) else pytree.tree_map(lambda leaf: leaf, result)
+        return pytree.tree_map(lambda leaf: leaf, result)  # containers are new in each run
 
     def _is_constant(self, func: Any, leaves: Sequence[Any]) -> bool:
         name = getattr(func, "__name__", "")
@@ -119,11 +116,9 @@ class ConstantCalls(TorchFunctionMode):
             return type(thing)(self._with_numbers(item, are_sizes) for item in thing)
         if isinstance(thing, slice):
             return slice(*(self._with_numbers(each, True) for each in (thing.start, thing.stop, thing.step)))
-        if not (are_sizes and isinstance(thing, Tensor) and thing.dim() == 0 and id(thing) in self._constants):
-            return thing
-        if id(thing) not in self._numbers:
-            self._numbers[id(thing)] = int(thing)
-        return self._numbers[id(thing)]
+        if are_sizes and isinstance(thing, Tensor) and thing.dim() == 0 and id(thing) in self._constants:
+            return self.__torch_function__(Tensor.item, (), (thing,))
+        return thing
 
     def _note_read(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
@@ -143,18 +138,10 @@ class ConstantCalls(TorchFunctionMode):
         self._depth -= 1
 
 
-class _Items(tuple[Any, ...]):
-    """What an iterator over a constant tensor has returned."""
-
-    __slots__ = ()
-
-
 def _leaves(tree: Any) -> Iterator[Any]:
     """All values in containers and slices."""
     for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, _Items):
-            yield from leaf
-        elif isinstance(leaf, slice):
+        if isinstance(leaf, slice):
             yield from (leaf.start, leaf.stop, leaf.step)
         else:
             yield leaf

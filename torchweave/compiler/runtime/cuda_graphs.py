@@ -104,9 +104,8 @@ class GraphPool:
         assert graph is not None
         try:
             graph.capture_end()
-        except (
-            RuntimeError
-        ):  # an operation that cannot be recorded, such as a read on the host, invalidated the capture
+        except RuntimeError:
+            # An operation that cannot be recorded, such as a read on the host, invalidated the capture.
             self._clean_up_invalid_capture()
         self.handle = torch.cuda.graph_pool_handle()
 

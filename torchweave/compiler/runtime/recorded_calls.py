@@ -26,19 +26,6 @@ Key = tuple[tuple[torch.Size, torch.dtype, torch.device, bool], ...]
 
 
 @dataclass(frozen=True)
-class CudaGraphOptions:
-    """How calls of a compiled module are recorded.
-
-    Attributes:
-        max_graphs: largest number of recorded shapes; calls of further ones are launched plainly.
-        static_outputs: return the recording's own tensors, which the module's next call overwrites, in place of copies.
-    """
-
-    max_graphs: int = 64
-    static_outputs: bool = False
-
-
-@dataclass(frozen=True)
 class _ViewOfInput:
     """A returned tensor that shares the memory of an input: a call returns the same view of the caller's tensor."""
 
@@ -155,6 +142,7 @@ class RecordedCalls:
     Args:
         compiled_graph: with all inputs on the pool's device.
         report: gets an event `cuda_graph` for each recording, and a warning when no more are made.
+        max_graphs, static_outputs: see `torchweave.compile`.
 
     Attributes:
         num_replays: calls that replayed a recording.
@@ -163,11 +151,17 @@ class RecordedCalls:
     """
 
     def __init__(
-        self, compiled_graph: CompiledGraph, pool: GraphPool, options: CudaGraphOptions, report: Report
+        self,
+        compiled_graph: CompiledGraph,
+        pool: GraphPool,
+        report: Report,
+        max_graphs: int = 64,
+        static_outputs: bool = False,
     ) -> None:
         self.num_replays = self.num_plain = 0
         self.why_plain = ""
-        self._graph, self._pool, self._options, self._report = compiled_graph, pool, options, report
+        self._graph, self._pool, self._report = compiled_graph, pool, report
+        self._max_graphs, self._static_outputs = max_graphs, static_outputs
         self._calls: dict[Key, _Call] = {}
         self._lock = threading.Lock()
         effects = compiled_graph.effects
@@ -199,12 +193,12 @@ class RecordedCalls:
         for index in self._mutated:
             inputs[index].copy_(call.buffers[index])
         self.num_replays += 1
-        return call.outputs(inputs, self._options.static_outputs)
+        return call.outputs(inputs, self._static_outputs)
 
     def _first_call(self, key: Key, inputs: Sequence[Tensor]) -> Any:
         """Record a call, whose warm-up is the call itself: its writes happen once."""
-        if not self.why_plain and len(self._calls) >= self._options.max_graphs:
-            self._stop_recording(f"max_cuda_graphs is {self._options.max_graphs}, and so many shapes are recorded")
+        if not self.why_plain and len(self._calls) >= self._max_graphs:
+            self._stop_recording(f"max_cuda_graphs is {self._max_graphs}, and so many shapes are recorded")
         self._pool.wait_for_last_stream()
         self.num_plain += 1
         if self.why_plain or any(each.device != self._pool.device or not each.is_contiguous() for each in inputs):

@@ -120,9 +120,8 @@ class CudaBlockCopier:
 
 def copy_blocks(caches: Sequence[LayerKVCache], sources: np.ndarray, targets: np.ndarray) -> None:
     """Copy blocks in the cache of every layer, on the current stream; no target is a source."""
-    tensors = {
-        tensor.data_ptr(): tensor for layer in caches for tensor in layer.tensors
-    }  # groups of layers share tensors
+    # Groups of layers share tensors.
+    tensors = {tensor.data_ptr(): tensor for layer in caches for tensor in layer.tensors}
     device = next(iter(tensors.values())).device
     pairs = torch.empty(2, len(sources), dtype=torch.int64, pin_memory=device.type == "cuda")
     pairs.numpy()[:] = sources, targets

@@ -41,9 +41,8 @@ class StateSnapshots:
         self._block_size = block_size
         self._rows = range(first_row, first_row + count)
         self._free = list(reversed(self._rows))
-        self._snapshots: OrderedDict[bytes, tuple[int, int]] = (
-            OrderedDict()
-        )  # row and blocks, least recently used first
+        # Row and blocks, least recently used first.
+        self._snapshots: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._num_by_length: Counter[int] = Counter()  # snapshots by their number of blocks
         self._borders: dict[int, list[int]] = {}  # by slot: blocks after which its prompt's chunks end, ascending
         self._last_border: dict[int, int] = {}  # by slot: blocks before its last snapshot

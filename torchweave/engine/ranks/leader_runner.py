@@ -65,6 +65,11 @@ class LeaderRunner:
             self._launch_next()
         return sent
 
+    def launch_all(self) -> None:
+        """Launch all steps that were sent."""
+        while self._not_launched:
+            self._launch_next()
+
     def _launch_next(self) -> None:
         sent = self._not_launched.popleft()
         try:
@@ -108,18 +113,20 @@ class LeaderImageEncoder:
 
     Args:
         encoder: of this rank.
+        runner: of this rank.
         worker_group: the other ranks.
     """
 
-    def __init__(self, encoder: ImageModel, worker_group: WorkerGroup) -> None:
+    def __init__(self, encoder: ImageModel, runner: LeaderRunner, worker_group: WorkerGroup) -> None:
         self.num_rows, self.first_image_id, self.token_id = encoder.num_rows, encoder.first_image_id, encoder.token_id
         self.rope_axes, self.both_ways = encoder.rope_axes, encoder.both_ways
         self.rope_offsets = encoder.rope_offsets
-        self._encoder = encoder
+        self._encoder, self._runner = encoder, runner
         self._worker_group = worker_group
 
     def encode(self, image: ImageInput, rows: np.ndarray) -> None:
         """Write the features of an image to `rows` of each rank's pool; errors as the encoder's."""
+        self._runner.launch_all()  # steps that were formed before may read rows that the image takes
         self._worker_group.send(MessageKind.IMAGE, encode_image(image, rows))
         self._encoder.encode(image, rows)
 

@@ -23,6 +23,7 @@ from torchweave.ops.speculation import (
     accept,
     catch_up,
     feed_draft,
+    fill_rope_offsets,
     finish_catch_up,
     next_tokens,
     note_computed,
@@ -45,12 +46,14 @@ class DraftModel:
         first_layer: index of its first layer among the caches, behind those of the model.
         vocab_size: of the model; the draft model's further logits are ignored.
         is_head: whether it is a head, whose last layer among the caches has the model's hidden states.
+        image_token_id: what it reads in place of ids that name rows of images; None: the model takes no images.
     """
 
     forward: Forward
     first_layer: int
     vocab_size: int
     is_head: bool = False
+    image_token_id: int | None = None
 
     def __call__(
         self, boundary: BoundaryHandler, inputs: StepInputs, logits_index: Tensor, hidden: Tensor | None = None
@@ -137,6 +140,13 @@ class DraftStep:
             self._propose_by_model(self._model, slots, views)
         prepare_drafts(self._state, slots, self.buffers, views, inputs, self._block_size)
 
+    def rope_offsets(self, slots: Tensor, views: DraftRows, inputs: StepInputs) -> tuple[Tensor, ...]:
+        """Further inputs of the model beside `inputs`, after `begin`; see `StepBuffers.rope_offsets`."""
+        rope_offsets = self._inputs.rope_offsets(inputs.ids.numel())
+        for offsets in rope_offsets:
+            fill_rope_offsets(self._state, slots, views.query_start, offsets)
+        return rope_offsets
+
     def _propose_by_model(self, model: DraftModel, slots: Tensor, views: DraftRows) -> None:
         """Draw K drafts of each row, by a forward over what the draft model lacks and K - 1 decode forwards."""
         rows, most = slots.numel(), views.query_len - 1
@@ -189,11 +199,13 @@ class DraftStep:
     def run_mixed(
         self, boundary: BoundaryHandler, slots: Tensor, query_start: Tensor, inputs: StepInputs, logits_index: Tensor
     ) -> None:
-        """Run the draft model over the tokens of a step with prompts, after `advance`. A head overwrites `inputs.ids`."""
+        """Run the draft model over the tokens of a step with prompts, after `advance`. Overwrites `inputs.ids`."""
         if self._model is None:
             return
         if self._model.is_head:
             next_tokens(self._state, slots, query_start, inputs.positions, inputs.ids)
+        elif self._model.image_token_id is not None:
+            inputs.ids.masked_fill_(inputs.ids >= self._model.vocab_size, self._model.image_token_id)
         self._model(boundary, inputs, logits_index[: self._min_size], self._read_hidden(inputs))
 
     def end(self, logits: Tensor, slots: Tensor, views: DraftRows) -> None:

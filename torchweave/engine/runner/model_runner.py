@@ -189,14 +189,16 @@ class ModelRunner:
             draft_step.begin(slots, views, inputs)
             if boundary is not None:
                 boundary(BEGIN, (), {})
-                logits = self._run_model(boundary, inputs, views.logits_index)
+                rope_offsets = draft_step.rope_offsets(slots, views, inputs)
+                logits = self._run_model(boundary, inputs, views.logits_index, *rope_offsets)
             else:
                 tokens = max(int(views.query_start[-1]), self._min_size)
                 exact = self._buffers.inputs(rows, tokens)
                 boundary = self._boundary(slots, views.query_start, exact, plan.max_model_len, False, has_drafts=True)
                 boundary(BEGIN, (), {})
-                all_tokens = torch.arange(tokens)
-                logits = self._run_model(boundary, exact, all_tokens)[views.logits_index.clamp(max=tokens - 1)]
+                rope_offsets = draft_step.rope_offsets(slots, views, exact)
+                logits = self._run_model(boundary, exact, torch.arange(tokens), *rope_offsets)
+                logits = logits[views.logits_index.clamp(max=tokens - 1)]
             draft_step.end(logits, slots, views)
             boundary(COMMIT, (self.state.position,), {})
             return logits

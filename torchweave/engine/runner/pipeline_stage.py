@@ -24,7 +24,7 @@ from torchweave.ops.slot_state import SlotState, advance
 
 
 class StageForward:
-    """The forward of one stage with its transfers: `(boundary, ids[T], positions[T], logits_index[N]) -> logits`.
+    """The forward of one stage with its transfers: `(boundary, ids[T], positions[T], logits_index[N], ...) -> logits`.
 
     The logits are `[N, 0]` except on the last stage.
 
@@ -46,7 +46,7 @@ class StageForward:
         self._width, self._dtype = stage.width, stage.dtype
 
     def __call__(self, boundary: BoundaryHandler, *inputs: Tensor) -> Tensor:
-        ids, _, index = inputs
+        ids, _, index, *_ = inputs
         if not self.pipeline.is_first:
             inputs = (*inputs, self.pipeline.receive((1, ids.shape[0], self._width), self._dtype))
         out = self._compiled_graph(boundary, *inputs)

@@ -42,6 +42,7 @@ from torchweave.models.decoder import DecoderStep
 from torchweave.models.load import LoadedModel, load, model_facts, with_tokenizer
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.models.multimodal.support import image_token_id
 from torchweave.models.parallel import PipelineStage
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.ops.attention.op import AttentionBackend, LayerSpec, get_backend
@@ -261,16 +262,6 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan, draft: DecoderStep | None = 
     if plan.full_mixed_graphs and any(layer.sparse for layer in layers):
         why = "sparse attention takes the tokens of a long step in many parts"
         plan = plan.with_effective("cuda_graph_config.capture_mixed", False, why, full_mixed_graphs=False)
-    if loaded.module.rope_axes and plan.query_len > 1:
-        raise ValueError(
-            f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name}: it rotates by "
-            "positions of its own, which drafts do not have; remove it"
-        )
-    if isinstance(loaded.module, ImageDecoderStep) and plan.query_len > 1:
-        raise ValueError(
-            f"speculative_config.method={plan.config.speculative_config.method} is not supported for {loaded.name} with images; "
-            "remove it, or set limit_mm_per_prompt.image to 0"
-        )
     if any(layer.lookahead for layer in layers) and plan.config.capacity_scheduler_policy == "max_utilization":
         raise ValueError(
             f"capacity_scheduler_policy=max_utilization is not supported for {loaded.name} with images, each of which "
@@ -352,8 +343,10 @@ def _compile(
             draft_forward, draft_plan = build_forward(draft, plan, Report(show=False), process_groups)
         if plan.fullgraph and not draft_plan.fullgraph:
             report.event("fallback", what="the draft model runs without the compiler", why="it will not trace")
-        first, vocab_size = len(loaded.module.attention_layers), loaded.module.vocab_size
-        draft_model = DraftModel(draft_forward, first, vocab_size, is_head=draft.input_hidden_size > 0)
+        module = loaded.module
+        token_id = image_token_id(module.model.config) if isinstance(module, ImageDecoderStep) else None
+        place = len(module.attention_layers), module.vocab_size
+        draft_model = DraftModel(draft_forward, *place, is_head=draft.input_hidden_size > 0, image_token_id=token_id)
     if kernels_ready is not None:
         with report.stage("building kernels"):
             kernels_ready.wait()

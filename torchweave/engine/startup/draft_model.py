@@ -12,6 +12,7 @@ from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.load import LoadedModel, load
 from torchweave.models.multimodal.image_step import ImageDecoderStep
+from torchweave.models.multimodal.support import image_token_id
 from torchweave.report import Report
 
 if TYPE_CHECKING:
@@ -65,20 +66,9 @@ def load_draft_model(
     return draft.module
 
 
-def _check_head_target(plan: Plan, target: LoadedModel) -> None:
-    """Reject a model whose hidden states a head cannot take."""
-    module = target.module
-    if module.rope_axes or isinstance(module, ImageDecoderStep):
-        raise ValueError(
-            f"speculative_config.method={plan.config.speculative_config.method} is not supported for {target.name}, which takes "
-            "images; remove it"
-        )
-
-
 def _load_head(name: str, plan: Plan, target: LoadedModel, report: Report) -> EagleHead:
     from torchweave.models.drafters.eagle import load_eagle_head  # imports transformers' Llama
 
-    _check_head_target(plan, target)
     with report.stage("loading the draft head"):
         try:
             folder = resolve(name, plan.config.trust_remote_code).folder
@@ -96,7 +86,10 @@ def _load_head(name: str, plan: Plan, target: LoadedModel, report: Report) -> Ea
 def _load_mtp(plan: Plan, target: LoadedModel, report: Report) -> MtpHead:
     from torchweave.models.drafters.mtp import load_mtp_head
 
-    _check_head_target(plan, target)
+    if isinstance(target.module, ImageDecoderStep):
+        raise ValueError(
+            f"speculative_config.method=mtp is not supported for {target.name}, which takes images; choose another method"
+        )
     config = plan.config
     with report.stage("loading the MTP layer"):
         try:
@@ -125,6 +118,13 @@ def _check(draft: LoadedModel, target: LoadedModel) -> None:
         )
     if module.rope_axes or isinstance(module, ImageDecoderStep):
         raise ValueError(f"{other} is not supported: it takes images; choose a decoder of text")
+    if isinstance(target.module, ImageDecoderStep):
+        token_id = image_token_id(target.module.model.config)
+        if token_id >= module.vocab_size:
+            raise ValueError(
+                f"{other} has {module.vocab_size} tokens, not the image token {token_id} of {target.name}; choose a draft model "
+                "with the same tokenizer"
+            )
     if draft.tokenizer is not None and target.tokenizer is not None:
         vocab, target_vocab = draft.tokenizer.hf_tokenizer.get_vocab(), target.tokenizer.hf_tokenizer.get_vocab()
         if vocab != target_vocab:

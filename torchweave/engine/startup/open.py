@@ -78,11 +78,10 @@ def _open(config: EngineConfig, device: str, report: Report, worker_pool: Worker
         raise cause from None
     for facts in executor.worker_group.worker_facts.values():
         report.event("rank", **facts)
+    steps = LeaderRunner(engine.runner, executor.worker_group, executor.process_groups)
     if (images := engine.scheduler.image_rows) is not None:
-        images.model = LeaderImageEncoder(images.model, executor.worker_group)
-    return replace(
-        engine, steps=LeaderRunner(engine.runner, executor.worker_group, executor.process_groups), executor=executor
-    )
+        images.model = LeaderImageEncoder(images.model, steps, executor.worker_group)
+    return replace(engine, steps=steps, executor=executor)
 
 
 def _start_local(config: EngineConfig, device: str, worker_pool: WorkerPool) -> Executor:

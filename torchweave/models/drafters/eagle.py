@@ -102,6 +102,9 @@ def read_eagle_config(folder: Path) -> EagleConfig:
         ) from error
     # The layer sees all positions: a config that was copied from a model may have its windows.
     config.layer_types, config.sliding_window = None, None
+    if config.rope_parameters.get("rope_type") == "mrope":
+        # Of a model with images: a head rotates by one position a token, and then all axes are equal.
+        config.rope_parameters = config.rope_parameters | {"rope_type": "default"}
     nested, taken = raw.get("eagle_config") or {}, raw.get(_TAKEN)
     if taken is None and nested.get(_TAKEN):
         taken = [number + 1 for number in nested[_TAKEN]]  # there, the number of the layer whose output is taken

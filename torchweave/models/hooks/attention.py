@@ -328,16 +328,19 @@ def _hook_zamba(module: Any) -> None:
             layer.shared_transf.self_attn.layer_idx = index
 
 
-def _make_attn_method(scale: Callable[[nn.Module], float], heads_first: bool) -> Callable[..., Any]:
-    """A replacement of `_attn(query, key, value, mask)`, all `[1, H, T, D]`; `heads_first` keeps that layout in the output."""
+def _hook_attn_method(scale: Callable[[Any], float]) -> Callable[[nn.Module], None]:
+    """Replace `_attn(query, key, value, mask)`, all `[1, H, T, D]`, which returns that layout as well."""
 
     def _attn(self: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Any:
         window = getattr(self, "torchweave_window", 0)
         query, key = query.to(value.dtype), key.to(value.dtype)
         out, _ = attention_forward(self, query, key, value, attention_mask, scaling=scale(self), sliding_window=window)
-        return (out.transpose(1, 2) if heads_first else out), None
+        return out.transpose(1, 2), None
 
-    return _attn
+    def hook(module: Any) -> None:
+        module._attn = types.MethodType(_attn, module)
+
+    return hook
 
 
 def _falcon_forward(
@@ -378,15 +381,6 @@ def _hook_falcon(module: Any) -> None:
     module.forward = types.MethodType(_falcon_forward, module)
 
 
-def _hook_attn_method(scale: Callable[[Any], float], heads_first: bool = True) -> Callable[[nn.Module], None]:
-    replacement = _make_attn_method(scale, heads_first)
-
-    def hook(module: Any) -> None:
-        module._attn = types.MethodType(replacement, module)
-
-    return hook
-
-
 def _hook_gpt_neo(module: Any) -> None:
     """GPT-Neo: unscaled scores, layer index `layer_id`, local attention in a mask buffer."""
     module.layer_idx = module.layer_id
@@ -423,14 +417,11 @@ ATTENTION_HOOKS: dict[str, Callable[[Any], None]] = {
     "PhimoeAttention": _hook_mask_window,
     "GPTNeoXJapaneseAttention": _hook_attn_method(lambda m: 1.0 / float(m.norm_factor)),
     "BigBirdModel": _check_big_bird,
-    "BigBirdSelfAttention": _hook_bert,
-    "GitSelfAttention": _hook_bert,
-    "MegatronBertSelfAttention": _hook_bert,
-    "RemBertSelfAttention": _hook_bert,
+    **dict.fromkeys(
+        ("BigBirdSelfAttention", "GitSelfAttention", "MegatronBertSelfAttention", "RemBertSelfAttention"), _hook_bert
+    ),
     "RoFormerSelfAttention": _hook_roformer,
-    "MvpAttention": _hook_forward(_bart_forward),
-    "TrOCRAttention": _hook_forward(_bart_forward),
-    "XGLMAttention": _hook_forward(_bart_forward),
+    **dict.fromkeys(("MvpAttention", "TrOCRAttention", "XGLMAttention"), _hook_forward(_bart_forward)),
     "BloomModel": _hook_forward(_bloom_forward),
     "BloomAttention": _hook_forward(_bloom_attention_forward),
     "MptModel": _hook_forward(_mpt_forward),

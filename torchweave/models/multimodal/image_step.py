@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweave.models.decoder import DecoderStep, PoolingStep
-from torchweave.models.multimodal.support import BOTH_WAYS, decoder_of
+from torchweave.models.multimodal.support import BOTH_WAYS, decoder_of, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +56,7 @@ class ImageDecoderStep(DecoderStep):
         embedding: Any = model.get_input_embeddings()
         self.rope_axes = ROPE_AXES if hasattr(inner, "get_rope_index") else 0
         self.deepstack_layers = _hook_deepstack(model)
-        self.hidden_size = int(embedding.weight.shape[1])
+        self.hidden_size = int(text_config(model).hidden_size)
         self.first_image_id = max(vocab_size, int(embedding.weight.shape[0]))
         self.allocate_image_rows(1)
 
@@ -69,8 +69,13 @@ class ImageDecoderStep(DecoderStep):
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_index: Tensor, rope_offsets: Tensor | None = None
-    ) -> Tensor:
+    ) -> Any:
         """As `DecoderStep.forward`; rope_offsets int64 `[rope_axes, T]` is what each axis adds to a token's position."""
+        return self._logits_and_hidden_states(input_ids, positions, logits_index, rope_offsets)
+
+    def _logits(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Tensor, positions: Tensor, logits_index: Tensor, rope_offsets: Tensor | None
+    ) -> Tensor:
         model: Any = self.model
         is_image = input_ids >= self.first_image_id
         rows = self.image_rows[(input_ids - self.first_image_id).clamp(min=0)]
@@ -81,7 +86,9 @@ class ImageDecoderStep(DecoderStep):
         given = {"inputs_embeds": embeds, "position_ids": position_ids, "use_cache": False}
         if not self.deepstack_layers:
             return model(**given, logits_to_keep=logits_index).logits[0]
-        added = [torch.where(selected, part, 0) for part in rows[:, hidden:].split(hidden, dim=1)]
+        parts = zip(model.model.language_model.layers, rows[:, hidden:].split(hidden, dim=1), strict=False)
+        # The hidden states that a pipeline stage receives have the features of earlier layers in them.
+        added = [None if hasattr(layer, "is_missing") else torch.where(selected, part, 0) for layer, part in parts]
         output = model.model.language_model(**given, visual_pos_masks=is_image, deepstack_visual_embeds=added)
         return model.lm_head(output.last_hidden_state[:, logits_index])[0]
 
@@ -108,6 +115,8 @@ def _hook_deepstack(model: PreTrainedModel) -> int:
     return len(model.config.vision_config.deepstack_visual_indexes)
 
 
-def _add_features(_: nn.Module, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
-    """hidden_states `[1, T, hidden]`, visual_embeds `[T, hidden]`."""
-    return hidden_states + visual_embeds
+def _add_features(
+    _: nn.Module, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor | None
+) -> Tensor:
+    """hidden_states `[1, T, hidden]`, visual_embeds `[T, hidden]`; None behind a layer of another pipeline stage."""
+    return hidden_states if visual_embeds is None else hidden_states + visual_embeds

@@ -79,7 +79,7 @@ class PipelineStage:
         """Drop other layers' tensors from a checkpoint, whatever the name prefix of its layers.
 
         Args:
-            own: parameters of this stage, of which some may be in other lists of layers (a vision tower's).
+            own: checkpoint names of parameters of this stage, of which some may be in other lists of layers (a vision tower's).
         """
         layer = re.compile(rf"(?:^|\.){re.escape(self.layers.rpartition('.')[2])}\.(\d+)\.")
         return {
@@ -168,6 +168,8 @@ def own_layers_only(model: nn.Module, stage: PipelineStage) -> Iterator[None]:
 class MissingLayer(nn.Module):
     """Placeholder of another stage's layer: returns the hidden states, through a marker op at the stage's boundaries."""
 
+    is_missing = True
+
     def __init__(self, layer: nn.Module, mark: str, num_returned: int) -> None:
         super().__init__()
         own = [vars(cls) for cls in reversed(type(layer).__mro__) if cls not in nn.Module.__mro__]
@@ -209,8 +211,8 @@ class MissingHead(nn.Module):
 
 
 def _register_empty_weight(module: nn.Module, other: Any) -> None:
-    """An empty weight: some models read its device and dtype."""
-    module.register_buffer("weight", other.weight.new_empty(0), persistent=False)
+    """A weight without columns: some models read its device, dtype and number of rows."""
+    module.register_buffer("weight", other.weight.new_empty(len(other.weight), 0), persistent=False)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -243,7 +245,9 @@ def _stage_of(model: PreTrainedModel, layers: ModelLayers, number: int, size: in
         raise _refusal(name, "the first argument of its layers is not hidden states of one shape")
     if num_returned < 0 or any(call.num_returned != num_returned for call in calls):
         raise _refusal(name, "its layers return different numbers of values, or tensors besides the hidden states")
-    if any(call.hidden is not before.result for before, call in pairwise(calls)):
+    # Features of images are added between layers: see `ImageDecoderStep`.
+    has_deepstack = hasattr(decoder_of(model), "_deepstack_process")
+    if not has_deepstack and any(call.hidden is not before.result for before, call in pairwise(calls)):
         raise _refusal(name, "the hidden states that a layer takes are not those that the layer before returns")
     names = {id(module): each for each, module in model.named_modules()}
     embedding, head = names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]

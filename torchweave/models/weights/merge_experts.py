@@ -10,16 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.weights.read import CheckpointTensor, conversions, loadable_tensors, map_tensor_names
+from torchweave.models.weights.read import (
+    CheckpointTensor,
+    conversions,
+    loadable_tensors,
+    map_tensor_names,
+    read_tensors,
+)
 from torchweave.models.weights.shards import TensorShard
 
 _EXPERT = re.compile(r"\.(\d+)\.")
@@ -218,7 +222,7 @@ def merge_expert_scales(
         UnsupportedModel: a block lies in two matrices, or in the parts of two ranks.
     """
     merged: dict[str, Tensor] = {}
-    by_file: dict[Path, list[tuple[str, str]]] = {}
+    entries: dict[tuple[str, str], CheckpointTensor] = {}
     for target, merge in merge_plan.merged.items():
         first = next((scales[name] for name in merge.pieces if name in scales), None)
         if first is None:
@@ -235,24 +239,21 @@ def merge_expert_scales(
         for name in merge.pieces:
             if name not in scales:
                 raise ValueError(f"This checkpoint has no scale of {name}, unlike of other experts; download it again.")
-            by_file.setdefault(scales[name].file, []).append((target, name))
-    for file, pieces in by_file.items():
-        with safe_open(file, framework="pt") as tensors:
-            for target, name in pieces:
-                piece, whole = merge_plan.merged[target].pieces[name], merged[target]
-                scale = tensors.get_tensor(scales[name].name).float()
-                height = whole.shape[1] // merge_plan.merged[target].parts
-                if scale.numel() not in (1, height * whole.shape[2]):
-                    raise ValueError(
-                        f"{file} has {scales[name].name} of shape {list(scale.shape)}, expected one scale, or "
-                        f"{[height, whole.shape[2]]}; check that config.json belongs to these weights."
-                    )
-                if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
-                    raise ValueError(
-                        f"This checkpoint has scales of {name} that are not all finite and at least 0; download it again."
-                    )
-                rows = slice(piece.part * height, (piece.part + 1) * height)
-                whole[piece.expert, rows] = scale.reshape(-1, whole.shape[2]) if scale.numel() > 1 else scale.reshape(1)
+            entries[target, name] = scales[name]
+    for (target, name), stored_scale in read_tensors(entries):
+        merge, whole, scale = merge_plan.merged[target], merged[target], stored_scale.float()
+        piece, height = merge.pieces[name], whole.shape[1] // merge.parts
+        if scale.numel() not in (1, height * whole.shape[2]):
+            raise ValueError(
+                f"{scales[name].file} has {scales[name].name} of shape {list(scale.shape)}, expected one scale, or "
+                f"{[height, whole.shape[2]]}; check that config.json belongs to these weights."
+            )
+        if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+            raise ValueError(
+                f"This checkpoint has scales of {name} that are not all finite and at least 0; download it again."
+            )
+        rows = slice(piece.part * height, (piece.part + 1) * height)
+        whole[piece.expert, rows] = scale.reshape(-1, whole.shape[2]) if scale.numel() > 1 else scale.reshape(1)
     return {target: _own_scales(target, scale, shards.get(target), block) for target, scale in merged.items()}
 
 

@@ -7,7 +7,6 @@ model's `experts.gate_up_proj` `[E, K, 2 I]`, and the same of `down_proj`. They 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,11 +157,7 @@ class Mxfp4Reader:
 
     def num_bytes(self, name: str, stored: CheckpointTensor) -> int:
         shard = self._shard_of(name)
-        return (
-            stored.num_bytes
-            if shard is None
-            else stored.num_bytes * math.prod(shard.shape) // max(1, math.prod(shard.full))
-        )
+        return stored.num_bytes if shard is None else shard.num_bytes(stored.num_bytes)
 
     def add(self, name: str, part: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         target, shard = self.pieces[name], self._shard_of(name)

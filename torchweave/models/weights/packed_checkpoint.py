@@ -24,14 +24,12 @@ this rank's outputs or inputs, and packed for the kernels on the device when its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -266,8 +264,7 @@ class PackedCheckpoint:
 
     def _stored_shape(self, part: CheckpointTensor, lengths: Mapping[str, int]) -> tuple[int, int]:
         """The weight's shape, which may end within the last int32 of a row."""
-        with safe_open(part.file, framework="pt") as tensors:
-            shape = tensors.get_tensor(part.name).flatten().tolist()
+        shape = part.read().flatten().tolist()
         per = 32 // self.format.scheme.bits
         if len(shape) != 2 or shape[0] != lengths["n"] or not lengths["k"] - per < shape[1] <= lengths["k"]:
             raise ValueError(
@@ -291,9 +288,8 @@ class PackedCheckpoint:
             bias = f"{name.removesuffix('weight')}bias"
             if bias not in stored or name not in renamed or f"{renamed[name].removesuffix('weight')}bias" in wanted:
                 continue
-            with safe_open(stored[bias].file, framework="pt") as tensors:
-                if not bool(tensors.get_tensor(stored[bias].name).any()):
-                    del stored[bias]
+            if not bool(stored[bias].read().any()):
+                del stored[bias]
 
 
 class PackedReader:
@@ -330,9 +326,10 @@ class PackedReader:
         return {name.removesuffix(".weight"): weight for name, weight in self._weights.items()}
 
     def num_bytes(self, name: str, stored: CheckpointTensor) -> int:
-        shards = self._shard_of(name)
-        share = math.prod(math.prod(each.shape) / max(1, math.prod(each.full)) for each in shards)
-        return round(stored.num_bytes * share)
+        num_bytes = stored.num_bytes
+        for shard in self._shard_of(name):
+            num_bytes = shard.num_bytes(num_bytes)
+        return num_bytes
 
     def add(self, name: str, part: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         target = self.pieces[name]

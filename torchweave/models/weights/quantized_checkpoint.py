@@ -12,29 +12,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchweave.config.model_source import Source, read_json
 from torchweave.models.attention import UnsupportedModel
+from torchweave.models.weights import packed_checkpoint
 from torchweave.models.weights.int_linear import MXFP4, NVFP4, NVFP4_W4A4, PER_CHANNEL, IntScheme
 from torchweave.models.weights.mxfp4_experts import Mxfp4Scheme
-from torchweave.models.weights.packed_checkpoint import (
-    PackedFormat,
-    awq_format,
-    compressed_tensors_format,
-    fp4_format,
-    gptq_format,
-    int8_format,
-    modelopt_fp4_format,
-)
+from torchweave.models.weights.packed_checkpoint import PackedFormat
 from torchweave.models.weights.quantize import QuantScheme, scheme
-from torchweave.models.weights.read import CheckpointTensor, loadable_tensors
+from torchweave.models.weights.read import CheckpointTensor, loadable_tensors, read_tensors
 from torchweave.models.weights.shards import TensorShard
 from torchweave.ops.quant.fp8 import GROUP
 
@@ -111,8 +102,7 @@ def pop_kv_cache_scales(stored: dict[str, CheckpointTensor]) -> dict[int, tuple[
             removed.add(name)
             if layer is None or stored[name].shape not in ((), (1,)):
                 continue  # scales per head are not supported
-            with safe_open(stored[name].file, framework="pt") as tensors:
-                scale = float(tensors.get_tensor(stored[name].name))
+            scale = float(stored[name].read())
             if not (math.isfinite(scale) and scale > 0):
                 raise ValueError(f"{stored[name].file} has {name}={scale}: expected a finite number above 0.")
             scales_by_layer.setdefault(int(layer[1]), {}).setdefault(kind, scale)
@@ -162,7 +152,7 @@ def _modelopt(config: Mapping[str, Any]) -> QuantScheme | PackedFormat:
     if algorithm == "FP8":
         return QuantScheme("tensor", static=True)
     if algorithm == "NVFP4":
-        return modelopt_fp4_format(NVFP4)
+        return packed_checkpoint.modelopt_fp4_format(NVFP4)
     raise _unsupported(f"by modelopt with the algorithm {algorithm}")
 
 
@@ -179,7 +169,7 @@ def _awq(config: Mapping[str, Any]) -> PackedFormat:
         raise _unsupported(
             f"by awq in the version {version} to {bits} bits, zero_point={config.get('zero_point', True)}"
         )
-    return awq_format(_group_size(config.get("group_size"), "by awq"))
+    return packed_checkpoint.awq_format(_group_size(config.get("group_size"), "by awq"))
 
 
 def _gptq(config: Mapping[str, Any]) -> PackedFormat:
@@ -195,7 +185,7 @@ def _gptq(config: Mapping[str, Any]) -> PackedFormat:
     if unsupported := [rule for rule in rules if not rule.startswith("-:")]:
         raise _unsupported(f"by gptq with other settings for {unsupported[0]!r}")
     group = _group_size(config.get("group_size"), "by gptq")
-    return gptq_format(bits, group, bool(config.get("sym", True)), 0 if form == "gptq_v2" else 1)
+    return packed_checkpoint.gptq_format(bits, group, bool(config.get("sym", True)), 0 if form == "gptq_v2" else 1)
 
 
 def _group_size(size: Any, description: str) -> int:
@@ -283,9 +273,8 @@ def _parse_config_group(name: str, group: Any, stored_format: Any) -> QuantSchem
     elif strategy in ("tensor", "channel") and inputs.get("strategy") == ("tensor" if static else "token"):
         return QuantScheme(strategy, static)
     elif strategy in ("tensor", "channel") and inputs.get("strategy") == "tensor":
-        return QuantScheme(
-            strategy
-        )  # with a scale over all tokens of a step, one request would change another's results
+        # With a scale over all tokens of a step, one request would change another's results.
+        return QuantScheme(strategy)
     raise _unsupported(activations)
 
 
@@ -296,7 +285,9 @@ def _parse_fp4_group(weights: Mapping[str, Any], inputs: Any, stored_format: Any
         settings = (strategy, fp4_scheme.group)
         if stored_format == f"{fp4_scheme.code}-pack-quantized" and _groups_of(weights) == settings:
             in_fp4 = fp4_scheme is NVFP4 and (inputs.get("type"), inputs.get("num_bits")) == ("float", 4)
-            return fp4_format(fp4_scheme, "input_global_scale" if in_fp4 and _groups_of(inputs) == settings else "")
+            return packed_checkpoint.fp4_format(
+                fp4_scheme, "input_global_scale" if in_fp4 and _groups_of(inputs) == settings else ""
+            )
     raise _unsupported(f"{description} in groups of {weights.get('group_size')} in the format {stored_format}")
 
 
@@ -318,7 +309,11 @@ def _parse_integer_group(
     size = PER_CHANNEL if strategy == "channel" else _group_size(weights.get("group_size"), description)
     by_token = (activations.get("strategy"), activations.get("dynamic"), activations.get("symmetric", True))
     tokens = size == PER_CHANNEL and by_token == ("token", True, True)
-    return int8_format(size, tokens) if in_int8 else compressed_tensors_format(weights["num_bits"], size, symmetric)
+    return (
+        packed_checkpoint.int8_format(size, tokens)
+        if in_int8
+        else packed_checkpoint.compressed_tensors_format(weights["num_bits"], size, symmetric)
+    )
 
 
 def pop_scales(
@@ -331,7 +326,7 @@ def pop_scales(
     """
     weights: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
-    by_file: dict[Path, list[tuple[str, str, dict[str, Tensor]]]] = {}
+    entries: dict[tuple[str, bool], CheckpointTensor] = {}  # by linear, and whether it is an input scale
     for name in list(stored):
         ending = next((end for end in (*WEIGHT_SCALES, *INPUT_SCALES) if name.endswith(end)), None)
         if ending is None:
@@ -339,12 +334,9 @@ def pop_scales(
         entry = stored.pop(name)
         target = renamed.get(name.removesuffix(ending) + ".weight")
         if target is not None:
-            kind = inputs if ending in INPUT_SCALES else weights
-            by_file.setdefault(entry.file, []).append((entry.name, target.removesuffix(".weight"), kind))
-    for file, entries in by_file.items():
-        with safe_open(file, framework="pt") as tensors:
-            for name, target, kind in entries:
-                kind[target] = tensors.get_tensor(name)
+            entries[target.removesuffix(".weight"), ending in INPUT_SCALES] = entry
+    for (linear, is_input), scale in read_tensors(entries):
+        (inputs if is_input else weights)[linear] = scale
     return weights, inputs
 
 

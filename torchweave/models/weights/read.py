@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,7 @@ from torchweave.config.model_source import read_json
 from torchweave.models.weights.shards import TensorShard
 from torchweave.report import Report
 
+Key = TypeVar("Key")
 _WHOLE: Mapping[str, TensorShard] = {}
 _NO_PIECES: Mapping[str, str] = {}
 INDEX = "model.safetensors.index.json"
@@ -40,6 +41,21 @@ class CheckpointTensor:
     shape: tuple[int, ...]
     num_bytes: int
     dtype: str
+
+    def read(self) -> Tensor:
+        """The tensor, on the CPU."""
+        return next(tensor for _, tensor in read_tensors({self.name: self}))
+
+
+def read_tensors(stored: Mapping[Key, CheckpointTensor]) -> Iterator[tuple[Key, Tensor]]:
+    """Read whole tensors on the CPU, file by file; yields each with its key."""
+    by_file: dict[Path, list[tuple[Key, str]]] = {}
+    for key, tensor in stored.items():
+        by_file.setdefault(tensor.file, []).append((key, tensor.name))
+    for file, entries in by_file.items():
+        with safe_open(file, framework="pt") as tensors:
+            for key, name in entries:
+                yield key, tensors.get_tensor(name)
 
 
 class TensorSetter(Protocol):
@@ -297,7 +313,10 @@ def stream_weights(
     pieces = assembler.pieces if assembler is not None else _NO_PIECES
     for name in (*renamed, *pieces):
         by_file.setdefault(stored[name].file, []).append(name)
-    sizes = {name: _bytes_read(stored[name], shards.get(target)) for name, target in renamed.items()}
+    sizes = {
+        name: shard.num_bytes(stored[name].num_bytes) if (shard := shards.get(target)) else stored[name].num_bytes
+        for name, target in renamed.items()
+    }
     if assembler is not None:
         sizes |= {name: assembler.num_bytes(name, stored[name]) for name in pieces}
     with report.progress("weights", sum(sizes.values())) as advance:
@@ -334,14 +353,6 @@ def _open_unchanged(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file} changed while it was loaded ({error}); load the model again.") from error
     if (before.st_ino, before.st_mtime_ns, before.st_size) != (after.st_ino, after.st_mtime_ns, after.st_size):
         raise ValueError(f"{file} changed while it was loaded; load the model again.")
-
-
-def _bytes_read(stored: CheckpointTensor, shard: TensorShard | None) -> int:
-    return (
-        stored.num_bytes
-        if shard is None
-        else stored.num_bytes * math.prod(shard.shape) // max(1, math.prod(shard.full))
-    )
 
 
 def init_random_weights(

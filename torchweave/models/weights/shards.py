@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,10 @@ class TensorShard:
             like = parts[0] if parts else whole[(*before, slice(0, 1))]
             parts.append(like.new_zeros(*self.full[: self.dim], self.pad, *self.full[self.dim + 1 :]))
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+    def num_bytes(self, full: int) -> int:
+        """This rank's bytes of a tensor of `full` bytes."""
+        return full * math.prod(self.shape) // max(1, math.prod(self.full))
 
     def for_block_scales(self, block: int, full: Sequence[int]) -> TensorShard | None:
         """The shard of a tensor with one value per `block` of the dimension; None: a range splits a block."""

@@ -24,12 +24,18 @@ from torchweave.ops.kernels.recurrent.conv import conv_decode, conv_mixed
 from torchweave.ops.kernels.recurrent.copy import copy_tokens
 from torchweave.ops.kernels.recurrent.gated_delta import delta_prefill, delta_scan, delta_solve
 from torchweave.ops.kernels.recurrent.scan import lru_scan, selective_scan
-from torchweave.ops.kernels.recurrent.ssd import ssd_decode, ssd_drafts, ssd_prefill
+from torchweave.ops.kernels.recurrent.ssd import (
+    ssd_chunk_scan,
+    ssd_chunk_states,
+    ssd_decode,
+    ssd_drafts,
+    ssd_pass_states,
+)
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall, StateAccess
 
-CHUNK = 64
-CONV_CHUNK = 16
+CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 8, 256, 4
+SSD_CHUNK, SSD_BLOCK = 128, 128
 SCAN_TILE, LRU_TILE = 16, 32
 DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as long
 DELTA_CHUNK, DELTA_BLOCK, DELTA_WARPS = 32, 64, 8
@@ -134,13 +140,13 @@ def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, rows: Rows) -> None
             **shared, BLOCK=block, **_options(x.device, max(1, block // 128)),
         )  # fmt: skip
         return
-    assert width <= CONV_CHUNK
-    block = min(128, next_power_of_2(channels))
-    chunks = meta.num_tokens // CONV_CHUNK + meta.num_rows + 1
+    chunk = max(CONV_CHUNK, next_power_of_2(width))  # the first chunk of a row alone reads its state
+    block = min(CONV_BLOCK, next_power_of_2(channels))
+    chunks = meta.num_tokens // chunk + meta.num_rows + 1
     conv_mixed[chunks, cdiv(channels, block)](
         x, weight, bias, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position, meta.num_rows,
-        meta.num_tokens, channels, *strides, **shared, CHUNK=CONV_CHUNK, BLOCK=block, ACCESS=int(rows.access),
-        **_options(x.device, 4),
+        meta.num_tokens, channels, *strides, **shared, CHUNK=chunk, BLOCK=block, ACCESS=int(rows.access),
+        **_options(x.device, CONV_WARPS),
     )  # fmt: skip
 
 
@@ -208,16 +214,48 @@ def _launch_ssd(call: SsdCall, out: Tensor, state: Tensor, rows: Rows) -> None:
         )  # fmt: skip
         return
     if not meta.decode_only:
-        wide = x.dtype == torch.float32
-        chunk_block = max(16, min(32, next_power_of_2(head_dim)))
-        ssd_prefill[cdiv(head_dim, chunk_block), heads, meta.num_rows + 1](
-            *inputs, meta.num_rows, meta.num_tokens, call.dt_min, call.dt_max, *strides,
-            **shared, BLOCK=chunk_block, CHUNK=32 if wide else CHUNK, PRECISION=_precision(x.dtype),
-            **_options(x.device, 8 if wide else 4, 1 if wide else 2),
-        )  # fmt: skip
+        _launch_ssd_chunks(call, (x, dt, rate, B, C, skip, bias), out, state, meta)
     ssd_decode[cdiv(head_dim, block), heads, meta.num_rows](
         *inputs, call.dt_min, call.dt_max, *strides,
         **shared, BLOCK=block, DECODE_ONLY=meta.decode_only, **options,
+    )  # fmt: skip
+
+
+def _launch_ssd_chunks(
+    call: SsdCall, inputs: Sequence[Tensor], out: Tensor, state: Tensor, meta: AttentionMetadata
+) -> None:
+    """Rows with several tokens: what each chunk adds to the state, the states before the chunks, and the chunks' results."""
+    x, dt, rate, B, C, skip, bias = inputs
+    B, C = B.to(x.dtype), C.to(x.dtype)  # as the products round them; wider ones take too much shared memory
+    _, heads, head_dim = x.shape
+    groups, width = B.shape[1:]
+    wide = x.dtype == torch.float32
+    chunk = 32 if wide else SSD_CHUNK
+    tile = 128 // x.element_size()  # with rows of 64 bytes Triton 3.6 builds products that read other addresses
+    block = max(16, min(32 if wide else SSD_BLOCK, next_power_of_2(head_dim)))
+    options = _options(x.device, 8, 3) if block == SSD_BLOCK else _options(x.device, 8 if wide else 4, 2)
+    shared = {
+        "HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": width, "BLOCK": block, "TILE": tile,
+        "CHUNK": chunk, "BIAS": call.dt_bias is not None, "SOFTPLUS": call.softplus, "PRECISION": _precision(x.dtype),
+    }  # fmt: skip
+    strides = [stride for each in (x, dt, B, C, out) for stride in each.stride()[:2]]
+    grid = (cdiv(head_dim, block), heads, meta.num_tokens // chunk + meta.num_rows + 1)
+    before = x  # not read
+    if meta.num_tokens > chunk:
+        places = (meta.num_tokens // chunk + 1, heads)
+        added = torch.empty(*places, head_dim, width, device=x.device)
+        before, decay = torch.empty_like(added, dtype=x.dtype), torch.empty(places, device=x.device)
+        ssd_chunk_states[grid](
+            x, dt, rate, B, bias, added, decay, meta.query_start, meta.num_rows, meta.num_tokens, call.dt_min,
+            call.dt_max, *strides[:6], **shared, **options,
+        )  # fmt: skip
+        ssd_pass_states[cdiv(head_dim * width, 1024), heads, meta.num_rows](
+            added, decay, before, state, meta.slots, meta.query_start, meta.seq_lens,
+            HEADS=heads, SIZE=head_dim * width, BLOCK=1024, CHUNK=chunk, **_options(x.device, 4),
+        )  # fmt: skip
+    ssd_chunk_scan[grid](
+        x, dt, rate, B, C, skip, bias, out, state, before, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
+        meta.num_tokens, call.dt_min, call.dt_max, *strides, **shared, SKIP=call.D is not None, **options,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from torchweave.serving.errors import ApiError
-from torchweave.serving.openai.protocol import Body, ChatRequest, Whole
+from torchweave.serving.openai.protocol import Body, ChatRequest, Priority, Whole
 
 _SAME_NAME_FIELDS = (
     "model",
@@ -138,7 +138,7 @@ class MessagesRequest(CountTokensRequest):
     # fields of chat requests that Anthropic's API does not have
     seed: Whole | None = None
     min_p: float | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Priority = 0
 
     def _chat_fields(self) -> dict[str, Any]:
         return super()._chat_fields() | {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}

@@ -11,17 +11,7 @@ from contextlib import ExitStack, suppress
 
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
-from torchweave.serving.frontends.messages import (
-    End,
-    FromFrontend,
-    FrontendFailed,
-    FrontendInfo,
-    FrontendMetrics,
-    FrontendReady,
-    MetricsRequest,
-    ToFrontend,
-    decode_from_frontend,
-)
+from torchweave.serving.frontends import messages
 from torchweave.serving.ipc import socket_stream
 from torchweave.serving.ipc.messages import PromptRouted, encode
 from torchweave.serving.ipc.processes import critical_task, make_socket_dir, process_exit, spawn
@@ -51,7 +41,7 @@ class FrontendGroup:
         self._processes: dict[int, ChildProcess] = {}
         self._to_frontends: dict[int, Sender] = {}
         self._joined: set[int] = set()
-        self._frontend_metrics: dict[int, FrontendMetrics] = {}
+        self._frontend_metrics: dict[int, messages.FrontendMetrics] = {}
         self._num_polls = 0
         self._arrived = asyncio.Event()  # a process has sent a message or ended
         self._read_tasks: list[asyncio.Task[None]] = []
@@ -80,7 +70,9 @@ class FrontendGroup:
         folder = make_socket_dir()
         self._exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
         fd = self._frontend_context.shared_load.fd
-        frontend_infos = [FrontendInfo(number, self._count, folder, *address, fd) for number in range(1, self._count)]
+        frontend_infos = [
+            messages.FrontendInfo(number, self._count, folder, *address, fd) for number in range(1, self._count)
+        ]
         proxy_socket = socket.socket(socket.AF_UNIX)
         proxy_socket.bind(frontend_infos[0].proxy_socket)
         for frontend_info in frontend_infos:
@@ -94,7 +86,7 @@ class FrontendGroup:
             self._watch_tasks.append(asyncio.create_task(self._watch(process)))
         return [proxy_socket]
 
-    def announce(self, message: ToFrontend, exclude: int = 0) -> None:
+    def announce(self, message: messages.ToFrontend, exclude: int = 0) -> None:
         """Send a message to all other processes except number `exclude`."""
         encoded = encode(message)
         for number, to_frontend in self._to_frontends.items():
@@ -109,7 +101,7 @@ class FrontendGroup:
     async def poll_metrics(self, engines: Sequence[EngineClient], http: HttpRequestCounters) -> None:
         """Update `remote_request_metrics` and `http.remote` from the other processes."""
         self._num_polls = number = self._num_polls + 1
-        self.announce(MetricsRequest(number))
+        self.announce(messages.MetricsRequest(number))
         with suppress(TimeoutError):
             async with asyncio.timeout(_POLL_TIMEOUT_SECONDS):
                 while any(
@@ -126,7 +118,7 @@ class FrontendGroup:
     async def stop(self, at_once: bool = False) -> None:
         """End the processes after their last responses, or `at_once`."""
         self._stopping = True
-        self.announce(End())
+        self.announce(messages.End())
         if self._watch_tasks and not at_once and len(self._joined) == len(self._processes):
             await asyncio.wait(self._watch_tasks, timeout=_END_SECONDS)
         for process in self._processes.values():
@@ -145,14 +137,14 @@ class FrontendGroup:
         self, from_frontend: socket.socket, number: int, on_prompt_routed: Callable[[PromptRouted], None]
     ) -> None:
         def on_message(encoded: bytes) -> None:
-            message: FromFrontend = decode_from_frontend(encoded)
+            message: messages.FromFrontend = messages.decode_from_frontend(encoded)
             if isinstance(message, PromptRouted):
                 on_prompt_routed(message)
                 self.announce(message, exclude=number)
                 return
-            if isinstance(message, FrontendReady):
+            if isinstance(message, messages.FrontendReady):
                 self._joined.add(number)
-            elif isinstance(message, FrontendFailed):
+            elif isinstance(message, messages.FrontendFailed):
                 self._fail(message.why or "An HTTP process of the server could not start.")
             else:
                 self._frontend_metrics[number] = message
@@ -171,7 +163,7 @@ class FrontendGroup:
         self._frontend_context.changed.set()
 
 
-def _run(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo) -> None:
+def _run(config: EngineConfig, settings: ServerConfig, frontend_info: messages.FrontendInfo) -> None:
     with gc.gc_frozen_after():
         from torchweave.serving.frontends.process import main  # imports the whole server
     main(config, settings, frontend_info)

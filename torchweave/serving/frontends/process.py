@@ -12,30 +12,11 @@ from pathlib import Path
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
-from torchweave.serving.frontends.messages import (
-    Draining,
-    End,
-    FromFrontend,
-    FrontendFailed,
-    FrontendInfo,
-    FrontendMetrics,
-    FrontendReady,
-    MetricsRequest,
-    ToFrontend,
-    decode_to_frontend,
-)
+from torchweave.serving.frontends import messages
 from torchweave.serving.http.app import create_app
 from torchweave.serving.http.listener import UvicornServer, join
+from torchweave.serving.ipc import messages as wire
 from torchweave.serving.ipc import socket_stream
-from torchweave.serving.ipc.messages import (
-    Addresses,
-    EngineExited,
-    EngineStarted,
-    EngineStateChanged,
-    PromptRouted,
-    ReplicaInfo,
-    encode,
-)
 from torchweave.serving.ipc.processes import critical_task
 from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.ipc.socket_stream import Sender
@@ -44,7 +25,7 @@ from torchweave.utils import gc
 from torchweave.utils.child_process import exit_with_parent
 
 
-def main(config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo) -> None:
+def main(config: EngineConfig, settings: ServerConfig, frontend_info: messages.FrontendInfo) -> None:
     """Serve until the first HTTP process ends this process, or ends itself."""
     exit_with_parent(partial(shutil.rmtree, frontend_info.folder, ignore_errors=True))
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -60,13 +41,13 @@ class Frontend:
         uvicorn: listens at the server's address once the engines take requests.
     """
 
-    def __init__(self, config: EngineConfig, settings: ServerConfig, frontend_info: FrontendInfo) -> None:
+    def __init__(self, config: EngineConfig, settings: ServerConfig, frontend_info: messages.FrontendInfo) -> None:
         self._frontend_info = frontend_info
         count = settings.data_parallel_size
         shared_load = SharedLoad(count, frontend_info.count, frontend_info.shared_load_fd)
         frontend_context = FrontendContext(frontend_info.number, shared_load, announce=self._send)
         self._engines = [
-            SharedEngineClient(ReplicaInfo(index, count, frontend_info.count), frontend_context)
+            SharedEngineClient(wire.ReplicaInfo(index, count, frontend_info.count), frontend_context)
             for index in range(count)
         ]
         client = Replicas(config, self._engines, frontend_context)
@@ -78,7 +59,7 @@ class Frontend:
     async def run(self) -> None:
         with socket_stream.listen(self._frontend_info.from_first) as from_first:
             reading = critical_task(
-                socket_stream.read(from_first, lambda message: self._on_message(decode_to_frontend(message)))
+                socket_stream.read(from_first, lambda message: self._on_message(messages.decode_to_frontend(message)))
             )
             reporting = critical_task(self._report_listening())
             try:
@@ -93,27 +74,27 @@ class Frontend:
         await self.uvicorn.listening.wait()
         service = self._service
         if service.startup_ok:
-            self._send(FrontendReady())
+            self._send(messages.FrontendReady())
         elif service.client.state != "stopped":  # otherwise the server is shutting down
-            self._send(FrontendFailed(service.startup_error or service.client.failure))
+            self._send(messages.FrontendFailed(service.startup_error or service.client.failure))
         with gc.gc_frozen_manual_collect():
             await asyncio.Event().wait()
 
-    def _on_message(self, message: ToFrontend) -> None:
-        if isinstance(message, MetricsRequest):
+    def _on_message(self, message: messages.ToFrontend) -> None:
+        if isinstance(message, messages.MetricsRequest):
             request_metrics = [engine.request_metrics for engine in self._engines]
-            self._send(FrontendMetrics(message.number, request_metrics, self._app.state.http.requests))
-        elif isinstance(message, PromptRouted):
+            self._send(messages.FrontendMetrics(message.number, request_metrics, self._app.state.http.requests))
+        elif isinstance(message, wire.PromptRouted):
             self._service.client.on_prompt_routed(message)
-        elif isinstance(message, Draining):
+        elif isinstance(message, messages.Draining):
             self._service.draining = True
-        elif isinstance(message, End):
+        elif isinstance(message, messages.End):
             self.uvicorn.should_exit = True
         else:
             self._engines[message.engine].on_engine_message(message)
 
-    def _send(self, message: FromFrontend) -> None:
-        self._to_first.send(encode(message))
+    def _send(self, message: messages.FromFrontend) -> None:
+        self._to_first.send(wire.encode(message))
 
 
 class SharedEngineClient(EngineClient):
@@ -135,12 +116,12 @@ class SharedEngineClient(EngineClient):
                 await self._life_task
         self._fail_all(self.failure or "The server is shutting down.")
 
-    def on_engine_message(self, message: EngineStarted | EngineStateChanged | EngineExited) -> None:
+    def on_engine_message(self, message: wire.EngineStarted | wire.EngineStateChanged | wire.EngineExited) -> None:
         """Handle the first process's report about this engine."""
-        if isinstance(message, EngineStarted):
+        if isinstance(message, wire.EngineStarted):
             before, self._process_exit = self._life_task, asyncio.get_running_loop().create_future()
             self._life_task = critical_task(self._follow_life(message.addresses, self._process_exit, before))
-        elif isinstance(message, EngineStateChanged):
+        elif isinstance(message, wire.EngineStateChanged):
             self.state, self.failure, self.restarts, self.model = (
                 message.state, message.failure, message.restarts, message.model,
             )  # fmt: skip
@@ -150,7 +131,7 @@ class SharedEngineClient(EngineClient):
             self._process_exit.set_result(None)
 
     async def _follow_life(
-        self, addresses: Addresses, process_exit: asyncio.Future[None], before: asyncio.Task[None] | None
+        self, addresses: wire.Addresses, process_exit: asyncio.Future[None], before: asyncio.Task[None] | None
     ) -> None:
         if before is not None:
             await asyncio.wait([before])

@@ -15,17 +15,7 @@ from torchweave.config.options import ServerConfig
 from torchweave.serving.engine_client.client import EngineClient
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.errors import add_error_handlers
-from torchweave.serving.http import generation_routes, pooling_routes, responses_api, routes
-from torchweave.serving.http.middleware import (
-    AnthropicErrorsMiddleware,
-    AuthLimitsMiddleware,
-    FastPathMiddleware,
-    HeadMethodMiddleware,
-    HttpMetricsMiddleware,
-    RequestIdMiddleware,
-    RootPathMiddleware,
-    read_keys,
-)
+from torchweave.serving.http import generation_routes, middleware, pooling_routes, responses_api, routes
 from torchweave.serving.http.openapi import install_openapi
 from torchweave.serving.http.proxy import ProxyMiddleware
 from torchweave.serving.metrics.live import Live
@@ -51,7 +41,7 @@ def create_app(
         ValueError: a file named in `settings` cannot be read.
     """
     service = Service(client, settings)
-    keys = read_keys(settings)
+    keys = middleware.read_keys(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -100,13 +90,15 @@ def _add_middleware(
     app: FastAPI, client: Replicas, settings: ServerConfig, keys: list[str], primary_socket: str | None
 ) -> None:
     """Add what handles requests before the routes, the innermost first."""
-    app.add_middleware(HeadMethodMiddleware)  # type: ignore[arg-type]
+    app.add_middleware(middleware.HeadMethodMiddleware)  # type: ignore[arg-type]
     if primary_socket is not None:
         app.add_middleware(ProxyMiddleware, address=primary_socket)  # type: ignore[arg-type]
-    app.add_middleware(FastPathMiddleware, router=generation_routes.router)  # type: ignore[arg-type]
-    app.add_middleware(AuthLimitsMiddleware, settings=settings, keys=keys, admission_pacer=client.admission_pacer)  # type: ignore[arg-type]
-    app.add_middleware(AnthropicErrorsMiddleware)  # type: ignore[arg-type]
-    app.add_middleware(RequestIdMiddleware)  # type: ignore[arg-type]
+    app.add_middleware(middleware.FastPathMiddleware, router=generation_routes.router)  # type: ignore[arg-type]
+    app.add_middleware(
+        middleware.AuthLimitsMiddleware, settings=settings, keys=keys, admission_pacer=client.admission_pacer
+    )  # type: ignore[arg-type]
+    app.add_middleware(middleware.AnthropicErrorsMiddleware)  # type: ignore[arg-type]
+    app.add_middleware(middleware.RequestIdMiddleware)  # type: ignore[arg-type]
     if settings.allowed_origins:  # outside the key check: browsers send preflight requests without the key
         app.add_middleware(
             CORSMiddleware,
@@ -116,6 +108,6 @@ def _add_middleware(
             expose_headers=("x-request-id", "retry-after"),
         )
     # Outside the key check: counts rejected requests too.
-    app.add_middleware(HttpMetricsMiddleware, counts=app.state.http)  # type: ignore[arg-type]
+    app.add_middleware(middleware.HttpMetricsMiddleware, counts=app.state.http)  # type: ignore[arg-type]
     if settings.root_path:
-        app.add_middleware(RootPathMiddleware, root_path=settings.root_path)  # type: ignore[arg-type]
+        app.add_middleware(middleware.RootPathMiddleware, root_path=settings.root_path)  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -10,16 +11,16 @@ from fastapi.responses import JSONResponse, Response
 from torchweave.serving.anthropic.builder import MessagesBuilder
 from torchweave.serving.anthropic.protocol import CountTokensRequest, MessagesRequest
 from torchweave.serving.errors import ApiError
-from torchweave.serving.http.chat_batch import answer_batch
 from torchweave.serving.http.chat_template import encode, resolve_tool_use, start_chat
-from torchweave.serving.http.middleware import CLIENT_CLOSED_REQUEST, REQUEST_ID
-from torchweave.serving.http.responses import cancel_on_disconnect, respond, timeout_error, unless_disconnected
+from torchweave.serving.http.middleware import REQUEST_ID
+from torchweave.serving.http.responses import respond, time_limit, unless_disconnected
 from torchweave.serving.openai.protocol import ChatBatchRequest, ChatRequest, CompletionRequest, Generation, Prompt
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only, truncate
 from torchweave.serving.service import Service, service_of
 
 router = APIRouter(prefix="/v1", tags=["generation"])
+_USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 @router.post("/chat/completions", summary="Generate the next message of a conversation")
@@ -38,14 +39,47 @@ async def chat_completion_batch(body: ChatBatchRequest, request: Request) -> Res
     name = service.check_model(body.model)
     _check_stream_options(body)
     service.check_sequences(len(body.messages) * (body.n or 1))
-    answer = answer_batch(service, body.conversations, name, _id(body, request))
-    seconds = service.settings.request_timeout
+    answer = _answer_batch(service, body.conversations, name, _id(body, request))
+    async with time_limit(service.settings.request_timeout):
+        return JSONResponse(await unless_disconnected(answer, request, takes_long=True))
+
+
+async def _answer_batch(
+    service: Service, requests: Sequence[ChatRequest], model: str, request_id: str
+) -> dict[str, Any]:
+    """Answer conversations together. Choices are numbered through all of them; `usage` is the sum.
+
+    Raises:
+        ApiError, ValueError, EngineUnavailable: see `start_chat`; all requests are then stopped.
+    """
+    started = []
     try:
-        async with asyncio.timeout(seconds or None):
-            whole = await cancel_on_disconnect(answer, request.receive)
-    except TimeoutError:
-        raise timeout_error(seconds) from None
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
+        for request in requests:
+            started.append(await start_chat(service, request))
+        deltas = [await answer_stream.full() for answer_stream, _ in started]  # all run at once, and wait to be read
+    finally:
+        for answer_stream, _ in started:
+            answer_stream.close()
+    answers = [
+        ChatResponseBuilder(answer_stream, request, request_id, model, answer_format).full(answer)
+        for request, (answer_stream, answer_format), answer in zip(requests, started, deltas, strict=True)
+    ]
+    return _join_answers(answers)
+
+
+def _join_answers(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One body. What a body has of its prompt (`prompt_token_ids`, `prompt_logprobs`) moves to its choices."""
+    choices = []
+    for body in answers:
+        of_prompt = {name: body[name] for name in ("prompt_token_ids", "prompt_logprobs") if name in body}
+        choices += [choice | of_prompt for choice in body["choices"]]
+    usage: dict[str, Any] = {name: sum(body["usage"][name] for body in answers) for name in _USAGE}
+    for name in ("prompt_tokens_details", "completion_tokens_details"):
+        details = [body["usage"][name] for body in answers]
+        usage[name] = {key: sum(each[key] for each in details) for key in details[0]}
+    first = {name: answers[0][name] for name in ("id", "object", "created", "model")}
+    numbered = [choice | {"index": index} for index, choice in enumerate(choices)]
+    return {**first, "choices": numbered, "usage": usage}
 
 
 @router.post("/messages", summary="Generate the next message of a conversation, in Anthropic's format")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,53 +13,44 @@ from fastapi.responses import Response
 from torchweave.pooling import NO_POOLING, Pooling, cosine_similarity, pairs
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.generation_routes import encode_prompts
-from torchweave.serving.http.middleware import CLIENT_CLOSED_REQUEST, REQUEST_ID
-from torchweave.serving.http.responses import cancel_on_disconnect
-from torchweave.serving.openai.pooling import (
-    ClassifyRequest,
-    EmbeddingRequest,
-    PoolingBody,
-    RerankRequest,
-    ScoreRequest,
-    classify_response,
-    embedding_response,
-    rerank_response,
-    score_response,
-)
+from torchweave.serving.http.middleware import REQUEST_ID
+from torchweave.serving.http.responses import time_limit, unless_disconnected
+from torchweave.serving.openai import pooling as bodies
 from torchweave.serving.service import Service, service_of
 
 router = APIRouter(tags=["pooling"])
+_TIMEOUT = "The request took longer than the {:g} seconds that this server allows; send fewer prompts."
 
 
 @router.post("/v1/embeddings", summary="Embeddings of texts or token ids")
-async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+async def embeddings(body: bodies.EmbeddingRequest, request: Request) -> Response:
     service, name, pooling = _begin(body, request, "embed")
     pooling.check_dimensions(body.dimensions)
     rows, num_tokens = await _pool_input(body, request, service, pooling)
-    return _json(embedding_response(body, pooling, rows, name, num_tokens))
+    return _json(bodies.embedding_response(body, pooling, rows, name, num_tokens))
 
 
 @router.post("/classify", summary="Probabilities of the classes of texts or token ids")
-async def classify(body: ClassifyRequest, request: Request) -> Response:
+async def classify(body: bodies.ClassifyRequest, request: Request) -> Response:
     service, name, pooling = _begin(body, request, "classify")
     rows, num_tokens = await _pool_input(body, request, service, pooling)
-    return _json(classify_response(body, pooling, rows, name, num_tokens, request.scope[REQUEST_ID]))
+    return _json(bodies.classify_response(body, pooling, rows, name, num_tokens, request.scope[REQUEST_ID]))
 
 
 @router.post("/v1/score", summary="Scores of pairs of texts")
 @router.post("/score", summary="The same as /v1/score", operation_id="score_without_version")
-async def score(body: ScoreRequest, request: Request) -> Response:
+async def score(body: bodies.ScoreRequest, request: Request) -> Response:
     service, name, pooling = _begin(body, request, "score")
     scores, num_tokens = await _scores(body, body.text_1, body.text_2, request, service, pooling)
-    return _json(score_response(scores, name, num_tokens, request.scope[REQUEST_ID]))
+    return _json(bodies.score_response(scores, name, num_tokens, request.scope[REQUEST_ID]))
 
 
 @router.post("/v1/rerank", summary="Order documents by their relevance to a query")
 @router.post("/rerank", summary="The same as /v1/rerank", operation_id="rerank_without_version")
-async def rerank(body: RerankRequest, request: Request) -> Response:
+async def rerank(body: bodies.RerankRequest, request: Request) -> Response:
     service, name, pooling = _begin(body, request, "score")
     scores, num_tokens = await _scores(body, [body.query], body.documents, request, service, pooling)
-    return _json(rerank_response(body, scores, name, num_tokens, request.scope[REQUEST_ID]))
+    return _json(bodies.rerank_response(body, scores, name, num_tokens, request.scope[REQUEST_ID]))
 
 
 def _json(answer: dict[str, Any]) -> Response:
@@ -69,7 +59,7 @@ def _json(answer: dict[str, Any]) -> Response:
 
 
 def _begin(
-    body: PoolingBody, request: Request, task: Literal["embed", "classify", "score"]
+    body: bodies.PoolingBody, request: Request, task: Literal["embed", "classify", "score"]
 ) -> tuple[Service, str, Pooling]:
     """The service, the model's name for the answer, and how it pools.
 
@@ -86,7 +76,7 @@ def _begin(
 
 
 async def _pool_input(
-    body: EmbeddingRequest | ClassifyRequest, request: Request, service: Service, pooling: Pooling
+    body: bodies.EmbeddingRequest | bodies.ClassifyRequest, request: Request, service: Service, pooling: Pooling
 ) -> tuple[list[np.ndarray], int]:
     """The row of each prompt of `input`, and the number of their tokens."""
 
@@ -98,7 +88,7 @@ async def _pool_input(
 
 
 async def _scores(
-    body: PoolingBody,
+    body: bodies.PoolingBody,
     queries: Sequence[str],
     documents: Sequence[str],
     request: Request,
@@ -123,7 +113,7 @@ async def _scores(
     return await _in_time(work(), request, service)
 
 
-async def _rows(body: PoolingBody, service: Service, prompts: list[list[int]]) -> tuple[list[np.ndarray], int]:
+async def _rows(body: bodies.PoolingBody, service: Service, prompts: list[list[int]]) -> tuple[list[np.ndarray], int]:
     rows = await service.pool(prompts, body.priority, body.cache_salt)
     return rows, sum(map(len, prompts))
 
@@ -134,13 +124,5 @@ async def _in_time(work: Any, request: Request, service: Service) -> Any:
     Raises:
         ApiError: 504 after `request_timeout`.
     """
-    seconds = service.settings.request_timeout
-    try:
-        async with asyncio.timeout(seconds or None):
-            result = await cancel_on_disconnect(work, request.receive)
-    except TimeoutError:
-        sentence = f"The request took longer than the {seconds:g} seconds that this server allows; send fewer prompts."
-        raise ApiError(504, sentence, code="timeout") from None
-    if result is None:
-        raise ApiError(CLIENT_CLOSED_REQUEST, "The client has disconnected.")
-    return result
+    async with time_limit(service.settings.request_timeout, _TIMEOUT):
+        return await unless_disconnected(work, request, takes_long=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,38 +19,24 @@ from torchweave.serving.service import service_of
 
 Value = TypeVar("Value")
 _LONG_BODY = 1 << 16  # bytes
+_ANSWER_TIMEOUT = "The answer took longer than the {:g} seconds that this server allows per request; lower max_tokens."
 
 
 async def respond(request: Request, stream: bool, answer_stream: AnswerStream, builder: ResponseBuilder) -> Response:
     """The response of a request: its answers as they come, or in one body.
 
     Raises:
-        ApiError, EngineUnavailable: see `full_response`.
+        ApiError: 504 after `request_timeout`, or the client disconnected.
+        EngineUnavailable: the engine ended.
     """
     seconds = service_of(request).settings.request_timeout
     if stream:
         return EventStream(answer_stream, builder, seconds)
-    return await full_response(answer_stream, builder, request.receive, seconds)
-
-
-async def full_response(
-    answer_stream: AnswerStream, builder: ResponseBuilder, receive: Receive, seconds: float
-) -> Response:
-    """Wait for all answers and return them in one body.
-
-    Raises:
-        ApiError: 504 after `seconds` (0: no limit).
-        EngineUnavailable: the engine ended.
-    """
     try:
-        async with asyncio.timeout(seconds or None):
-            answers = await cancel_on_disconnect(answer_stream.full(), receive)
-    except TimeoutError:
-        raise timeout_error(seconds) from None
+        async with time_limit(seconds):
+            answers = await unless_disconnected(answer_stream.full(), request, takes_long=True)
     finally:
         answer_stream.close()
-    if answers is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
     return Response(msgspec.json.encode(builder.full(answers)), media_type="application/json")
 
 
@@ -91,7 +78,7 @@ class EventStream(Response):
         try:
             if begin := self._builder.begin():
                 await send({"type": "http.response.body", "body": begin, "more_body": True})
-            async with asyncio.timeout(self._seconds or None):
+            async with time_limit(self._seconds):
                 while deltas := await answer_stream.next():
                     body = events(deltas[0]) if len(deltas) == 1 else b"".join(map(events, deltas))
                     if body:
@@ -99,16 +86,17 @@ class EventStream(Response):
             return self._builder.end()
         except Exception as error:
             answer_stream.close()  # before the final event is sent, which may block on a slow client
-            timed_out = isinstance(error, TimeoutError)
-            return self._builder.failure(timeout_error(self._seconds) if timed_out else api_error(error))
+            return self._builder.failure(api_error(error))
 
 
-def timeout_error(seconds: float) -> ApiError:
-    """The error of a request that took longer than `request_timeout`."""
-    sentence = (
-        f"The answer took longer than the {seconds:g} seconds that this server allows per request; lower max_tokens."
-    )
-    return ApiError(504, sentence, code="timeout")
+@contextlib.asynccontextmanager
+async def time_limit(seconds: float, sentence: str = _ANSWER_TIMEOUT) -> AsyncIterator[None]:
+    """Raise ApiError 504 with `sentence` in the body after `request_timeout` seconds; 0: no limit."""
+    try:
+        async with asyncio.timeout(seconds or None):
+            yield
+    except TimeoutError:
+        raise ApiError(504, sentence.format(seconds), code="timeout") from None
 
 
 async def cancel_on_disconnect(work: Coroutine[Any, Any, Value], receive: Receive) -> Value | None:
@@ -124,20 +112,18 @@ async def cancel_on_disconnect(work: Coroutine[Any, Any, Value], receive: Receiv
         await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def unless_disconnected(work: Coroutine[Any, Any, Value], request: Request, has_images: bool = False) -> Value:
+async def unless_disconnected(work: Coroutine[Any, Any, Value], request: Request, takes_long: bool = False) -> Value:
     """Return the result of `work`, which ends early if the client disconnects. The body of `request` has been read.
 
     Args:
-        has_images: the work takes long, however short the body is.
+        takes_long: however short the body is.
 
     Raises:
         ApiError: the client disconnected.
     """
     length = header(request.scope, b"content-length")
-    if (
-        not has_images and length.isdigit() and int(length[:20]) <= _LONG_BODY
-    ):  # soon done, and a task for each costs as much
-        return await work
+    if not takes_long and length.isdigit() and int(length[:20]) <= _LONG_BODY:
+        return await work  # soon done, and a task for each costs as much
     result = await cancel_on_disconnect(work, request.receive)
     if result is None:
         raise ApiError(CLIENT_CLOSED_REQUEST, "The client has disconnected.")

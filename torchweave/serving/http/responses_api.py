@@ -5,7 +5,6 @@ The first HTTP process handles all of it, since responses are stored in its memo
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -14,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.http.chat_template import start_chat
-from torchweave.serving.http.responses import respond, timeout_error, unless_disconnected
+from torchweave.serving.http.responses import respond, time_limit, unless_disconnected
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.responses.builder import ResponsesBuilder, new_response
 from torchweave.serving.openai.responses.protocol import ResponsesRequest
@@ -52,10 +51,10 @@ async def create(body: ResponsesRequest, request: Request) -> Response:
 
 async def _in_background(answer_stream: AnswerStream, builder: ResponsesBuilder, seconds: float) -> None:
     try:
-        async with asyncio.timeout(seconds or None):
+        async with time_limit(seconds):
             builder.full(await answer_stream.full())
     except Exception as error:
-        builder.failure(timeout_error(seconds) if isinstance(error, TimeoutError) else api_error(error))
+        builder.failure(api_error(error))
     finally:
         answer_stream.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from importlib.resources import files
 from typing import Any
@@ -14,7 +13,7 @@ import torchweave
 from torchweave.engine.request import SamplingParams
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.http.chat_template import check_vocabulary, encode
-from torchweave.serving.http.responses import timeout_error, unless_disconnected
+from torchweave.serving.http.responses import time_limit, unless_disconnected
 from torchweave.serving.openai.protocol import AnyTokenizeRequest, DetokenizeRequest, TokenizeRequest
 from torchweave.serving.service import Service, public_name, service_of
 
@@ -58,12 +57,9 @@ async def health_generate(request: Request) -> dict[str, str]:
     service = service_of(request)
     params = SamplingParams(temperature=0.0, max_tokens=1)
     answer_stream = await service.generate([[0]], params, stream=False, priority=0, cache_salt=None)
-    seconds = service.settings.request_timeout
     try:
-        async with asyncio.timeout(seconds or None):
+        async with time_limit(service.settings.request_timeout):
             await answer_stream.full()
-    except TimeoutError:
-        raise timeout_error(seconds) from None
     finally:
         answer_stream.close()
     return {"status": "ok"}

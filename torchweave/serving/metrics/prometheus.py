@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -19,72 +20,47 @@ from starlette.routing import Match, Route
 
 import torchweave
 from torchweave.serving.engine_client.client import EngineClient
-from torchweave.serving.engine_client.counters import BucketHistogram
-from torchweave.serving.engine_client.request_metrics import ServingCounters
 
 PREFIX = "torchweave_"
 _Scope = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class MetricSpec:
-    """A metric: its name without prefix, its help text, and a function that returns its value."""
-
-    name: str
-    meaning: str
-    value: Callable[[ServingCounters], float | BucketHistogram]
-
-
 # Names, units and semantics of vLLM's metrics if it has them; documented in docs/operations.md.
 COUNTERS = (
-    MetricSpec("prompt_tokens", "Prompt tokens of requests that have their first token", lambda c: c.prompt_tokens),
-    MetricSpec("generation_tokens", "Generated tokens", lambda c: c.generation_tokens),
-    MetricSpec(
-        "requests_refused", "Requests that the engine refused because it can never run them", lambda c: c.refused
-    ),
-    MetricSpec("iterations", "Iterations of the engine", lambda c: c.iterations),
-    MetricSpec(
-        "invalid_logits", "Requests ended because the model's logits were not finite", lambda c: c.invalid_logits
-    ),
-    MetricSpec(
-        "compiles_after_ready", "Compilations after the engine was ready; expected: 0", lambda c: c.compiles_after_ready
-    ),
+    ("prompt_tokens", "Prompt tokens of requests that have their first token", "prompt_tokens"),
+    ("generation_tokens", "Generated tokens", "generation_tokens"),
+    ("requests_refused", "Requests that the engine refused because it can never run them", "refused"),
+    ("iterations", "Iterations of the engine", "iterations"),
+    ("invalid_logits", "Requests ended because the model's logits were not finite", "invalid_logits"),
+    ("compiles_after_ready", "Compilations after the engine was ready; expected: 0", "compiles_after_ready"),
 )
+"""Name without prefix, help text, and field of `ServingCounters`."""
 HISTOGRAMS = (
-    MetricSpec(
-        "time_to_first_token_seconds", "Time from a request's arrival to its first token", lambda c: c.first_token
-    ),
-    MetricSpec(
-        "inter_token_latency_seconds", "Time between two token responses of a streamed request", lambda c: c.inter_token
-    ),
-    MetricSpec(
+    ("time_to_first_token_seconds", "Time from a request's arrival to its first token", "first_token"),
+    ("inter_token_latency_seconds", "Time between two token responses of a streamed request", "inter_token"),
+    (
         "time_per_output_token_seconds",
         "Mean time per output token of a finished request, excluding the first",
-        lambda c: c.per_output_token,
+        "per_output_token",
     ),
-    MetricSpec("e2e_request_latency_seconds", "Time from a request's arrival to its end", lambda c: c.latency),
-    MetricSpec(
-        "request_queue_time_seconds",
-        "Time from a request's arrival to the first step of its prefill",
-        lambda c: c.queue,
-    ),
-    MetricSpec("request_prompt_tokens", "Prompt tokens of a finished request", lambda c: c.request_prompt),
-    MetricSpec("request_generation_tokens", "Generated tokens of a finished request", lambda c: c.request_generation),
-    MetricSpec("iteration_tokens", "Tokens of an iteration, prefilled and sampled", lambda c: c.iteration_tokens),
-    MetricSpec("iteration_seconds", "Wall-clock time of an iteration", lambda c: c.iteration_seconds),
+    ("e2e_request_latency_seconds", "Time from a request's arrival to its end", "latency"),
+    ("request_queue_time_seconds", "Time from a request's arrival to the first step of its prefill", "queue"),
+    ("request_prompt_tokens", "Prompt tokens of a finished request", "request_prompt"),
+    ("request_generation_tokens", "Generated tokens of a finished request", "request_generation"),
+    ("iteration_tokens", "Tokens of an iteration, prefilled and sampled", "iteration_tokens"),
+    ("iteration_seconds", "Wall-clock time of an iteration", "iteration_seconds"),
 )
-
-
-GAUGES: tuple[tuple[str, str, Callable[[EngineSnapshot], float]], ...] = (
-    ("num_requests_running", "Running requests", lambda now: now.running),
-    ("num_requests_waiting", "Requests that wait for their first step", lambda now: now.waiting),
-    ("num_requests_paused", "Preempted requests that wait to resume", lambda now: now.paused),
-    ("kv_cache_usage_perc", "Fraction of the KV cache's blocks in use, 0 to 1", lambda now: now.usage),
-    ("kv_cache_blocks", "Blocks of the KV cache", lambda now: now.blocks),
+GAUGES = (
+    ("num_requests_running", "Running requests", "running"),
+    ("num_requests_waiting", "Requests that wait for their first step", "waiting"),
+    ("num_requests_paused", "Preempted requests that wait to resume", "paused"),
+    ("kv_cache_usage_perc", "Fraction of the KV cache's blocks in use, 0 to 1", "usage"),
+    ("kv_cache_blocks", "Blocks of the KV cache", "blocks"),
 )
-CACHE_COUNTERS: tuple[tuple[str, str, Callable[[EngineSnapshot], int]], ...] = (
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda now: now.queries),
-    ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda now: now.hits),
+"""Name, help text, and attribute of `EngineSnapshot`."""
+CACHE_COUNTERS = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "queries"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "hits"),
 )
 SPECULATION_COUNTERS = (
     ("num_drafts", "Rows of steps with drafts"),
@@ -151,10 +127,10 @@ class PrometheusMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._of_engines()
         counts = [engine.counts for engine in self._engines]
-        for spec in COUNTERS:
-            yield self._counter(spec.name, spec.meaning, map(spec.value, counts))
-        for spec in HISTOGRAMS:
-            yield self._histogram(spec, map(spec.value, counts))
+        for name, meaning, field in COUNTERS:
+            yield self._counter(name, meaning, map(attrgetter(field), counts))
+        for name, meaning, field in HISTOGRAMS:
+            yield self._histogram(name, meaning, map(attrgetter(field), counts))
         ended = CounterMetricFamily(
             PREFIX + "request_success", "Finished requests by finish reason", labels=[*self._labels, "finished_reason"]
         )
@@ -179,10 +155,10 @@ class PrometheusMetrics(Collector):
         yield self._gauge("engine_up", "1 while the engine accepts requests, else 0", ready)
         restarts = (engine.restarts for engine in engines)
         yield self._counter("engine_restarts", "Restarts of the engine", restarts)
-        for name, meaning, value in GAUGES:
-            yield self._gauge(name, meaning, map(value, now))
-        for name, meaning, value in CACHE_COUNTERS:
-            yield self._counter(name, meaning, map(value, now))
+        for name, meaning, field in GAUGES:
+            yield self._gauge(name, meaning, map(attrgetter(field), now))
+        for name, meaning, field in CACHE_COUNTERS:
+            yield self._counter(name, meaning, map(attrgetter(field), now))
         yield from self._of_speculation([engine.stats.get("spec_decode", {}) for engine in engines])
 
     def _of_speculation(self, counts: Sequence[dict[str, Any]]) -> Iterator[Metric]:
@@ -214,8 +190,8 @@ class PrometheusMetrics(Collector):
             family.add_metric(labels, value)
         return family
 
-    def _histogram(self, spec: MetricSpec, values: Iterable[Any]) -> Metric:
-        family = HistogramMetricFamily(PREFIX + spec.name, spec.meaning, labels=self._labels)
+    def _histogram(self, name: str, meaning: str, values: Iterable[Any]) -> Metric:
+        family = HistogramMetricFamily(PREFIX + name, meaning, labels=self._labels)
         for labels, value in zip(self._values, values, strict=True):
             family.add_metric(labels, value.cumulative(), value.sum)
         return family

@@ -11,9 +11,8 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from torchweave.pooling import Pooling
-from torchweave.serving.openai.protocol import Body, Prompt
+from torchweave.serving.openai.protocol import Body, Priority, Prompt
 
-Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _Texts = str | list[str]
 
 

@@ -89,6 +89,7 @@ _Prompt = str | list[str] | list[int] | list[list[int]]
 Prompt = Annotated[_Prompt, PlainValidator(_prompt, json_schema_input_type=_Prompt)]
 """Validated in one pass: pydantic would try each type of the union on a long list of tokens."""
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class StreamOptions(Body):
@@ -138,29 +139,18 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class Generation(Body):
-    """Fields of both completions and chat completions.
-
-    Accepted and ignored: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`, `prompt_cache_key`,
-    `prompt_cache_retention`, `spaces_between_special_tokens`, `guided_decoding_backend`.
-    """
+class SharedFields(Body):
+    """Fields of completions, chat completions and responses; see `Generation` for those that are ignored."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: Whole | None = None
-    max_tokens: Whole | None = None
-    stop: Annotated[str | list[str] | None, BeforeValidator(_stop)] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias)] = None
-    response_format: ResponseFormat | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -172,6 +162,25 @@ class Generation(Body):
     min_tokens: Whole | None = None
     stop_token_ids: list[Whole] | None = None
     ignore_eos: bool | None = None
+    priority: Priority = 0
+    cache_salt: str | None = None
+
+
+class Generation(SharedFields):
+    """Fields of both completions and chat completions.
+
+    Accepted and ignored: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`, `prompt_cache_key`,
+    `prompt_cache_retention`, `spaces_between_special_tokens`, `guided_decoding_backend`.
+    """
+
+    stream_options: StreamOptions | None = None
+    n: Whole | None = None
+    max_tokens: Whole | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(_stop)] = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias)] = None
+    response_format: ResponseFormat | None = None
+    store: bool | None = None
+    # vLLM's extra fields
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: list[Whole] | None = None
@@ -186,8 +195,6 @@ class Generation(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: str | None = None
     request_id: Annotated[str | None, Field(pattern="^[!-~]{1,128}$")] = None
     return_token_ids: bool = False
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None

@@ -124,6 +124,8 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
     given = {name: getattr(body, name) for name in _SAME_NAME_FIELDS}
     fields = {name: value for name, value in {**given, **others}.items() if value is not None or name in others}
     beam_search = body.use_beam_search or (fields.get("beam_width") or 1) > 1  # supports neither sampling nor penalties
+    if beam_search and body.stream:
+        raise ValueError("A beam search has no answer before its end, so it cannot be streamed; set stream=false.")
     merged: dict[str, Any] = (
         {} if beam_search else {name: value for name, value in defaults.items() if value is not None}
     )

@@ -18,7 +18,7 @@ Pays      at every token count: x is quantised once, and one product uses the de
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -117,18 +117,10 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
             near_misses.append(NearMiss(node.name, why))
             continue
         constants = (w, w_scale) if bias is None else (w, w_scale, bias)
-        call = StackableCall(node, q, constants, _arguments(q, s, dtype))
+        call = StackableCall(node, q, constants, (q, s, w, w_scale, bias, dtype))
         by_kind.setdefault((q, s, value(w_scale).ndim, bias is None, dtype), []).append(call)
     for group in by_kind.values():
         yield from mergeable_groups(graph, group, near_misses)
-
-
-def _arguments(q: fx.Node, s: fx.Node, dtype: torch.dtype) -> Callable[..., tuple[Any, ...]]:
-    def arguments(constants: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
-        w, w_scale, *bias = constants
-        return (read(q), read(s), w, w_scale, bias[0] if bias else None, dtype)
-
-    return arguments
 
 
 def _reject_reason(graph: CapturedGraph, w: Any, w_scale: Any, bias: Any) -> str | None:

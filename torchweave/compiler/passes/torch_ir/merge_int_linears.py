@@ -16,7 +16,7 @@ Pays      at every token count: one product uses the device better than three.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
         same_order = None if order is None else _equal_constant(graph, order, orders.setdefault(x, []))
         optional = (zero is not None, bias is not None, row_scale is not None)
         kind = (x, value(w).dtype, value(scale).dtype, same_order, group, *optional)
-        arguments = _arguments(x, same_order, group, optional)
+        arguments = (x, w, scale, zero, same_order, bias, group, row_scale)
         by_kind.setdefault(kind, []).append(StackableCall(node, x, stacked, arguments))
     kinds = list(by_kind)
     for kind in kinds:
@@ -79,17 +79,9 @@ def _int8_groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[
         stacked = (w, scale) if bias is None else (w, scale, bias)
         if all(graph.constant(each) is not None for each in stacked):
             kind = (x, value(scale).dtype, bias is None)
-            by_kind.setdefault(kind, []).append(StackableCall(node, x, stacked, _int8_arguments(x, bias is not None)))
+            by_kind.setdefault(kind, []).append(StackableCall(node, x, stacked, (x, w, scale, bias)))
     for calls in by_kind.values():
         yield from mergeable_groups(graph, calls, near_misses)
-
-
-def _int8_arguments(x: fx.Node, has_bias: bool) -> Callable[..., tuple[Any, ...]]:
-    def arguments(constants: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
-        w, scale, *bias = constants
-        return (read(x), w, scale, bias[0] if has_bias else None)
-
-    return arguments
 
 
 def _equal_constant(graph: CapturedGraph, node: fx.Node, known: list[fx.Node]) -> fx.Node:
@@ -101,17 +93,3 @@ def _equal_constant(graph: CapturedGraph, node: fx.Node, known: list[fx.Node]) -
             return other
     known.append(node)
     return node
-
-
-def _arguments(
-    x: fx.Node, order: fx.Node | None, group: int, optional: tuple[bool, bool, bool]
-) -> Callable[..., tuple[Any, ...]]:
-    """Arguments of the merged call; optional: whether there are zero points, a bias and a scale for each row."""
-
-    def arguments(constants: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
-        w, scale, *rest = constants
-        present = iter(rest)
-        zero, bias, row_scale = (next(present) if has_one else None for has_one in optional)
-        return (read(x), w, scale, zero, None if order is None else read(order), bias, group, row_scale)
-
-    return arguments

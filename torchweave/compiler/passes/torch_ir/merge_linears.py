@@ -17,7 +17,7 @@ Pays      at every token count: one matmul reads x once and uses the device bett
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
             continue
         kind = (bias is not None, tensor.dtype, tensor.device)
         constants = (weight,) if bias is None else (weight, bias)
-        call = StackableCall(node, x, constants, _arguments(x), -tensor.shape[0] % _ALIGNED)
+        call = StackableCall(node, x, constants, (x, weight, bias), -tensor.shape[0] % _ALIGNED)
         by_input.setdefault(_source(x), {}).setdefault(kind, []).append(call)
     for x, kinds in by_input.items():
         largest = max(kinds.values(), key=len)
@@ -114,11 +114,3 @@ def _linears(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[tupl
                 near_misses.append(NearMiss(node.name, str(mismatch)))
     readers = Counter(_source(x) for _, x, _, _ in linears)
     yield from (each for each in linears if readers[_source(each[1])] > 1)
-
-
-def _arguments(x: fx.Node) -> Callable[..., tuple[Any, ...]]:
-    def arguments(constants: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
-        weight, *bias = constants
-        return (read(x), weight, bias[0] if bias else None)
-
-    return arguments

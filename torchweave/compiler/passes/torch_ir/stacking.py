@@ -45,15 +45,20 @@ class StackableCall:
         node: the call, with outputs `[..., N]`.
         x: the input that all calls of the group read.
         constants: stacked along the first dimension; the weight `[N, K]` first.
-        arguments: builds the call's arguments with the given constants (nodes or fake values); `read` maps the other nodes.
+        arguments: of the call, in order, `x` and `constants` among them.
         padding: rows of zeros that are stacked behind its constants, so that the next call's outputs stay aligned.
     """
 
     node: fx.Node
     x: fx.Node
     constants: tuple[fx.Node, ...]
-    arguments: Callable[[Sequence[Any], Callable[[fx.Node], Any]], tuple[Any, ...]]
+    arguments: tuple[Any, ...]
     padding: int = 0
+
+    def merged_arguments(self, stacked: Sequence[Any], read: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
+        """The arguments with other constants (nodes or fake values); `read` maps the other nodes."""
+        new = dict(zip(self.constants, stacked, strict=True))
+        return fx.map_arg(self.arguments, lambda node: new[node] if node in new else read(node))  # type: ignore[return-value]
 
 
 def mergeable_groups(
@@ -131,7 +136,7 @@ def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _Fake
     constants = [
         graph.fake_ops.run(torch.cat, (_padded([value(node) for node in column], group),), {}) for column in columns
     ]
-    whole = graph.fake_ops.run(target, group[0].arguments(constants, value), {})
+    whole = graph.fake_ops.run(target, group[0].merged_arguments(constants, value), {})
     parts = graph.fake_ops.run(torch.split, (whole, _split_sizes(group)), {"dim": -1})
     results = [
         graph.fake_ops.run(torch.clone, (part,), _CONTIGUOUS) if _is_returned(graph, item.node) else part
@@ -162,7 +167,7 @@ def _rewrite(
     nodes, first = graph.graph, group[0].node
     target: Any = first.target
     with nodes.inserting_before(first):
-        one = nodes.call_function(target, group[0].arguments(stacked[key], lambda node: node))
+        one = nodes.call_function(target, group[0].merged_arguments(stacked[key], lambda node: node))
         pieces = nodes.call_function(torch.split, (one, _split_sizes(group)), {"dim": -1})
         items = [nodes.call_function(operator.getitem, (pieces, index)) for index in _part_indices(group)]
         for index, (number, result) in enumerate(zip(_part_indices(group), results, strict=True)):

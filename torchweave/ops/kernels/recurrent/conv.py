@@ -102,7 +102,7 @@ def conv_mixed(
         source = token - (WIDTH - 1) + j
         before = (source < first)[:, None]
         value = tl.load(x + source[:, None] * x_stride + channel[None, :], mask=valid & ~before, other=0.0)
-        if WIDTH > 1:
+        if begin == first:  # the addresses of the state are much of the work
             column = (source - first + (WIDTH - 1))[:, None]
             old = tl.load(inputs[None, :] + column, mask=valid & before & continued, other=0.0)
             value = tl.where(before, old, value)

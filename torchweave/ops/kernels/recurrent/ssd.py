@@ -1,8 +1,10 @@
 """Triton: scan of Mamba2 (state space duality) over the rows of a step.
 
-Rows with one token: one step of the recurrence, the state read and written once. Rows with several tokens: a program for each head
-walks the chunks of its row with the state in registers; inside a chunk the scan is attention with decays on the tensor cores.
-Rows with drafts, which are short: steps of the recurrence one after the other, with the state in registers.
+Rows with one token: one step of the recurrence, the state read and written once. Rows with several tokens: their chunks in
+parallel, as in the Mamba2 paper (Dao and Gu, 2024, section 6). `ssd_chunk_states` computes what each chunk adds to the state,
+`ssd_pass_states` the state before each chunk, and `ssd_chunk_scan` the results, by attention with decays inside a chunk. Rows of
+at most one chunk need the last kernel only. Rows with drafts, which are short: steps of the recurrence one after the other, with
+the state in registers.
 """
 
 # Triton's decorators are untyped.
@@ -14,7 +16,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, row_end, row_tokens, softplus
+from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, row_end, row_tokens, softplus
 
 
 @triton.jit
@@ -161,62 +163,189 @@ def ssd_drafts(
         tl.store(place, matrix, mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
-def ssd_prefill(
-    x, dt, A, B, C, D, dt_bias, out, state, slots, query_start, seq_lens, num_rows, num_tokens, dt_min, dt_max,
-    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
-    out_stride, out_head_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, STATE_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+@triton.jit
+def _chunk_steps(
+    dt, dt_bias, A, begin, end, head, dt_min, dt_max, dt_stride, dt_head_stride,
+    CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK channels of head `program_id(1)` of row `program_id(2)`, if it has several tokens: its chunks in order. Row
-    `num_rows` zeroes the results of padded tokens."""
+    """Tokens of a chunk, whether each is in the row, their time steps, and the logarithm of the decay from the chunk's beginning
+    through each token and through all."""
+    token = begin.to(tl.int64) + tl.arange(0, CHUNK)
+    valid = token < end
+    step = tl.load(dt + token * dt_stride + head * dt_head_stride, mask=valid, other=0.0)
+    step = tl.where(valid, _time_step(step, _step_bias(dt_bias, head, BIAS), dt_min, dt_max, SOFTPLUS), 0.0)
+    decay = step * tl.load(A + head).to(tl.float32)
+    return token, valid, step, tl.cumsum(decay, 0), tl.sum(decay, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
+def ssd_chunk_states(
+    x, dt, A, B, dt_bias, added, decay, query_start, num_rows, num_tokens, dt_min, dt_max,
+    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """What chunk `program_id(2)` adds to BLOCK channels of the state of head `program_id(1)`, and its decay, at the place
+    `first token // CHUNK` of `added` `[T // CHUNK + 1, HEADS, HEAD_DIM, STATE]` and `decay`; for chunks that another one of
+    their row follows."""
+    pdl_wait(DEPENDENT)
+    head = tl.program_id(1)
+    row, _, end, begin = find_chunk(query_start, tl.program_id(2), num_rows, num_tokens, CHUNK)
+    if (row == num_rows) | (begin + CHUNK >= end):
+        return
+    token, _, step, total, whole = _chunk_steps(
+        dt, dt_bias, A, begin, end, head, dt_min, dt_max, dt_stride, dt_head_stride, CHUNK, BIAS, SOFTPLUS
+    )
+    dim = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid_dim = dim < HEAD_DIM
+    values = tl.load(
+        x + token[None, :] * x_stride + head * x_head_stride + dim[:, None], mask=valid_dim[:, None], other=0.0
+    )
+    dtype = x.dtype.element_ty
+    values = (values.to(tl.float32) * (step * tl.exp(whole - total))[None, :]).to(dtype)
+    place = ((begin // CHUNK).to(tl.int64) * HEADS + head) * HEAD_DIM
+    if tl.program_id(0) == 0:
+        tl.store(decay + (begin // CHUNK) * HEADS + head, tl.exp(whole))
+    for first in tl.static_range(0, STATE, TILE):
+        column = first + tl.arange(0, TILE)
+        valid_column = column < STATE
+        keys = tl.load(
+            B + token[:, None] * b_stride + (head // GROUP) * b_group_stride + column[None, :],
+            mask=valid_column[None, :], other=0.0,
+        )  # fmt: skip
+        tl.store(
+            added + (place + dim[:, None]) * STATE + column[None, :],
+            tl.dot(values, keys.to(dtype), input_precision=PRECISION),
+            mask=valid_dim[:, None] & valid_column[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["query_start"])
+def ssd_pass_states(
+    added, decay, before, state, slots, query_start, seq_lens,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements of the state of head `program_id(1)` of row `program_id(2)`: the state before each chunk but the last goes
+    to `before`, that before the last chunk to `state`."""
     pdl_wait(DEPENDENT)
     head, row = tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
+    if end - first <= CHUNK:
+        return
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = at < SIZE
+    place = state + (tl.load(slots + row).to(tl.int64) * HEADS + head) * SIZE + at
+    current = tl.load(place, mask=valid & (tl.load(seq_lens + row) > end - first), other=0.0)
+    chunk = (first // CHUNK).to(tl.int64) * HEADS + head
+    for _ in tl.range(first, end - CHUNK, CHUNK, num_stages=3):
+        tl.store(before + chunk * SIZE + at, current.to(before.dtype.element_ty), mask=valid)
+        current = current * tl.load(decay + chunk) + tl.load(added + chunk * SIZE + at, mask=valid, other=0.0)
+        chunk += HEADS
+    tl.store(place, current, mask=valid)
+
+
+@triton.jit
+def _by_queries(
+    query_row, key_row, state_row, valid_token, valid_dim, dim, dtype: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, STATE: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of a chunk's queries with its keys `[CHUNK, CHUNK]` and with BLOCK channels of a state `[CHUNK, BLOCK]`."""
+    scores, result = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, BLOCK], tl.float32)
+    for first in tl.range(0, STATE, TILE):
+        column = first + tl.arange(0, TILE)
+        valid_column = column < STATE
+        by_column = valid_token[:, None] & valid_column[None, :]
+        query = tl.load(query_row + column[None, :], mask=by_column, other=0.0).to(dtype)
+        keys = tl.load(key_row + column[None, :], mask=by_column, other=0.0).to(dtype)
+        matrix = tl.load(
+            state_row + dim[None, :] * STATE + column[:, None],
+            mask=valid_dim[None, :] & valid_column[:, None],
+            other=0.0,
+        ).to(dtype)
+        scores = tl.dot(query, tl.trans(keys), scores, input_precision=PRECISION)
+        result = tl.dot(query, matrix, result, input_precision=PRECISION)
+    return scores, result
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
+def ssd_chunk_scan(
+    x, dt, A, B, C, D, dt_bias, out, state, before, slots, query_start, seq_lens, num_rows, num_tokens, dt_min, dt_max,
+    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+    out_stride, out_head_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Results of BLOCK channels of head `program_id(1)` in chunk `program_id(2)`, if its row has several tokens. The last chunk of
+    a row advances the state. Padded tokens become zero."""
+    pdl_wait(DEPENDENT)
+    head = tl.program_id(1)
+    row, row_begin, end, begin = find_chunk(query_start, tl.program_id(2), num_rows, num_tokens, CHUNK)
+    if begin >= end:
+        return
     at = tl.arange(0, CHUNK)
-    dim, column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, STATE_PAD)
-    valid_dim, valid_column = dim < HEAD_DIM, column < STATE
-    first = tl.load(query_start + row)
+    dim = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid_dim = dim < HEAD_DIM
     target = out + head * out_head_stride + dim[None, :]
     if row == num_rows:
-        for begin in range(first, num_tokens, CHUNK):
-            token = (begin + at).to(tl.int64)[:, None]
-            valid = (token < num_tokens) & valid_dim[None, :]
-            tl.store(target + token * out_stride, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
+        token = (begin + at).to(tl.int64)[:, None]
+        valid = (token < num_tokens) & valid_dim[None, :]
+        tl.store(target + token * out_stride, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
         return
-    end = tl.load(query_start + row + 1)
-    if end - first < 2:
+    if end - row_begin < 2:
         return
-    slot = tl.load(slots + row).to(tl.int64)
     dtype = x.dtype.element_ty
-    place = state + ((slot * HEADS + head) * HEAD_DIM + dim[:, None]) * STATE + column[None, :]
-    valid_state = valid_dim[:, None] & valid_column[None, :]
-    matrix = tl.load(place, mask=valid_state & (tl.load(seq_lens + row) > end - first), other=0.0)
-    rate, bias = tl.load(A + head).to(tl.float32), _step_bias(dt_bias, head, BIAS)
-    group = head // GROUP
-    for begin in tl.range(first, end, CHUNK):
-        token = (begin + at).to(tl.int64)
-        valid_token = token < end
-        valid = valid_token[:, None] & valid_dim[None, :]
-        by_column = valid_token[:, None] & valid_column[None, :]
-        values = tl.load(x + token[:, None] * x_stride + head * x_head_stride + dim[None, :], mask=valid, other=0.0)
-        keys = tl.load(
-            B + token[:, None] * b_stride + group * b_group_stride + column[None, :], mask=by_column, other=0.0
+    token, valid_token, step, total, whole = _chunk_steps(
+        dt, dt_bias, A, begin, end, head, dt_min, dt_max, dt_stride, dt_head_stride, CHUNK, BIAS, SOFTPLUS
+    )
+    is_last = begin + CHUNK >= end
+    slot = tl.load(slots + row).to(tl.int64)
+    state_row = state + (slot * HEADS + head) * HEAD_DIM * STATE
+    before_row = before + ((begin // CHUNK).to(tl.int64) * HEADS + head) * HEAD_DIM * STATE
+    continued = (begin > row_begin) | (tl.load(seq_lens + row) > end - row_begin)
+    key_row = B + token[:, None] * b_stride + (head // GROUP) * b_group_stride
+    query_row = C + token[:, None] * c_stride + (head // GROUP) * c_group_stride
+    if is_last:  # outside the loop, which Triton could not pipeline with a branch
+        scores, result = _by_queries(
+            query_row,
+            key_row,
+            state_row,
+            valid_token,
+            valid_dim & continued,
+            dim,
+            dtype,
+            CHUNK,
+            BLOCK,
+            STATE,
+            TILE,
+            PRECISION,
         )
-        query = tl.load(
-            C + token[:, None] * c_stride + group * c_group_stride + column[None, :], mask=by_column, other=0.0
+    else:
+        scores, result = _by_queries(
+            query_row, key_row, before_row, valid_token, valid_dim, dim, dtype, CHUNK, BLOCK, STATE, TILE, PRECISION
         )
-        step = tl.load(dt + token * dt_stride + head * dt_head_stride, mask=valid_token, other=0.0)
-        step = tl.where(valid_token, _time_step(step, bias, dt_min, dt_max, SOFTPLUS), 0.0)
-        total, whole = tl.cumsum(step * rate, 0), tl.sum(step * rate, 0)
-        between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
-        scores = tl.dot(query.to(dtype), tl.trans(keys.to(dtype)), input_precision=PRECISION) * between * step[None, :]
-        result = tl.dot(query.to(dtype), tl.trans(matrix.to(dtype)), input_precision=PRECISION) * tl.exp(total)[:, None]
-        result = tl.dot(scores.to(dtype), values, result, input_precision=PRECISION)
-        if SKIP:
-            result += tl.load(D + head).to(tl.float32) * values.to(tl.float32)
-        tl.store(target + token[:, None] * out_stride, result.to(out.dtype.element_ty), mask=valid)
-        added = (values.to(tl.float32) * (step * tl.exp(whole - total))[:, None]).to(dtype)
-        matrix = tl.dot(tl.trans(added), keys.to(dtype), matrix * tl.exp(whole), input_precision=PRECISION)
-    tl.store(place, matrix, mask=valid_state)
+    values = tl.load(
+        x + token[:, None] * x_stride + head * x_head_stride + dim[None, :],
+        mask=valid_token[:, None] & valid_dim[None, :], other=0.0,
+    )  # fmt: skip
+    between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
+    result *= tl.exp(total)[:, None]
+    result = tl.dot((scores * between * step[None, :]).to(dtype), values, result, input_precision=PRECISION)
+    if SKIP:
+        result += tl.load(D + head).to(tl.float32) * values.to(tl.float32)
+    tl.store(
+        target + token[:, None] * out_stride, result.to(out.dtype.element_ty),
+        mask=valid_token[:, None] & valid_dim[None, :],
+    )  # fmt: skip
+    if is_last:
+        added = tl.trans((values.to(tl.float32) * (step * tl.exp(whole - total))[:, None]).to(dtype))
+        for first in tl.range(0, STATE, TILE):
+            column = first + tl.arange(0, TILE)
+            keys = tl.load(
+                key_row + column[None, :], mask=valid_token[:, None] & (column < STATE)[None, :], other=0.0
+            ).to(dtype)
+            place = state_row + dim[:, None] * STATE + column[None, :]
+            valid_state = valid_dim[:, None] & (column < STATE)[None, :]
+            matrix = tl.load(place, mask=valid_state & continued, other=0.0) * tl.exp(whole)
+            tl.store(place, tl.dot(added, keys, matrix, input_precision=PRECISION), mask=valid_state)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from torchweave.serving.openai.protocol import Body, ChatRequest, Whole
+from torchweave.serving.openai.protocol import Body, ChatRequest, SharedFields, Whole
 from torchweave.serving.openai.responses.items import messages_of
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -77,7 +77,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool = False
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SharedFields):
     """Body of `/v1/responses`.
 
     Accepted and ignored: `user`, `metadata` (returned), `service_tier`, `safety_identifier`, `prompt_cache_key`,
@@ -85,16 +85,12 @@ class ResponsesRequest(Body):
     """
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     background: bool = False
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Whole | None = None
     include: list[Annotated[str, BeforeValidator(_included)]] | None = None
     text: TextOptions = Field(default_factory=TextOptions)
@@ -103,31 +99,14 @@ class ResponsesRequest(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     max_tool_calls: Whole | None = None
     # fields of chat requests that OpenAI's API does not have here
-    top_k: Whole | None = None
-    min_p: float | None = None
-    seed: Whole | None = None
     stop: Any = None
-    stop_token_ids: list[Whole] | None = None
-    min_tokens: Whole | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Any = None
     structured_outputs: Any = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: str | None = None
 
     @property
     def items(self) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchweave.serving.openai.protocol import Tool
+from torchweave.serving.openai.tools import json_calls, parsers, xml_calls
 from torchweave.serving.openai.tools.base import ArgumentsDelta as ArgumentsDelta
 from torchweave.serving.openai.tools.base import Call as Call
 from torchweave.serving.openai.tools.base import ParserDelta as ParserDelta
@@ -15,51 +16,26 @@ from torchweave.serving.openai.tools.base import ReasoningDelta as ReasoningDelt
 from torchweave.serving.openai.tools.base import TextDelta as TextDelta
 from torchweave.serving.openai.tools.base import ToolCallParser as ToolCallParser
 from torchweave.serving.openai.tools.harmony import HarmonyParser as HarmonyParser
-from torchweave.serving.openai.tools.json_calls import (
-    DeepSeekV3Parser,
-    Granite31Parser,
-    GraniteParser,
-    InternLMParser,
-    JambaParser,
-    KimiParser,
-    Phi4MiniParser,
-    PhiToolCallParser,
-)
-from torchweave.serving.openai.tools.parsers import (
-    ForcedCallsParser,
-    HermesParser,
-    JsonObjectsParser,
-    MistralParser,
-    NamedCallParser,
-    PythonicParser,
-)
-from torchweave.serving.openai.tools.xml_calls import (
-    DeepSeekV32Parser,
-    GlmParser,
-    InvokeParser,
-    Qwen3CoderParser,
-    SeedOssParser,
-)
 
 PARSERS: dict[str, Callable[[Mapping[str, Any]], ToolCallParser]] = {
-    "hermes": HermesParser,
-    "llama3_json": JsonObjectsParser,
-    "mistral": MistralParser,
-    "pythonic": PythonicParser,
-    "qwen3_coder": Qwen3CoderParser,
-    "glm45": GlmParser,
-    "seed_oss": SeedOssParser,
-    "minimax_m2": InvokeParser,
-    "deepseek_v3": DeepSeekV3Parser,
-    "deepseek_v32": DeepSeekV32Parser,
-    "kimi_k2": KimiParser,
+    "hermes": json_calls.HermesParser,
+    "llama3_json": parsers.JsonObjectsParser,
+    "mistral": parsers.MistralParser,
+    "pythonic": parsers.PythonicParser,
+    "qwen3_coder": xml_calls.Qwen3CoderParser,
+    "glm45": xml_calls.GlmParser,
+    "seed_oss": xml_calls.SeedOssParser,
+    "minimax_m2": xml_calls.InvokeParser,
+    "deepseek_v3": json_calls.DeepSeekV3Parser,
+    "deepseek_v32": xml_calls.DeepSeekV32Parser,
+    "kimi_k2": json_calls.KimiParser,
     "gpt_oss": HarmonyParser,
-    "granite": GraniteParser,
-    "granite31": Granite31Parser,
-    "phi4_mini": Phi4MiniParser,
-    "phi4_tool_call": PhiToolCallParser,
-    "internlm": InternLMParser,
-    "jamba": JambaParser,
+    "granite": json_calls.GraniteParser,
+    "granite31": json_calls.HermesParser,
+    "phi4_mini": json_calls.Phi4MiniParser,
+    "phi4_tool_call": json_calls.PhiToolCallParser,
+    "internlm": json_calls.InternLMParser,
+    "jamba": json_calls.JambaParser,
 }
 """By the name of the option `tool_call_parser`; takes the JSON schemas of the functions' parameters by name."""
 SPECIAL_TOKENS = frozenset(
@@ -120,7 +96,11 @@ def make_tool_parser(form: str, tools: Sequence[Tool]) -> ToolCallParser:
 
 def make_forced_parser(tools: Sequence[Tool], named: str | None) -> ToolCallParser:
     """Create a parser for an answer constrained to `forced_schema`."""
-    return ForcedCallsParser([tool.function.name for tool in tools]) if named is None else NamedCallParser(named)
+    return (
+        parsers.ForcedCallsParser([tool.function.name for tool in tools])
+        if named is None
+        else parsers.NamedCallParser(named)
+    )
 
 
 def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parsers of calls in JSON behind markers: Granite, Phi, InternLM, Jamba, Hunyuan; and behind names: DeepSeek-V3, Kimi-K2."""
+"""Parsers of calls in JSON behind markers (Hermes, Granite, Phi, InternLM, Jamba) and behind names (DeepSeek-V3, Kimi-K2)."""
 
 from __future__ import annotations
 
@@ -32,18 +32,21 @@ class MarkedJsonParser(MarkedCallsParser):
         if not self._in_section:
             self._in_section, self._num_here = self._read_text(pieces), 0
             return self._in_section
-        rest = self._buffer.lstrip(_BETWEEN)
+        rest = self._buffer.lstrip(_BETWEEN + "}")  # small models write a surplus closing brace
         if rest.startswith("{"):
             self._skipped = self._buffer[: len(self._buffer) - len(rest)]
             self._buffer, self._scanner = rest, JsonCallScanner(self._num_calls, self._tool_names)
         elif not rest or (self._CLOSE and self._CLOSE.startswith(rest) and rest != self._CLOSE):
             return False
         else:
-            skipped = self._CLOSE and rest.startswith(self._CLOSE)
-            if self._num_here == 0 and not skipped:
+            if self._CLOSE and rest.startswith(self._CLOSE):
+                rest = rest.removeprefix(self._CLOSE)
+            elif self._num_here:
+                rest = self._buffer.lstrip(_BETWEEN)
+            else:
                 pieces += self._text_buffer.text(self._OPEN)
                 rest = self._buffer
-            self._buffer, self._in_section = rest.removeprefix(self._CLOSE), False
+            self._buffer, self._in_section = rest, False
         return True
 
     def _read_call(self, scanner: JsonCallScanner, pieces: list[ParserDelta]) -> bool:
@@ -74,16 +77,16 @@ class MarkedJsonParser(MarkedCallsParser):
         return self._end(rest)
 
 
+class HermesParser(MarkedJsonParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or a list of calls (Hermes, Qwen; Granite 3.1 and later)."""
+
+    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
 class GraniteParser(MarkedJsonParser):
     """`<|tool_call|>[{...}, {...}]` (Granite 3)."""
 
     _OPEN = "<|tool_call|>"
-
-
-class Granite31Parser(MarkedJsonParser):
-    """`<tool_call>[{...}]</tool_call>`, with or without the closing marker (Granite 3.1 and later)."""
-
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Phi4MiniParser(MarkedJsonParser):

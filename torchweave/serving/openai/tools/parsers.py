@@ -75,52 +75,6 @@ class HeadedCallsParser(MarkedCallsParser):
         return bool(self._buffer)
 
 
-class HermesParser(MarkedCallsParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several of them, with text before (Hermes, Qwen)."""
-
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-
-    def __init__(self, known: Collection[str]) -> None:
-        super().__init__(known)
-        self._scanner: JsonCallScanner | None = None
-        self._closing = False  # after a call, before its closing marker
-
-    def _step(self, pieces: list[ParserDelta]) -> bool:
-        if self._scanner is not None:
-            return self._read_call(self._scanner, pieces)
-        if self._closing:
-            after = self._buffer.lstrip(_AFTER_CALL)
-            if after.startswith(self._CLOSE):
-                self._buffer = after[len(self._CLOSE) :]
-            elif self._CLOSE.startswith(after):
-                return False
-            self._closing = False
-            return True
-        if self._read_text(pieces):
-            self._scanner = JsonCallScanner(self._num_calls, self._tool_names)
-        return self._scanner is not None
-
-    def _read_call(self, scanner: JsonCallScanner, pieces: list[ParserDelta]) -> bool:
-        new, self._buffer = scanner.feed(self._buffer)
-        if scanner.started:
-            self._text_buffer.call()
-            pieces += new
-        if scanner.failed:
-            pieces += self._text_buffer.text(self._OPEN + scanner.raw)
-            self._scanner = None
-        elif scanner.done:
-            self._num_calls += 1
-            self._closing = True
-            self._scanner = None
-        return bool(self._buffer)
-
-    def finish(self) -> list[ParserDelta]:
-        rest = self._buffer
-        if self._scanner is not None and not self._scanner.started:
-            rest = self._OPEN + self._scanner.raw + rest
-        return self._end("" if self._closing else rest)
-
-
 class JsonObjectsParser:
     """An answer of calls only: `{"name": ..., "parameters": {...}}`, separated by `;` or white space (Llama 3).
 

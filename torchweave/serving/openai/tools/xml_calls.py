@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -113,9 +112,9 @@ class XmlCallsParser(MarkedCallsParser):
         self._end_call(pieces)
         return True
 
-    @abstractmethod
     def _read_key(self, match: re.Match[str]) -> str:
         """The argument's name, from the match of `_KEY`."""
+        return match[1].strip()
 
     def _read_value(self, pieces: list[ParserDelta]) -> bool:
         before, marker, after = self._buffer.partition(self._VALUE_END)
@@ -156,11 +155,6 @@ def _may_become(text: str, tag: str, *markers: str) -> bool:
     return len(text) < _MAX_HEAD and text.startswith(tag)
 
 
-def _without_line_ends(text: str) -> str:
-    """A value without the line break behind its opening tag and the one before its closing tag."""
-    return text.removeprefix("\n").removesuffix("\n")
-
-
 class Qwen3CoderParser(XmlCallsParser):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` (Qwen3-Coder, Qwen3.5)."""
 
@@ -170,11 +164,9 @@ class Qwen3CoderParser(XmlCallsParser):
     _KEY, _KEY_BEGIN = re.compile(r"<parameter=([^>]{1,256})>"), "<parameter="
     _VALUE_END = "</parameter>"
 
-    def _read_key(self, match: re.Match[str]) -> str:
-        return match[1].strip()
-
     def _convert(self, text: str) -> Any:
-        return super()._convert(_without_line_ends(text))
+        """A value without the line break behind its opening tag and the one before its closing tag."""
+        return super()._convert(text.removeprefix("\n").removesuffix("\n"))
 
 
 class SeedOssParser(Qwen3CoderParser):
@@ -193,24 +185,14 @@ class GlmParser(XmlCallsParser):
     _KEY_BEGIN = "<arg_key>"
     _VALUE_END = "</arg_value>"
 
-    def _read_key(self, match: re.Match[str]) -> str:
-        return match[1].strip()
 
-
-class InvokeParser(XmlCallsParser):
+class InvokeParser(Qwen3CoderParser):
     """`<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` within a section (MiniMax-M2)."""
 
     _OPEN, _CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
     _FUNCTION, _FUNCTION_BEGIN = re.compile(r'<invoke name="?([^">]{1,256})"?\s*>'), "<invoke"
     _FUNCTION_END = "</invoke>"
     _KEY, _KEY_BEGIN = re.compile(r'<parameter name="?([^">]{1,256})"?\s*>'), "<parameter"
-    _VALUE_END = "</parameter>"
-
-    def _read_key(self, match: re.Match[str]) -> str:
-        return match[1].strip()
-
-    def _convert(self, text: str) -> Any:
-        return super()._convert(_without_line_ends(text))
 
 
 class DeepSeekV32Parser(XmlCallsParser):
