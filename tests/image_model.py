@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 
-from torchweave.models.resolve import resolve
+from torchweave.config.model_source import resolve
 from torchweave.verify import image_zoo, zoo
 
 TEMPLATE = """{%- for m in messages %}{{ m.role + ': ' }}{% if m.content is string %}{{ m.content }}{% else %}

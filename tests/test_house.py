@@ -265,23 +265,23 @@ print(json.dumps(results))
 """
 
 
+EXAMPLES = [(page, number) for page in PAGES for number, _ in enumerate(blocks(page))]
+
+
 @functools.cache
-def outcomes(page: Path) -> list[tuple[str, str]]:
-    """What each example of a page printed, and its error: one after the other in a process, which imports torch once."""
-    command, codes = [sys.executable, "-c", RUN], json.dumps(blocks(page))
+def outcomes() -> list[tuple[str, str]]:
+    """What each example printed, and its error: one after the other in a process, which imports torch once."""
+    command, codes = [sys.executable, "-c", RUN], json.dumps([blocks(page)[number] for page, number in EXAMPLES])
     done = subprocess.run(command, cwd=ROOT, input=codes, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [(said, error) for said, error in json.loads(done.stdout)]
-
-
-EXAMPLES = [(page, number) for page in PAGES for number, _ in enumerate(blocks(page))]
 
 
 @pytest.mark.parametrize(
     ("page", "number"), EXAMPLES, ids=lambda value: name_of(value) if isinstance(value, Path) else None
 )
 def test_examples_run(page: Path, number: int):
-    said, error = outcomes(page)[number]
+    said, error = outcomes()[EXAMPLES.index((page, number))]
     assert not error, error[-3000:]
     if "12+30=" in blocks(page)[number]:
         assert "42" in said

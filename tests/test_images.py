@@ -21,6 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from tests.image_model import data_url, encoded, picture
 from torchweave import images
+from torchweave.config.model_source import resolve
 from torchweave.images import (
     ImageInput,
     ImageLimits,
@@ -30,7 +31,6 @@ from torchweave.images import (
     read_data_url,
     split_images,
 )
-from torchweave.models.resolve import resolve
 
 
 def bomb(width: int, height: int) -> bytes:

@@ -169,23 +169,7 @@ def main() -> None:
         repeats=1,
     )
     only_fx = arguments.fx and arguments.passes is not None
-    every = TorchCompileConfig(
-        enable_piecewise_cuda_graph=bool(sizes.ttft_lens),
-        capture_num_tokens=sizes.ttft_lens or None,
-        enable_inductor=not only_fx,
-    )
-    tokens = max(sizes.batch_sizes) * (sizes.input_len + sizes.output_len + 1) + max(sizes.ttft_lens, default=0)
-    config = EngineConfig(
-        model=arguments.model,
-        load_format="dummy" if arguments.model.startswith("shape:") else "auto",
-        max_batch_size=max(sizes.batch_sizes),
-        num_kv_blocks=arguments.num_kv_blocks or tokens // 16 + max(sizes.batch_sizes),
-        max_model_len=max(sizes.input_len + sizes.output_len + 1, *(length + 1 for length in sizes.ttft_lens)),
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        enable_prefix_caching=False,
-        quantization=arguments.quantization,
-        torch_compile_config=every,
-    )
+    config = config_of(arguments, sizes, only_fx)
     title = " ".join(filter(None, (arguments.model, arguments.quantization, "as FX code" * only_fx)))
     results: dict[str, dict[str, Any]] = {}
     for name, result in measurements(config, sizes, arguments):
@@ -196,6 +180,27 @@ def main() -> None:
     print(table(results))
     if arguments.table:
         enter(arguments.table, entries_of(results, "-".join(title.split())))
+
+
+def config_of(arguments: argparse.Namespace, sizes: Sizes, only_fx: bool) -> EngineConfig:
+    """The engine with default passes, with room for the sizes that are measured."""
+    every = TorchCompileConfig(
+        enable_piecewise_cuda_graph=bool(sizes.ttft_lens),
+        capture_num_tokens=sizes.ttft_lens or None,
+        enable_inductor=not only_fx,
+    )
+    tokens = max(sizes.batch_sizes) * (sizes.input_len + sizes.output_len + 1) + max(sizes.ttft_lens, default=0)
+    return EngineConfig(
+        model=arguments.model,
+        load_format="dummy" if arguments.model.startswith("shape:") else "auto",
+        max_batch_size=max(sizes.batch_sizes),
+        num_kv_blocks=arguments.num_kv_blocks or tokens // 16 + max(sizes.batch_sizes),
+        max_model_len=1 + max((sizes.input_len + sizes.output_len, *sizes.ttft_lens)),
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        enable_prefix_caching=False,
+        quantization=arguments.quantization,
+        torch_compile_config=every,
+    )
 
 
 def measurements(

@@ -32,6 +32,7 @@ from torchweave.bench.protocol import Sizes, Workload, decode, fixed_length_para
 from torchweave.bench.result import header
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
 from torchweave.config import TorchCompileConfig
+from torchweave.config.model_source import resolve
 from torchweave.engine.runner.encoder_graphs import EncoderGraphs
 from torchweave.engine.startup.compile_model import effective_compile_config
 from torchweave.engine.startup.image_encoder import EXAMPLE_IMAGE_SIZES, compile_layers
@@ -41,7 +42,6 @@ from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
 from torchweave.models.multimodal.patch_embedding import patch_convolutions
 from torchweave.models.multimodal.vision_layers import tower_layers
-from torchweave.models.resolve import resolve
 from torchweave.report import Report
 
 PROCESSORS = {

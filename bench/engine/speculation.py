@@ -31,7 +31,7 @@ import demo_tasks as tasks
 
 from torchweave import LLM, SamplingParams
 from torchweave.bench.result import header
-from torchweave.models.resolve import resolve
+from torchweave.config.model_source import resolve
 from torchweave.report import Report
 
 GREEDY = SamplingParams(temperature=0, max_tokens=120)

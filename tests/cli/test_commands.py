@@ -17,9 +17,9 @@ from torchweave.cli.commands import generate
 from torchweave.cli.main import main
 from torchweave.cli.output import write_output
 from torchweave.compiler.explain.facts import schema
+from torchweave.config.model_source import resolve
 from torchweave.distributed.worker_group import RankFailure
 from torchweave.engine.outputs import CompletionOutput
-from torchweave.models.resolve import resolve
 from torchweave.verify.hf_baseline import TransformersBaseline
 
 Lines = pytest.MonkeyPatch
@@ -336,10 +336,14 @@ def test_help_does_not_import_torch():
         ["chat", "demo", "--max_batch_size", "0"],
         ["explain", "demo", "--block_size", "0"],
         ["generate", "demo", "a", "--structured_outputs.regex", "["],
+        ["generate", "nope", "a"],
+        ["chat", "./nope"],
+        ["explain", "nope"],
+        ["serve", "nope"],
     ],
     ids=" ".join,
 )
-def test_an_invalid_option_is_refused_before_torch_is_imported(argv: list[str]):
+def test_an_invalid_option_or_model_name_is_refused_before_torch_is_imported(argv: list[str]):
     code = f"import sys; from torchweave.cli.main import main; sys.exit(main({argv}) != 2 or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -374,11 +374,18 @@ def test_decorated_modules_are_copied_and_dropped_like_others() -> None:
     assert gone() is None
 
 
+class _Starred(nn.Module):
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return tensors[0] + 1
+
+
 def test_bad_uses_of_compile_are_one_sentence() -> None:
     gate = make_gate(Report(show=False))(4)
     x = torch.randn(3, 4)
     for use, words in (
         (lambda: gate(x, note="b"), "takes tensors only, but note is a str"),
+        (lambda: torchweave.compile(_Starred(), {"x": x}), "forward of _Starred has no named parameter for x; name its tensors"),
+        (lambda: torchweave.compile(_Starred)()(x), "takes named parameters only, but this call gives values to tensors"),
         (
             lambda: torchweave.compile(torch.relu, {"x": x}),
             "module must be a torch.nn.Module, not relu",

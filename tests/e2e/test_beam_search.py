@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torchweave.models
+from tests.engine.captured import CAPTURED
 from torchweave import LLM, SamplingParams
 from torchweave.engine.outputs import RequestOutput
 from torchweave.verify import zoo
 
-PLAIN = {"enable_inductor": False, "compile_cache": False}
 EAGER = {"enable_fullgraph": False}
 """For tests that need an engine of their own, since a capture takes seconds."""
 SETTINGS: list[dict[str, Any]] = [
@@ -71,7 +71,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, PreTra
     folder = tmp_path_factory.mktemp("tiny")
     model = zoo.build(zoo.zoo_model("llama"))
     zoo.save(model, folder)
-    with LLM(str(folder), device="cpu", dtype="float32", block_size=16, torch_compile_config=PLAIN) as llm:
+    with LLM(str(folder), device="cpu", dtype="float32", block_size=16, torch_compile_config=CAPTURED) as llm:
         yield llm, model
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.engine.captured import CAPTURED
 from tests.models.weights.packings import FORMS, write
 from torchweave import LLM, SamplingParams, TorchCompileConfig
+from torchweave.config.model_source import resolve
 from torchweave.config.options import Quantization
-from torchweave.models.resolve import resolve
 from torchweave.report import Report
 from torchweave.verify import zoo
 
@@ -54,8 +55,8 @@ def test_tokens_of_an_engine_are_those_of_the_dequantised_model(form: str, tmp_p
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
     write(model, FORMS[form], tmp_path, zoo.save)
     expected = zoo.reference_tokens(model, PROMPTS, 12)
-    report, config = Report(show=False), TorchCompileConfig(enable_inductor=False, compile_cache=False)
-    with LLM(str(tmp_path), device="cpu", torch_compile_config=config, report=report) as llm:
+    report = Report(show=False)
+    with LLM(str(tmp_path), device="cpu", torch_compile_config=CAPTURED, report=report) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     merged = next(event for event in report.select("pass") if event["name"] == "merge_int_linears")

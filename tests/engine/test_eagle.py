@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_speculation import COMPILED, EAGER, EAGLE, TEXTS, engine
+from tests.engine.captured import CAPTURED
+from tests.engine.test_speculation import EAGER, EAGLE, TEXTS, engine
 from tests.models.drafters.eagle_heads import demo_model, hidden_states_of, random_head, reference_drafts, write_head
 from tests.ranks import run_torchrun_ranks
 from torchweave import LLM, SamplingParams, TorchCompileConfig
@@ -16,6 +17,7 @@ from torchweave.ops.slot_state import StepInputs
 from torchweave.ops.speculation import DraftRows
 from torchweave.verify import zoo
 
+FUSED = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_k=40, seed=5, max_tokens=24)
 
@@ -53,7 +55,7 @@ def test_drafts_are_those_of_plain_torch(tmp_path: Path, monkeypatch: pytest.Mon
     config = speculation(write_head(tmp_path, weights), synthetic_acceptance=0.6, disable_by_batch_size=4)
     options = {"block_size": 4, "max_model_len": 80, "max_batch_size": 6, "max_num_tokens": 24}
     texts = [text for text in TEXTS if text != "copy: a b a b a b a b a b"]
-    with engine(config, COMPILED, **options) as llm:
+    with engine(config, FUSED, **options) as llm:
         seen = record_drafts(llm, monkeypatch)
         params = [GREEDY, GREEDY, SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.2), SEEDED, SEEDED]
         for prompts in (texts, texts, texts[:2]):
@@ -78,7 +80,7 @@ def test_a_model_of_another_kind_has_its_tokens(tmp_path: Path) -> None:
     taken = [1, text.num_hidden_layers, 1]
     folder = write_head(tmp_path / "head", weights, eagle_aux_hidden_state_layer_ids=taken)
     found = []
-    for config, compiled in ((None, EAGER), (speculation(folder), COMPILED)):
+    for config, compiled in ((None, EAGER), (speculation(folder), CAPTURED)):
         prompts = [[5, 9, 4, 3, 7, 6], list(range(3, 40)), [8, 8, 8]]
         with LLM(
             str(tmp_path / "model"), device="cpu", max_num_tokens=32, max_model_len=96, speculative_config=config,
@@ -98,7 +100,7 @@ def _tokens_and_accepted_drafts(compiled: TorchCompileConfig, **options: Any) ->
 
 
 def _serve_on_two_ranks() -> tuple[list[list[int]], int]:
-    return _tokens_and_accepted_drafts(COMPILED, tensor_parallel_size=2, executor="torchrun")
+    return _tokens_and_accepted_drafts(CAPTURED, tensor_parallel_size=2, executor="torchrun")
 
 
 def test_every_rank_drafts_alike() -> None:
@@ -112,6 +114,6 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"method=eagle3 needs speculative_config.model, the name of the head"):
         engine({"method": "eagle3"})
     with pytest.raises(ValueError, match="method=eagle3 is not supported with pipeline_parallel_size=2"):
-        engine(speculation(tmp_path), COMPILED, pipeline_parallel_size=2)
+        engine(speculation(tmp_path), CAPTURED, pipeline_parallel_size=2)
     with pytest.raises(ValueError, match=r"speculative_config.model=demo-draft: .* is no EAGLE-3 head, but has Llama"):
         engine({"method": "eagle3", "model": "demo-draft"})

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import image_model
+from tests.engine.captured import CAPTURED
 from torchweave import LLM, SamplingParams
 from torchweave.config import EngineConfig, TorchCompileConfig
 from torchweave.engine.kv_cache.image_rows import PromptImages
@@ -27,7 +28,6 @@ from torchweave.verify.verify import verify
 NUM_TOKENS = 8
 BIAS = {image_zoo.IMAGE_TOKEN: -100.0}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=BIAS)
-COMPILED = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 EAGER = TorchCompileConfig(enable_fullgraph=False)
 """For tests of what schedules and encodes images, since a capture takes seconds."""
 
@@ -55,7 +55,7 @@ def engine(folder: Path, compile_config: TorchCompileConfig = EAGER, **options: 
 def llm(qwen: Any) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_MIN_IMAGE_ROWS", 0)
-        running = engine(qwen[0], COMPILED, max_batch_size=4, max_num_tokens=10)
+        running = engine(qwen[0], CAPTURED, max_batch_size=4, max_num_tokens=10)
     with running:
         yield running
 
@@ -140,7 +140,7 @@ def test_chunks_cut_no_image_whose_tokens_see_each_other(gemma: Any, backend: An
     folder, prompts, expected = gemma
     options: Any = {"attention_backend": backend, "context_chunking_policy": policy, "block_size": 4}
     options["num_kv_blocks"] = 400
-    compile_config = COMPILED if (backend, policy) == ("cpp", "first_come_first_served") else EAGER
+    compile_config = CAPTURED if (backend, policy) == ("cpp", "first_come_first_served") else EAGER
     with engine(folder, compile_config, max_batch_size=4, max_num_tokens=36, **options) as llm:
         for _ in range(2):  # the second time from cached prefixes, some of which end within an image
             assert tokens(llm, prompts) == expected

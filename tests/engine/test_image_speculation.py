@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.captured import CAPTURED
 from tests.engine.test_eagle import record_drafts, speculation
-from tests.engine.test_image_models import COMPILED, EAGER
+from tests.engine.test_image_models import EAGER
 from tests.engine.test_image_models import engine as image_engine
 from tests.engine.test_image_models import tokens as tokens_of
 from tests.engine.test_speculation import SPECULATION
@@ -56,7 +57,7 @@ def qwen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def llm(qwen: Saved) -> Iterator[LLM]:
-    with engine(qwen.folder, COMPILED, SPECULATION) as running:
+    with engine(qwen.folder, CAPTURED, SPECULATION) as running:
         yield running
 
 
@@ -129,7 +130,7 @@ def test_a_head_takes_hidden_states_of_images_and_embeddings_of_placeholders(
         tmp_path / "head", weights, "eagle", rope_parameters=rope, eagle_config={}, **{TAKEN: [1, 1, 1]}
     )
     config = speculation(folder, synthetic_acceptance=0.6)
-    with engine(tmp_path, COMPILED, config) as llm:
+    with engine(tmp_path, CAPTURED, config) as llm:
         seen = record_drafts(llm, monkeypatch)
         tokens_of(llm, prompts, GREEDY)
         assert llm.engine.scheduler.speculation.num_accepted_tokens > 10

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.captured import CAPTURED
 from tests.engine.test_eagle import record_drafts
 from tests.models.drafters.mtp_checkpoints import (
     MODELS,
@@ -17,7 +18,7 @@ from tests.models.drafters.mtp_checkpoints import (
     write_checkpoint,
 )
 from tests.ranks import run_torchrun_ranks
-from torchweave import LLM, SamplingParams
+from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.compiler.explain.facts import explain
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -30,15 +31,15 @@ PENALTY = SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.2)
 PROMPTS = [[5, 9, 4, 3, 7, 6], list(range(3, 60)), [8, 8, 8, 8], [200, 3, 17, 90, 41, 33, 2, 250], [7]]
 
 
-COMPILED = {"enable_inductor": False, "compile_cache": False}
-EAGER = {"enable_fullgraph": False}
+FUSED = TorchCompileConfig(enable_inductor=False, compile_cache=False)
+EAGER = TorchCompileConfig(enable_fullgraph=False)
 """For tests of the scheduler and the tokens, since a capture takes seconds; drafts are those of a captured model and layer."""
 
 
 def engine(
     folder: Path,
     speculative_config: dict[str, Any] | None,
-    compile_config: dict[str, bool] = EAGER,
+    compile_config: TorchCompileConfig = EAGER,
     **options: Any,
 ) -> LLM:
     sizes: dict[str, Any] = {"block_size": 4, "max_num_tokens": 24, "max_model_len": 128, "max_batch_size": 6}
@@ -67,7 +68,7 @@ def test_drafts_are_those_of_transformers(checkpoint: Path, monkeypatch: pytest.
     Drafts are accepted at random, so that the layer takes several tokens of a row at once.
     """
     config = MTP | {"synthetic_acceptance": 0.6, "disable_by_batch_size": 4}
-    with engine(checkpoint, config, COMPILED) as llm:
+    with engine(checkpoint, config, FUSED if checkpoint.name == "glm4_moe" else CAPTURED) as llm:
         seen = record_drafts(llm, monkeypatch)
         for prompts in (PROMPTS, PROMPTS, PROMPTS[:2]):
             llm.generate(prompts, [GREEDY, GREEDY, PENALTY, SEEDED, SEEDED][: len(prompts)])
@@ -133,7 +134,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"method=mtp: the checkpoint of .* has no MTP layer; choose one with it"):
         engine(folder, MTP)
     with pytest.raises(ValueError, match="method=mtp is not supported with pipeline_parallel_size=2"):
-        engine(folder, MTP, COMPILED, pipeline_parallel_size=2)
+        engine(folder, MTP, CAPTURED, pipeline_parallel_size=2)
     with pytest.raises(ValueError, match=r"model=other is used by .*, but the method is mtp; set the method or remove"):
         engine(folder, MTP | {"model": "other"})
     with pytest.raises(ValueError, match=r"method=mtp: transformers .* has no MTP layers of llama"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
 import torchweave
+from tests.engine.captured import CAPTURED
 from torchweave import LLM, SamplingParams
 from torchweave.models import load
 from torchweave.models.materialize import quiet_transformers
@@ -26,13 +28,12 @@ PROMPTS = [np.random.default_rng(0).integers(3, 250, size).tolist() for size in 
 
 def start(folder: Path | str, fullgraph: bool = False, **options: Any) -> LLM:
     """An engine with steps of 32 tokens, so that most prompts take several, and four slots."""
-    compilation = {"enable_fullgraph": fullgraph, "enable_inductor": False, "compile_cache": False}
     sizes = {
         "max_num_tokens": 32,
         "max_batch_size": 4,
         "device": "cpu",
         "block_size": 8,
-        "torch_compile_config": compilation,
+        "torch_compile_config": replace(CAPTURED, enable_fullgraph=fullgraph),
     }
     return LLM(str(folder), report=Report(show=False), **(sizes | options))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.captured import CAPTURED
 from tests.ranks import run_ranks
 from torchweave import LLM, SamplingParams
 from torchweave.config import EngineConfig, TorchCompileConfig
@@ -43,7 +44,6 @@ def expected() -> list[list[int]]:
     return zoo.reference_tokens(zoo.build(zoo.zoo_model("lfm2")), prompts(9), 12)
 
 
-COMPILED = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 EAGER = TorchCompileConfig(enable_fullgraph=False)
 """For tests of the scheduler and the KV cache, since a capture takes seconds; each kind of layer is compiled in another test, some
 between steps with drafts (`tests/engine/test_recurrent_speculation.py`)."""
@@ -78,7 +78,7 @@ def answers(llm: LLM, count: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def three_slots(folder: Path) -> Iterator[LLM]:
-    with engine(folder, COMPILED, max_batch_size=3, max_num_tokens=16, num_kv_blocks=64) as llm:
+    with engine(folder, CAPTURED, max_batch_size=3, max_num_tokens=16, num_kv_blocks=64) as llm:
         yield llm
 
 
@@ -143,7 +143,7 @@ def test_a_shared_prefix_restores_states_and_blocks_together(name: str, tmp_path
     model, shared = zoo.build(zoo.zoo_model(name)), with_common_beginning()
     zoo.save(model, tmp_path)
     expected = zoo.reference_tokens(model, shared, 6)
-    compile_config = COMPILED if name in ("mamba2", "falcon_h1") else EAGER  # the others are compiled in other tests
+    compile_config = CAPTURED if name in ("mamba2", "falcon_h1") else EAGER  # the others are compiled in other tests
     with engine(tmp_path, compile_config, max_batch_size=3, num_state_snapshots=6, **REUSE) as llm:
         kv = llm.engine.scheduler.kv
         first, again = ([generate_one(llm, prompt) for prompt in shared] for _ in range(2))
@@ -263,7 +263,7 @@ def serve_mixed_requests_on_a_stage(
     process_groups: ProcessGroups, folder: Path, expected: list[list[int]]
 ) -> tuple[int, int, int]:
     """The number of states, of KV caches and of paused requests on this stage."""
-    built = engine_without_loop(folder, COMPILED, process_groups, **MIXED)
+    built = engine_without_loop(folder, CAPTURED, process_groups, **MIXED)
     built.runner.start()
     serve_mixed_requests(built, with_common_beginning(), expected, 60, process_groups)
     return len(built.runner.recurrent_states), len(built.runner.caches), built.scheduler.paused_total
@@ -282,7 +282,7 @@ def test_mixed_requests_on_pipeline_stages_of_which_one_has_the_states(tmp_path:
 
 
 def test_padding_rows_touch_no_state(folder: Path) -> None:
-    built = engine_without_loop(folder, COMPILED, max_batch_size=3, **REUSE)
+    built = engine_without_loop(folder, CAPTURED, max_batch_size=3, **REUSE)
     runner, scheduler = built.runner, built.scheduler
     for state in runner.recurrent_states:
         state.copy_(torch.randn(state.shape, generator=torch.Generator().manual_seed(1)))

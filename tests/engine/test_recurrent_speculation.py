@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.captured import CAPTURED
 from tests.engine.test_eagle import record_drafts
 from tests.engine.test_recurrent_models import (
-    COMPILED,
     EAGER,
     GREEDY,
     MIXED,
@@ -78,7 +78,7 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
     zoo.save(model, tmp_path)
     expected = zoo.reference_tokens(model, given, 12)
     draft_from(monkeypatch, joined(given, expected))
-    with engine(tmp_path, COMPILED, max_batch_size=3, speculative_config=NGRAM, **REUSE) as llm:
+    with engine(tmp_path, CAPTURED, max_batch_size=3, speculative_config=NGRAM, **REUSE) as llm:
         assert generate(llm, given, GREEDY) == expected
         assert generate(llm, given, GREEDY) == expected
         counts = llm.engine.scheduler.speculation
@@ -226,7 +226,7 @@ def test_states_follow_the_tokens_that_are_kept(folder: Path) -> None:
 def _speculate_on_a_rank(process_groups: ProcessGroups, folder: Path, expected: list[list[int]]) -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         draft_from(monkeypatch, joined(with_common_beginning(), expected))
-        built = engine_without_loop(folder, COMPILED, process_groups, speculative_config=NGRAM, **MIXED)
+        built = engine_without_loop(folder, CAPTURED, process_groups, speculative_config=NGRAM, **MIXED)
         built.runner.start()
         serve_mixed_requests(built, with_common_beginning(), expected, 60, process_groups)
     return built.scheduler.speculation.num_accepted_tokens

@@ -70,6 +70,17 @@ def test_exactly_one_structured_output_kind(fields: dict[str, Any], words: str) 
         StructuredOutputs(**fields)
 
 
+def test_structured_outputs_may_be_a_dict_as_in_vllm() -> None:
+    schema = {"json": {"type": "object"}}
+    assert SamplingParams(structured_outputs=schema) == SamplingParams(structured_outputs=StructuredOutputs(**schema))  # type: ignore[arg-type]
+    for fields, error, words in (
+        ({"json": {}, "regex": "a"}, ValueError, "exactly one"),
+        ({"jsn": {}}, TypeError, "did you mean json"),
+    ):
+        with pytest.raises(error, match=words):
+            SamplingParams(structured_outputs=fields)  # type: ignore[arg-type]
+
+
 def test_values_in_range_are_accepted() -> None:
     SamplingParams(
         presence_penalty=-2, frequency_penalty=2.0, repetition_penalty=1.3, logit_bias={0: -100, 7: 1.5},

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.captured import CAPTURED
 from tests.engine.scheduler.simulate import Simulation, run
 from torchweave import LLM, SamplingParams, TorchCompileConfig
+from torchweave.config.model_source import resolve
 from torchweave.engine.request import StructuredOutputs
 from torchweave.engine.runner.model_runner import ModelRunner
-from torchweave.models.resolve import resolve
 from torchweave.report import Report
 from torchweave.verify import zoo
 from torchweave.verify.verify import verify
@@ -34,7 +35,6 @@ TEXTS = (
 )
 
 
-COMPILED = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 EAGER = TorchCompileConfig(enable_fullgraph=False)
 """For tests that need an engine of their own, since a capture takes seconds."""
 
@@ -55,14 +55,14 @@ def engine(
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[LLM]:
-    with engine(None, COMPILED) as llm:
+    with engine(None, CAPTURED) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def engines(request: pytest.FixtureRequest, plain: LLM) -> Iterator[tuple[LLM, LLM]]:
     """An engine without speculation, and one with it."""
-    with engine(DRAFTERS[request.param], COMPILED) as speculating:
+    with engine(DRAFTERS[request.param], CAPTURED) as speculating:
         yield plain, speculating
 
 
@@ -191,7 +191,7 @@ def test_synthetic_acceptance_in_steps_that_are_not_too_wide() -> None:
 )
 def test_graphs_that_exclude_a_size_of_one(plain: LLM, drafter: str, options: Any, max_batch_size: int) -> None:
     """Steps of one row or token are padded to two, beyond the largest batch and, of drafts, the largest step."""
-    backed = replace(COMPILED, dynamic_shapes="backed")
+    backed = replace(CAPTURED, dynamic_shapes="backed")
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     sizes = {"max_batch_size": max_batch_size, "max_num_tokens": 4}
     with engine(DRAFTERS[drafter] | options, backed, **sizes) as llm:
@@ -203,7 +203,7 @@ def test_graphs_that_exclude_a_size_of_one(plain: LLM, drafter: str, options: An
 
 def test_what_is_not_supported_is_refused() -> None:
     with pytest.raises(ValueError, match="pipeline_parallel_size=2, since only the last stage"):
-        engine(SPECULATION, COMPILED, pipeline_parallel_size=2)
+        engine(SPECULATION, CAPTURED, pipeline_parallel_size=2)
     with pytest.raises(ValueError, match="must be at least prompt_lookup_min=4"):
         engine({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2})
     with pytest.raises(ValueError, match="needs steps of 4 tokens, but max_num_tokens is 2"):

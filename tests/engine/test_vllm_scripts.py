@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from torchweave import LLM, BeamSearchParams, Logprob, SamplingParams, TorchCompileConfig
+from torchweave.config.model_source import BUILT_IN, resolve
 from torchweave.config.peer_options import EAGER, compilation_options, engine_config, options_of_file
 from torchweave.engine.outputs import Counter, Gauge
-from torchweave.models.resolve import BUILT_IN, resolve
 from torchweave.report import Report
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

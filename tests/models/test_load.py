@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from torchweave.config.model_shapes import SHAPES
+from torchweave.config.model_source import resolve
 from torchweave.models import load
 from torchweave.models.load import build_on_meta, model_facts, read_config
-from torchweave.models.resolve import resolve
-from torchweave.models.shapes import SHAPES
 from torchweave.models.weights import read as weights_read
 from torchweave.report import Report
 from torchweave.verify import image_zoo, zoo

@@ -301,7 +301,10 @@ def test_the_engine_is_started_again_by_option_and_sigterm_drains() -> None:
 
 
 def test_second_signal_ends_the_server_at_once_with_an_error_to_clients(capfd: pytest.CaptureFixture[str]) -> None:
-    with serving() as server, ThreadPoolExecutor(1) as pool:
+    """All HTTP processes and the engine end."""
+    with serving("--api_server_count", "3") as server, ThreadPoolExecutor(1) as pool:
+        pids = server.pids("tw-http-")
+        assert len(pids) == 2
         whole = pool.submit(server.post, "/v1/completions", {"prompt": "1+1=", "max_tokens": 450, "ignore_eos": True})
         stream = server.client().completions.create(model="demo", prompt="1+1=", stream=True, **LONG)
         assert wait_until(lambda: server.get("/live").json()["requests"]["open"] == 2)
@@ -314,7 +317,8 @@ def test_second_signal_ends_the_server_at_once_with_an_error_to_clients(capfd: p
             list(stream)
         answer = whole.result()
         assert answer.status_code == 503 and "shutting down" in answer.json()["error"]["message"]
-        assert server.process.wait(15) == 0 and not Path(f"/proc/{engine}").exists()
+        assert server.process.wait(15) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in (*pids, engine))
     assert capfd.readouterr().err == ""
 
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from torchweave.cli.arguments import config_from_args, engine_config
+from torchweave.config.model_source import reject_draft_head, resolve, resolve_tokenizer
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import check_names, check_value_ranges
 from torchweave.engine.llm import LLM
@@ -38,8 +39,6 @@ def _check_tokenizer(config: EngineConfig, chat: bool) -> None:
     Raises:
         ValueError: there is none.
     """
-    from torchweave.models.resolve import reject_draft_head, resolve, resolve_tokenizer  # imports torch
-
     hub = {"trust_remote_code": config.trust_remote_code, "download_dir": config.download_dir}
     if config.tokenizer is not None:
         folder = resolve_tokenizer(config.tokenizer, **hub)
@@ -53,7 +52,11 @@ def _check_tokenizer(config: EngineConfig, chat: bool) -> None:
             f"{config.model} has no tokenizer, and this command takes text; pass --tokenizer with the folder or hub id of its "
             "tokenizer, or give token ids to `torchweave.LLM(...).generate`"
         )
-    if chat and not tokenizer.has_chat_template():
+    if not chat:
+        return
+    with stored_bytecode(config):
+        import_module("torchweave.models")  # before the tokenizer imports transformers
+    if not tokenizer.has_chat_template():
         raise ValueError(
             f"the tokenizer in {folder} has no chat template; complete plain text by `torchweave generate {config.model}`, or "
             "put the template into the folder as chat_template.jinja"
@@ -64,7 +67,7 @@ def _check_tokenizer(config: EngineConfig, chat: bool) -> None:
 def engine(args: argparse.Namespace, needs: Literal["", "tokenizer", "chat template"] = "") -> Iterator[LLM]:
     """An engine for the arguments, after a look at what the command needs; leaving the context cancels running requests."""
     config = engine_config(args)
-    check_names(config, None)  # before torch is imported for the tokenizer
+    check_names(config, None)
     check_value_ranges(config)
     if needs:
         _check_tokenizer(config, needs == "chat template")

@@ -185,6 +185,11 @@ def _bind_tensors(signature: inspect.Signature, module: nn.Module, args: Any, kw
     arguments = list(signature.bind(module, *args, **kwargs).arguments.items())[1:]
     given = {name: value for name, value in arguments if value is not signature.parameters[name].default}
     for name, value in given.items():
+        if signature.parameters[name].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise ValueError(
+                f"forward of a compiled class takes named parameters only, but this call gives values to {name}, which takes "
+                "any number; name them, as in `def forward(self, x)`"
+            )
         if not isinstance(value, Tensor):
             raise ValueError(f"forward of a compiled class takes tensors only, but {name} is a {type(value).__name__}")
     return given

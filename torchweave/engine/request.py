@@ -68,6 +68,8 @@ class StructuredOutputs:
             )
 
 
+StructuredOutputs.__init__ = suggest_keywords(StructuredOutputs.__init__)
+
 _FIELD_DESCRIPTIONS = {
     "json": "a JSON schema (a dict or a string)",
     "regex": "a regular expression (a string)",
@@ -95,7 +97,7 @@ _FIELD_TYPES = tuple(
         (_INT_FIELDS, (int,), (int, np.integer), "a whole number"),
         (_FLOAT_FIELDS, (int, float), (int, float, np.integer, np.floating), "a number"),
         (_BOOL_FIELDS, (bool,), (), "True or False"),
-        (("structured_outputs",), (StructuredOutputs,), (StructuredOutputs,), "a StructuredOutputs, or None"),
+        (("structured_outputs",), (StructuredOutputs,), (StructuredOutputs,), "a StructuredOutputs, a dict of its fields, or None"),
     )
     for name in names
 )
@@ -143,7 +145,7 @@ class SamplingParams:
         prompt_logprobs: like `logprobs`, for each prompt token but the first.
         include_stop_str_in_output: end the text after the stop string, or after the stop token's text.
         detokenize: return texts. Off: token ids alone, without stop strings.
-        structured_outputs: required format of the output. None: free text.
+        structured_outputs: required format of the output; a dict of its fields will do. None: free text.
         beam_width: number of beams; above 1, return the `n` best sequences of a beam search instead of sampling.
         length_penalty: beam search: exponent of the length that divides a sequence's score.
         early_stopping: beam search: True stops at `beam_width` finished sequences, False when a better one is unlikely,
@@ -182,6 +184,8 @@ class SamplingParams:
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.structured_outputs, dict):
+            object.__setattr__(self, "structured_outputs", StructuredOutputs(**self.structured_outputs))
         _check_types(self)
         _check_lengths(self)
         checks = (

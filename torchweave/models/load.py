@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from torchweave.config import ModelFacts
+from torchweave.config.model_source import Source, read_json, reject_draft_head, resolve, resolve_tokenizer
 from torchweave.config.options import PoolerConfig, Runner
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import experts
@@ -29,7 +30,6 @@ from torchweave.models.multimodal.image_step import make_step
 from torchweave.models.multimodal.support import attention_at_load, image_rejection, image_text_class, takes_images
 from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
 from torchweave.models.pooling import auto_class, resolve_pooling
-from torchweave.models.resolve import Source, read_json, reject_draft_head, resolve, resolve_tokenizer
 from torchweave.models.weights import read as weights
 from torchweave.models.weights.mtp_tensors import split_mtp_tensors
 from torchweave.models.weights.quantized_checkpoint import (

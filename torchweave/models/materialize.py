@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from torchweave.config.model_source import Source
 from torchweave.models.adapt import install_ops
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.experts import experts_modules
@@ -25,7 +26,6 @@ from torchweave.models.parallel.apply import (
     shard_buffers,
 )
 from torchweave.models.parallel.pipeline_stages import PipelineStage, own_layers_only, remove_other_stages
-from torchweave.models.resolve import Source
 from torchweave.models.weights import read as weights
 from torchweave.models.weights.int_linear import MXFP4, NVFP4_W4A4, IntQuantizer, IntScheme
 from torchweave.models.weights.merge_experts import (

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
+from torchweave.config.model_source import Source, read_json, read_json_list
 from torchweave.config.options import PoolerConfig, Runner
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.resolve import Source, read_json, read_json_list
 from torchweave.pooling import Pooling
 
 _HEAD = "ForSequenceClassification"

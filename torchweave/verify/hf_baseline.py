@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from torchweave.config.model_source import resolve
 from torchweave.models.load import read_config
 from torchweave.models.materialize import quiet_transformers
-from torchweave.models.resolve import resolve
 
 
 class TransformersBaseline:

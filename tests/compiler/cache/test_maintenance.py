@@ -215,9 +215,16 @@ def test_the_command_line(cache: CompileCache, tmp_path: Path, capsys: pytest.Ca
     assert not path.exists() and not (path.parent / f"{UNFINISHED}x").exists()
     assert run("import", str(tmp_path / "a.tar"))[1].startswith("1 new entries")
     for name in (CODE_FOLDER, BYTECODE_FOLDER):
-        (cache.folder / name).mkdir()
-    assert "3 entries" in run("prune", "--all")[1] and not (cache.folder / CODE_FOLDER).exists()
-    assert not (cache.folder / BYTECODE_FOLDER).exists()
+        (cache.folder / name / "torch").mkdir(parents=True)
+        (cache.folder / name / "torch" / "file").write_bytes(bytes(3 << 19))
+    beside = ", and 3.0 MiB of compiled CPU code and bytecode"
+    assert f"{beside}, in {cache.folder}\n" in run("list")[1]
+    assert json.loads(run("list", "--json")[1])["side_bytes"] == 3 << 20
+    assert beside not in run("prune", "--older_than", "1d")[1]
+    assert f"{beside} would be removed\n" in run("prune", "--all", "--dry_run")[1]
+    pruned = run("prune", "--all")[1]
+    assert pruned.startswith("3 entries") and pruned.endswith(f"{beside} removed\n")
+    assert not (cache.folder / CODE_FOLDER).exists() and not (cache.folder / BYTECODE_FOLDER).exists()
     for words, sentence in (
         (("prune", "--max-size", "many"), "--max_size='many' is not valid"),
         (("inspect",), "name an entry"),

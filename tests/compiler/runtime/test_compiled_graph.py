@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,20 @@ from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
+DEFAULT = TorchCompileConfig().dynamic_shapes
 
-@pytest.mark.parametrize("mode", ["backed_size_oblivious", "unbacked", "backed"])
+
+@functools.cache
+def as_fx(mode: Any) -> tuple[nn.Module, CompiledGraph]:
+    """The toy model and its graph with FX pieces; a capture takes seconds."""
+    config, module = TorchCompileConfig(enable_inductor=False, dynamic_shapes=mode), toy()
+    return module, compile_graph(module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=config)
+
+
+@pytest.mark.parametrize("mode", [DEFAULT, "unbacked", "backed"])
 def test_fx_pieces_equal_the_module_bit_for_bit(mode: Any) -> None:
-    module = toy()
+    module, compiled_graph = as_fx(mode)
     want = {size: module(*step(*size)) for size in SIZES}
-    compiled_graph = compile_graph(
-        module,
-        example(),
-        DYNAMIC,
-        boundary_ops=BOUNDARY,
-        config=TorchCompileConfig(enable_inductor=False, dynamic_shapes=mode),
-    )
     for size in SIZES:
         if mode == "backed" and size[1] == 1:
             with pytest.raises(ValueError, match="2 <= sizes"):
@@ -93,9 +96,7 @@ def test_compilation_after_ready_is_reported() -> None:
 
 
 def test_generated_code_deletes_dead_values() -> None:
-    compiled_graph = compile_graph(
-        toy(), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False)
-    )
+    _, compiled_graph = as_fx(DEFAULT)
     assert re.search(r"boundary\(attention, \(\w+, \w+, \w+, out, 0, 0.25, 0, \), {}\)", compiled_graph.code)
     made = [
         name
@@ -113,13 +114,6 @@ def test_generated_code_deletes_dead_values() -> None:
     assert kept.startswith("linear"), "the logits alone outlive the call"
 
 
-@pytest.fixture(scope="module")
-def one_layer() -> CompiledGraph:
-    return compile_graph(
-        toy(1), example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False)
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -130,9 +124,10 @@ def one_layer() -> CompiledGraph:
         (lambda ids, pos, idx: (ids, pos, idx[:0]), "logits_index is"),
     ],
 )
-def test_inputs_of_another_kind_are_refused(one_layer: CompiledGraph, change: Any, word: str) -> None:
+def test_inputs_of_another_kind_are_refused(change: Any, word: str) -> None:
+    _, compiled_graph = as_fx(DEFAULT)
     with pytest.raises(ValueError, match=word):
-        one_layer(call_op, *change(*step(9, 2)))
+        compiled_graph(call_op, *change(*step(9, 2)))
 
 
 @pytest.mark.parametrize("inductor", [False, True])
@@ -165,10 +160,7 @@ def test_an_input_that_is_written_to_shares_no_memory_with_another(inductor: boo
 
 
 def test_the_boundary_is_an_argument_of_every_call() -> None:
-    module, calls = toy(), []
-    compiled_graph = compile_graph(
-        module, example(), DYNAMIC, boundary_ops=BOUNDARY, config=TorchCompileConfig(enable_inductor=False)
-    )
+    (module, compiled_graph), calls = as_fx(DEFAULT), []
 
     def boundary(op: Any, args: tuple, kwargs: dict) -> None:
         calls.append((op._schema.name, args[4]))

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.captured import CAPTURED
 from tests.engine.fake import FakeBlockCopier, expected, make
 from tests.engine.scheduler.test_scheduler import drive, request, tokens_of
-from torchweave import LLM, SamplingParams, TorchCompileConfig
+from torchweave import LLM, SamplingParams
 from torchweave.engine.kv_cache.block_copy import CpuBlockCopier
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
 from torchweave.engine.stats import IterationFacts, iteration_stats
@@ -127,7 +128,7 @@ def test_demo_model_resumes_from_offloaded_blocks() -> None:
     report = Report(show=False)
     with LLM(
         "demo", device="cpu", num_kv_blocks=16, block_size=16, max_model_len=128, max_batch_size=2, kv_offload_gb=0.01,
-        torch_compile_config=TorchCompileConfig(enable_inductor=False, compile_cache=False), report=report,
+        torch_compile_config=CAPTURED, report=report,
     ) as llm:  # fmt: skip
         greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         kv = llm.engine.scheduler.kv

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import torch
 
+from tests.engine.captured import CAPTURED
 from tests.engine.ranks.pipeline_cases import agreed, asked, assert_alike
 from tests.engine.ranks.test_ranks import OPTIONS, answers, kill_while_it_generates
 from tests.ranks import run_torchrun_ranks
@@ -28,12 +29,10 @@ from torchweave.engine.startup import compile_model as startup
 from torchweave.report import Report
 from torchweave.verify import zoo
 
-PLAIN = {"enable_inductor": False, "debug": True, "compile_cache": False}
-
 
 @contextmanager
 def pipeline(model: str | Path, stages: int = 2, **options: Any) -> Iterator[LLM]:
-    asked = OPTIONS | {"torch_compile_config": PLAIN} | options
+    asked = OPTIONS | {"torch_compile_config": replace(CAPTURED, debug=True)} | options
     llm = LLM(str(model), pipeline_parallel_size=stages, **asked)
     try:
         yield llm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.engine import fake
+from tests.engine.captured import CAPTURED
 from torchweave import LLM, SamplingParams
-from torchweave.config.options import EngineConfig, TorchCompileConfig
+from torchweave.config.options import EngineConfig
 from torchweave.engine.outputs import RequestOutput
 from torchweave.engine.request import InferenceRequest
 from torchweave.engine.scheduler import request_state
@@ -34,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
 
 def engine(folder: Path, fullgraph: bool = False, **options: Any) -> LLM:
     report = Report(show=False)
-    compiling = TorchCompileConfig(enable_fullgraph=fullgraph, enable_inductor=False, compile_cache=False)
+    compiling = replace(CAPTURED, enable_fullgraph=fullgraph)
     defaults: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 64, "num_kv_blocks": 64, "block_size": 8}
     config = EngineConfig(
         "llama", dtype="float32", device="cpu", torch_compile_config=compiling, **(defaults | options)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from tests.engine import fake
 from torchweave import LLM, SamplingParams
+from torchweave.config.model_source import resolve
 from torchweave.config.options import TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, StructuredOutputs
 from torchweave.engine.sampling.structured_output import Constraint, GrammarManager, rejection_reason
-from torchweave.models.resolve import resolve
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer
 

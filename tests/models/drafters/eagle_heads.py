@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchweave.models.resolve import resolve
+from torchweave.config.model_source import resolve
 
 TAKEN = (1, 3, 4)
 SIZES = {

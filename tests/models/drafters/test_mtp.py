@@ -18,9 +18,9 @@ from tests.models.drafters.mtp_checkpoints import (
     transformers_models,
     write_checkpoint,
 )
+from torchweave.config.model_source import resolve
 from torchweave.models.drafters.mtp import MtpHead, load_mtp_head
 from torchweave.models.load import LoadedModel, load
-from torchweave.models.resolve import resolve
 from torchweave.models.weights.mtp_tensors import as_model_of_one_layer, split_mtp_tensors
 from torchweave.models.weights.quantize import Fp8Linear
 from torchweave.report import Report

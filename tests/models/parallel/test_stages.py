@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.captured import CAPTURED
 from tests.ops.collectives.collective_cases import mirrored
 from tests.ranks import run_ranks
-from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.engine.startup.compile_model import compile_model
 from torchweave.models import LoadedModel, UnsupportedModel, load
@@ -22,8 +22,6 @@ from torchweave.report import Report
 from torchweave.verify import image_zoo, zoo
 from torchweave.verify.ranks import RankResult, generate
 from torchweave.verify.verify import verify
-
-PLAIN = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 
 
 def stage_of(source: Any, stage: int, size: int = 2, **options: Any) -> LoadedModel:
@@ -105,7 +103,7 @@ def test_pipeline_stages_share_pieces_of_equal_layers() -> None:
     for stage in range(2):
         report = Report(show=False)
         module = stage_of(config, stage, load_format="dummy").module
-        compile_model(module, PLAIN, torch.device("cpu"), None, report)
+        compile_model(module, CAPTURED, torch.device("cpu"), None, report)
         found.append({event["hash"]: event["shared_by"] for event in report.select("piece")})
     shared = found[0].keys() & found[1].keys()
     assert [[each.get(piece) for each in found] for piece in shared] == [[2, 2]]

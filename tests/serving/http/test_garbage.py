@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchweave.config.model_source import resolve
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.engine.request import Output, Response
-from torchweave.models.resolve import resolve
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.http.app import create_app

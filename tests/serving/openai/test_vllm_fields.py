@@ -32,6 +32,22 @@ def test_tokens_of_logprobs_are_ids_where_asked(server: ServerProcess) -> None:
     assert content[0]["bytes"] == list(content[0]["token"].encode())
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("/v1/chat/completions", {"messages": SUM, "logprobs": True}, "top_logprobs"),
+        ("/v1/responses", {"input": "12+30="}, "top_logprobs"),
+        ("/v1/completions", {"prompt": "12+30="}, "logprobs"),
+    ],
+)
+@pytest.mark.parametrize("count", [-5, 101])
+def test_a_bad_number_of_logprobs_is_told_by_the_field_that_was_sent(
+    server: ServerProcess, path: str, fields: dict[str, Any], name: str, count: int
+) -> None:
+    error = server.post(path, fields | {name: count}).json()["error"]
+    assert error["param"] == name and error["message"].startswith(f"{name} must be at ") and str(count) in error["message"]
+
+
 def test_echo_puts_the_assistants_last_message_first(server: ServerProcess) -> None:
     messages = [*SUM, {"role": "assistant", "content": "4"}]
     asked = {"messages": messages, "temperature": 0, "echo": True, "max_tokens": 3}

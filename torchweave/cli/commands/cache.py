@@ -46,7 +46,7 @@ def parser() -> Parser:
     cli_parser.add_argument(
         "--max_size", metavar="SIZE", help="prune: least recently used entries above SIZE in total, such as 2G"
     )
-    cli_parser.add_argument("--all", action="store_true", help="prune: all entries")
+    cli_parser.add_argument("--all", action="store_true", help="prune: all entries, compiled CPU code and bytecode")
     cli_parser.add_argument("--dry_run", action="store_true", help="prune: list the entries without removing them")
     cli_parser.add_argument("--json", action="store_true", help="print a JSON object")
     return cli_parser
@@ -100,15 +100,16 @@ def _act(folder: Path, args: argparse.Namespace) -> int:
 
 
 def _list(cache: CompileCache, args: argparse.Namespace) -> int:
-    from torchweave.compiler.cache.maintenance import summaries
+    from torchweave.compiler.cache.maintenance import num_side_bytes, summaries
 
-    entries = list(summaries(cache))
+    entries, side_bytes = list(summaries(cache)), num_side_bytes(cache)
     if args.json:
-        print(json.dumps({"folder": str(cache.folder), "entries": [_facts(each) for each in entries]}))
+        facts = {"folder": str(cache.folder), "entries": [_facts(each) for each in entries], "side_bytes": side_bytes}
+        print(json.dumps(facts))
         return 0
     for each in entries:
         print(f"{each.key[:12]}  {_size(each.num_bytes):>9}  {_age(each.used):>8}  {_describe(each)}")
-    print(f"{len(entries)} entries, {_size(sum(each.num_bytes for each in entries))}, in {cache.folder}")
+    print(f"{_total(entries, side_bytes)}, in {cache.folder}")
     return 0
 
 
@@ -146,11 +147,18 @@ def _verify(cache: CompileCache, args: argparse.Namespace) -> int:
 
 
 def _prune(cache: CompileCache, args: argparse.Namespace) -> int:
-    from torchweave.compiler.cache.maintenance import clear_side_files, clear_unfinished, summaries, to_prune
+    from torchweave.compiler.cache.maintenance import (
+        clear_side_files,
+        clear_unfinished,
+        num_side_bytes,
+        summaries,
+        to_prune,
+    )
 
     older = None if args.older_than is None else _number(args.older_than, _TIMES, "--older_than", "30d, 12h or 90m")
     size = None if args.max_size is None else _number(args.max_size, _UNITS, "--max_size", "500M or 2G")
     removed = to_prune(summaries(cache), older, size, args.all)
+    side_bytes = num_side_bytes(cache) if args.all else 0
     for each in removed if not args.dry_run else ():
         each.path.unlink(missing_ok=True)
     if not args.dry_run:
@@ -158,10 +166,11 @@ def _prune(cache: CompileCache, args: argparse.Namespace) -> int:
     if args.all and not args.dry_run:
         clear_side_files(cache)
     if args.json:
-        print(json.dumps({"removed": [_facts(each) for each in removed], "dry_run": args.dry_run}))
+        facts = {"removed": [_facts(each) for each in removed], "side_bytes": side_bytes, "dry_run": args.dry_run}
+        print(json.dumps(facts))
     else:
         verb = "would be removed" if args.dry_run else "removed"
-        print(f"{len(removed)} entries, {_size(sum(each.num_bytes for each in removed))} {verb}")
+        print(f"{_total(removed, side_bytes)} {verb}")
     return 0
 
 
@@ -220,6 +229,11 @@ def _number(text: str, units: dict[str, int], option: str, example: str) -> int:
     if match is None or unit is None:
         raise ValueError(f"{option}={text!r} is not valid: expected a number with a unit, such as {example}")
     return int(float(match[1]) * units[unit])
+
+
+def _total(entries: Sequence[Summary], num_side_bytes: int) -> str:
+    total = f"{len(entries)} entries, {_size(sum(each.num_bytes for each in entries))}"
+    return f"{total}, and {_size(num_side_bytes)} of compiled CPU code and bytecode" if num_side_bytes else total
 
 
 def _size(num_bytes: int) -> str:

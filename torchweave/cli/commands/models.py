@@ -107,8 +107,8 @@ def _sizes(text: str) -> list[int]:
 
 
 def _list(as_json: bool) -> int:
-    from torchweave.models.resolve import BUILT_IN
-    from torchweave.models.shapes import SHAPES
+    from torchweave.config.model_shapes import SHAPES
+    from torchweave.config.model_source import BUILT_IN
     from torchweave.verify.image_zoo import IMAGE_MODELS
     from torchweave.verify.zoo import ZOO_MODELS
 

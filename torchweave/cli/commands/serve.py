@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torchweave
 from torchweave.cli.arguments import COMMON_SERVER_OPTIONS, Parser, config_from_args, engine_config, engine_parser
+from torchweave.config.model_source import local_source
 from torchweave.config.options import ServerConfig
 from torchweave.config.validate import check_names, check_server, check_value_ranges
 from torchweave.report import progress_bars
@@ -36,6 +37,7 @@ def run(argv: Sequence[str]) -> int:
     config, settings = engine_config(args), config_from_args(ServerConfig, args)
     check_names(config, None)
     check_value_ranges(config)
+    local_source(config.model, config.revision)
     check_server(config, settings)
     if config.executor == "torchrun":
         raise ValueError(

@@ -120,9 +120,23 @@ def clear_unfinished(cache: CompileCache, older_than: float = 3600.0) -> int:
     return count
 
 
+_SIDE_FOLDERS = (CODE_FOLDER, BYTECODE_FOLDER, READABLE_FOLDER)
+"""Folders beside the entries: compiled CPU code, bytecode, and readable copies."""
+
+
+def num_side_bytes(cache: CompileCache) -> int:
+    """Size of the files in the folders beside the entries."""
+    total = 0
+    for folder in _SIDE_FOLDERS:
+        for path in (cache.folder / folder).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
+                total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
 def clear_side_files(cache: CompileCache) -> None:
-    """Remove the folders beside the entries: compiled CPU code, bytecode, and readable copies."""
-    for folder in (CODE_FOLDER, BYTECODE_FOLDER, READABLE_FOLDER):
+    """Remove the folders beside the entries."""
+    for folder in _SIDE_FOLDERS:
         shutil.rmtree(cache.folder / folder, ignore_errors=True)
 
 

@@ -145,6 +145,11 @@ def _call_arguments(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[An
             f"{by_keyword[0]} is keyword-only in forward, and inputs are passed by position; move it before the `*`, or call the "
             "module in the forward of another one"
         )
+    if not names and inputs:
+        raise ValueError(
+            f"forward of {type(module).__name__} has no named parameter for {next(iter(inputs))}; name its tensors, as in "
+            "`def forward(self, x)`, or call the module in the forward of another one"
+        )
     used = names[: 1 + max((names.index(name) for name in inputs if name in parameters), default=-1)]
     required = [name for name in used if parameters[name].default is inspect.Parameter.empty]
     if list(inputs) != [name for name in used if name in inputs] or any(name not in inputs for name in required):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchweave.config import Plan
+from torchweave.config.model_source import resolve
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.load import LoadedModel, load
 from torchweave.models.multimodal.image_step import ImageDecoderStep
 from torchweave.models.multimodal.support import image_token_id
-from torchweave.models.resolve import resolve
 from torchweave.report import Report
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 
 from torchweave.compiler.cache.store import BYTECODE_FOLDER, open_cache
+from torchweave.config.model_source import local_source
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import check_names, check_value_ranges
 from torchweave.distributed.gpu_context import open_gpu_context
@@ -29,10 +30,11 @@ def prestart_workers(config: EngineConfig, replica: int = 0) -> WorkerPool:
         replica: index of the engine on this machine.
 
     Raises:
-        ValueError: an option is not supported on any device or model; nothing is started.
+        ValueError: an option is not supported on any device or model, or the model's name is wrong; nothing is started.
     """
     check_names(config, None)
     check_value_ranges(config)
+    local_source(config.model, config.revision)
     is_local = config.executor == "local" or config.num_ranks == 1  # other executors choose the GPU of each rank
     gpu = _first_gpu(config, replica) if is_local else None
     if gpu is not None:

@@ -26,13 +26,13 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
+from torchweave.config.model_source import is_eagle_head, read_json
 from torchweave.models import attention
 from torchweave.models.decoder import DecoderStep, HiddenStates
 from torchweave.models.drafters.head import DraftHead
 from torchweave.models.hooks.rope import freeze_rope
 from torchweave.models.multimodal.support import decoder_of, text_config
 from torchweave.models.parallel.apply import plain_embedding
-from torchweave.models.resolve import is_eagle_head, read_json
 from torchweave.models.weights import read as weights
 from torchweave.ops.attention.op import LayerSpec, hidden_state_layer
 from torchweave.report import Report

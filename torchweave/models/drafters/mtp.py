@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from torchweave.config.model_source import Source
 from torchweave.models.adapt import adapt
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import HiddenStates
@@ -30,7 +31,6 @@ from torchweave.models.hooks.rope import freeze_rope
 from torchweave.models.load import LoadedModel, build_on_meta, read_config, with_cache_scales
 from torchweave.models.materialize import WeightLoadSpec, load_dummy_weights, load_weights
 from torchweave.models.parallel import shard_model
-from torchweave.models.resolve import Source
 from torchweave.models.weights import read as weights
 from torchweave.models.weights.merge_experts import plan_expert_merge
 from torchweave.models.weights.mtp_tensors import as_model_of_one_layer, count_mtp_layers, split_mtp_tensors

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from torchweave.config.model_source import Source, read_json
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.resolve import Source, read_json
 from torchweave.models.weights import packed_checkpoint
 from torchweave.models.weights.int_linear import MXFP4, NVFP4, NVFP4_W4A4, PER_CHANNEL, IntScheme
 from torchweave.models.weights.mxfp4_experts import Mxfp4Scheme

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchweave.models.resolve import read_json
+from torchweave.config.model_source import read_json
 from torchweave.models.weights.shards import TensorShard
 from torchweave.report import Report
 

@@ -54,12 +54,17 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
         first_call_only=body.parallel_tool_calls is False,
         with_reasoning=body.include_reasoning,
     )
-    params = chat_params(body, service.model, tools.forced, answer_format.keep_special)
-    ids = truncate(ids, body, service.model, params.max_tokens)
-    answer_format = _with_prompt(service, answer_format, params, ids)
-    answer_stream = await service.generate(
-        [ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
-    )
+    try:
+        params = chat_params(body, service.model, tools.forced, answer_format.keep_special)
+        ids = truncate(ids, body, service.model, params.max_tokens)
+        answer_format = _with_prompt(service, answer_format, params, ids)
+        answer_stream = await service.generate(
+            [ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
+        )
+    except ValueError as error:
+        if str(error).startswith("logprobs "):  # the engine's name of what a chat request sends as `top_logprobs`
+            raise ValueError(f"top_{error}") from None
+        raise
     return answer_stream, answer_format
 
 

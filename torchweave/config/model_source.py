@@ -1,4 +1,7 @@
-"""Resolve a model name to a folder or a config: built-in models, folders, hub ids and benchmark shapes."""
+"""Resolve a model name to a folder or a config: built-in models, folders, hub ids and benchmark shapes.
+
+Importing this module does not import torch: a wrong name is refused before.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchweave.config.model_shapes import SHAPES
 from torchweave.config.options import expand_path
-from torchweave.models.shapes import SHAPES
 
 BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft", "demo-eagle": "demo_eagle"}
-"""Built-in models, and the draft head of `demo`: name -> folder next to this file."""
+"""Built-in models, and the draft head of `demo`: name -> folder in `_BUILT_IN_FOLDER`."""
+_BUILT_IN_FOLDER = Path(__file__).parents[1] / "models"
+
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -49,18 +54,30 @@ def resolve(
     """
     if isinstance(name, Mapping):
         return Source(str(name.get("model_type", "config")), None, dict(name))
-    text = str(name)
-    source = _local_source(name, text)
-    if source is not None and revision is not None:
-        raise ValueError(f"revision={revision!r} is of a model on the hub, but {text!r} is here; leave revision out.")
+    source, text = local_source(name, revision), str(name)
     if source is not None:
         return source
-    if isinstance(name, str) and _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
-        return Source(text, _checked(_download(text, trust_remote_code, revision, download_dir), text))
-    raise ValueError(
-        f"No model at {text!r}: expected a folder in Hugging Face's layout, a hub id like 'organisation/model', "
-        f"or one of {', '.join(sorted(BUILT_IN))}."
-    )
+    return Source(text, _checked(_download(text, trust_remote_code, revision, download_dir), text))
+
+
+def local_source(name: str | Path, revision: str | None = None) -> Source | None:
+    """Find a model on this machine by name; None for a hub id.
+
+    Raises:
+        ValueError: the name is neither a hub id nor that of a model here.
+    """
+    text = str(name)
+    source = _named_source(text)
+    if source is not None and revision is not None:
+        raise ValueError(f"revision={revision!r} is of a model on the hub, but {text!r} is here; leave revision out.")
+    if source is None and not (
+        isinstance(name, str) and _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~"))
+    ):
+        raise ValueError(
+            f"No model at {text!r}: expected a folder in Hugging Face's layout, a hub id like 'organisation/model', "
+            f"or one of {', '.join(sorted(BUILT_IN))}."
+        )
+    return source
 
 
 def resolve_tokenizer(name: str, trust_remote_code: bool = False, download_dir: str | None = None) -> Path:
@@ -78,14 +95,14 @@ def resolve_tokenizer(name: str, trust_remote_code: bool = False, download_dir: 
     return found
 
 
-def _local_source(name: str | Path, text: str) -> Source | None:
+def _named_source(text: str) -> Source | None:
     """A built-in model, a shape or a folder; None if there is none of that name."""
     if text in SHAPES:
         return Source(text, None, dict(SHAPES[text]))
     if text.startswith("shape:"):
         raise ValueError(f"Unknown shape {text!r}: the shapes are {', '.join(sorted(SHAPES))}.")
     if text in BUILT_IN:
-        return Source(text, _checked(Path(__file__).parent / BUILT_IN[text], text))
+        return Source(text, _checked(_BUILT_IN_FOLDER / BUILT_IN[text], text))
     folder = expand_path(text)
     try:
         if folder.exists():
