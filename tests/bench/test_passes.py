@@ -14,7 +14,9 @@ from torchweave.bench.protocol import Sizes
 
 @pytest.mark.parametrize(("prompts", "longest"), [((), 160), ((32,), 160), ((512, 2048), 2048)])
 def test_an_engine_has_room_for_every_size(prompts: tuple[int, ...], longest: int) -> None:
-    spec = importlib.util.spec_from_file_location("passes", Path(__file__).parents[2] / "bench" / "compiler" / "passes.py")
+    spec = importlib.util.spec_from_file_location(
+        "passes", Path(__file__).parents[2] / "bench" / "compiler" / "passes.py"
+    )
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     path = list(sys.path)

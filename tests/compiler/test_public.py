@@ -384,8 +384,14 @@ def test_bad_uses_of_compile_are_one_sentence() -> None:
     x = torch.randn(3, 4)
     for use, words in (
         (lambda: gate(x, note="b"), "takes tensors only, but note is a str"),
-        (lambda: torchweave.compile(_Starred(), {"x": x}), "forward of _Starred has no named parameter for x; name its tensors"),
-        (lambda: torchweave.compile(_Starred)()(x), "takes named parameters only, but this call gives values to tensors"),
+        (
+            lambda: torchweave.compile(_Starred(), {"x": x}),
+            "forward of _Starred has no named parameter for x; name its tensors",
+        ),
+        (
+            lambda: torchweave.compile(_Starred)()(x),
+            "takes named parameters only, but this call gives values to tensors",
+        ),
         (
             lambda: torchweave.compile(torch.relu, {"x": x}),
             "module must be a torch.nn.Module, not relu",

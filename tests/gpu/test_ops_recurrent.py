@@ -12,6 +12,15 @@ from tests.ops.recurrent.recurrent_cases import SIZES, STEPS, Built, Case, build
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}
+
+
+def tolerance(name: str, dtype: torch.dtype) -> float:
+    """That of `name`; in bfloat16 the longest rows of `ssd` reach 1.2 times the usual one, and a gate multiplies errors by its
+    value, up to four: emulated on a CPU, its roundings exceed the usual one 1.8 times in some of a million results."""
+    factor = 1.0 if dtype == torch.float32 else 4.0 if name == "ssd_gates" else 1.5 if name == "ssd" else 1.0
+    return factor * TOLERANCE[dtype]
+
+
 MIXED = {"rows": ((1, 9), (1, 0), (200, 20), (2, 0), (300, 0), None), "padded_tokens": 21}
 DRAFTS = {"rows": ((4, 9), (1, 6), (4, 300), (3, 20), None), "kept": (2, 1, 4, 1, 0), "padded_tokens": 8}
 DECODE = {"rows": ((1, 9), (1, 0), None, (1, 300))}
@@ -34,7 +43,7 @@ PUBLISHED = {
 def test_equals_float64(name: str, step: str, dtype: torch.dtype) -> None:
     built = build(case(name, step, dtype=dtype, strided=step == "mixed"), "cuda")
     built.run()
-    built.check(TOLERANCE[dtype])
+    built.check(tolerance(name, dtype))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -44,7 +53,7 @@ def test_published_shapes_equal_float64(model: str, rows: dict, dtype: torch.dty
     name, sizes = PUBLISHED[model]
     built = build(dataclasses.replace(case(name, "decode", dtype=dtype, **rows), sizes=sizes), "cuda")
     built.run()
-    built.check(TOLERANCE[dtype])
+    built.check(tolerance(name, dtype))
 
 
 @pytest.mark.parametrize("name", ["conv", "delta", "ssd", "scan", "lru"])

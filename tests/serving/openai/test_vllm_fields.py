@@ -45,7 +45,9 @@ def test_a_bad_number_of_logprobs_is_told_by_the_field_that_was_sent(
     server: ServerProcess, path: str, fields: dict[str, Any], name: str, count: int
 ) -> None:
     error = server.post(path, fields | {name: count}).json()["error"]
-    assert error["param"] == name and error["message"].startswith(f"{name} must be at ") and str(count) in error["message"]
+    assert (
+        error["param"] == name and error["message"].startswith(f"{name} must be at ") and str(count) in error["message"]
+    )
 
 
 def test_echo_puts_the_assistants_last_message_first(server: ServerProcess) -> None:
