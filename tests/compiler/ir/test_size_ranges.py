@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
+from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max, Mod, PythonMod
 
 from torchweave.compiler import CompileCache, GraphPass, PassResult, TraceError, compile_graph
+from torchweave.compiler.ir.size_ranges import _condition, _is_true
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.passes.base import Stage
 from torchweave.config.options import TorchCompileConfig
@@ -71,3 +75,28 @@ def test_size_limit_found_by_compilation_applies_to_loaded_pieces(tmp_path: Path
     for built in ("inductor", "cache"):
         compiled_graph = compile_graph(Plain(), {"x": torch.randn(5, 8)}, DYNAMIC, cache=cache, passes=[OnlyBelow()])
         assert compiled_graph.sizes == (1, 500) and [each.built for each in compiled_graph.built.values()] == [built]
+
+
+def test_conditions_as_python_code_agree_with_sympy() -> None:
+    t, n = (sympy.Symbol(name, integer=True, positive=True) for name in ("s27", "s5"))
+    other = sympy.Function("unknown")(t)
+    guards = [
+        sympy.Ne(t, 1),
+        4096 * t < 2**31,
+        sympy.Eq(PythonMod(t, 8), 0),
+        sympy.Eq(Mod(t, FloorDiv(t, 2)), 0),  # divides by zero for 1
+        sympy.And(t > 3, sympy.Or(sympy.Eq(t, n), n < 9)),
+        sympy.Eq(Max(t, n), n),
+        CeilToInt(IntTrueDiv(t, 2)) > n,
+        sympy.Eq(other, 3),  # undecided
+        sympy.Eq(sympy.Symbol("not an identifier"), t),
+    ]
+    symbols = {"s27": "T", "s5": "N", "not an identifier": "N"}
+    results = set()
+    for guard in guards:
+        condition = _condition(guard, symbols)
+        for sizes in itertools.product((1, 2, 3, 8, 9, 64, 1 << 24), repeat=2):
+            by_name = dict(zip(("T", "N"), sizes, strict=True))
+            assert condition(by_name) == _is_true(guard, symbols, by_name), (guard, by_name)
+            results.add(condition(by_name))
+    assert results == {True, False}
