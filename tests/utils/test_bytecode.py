@@ -93,6 +93,7 @@ def test_a_program_without_torch_misses_none(monkeypatch: pytest.MonkeyPatch) ->
 def test_engine_keeps_bytecode_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why_not: str) -> None:
     install(monkeypatch, tmp_path, cached=why_not == "installed")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
     folder, before = tmp_path / "cache", sys.pycache_prefix
     if why_not == "shared with others":
         folder.mkdir()
@@ -102,6 +103,9 @@ def test_engine_keeps_bytecode_in_its_cache(tmp_path: Path, monkeypatch: pytest.
     options = TorchCompileConfig(compile_cache_dir=str(folder), compile_cache=why_not != "no cache")
     with stored_bytecode(EngineConfig("demo", torch_compile_config=options)):
         prefix, stores = sys.pycache_prefix, not sys.dont_write_bytecode
+        of_commands = os.environ.get("PYTHONPYCACHEPREFIX")
+    assert "PYTHONPYCACHEPREFIX" not in os.environ
+    assert of_commands == (None if why_not else str(folder / "bytecode"))
     assert (prefix, stores) == ((before, False) if why_not else (str(folder / "bytecode"), True))
     if not why_not:
         assert stat.S_IMODE((folder / "bytecode").stat().st_mode) == 0o700

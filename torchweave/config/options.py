@@ -7,6 +7,8 @@ Names follow TensorRT-LLM (`torch_compile_config`, `cuda_graph_config`) and vLLM
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -456,3 +458,17 @@ def disable_multicast() -> None:
 def set_triton_cache_dir(folder: str) -> None:
     """Set Triton's cache folder for this process and its children unless TRITON_CACHE_DIR is set."""
     os.environ.setdefault("TRITON_CACHE_DIR", folder)
+
+
+@contextmanager
+def bytecode_of_commands_in(folder: Path) -> Iterator[None]:
+    """Context in which Python commands that this process starts, such as Inductor's workers, find bytecode in `folder`."""
+    name = "PYTHONPYCACHEPREFIX"
+    before = os.environ.get(name)
+    os.environ[name] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

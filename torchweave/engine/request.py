@@ -97,7 +97,12 @@ _FIELD_TYPES = tuple(
         (_INT_FIELDS, (int,), (int, np.integer), "a whole number"),
         (_FLOAT_FIELDS, (int, float), (int, float, np.integer, np.floating), "a number"),
         (_BOOL_FIELDS, (bool,), (), "True or False"),
-        (("structured_outputs",), (StructuredOutputs,), (StructuredOutputs,), "a StructuredOutputs, a dict of its fields, or None"),
+        (
+            ("structured_outputs",),
+            (StructuredOutputs,),
+            (StructuredOutputs,),
+            "a StructuredOutputs, a dict of its fields, or None",
+        ),
     )
     for name in names
 )

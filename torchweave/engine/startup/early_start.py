@@ -7,11 +7,13 @@ This module imports little more than the config does.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from torchweave.compiler.cache.store import BYTECODE_FOLDER, open_cache
 from torchweave.config.model_source import local_source
-from torchweave.config.options import EngineConfig
+from torchweave.config.options import EngineConfig, bytecode_of_commands_in
 from torchweave.config.validate import check_names, check_value_ranges
 from torchweave.distributed.gpu_context import open_gpu_context
 from torchweave.distributed.launchers.local import WorkerPool
@@ -43,19 +45,28 @@ def prestart_workers(config: EngineConfig, replica: int = 0) -> WorkerPool:
     return WorkerPool(WORKER_ENTRYPOINT, others if others < (os.cpu_count() or 1) else 0, gpu)
 
 
-def stored_bytecode(config: EngineConfig) -> AbstractContextManager[None]:
-    """Context in which this process and its children keep bytecode in the compile cache, if Python cannot keep it itself."""
-    if not is_bytecode_missing():
-        return nullcontext()
+@contextmanager
+def stored_bytecode(config: EngineConfig) -> Iterator[None]:
+    """Context in which this process, its children and Python commands that they start keep bytecode in the compile cache, if Python
+    cannot keep it itself."""
+    folder = _bytecode_folder(config) if is_bytecode_missing() else None
+    if folder is None:
+        yield
+        return
+    with bytecode_in(folder), bytecode_of_commands_in(folder):
+        yield
+
+
+def _bytecode_folder(config: EngineConfig) -> Path | None:
     try:
         cache = open_cache(config.torch_compile_config, Report(show=False))
         if cache is None:
-            return nullcontext()
+            return None
         folder = cache.folder / BYTECODE_FOLDER
         folder.mkdir(exist_ok=True, mode=0o700)
     except (ValueError, OSError):  # reported when the engine opens the cache
-        return nullcontext()
-    return bytecode_in(folder)
+        return None
+    return folder
 
 
 def _first_gpu(config: EngineConfig, replica: int) -> int | None:
