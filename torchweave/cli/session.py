@@ -7,18 +7,20 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchweave.cli.arguments import config_from_args, engine_config
 from torchweave.config.model_source import reject_draft_head, resolve, resolve_tokenizer
 from torchweave.config.options import EngineConfig
 from torchweave.config.validate import check_names, check_value_ranges
-from torchweave.engine.llm import LLM
-from torchweave.engine.request import SamplingParams
 from torchweave.engine.startup.early_start import prestart_workers, stored_bytecode
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer
 from torchweave.utils import gc
+
+if TYPE_CHECKING:  # imported while bytecode is stored and GPUs are opened
+    from torchweave.engine.llm import LLM
+    from torchweave.engine.request import SamplingParams
 
 
 def start_llm(config: EngineConfig, report: Report) -> LLM:
@@ -30,6 +32,7 @@ def start_llm(config: EngineConfig, report: Report) -> LLM:
     with stored_bytecode(config), prestart_workers(config) as worker_pool:
         with report.stage("imports"), gc.gc_frozen_after():
             import_module("torchweave.engine.startup.open")
+            from torchweave.engine.llm import LLM
         return LLM.from_config(config, report, worker_pool)
 
 
@@ -85,6 +88,8 @@ def engine(args: argparse.Namespace, needs: Literal["", "tokenizer", "chat templ
 
 def sampling_params_from_args(args: argparse.Namespace, llm: LLM) -> SamplingParams:
     """Sampling parameters from the arguments over the checkpoint's defaults; beam search takes only its max_tokens."""
+    from torchweave.engine.request import SamplingParams
+
     defaults, names = llm.default_sampling_params(), ["max_tokens"]
     if config_from_args(SamplingParams, args).beam_width == 1:
         names += ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
