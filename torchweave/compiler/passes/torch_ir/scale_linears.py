@@ -82,7 +82,9 @@ def _product(node: Any) -> tuple[Any, Any] | None:
     one, other = node.args
     if not isinstance(one, fx.Node) or (isinstance(other, fx.Node) and other.op != "placeholder"):
         one, other = other, one
-    x, y = (value(each) for each in (one, node))
+    if not isinstance(one, fx.Node):
+        return None
+    x, y = value(one), value(node)
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype != y.dtype or not x.dtype.is_floating_point:
         return None
     return (one, other) if list(map(str, x.shape)) == list(map(str, y.shape)) else None

@@ -4,6 +4,9 @@ One program walks all tokens of its row for a block of channels, TILE tokens at 
 row has one token.
 """
 
+# Triton's decorators are untyped.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
