@@ -143,7 +143,7 @@ def test_without_a_tokenizer_there_are_only_tokens() -> None:
         ({"temperature": True}, "temperature must be a number"),
         ({"ignore_eos": "no"}, "ignore_eos must be True or False"),
         ({"skip_special_tokens": None}, "skip_special_tokens must be True or False"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs must be a StructuredOutputs"),
+        ({"structured_outputs": ["a"]}, "structured_outputs must be a StructuredOutputs"),
         ({"stop_token_ids": np.array([1, 2])}, "stop_token_ids must be a list"),
     ],
 )

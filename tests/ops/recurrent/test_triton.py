@@ -102,7 +102,6 @@ PUBLISHED = {
     "qwen3_5": ("delta_gates", (16, 32, 128, 128)),
     "kimi_linear": ("delta_by_channel", (32, 32, 128, 128)),
     "falcon_h1": ("ssd_gates", (24, 128, 1, 256)),
-    "falcon_h1_float_keys": ("ssd_float_keys", (24, 128, 1, 256)),
     "nemotron_h": ("ssd", (128, 64, 8, 128)),
     "minimax": ("ssd_lightning", (64, 128, 64, 128)),
     "mamba": ("scan", (8192, 16)),
