@@ -232,7 +232,7 @@ def _launch_ssd_chunks(
     groups, width = B.shape[1:]
     wide = x.dtype == torch.float32
     chunk = 32 if wide else SSD_CHUNK
-    tile = 128 // x.element_size()  # with rows of 64 bytes Triton 3.6 builds products that read other addresses
+    tile = 128 // x.element_size()  # rows of 128 bytes: with 64, states of 32 came out wrong (decision 0208)
     block = max(16, min(32 if wide else SSD_BLOCK, next_power_of_2(head_dim)))
     options = _options(x.device, 8, 3) if block == SSD_BLOCK else _options(x.device, 8 if wide else 4, 2)
     shared = {

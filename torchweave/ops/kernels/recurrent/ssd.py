@@ -332,7 +332,7 @@ def ssd_chunk_scan(
     continued = (begin > row_begin) | (tl.load(seq_lens + row) > end - row_begin)
     key_row = B + token[:, None] * b_stride + (head // GROUP) * b_group_stride
     query_row = C + token[:, None] * c_stride + (head // GROUP) * c_group_stride
-    if is_last:  # outside the loop, which Triton could not pipeline with a branch
+    if is_last:  # two loops, since Triton pipelines no loads inside a branch of a loop
         valid = valid_dim & continued
         scores, result = _by_queries(
             query_row, key_row, state_row, valid_token, valid, dim, dtype, CHUNK, BLOCK, STATE, TILE, PRECISION
