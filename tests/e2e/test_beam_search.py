@@ -30,7 +30,12 @@ SETTINGS: list[dict[str, Any]] = [
 
 @torch.inference_mode()
 def by_transformers(
-    model: PreTrainedModel, prompt: list[int], max_tokens: int, stops: list[int], settings: dict[str, Any]
+    model: PreTrainedModel,
+    prompt: list[int],
+    max_tokens: int,
+    stops: list[int],
+    settings: dict[str, Any],
+    use_cache: bool = True,
 ) -> list[list[int]]:
     given = torch.tensor([prompt], device=model.device)
     found = model.generate(
@@ -45,6 +50,7 @@ def by_transformers(
         do_sample=False,
         eos_token_id=stops or None,
         pad_token_id=0,
+        use_cache=use_cache,
     )
     return [_until(row[len(prompt) :].tolist(), stops) for row in found]
 
@@ -82,6 +88,26 @@ def test_beams_equal_those_of_transformers(tiny: tuple[LLM, PreTrainedModel], nu
     params = SamplingParams(max_tokens=16, ignore_eos=True, stop_token_ids=stops, **SETTINGS[number])
     wanted = [by_transformers(model, prompt, 16, stops, SETTINGS[number]) for prompt in prompts()]
     assert by_engine(llm, prompts(), params) == wanted
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "qwen3_next", "mamba"])
+def test_beams_of_recurrent_models_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """A fork copies the recurrent states; a paused search prefills each of its beams."""
+    model = zoo.build(zoo.zoo_model(name))
+    zoo.save(model, tmp_path)
+    settings = SETTINGS[1]
+    params = SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=[7], **settings)
+    # Without the model's own cache, which is not what is compared with.
+    wanted = [by_transformers(model, prompt, 12, [7], settings, use_cache=False) for prompt in prompts()]
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "torch_compile_config": EAGER, "max_num_tokens": 32}
+    with LLM(str(tmp_path), **options) as llm:
+        assert by_engine(llm, prompts() * 2, params) == wanted * 2
+    paused = {"capacity_scheduler_policy": "max_utilization", "max_model_len": 64, "block_size": 4, "num_kv_blocks": 53}
+    with LLM(str(tmp_path), max_batch_size=24, **paused, **options) as llm:
+        assert by_engine(llm, prompts() * 2, params) == wanted * 2
+        assert llm.engine.scheduler.paused_total > 0 or not llm.engine.runner.caches, (
+            "the KV cache was large enough for all"
+        )
 
 
 DEMO = ["12+30=", "sort: pear fig apple plum", "907-48="]

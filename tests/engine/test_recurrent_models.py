@@ -87,11 +87,6 @@ def test_slots_serve_several_requests(three_slots: LLM, expected: list[list[int]
     three_slots.engine.scheduler.check()
 
 
-def test_beam_search_is_rejected(three_slots: LLM) -> None:
-    with pytest.raises(ValueError, match="Beam search is not supported for models with recurrent layers"):
-        three_slots.generate(prompts(1), SamplingParams(beam_width=2, max_tokens=4))
-
-
 def test_paused_requests_are_computed_again(folder: Path, expected: list[list[int]]) -> None:
     options = {
         "capacity_scheduler_policy": "max_utilization",

@@ -84,7 +84,7 @@ def test_chunks_end_at_snapshots(cached: int, shared: int, begin: int, size: int
 
 def test_a_long_prompt_has_a_snapshot_every_sixteen_blocks() -> None:
     scheduler, runner = make(
-        max_num_tokens=70, max_model_len=400, num_blocks=100, num_snapshots=8, supports_beams=False
+        max_num_tokens=70, max_model_len=400, num_blocks=100, num_snapshots=8, has_recurrent_states=True
     )
     scheduler.add(request(0, [1, 2, 3] * 70, max_tokens=2), 0)
     ends = run_to_the_end(scheduler, runner)
@@ -105,13 +105,13 @@ def run_to_the_end(scheduler: Scheduler, runner: FakeRunner) -> list[int]:
 
 
 def test_prompts_are_cut_only_where_chunks_may_be() -> None:
-    scheduler, runner = make(chunked=False, max_num_tokens=70, num_snapshots=4, supports_beams=False)
+    scheduler, runner = make(chunked=False, max_num_tokens=70, num_snapshots=4, has_recurrent_states=True)
     scheduler.add(request(0, list(range(30)), max_tokens=2), 0)
     assert run_to_the_end(scheduler, runner) == [30]
 
 
 def test_a_cancelled_request_leaves_no_pending_copy() -> None:
-    scheduler, runner = make(num_snapshots=2, supports_beams=False)
+    scheduler, runner = make(num_snapshots=2, has_recurrent_states=True)
     prompt = list(range(20))
     for number in range(2):
         scheduler.add(request(number, prompt, max_tokens=2), 0)

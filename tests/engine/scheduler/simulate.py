@@ -79,8 +79,7 @@ class Simulation:
         if len(self.pending) >= MOST_ACTIVE:
             return
         rng = self.rng
-        # `expected_beams` knows no windows, and recurrent states cannot be forked.
-        searches = rng.random() < 0.2 and len(self.runner.windows) == 1 and self.scheduler.limits.supports_beams
+        searches = rng.random() < 0.2 and len(self.runner.windows) == 1  # `expected_beams` knows no windows
         params = random_beams(rng) if searches else random_tokens(rng)
         length = rng.integers(0, 60)
         if self.runner.has_states:  # more prompts with equal beginnings
@@ -185,10 +184,14 @@ class Simulation:
         self._check_states()
 
     def _check_states(self) -> None:
-        """The recurrent state of a slot that no step in flight contains is that of its tokens, if it has computed any."""
+        """The recurrent state of a slot that no step in flight contains is that of its tokens, if it has computed any.
+
+        Beams change slots; each step compares the states of its rows.
+        """
         running, states = self.scheduler._running, self.runner.states
         for slot in [] if not self.runner.has_states else list(running.slots.slot_of.values()):
-            if not running.in_flight(slot) and running.slots.last_step_index[slot] >= 0:
+            is_beam = running.search_of(slot) is not None
+            if not is_beam and not running.in_flight(slot) and running.slots.last_step_index[slot] >= 0:
                 ids = running.slots.sequence(slot, int(running.slots.num_computed[slot]))
                 assert states[slot] == hashes(ids[None], np.array([len(ids)]))[0], "a slot has another request's state"
 
@@ -246,7 +249,7 @@ def random_options(policy: str, rng: np.random.Generator, drafts: bool = False, 
         options["num_micro_batches"] = int(rng.integers(2, 5))
         options["run_ahead"] += options["num_micro_batches"] - 1
     if states:
-        options |= {"num_snapshots": int(rng.integers(1, 25)), "supports_beams": False}
+        options |= {"num_snapshots": int(rng.integers(1, 25)), "has_recurrent_states": True}
         if rng.random() < 0.3:
             options |= {"windows": (AttentionWindow(int(rng.integers(1, 20))), AttentionWindow()), "copier": None}
     if drafts:

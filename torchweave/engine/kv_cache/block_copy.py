@@ -122,6 +122,8 @@ def copy_blocks(caches: Sequence[LayerKVCache], sources: np.ndarray, targets: np
     """Copy blocks in the cache of every layer, on the current stream; no target is a source."""
     # Groups of layers share tensors.
     tensors = {tensor.data_ptr(): tensor for layer in caches for tensor in layer.tensors}
+    if not tensors:  # all layers are recurrent
+        return
     device = next(iter(tensors.values())).device
     pairs = torch.empty(2, len(sources), dtype=torch.int64, pin_memory=device.type == "cuda")
     pairs.numpy()[:] = sources, targets

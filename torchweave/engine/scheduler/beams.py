@@ -5,7 +5,8 @@ needs the result of its last one, so a search skips steps until that result is t
 every second step. Other requests do not wait for it.
 
 A search that starts, or resumes after a pause, prefills its beams one after another; each begins with the full blocks that it
-shares with an earlier one.
+shares with an earlier one. A recurrent state holds all tokens of its sequence: a fork copies it, and with such states a beam that
+is prefilled begins with its first token.
 """
 
 from __future__ import annotations
@@ -82,19 +83,24 @@ class BeamGroup:
 class BeamSearches:
     """All running searches.
 
+    Args:
+        has_recurrent_states: of the model.
+
     Attributes:
         groups: searches by their first slot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_recurrent_states: bool = False) -> None:
         self.groups: dict[int, BeamGroup] = {}
+        self._has_recurrent_states = has_recurrent_states
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
     def start(self, slots: SlotTable, kv: BlockManager, leader: int, state: RequestState) -> BeamGroup:
         """Give the search in slot `leader` the slots of its other beams."""
         assert state.search is not None
-        limit, num_shared_blocks = int(slots.limit[leader]), len(state.prompt) // kv.block_size
+        limit = int(slots.limit[leader])
+        num_shared_blocks = 0 if self._has_recurrent_states else len(state.prompt) // kv.block_size
         members = [leader]
         for _ in range(state.request.sampling.beam_width - 1):
             members.append(slots.add_beam(leader, limit))
@@ -117,8 +123,8 @@ class BeamSearches:
             (_common_length(group.sequence(other), sequence), group.members[other]) for other in range(beam)
         )
         num_blocks = min(common, len(sequence) - 1) // kv.block_size
-        if not kv.covers_window(parent, num_blocks):
-            num_blocks = 0  # the parent's blocks in the window were freed
+        if self._has_recurrent_states or not kv.covers_window(parent, num_blocks):
+            num_blocks = 0  # the parent's state is that of its end, or its blocks in the window were freed
         _fork(slots, kv, updates, parent, child, num_blocks)
         slots.start_prefill(child, sequence, num_blocks * kv.block_size)
         return child
@@ -138,10 +144,10 @@ class BeamSearches:
         """Give each beam of the next step a slot with the blocks of the beam that it continues.
 
         Returns:
-            int32, the slots; and (parent slot, slot) of each fork whose last block is not full and has to be copied.
+            int32, the slots; and (parent slot, slot) of each fork.
         """
         rows: list[int] = []
-        copies: list[tuple[int, int]] = []
+        forked: list[tuple[int, int]] = []
         for group in groups:
             assert group.forks is not None
             num_tokens = int(slots.num_computed[group.forks[0][0]])
@@ -153,14 +159,12 @@ class BeamSearches:
                 if not is_continued:
                     _fork(slots, kv, updates, slot, members[-1], num_tokens // kv.block_size)
                     slots.num_computed[members[-1]] = num_tokens
-            if num_tokens % kv.block_size:
-                forks = zip(group.forks, members, strict=True)
-                copies += [(fork[0], slot) for fork, slot in forks if not fork[1]]
+                    forked.append((slot, members[-1]))
             updates.set("last_token", members, np.array([beam.tokens[-1] for beam in group.search.beams]))
             updates.set("position", members, num_tokens)
             group.members, group.forks = members, None
             rows += members
-        return np.array(rows, np.int32), copies
+        return np.array(rows, np.int32), forked
 
     def mark_scheduled(self, slots: SlotTable, rows: np.ndarray, index: int) -> None:
         """Keep all slots of the searches in a step until it has completed."""
@@ -206,10 +210,16 @@ def _free_dropped_beams(slots: SlotTable, kv: BlockManager, group: BeamGroup) ->
 
 
 def block_copies(
-    slots: SlotTable, kv: BlockManager, copies: Sequence[tuple[int, int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks to copy for (parent slot, slot) pairs, as (sources, targets), once the slots have their blocks."""
-    parents, children = np.array(copies).T
+    slots: SlotTable, kv: BlockManager, forked: Sequence[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Blocks to copy for forked (parent slot, slot) pairs, as (sources, targets), once the slots have their blocks.
+
+    Only last blocks that are not full are copied; None if all are full.
+    """
+    pairs = [(parent, child) for parent, child in forked if slots.num_computed[parent] % kv.block_size]
+    if not pairs:
+        return None
+    parents, children = np.array(pairs).T
     block_indices = slots.num_computed[parents] // kv.block_size
     return kv.table[:, parents, block_indices].ravel(), kv.table[:, children, block_indices].ravel()
 

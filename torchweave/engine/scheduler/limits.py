@@ -32,7 +32,7 @@ class Limits:
         token_shift: 1 for a head, whose position p takes token p + 1.
         max_logprobs: most likely tokens that a request may ask for; -1: all.
         run_ahead: most steps in flight.
-        supports_beams: a sequence can continue from another's position; recurrent states cannot be shared.
+        has_recurrent_states: of the model; beams share no blocks for certain.
         no_images: why prompts have no images, as a clause.
         pooling: of a model that pools; None: requests generate tokens.
         priority_order: 1: waiting requests with a higher priority are first, -1: those with a lower one, 0: priorities are ignored.
@@ -49,7 +49,7 @@ class Limits:
     mixed_step_sizes: tuple[int, ...] = ()
     batch_wait_timeout_iters: int = 0
     batch_wait_max_tokens_ratio: float = 0.0
-    supports_beams: bool = True
+    has_recurrent_states: bool = False
     no_images: str = "the model has no vision tower"
     query_len: int = 1
     max_drafting_rows: int = 0
@@ -76,8 +76,8 @@ class Limits:
         return len(request.input_ids) + (room if max_tokens is None else min(max_tokens, room)) - 1
 
     def max_blocks_needed(self, request: InferenceRequest, kv: BlockManager) -> int:
-        """Most blocks that a request may hold. Beams are certain to share only the prompt's full blocks."""
-        common = len(request.input_ids) // kv.block_size
+        """Most blocks that a request may hold. Beams are certain to share only the prompt's full blocks, if any."""
+        common = 0 if self.has_recurrent_states else len(request.input_ids) // kv.block_size
         return kv.max_blocks_of_forks(self.last_position(request), request.sampling.beam_width, common)
 
     def _logprobs_rejection(self, params: SamplingParams) -> str:
@@ -94,8 +94,6 @@ class Limits:
         width = request.sampling.beam_width
         if request.images:
             return "Beam search is not supported for prompts with images; set beam_width to 1."
-        if not self.supports_beams:
-            return "Beam search is not supported for models with recurrent layers; set beam_width to 1."
         if self.max_beam_width is not None and width > self.max_beam_width:
             return f"beam_width={width} is above {self.max_beam_width}, the maximum beam width of this batch manager; lower it."
         if width > self.max_batch_size:

@@ -21,6 +21,7 @@ class RunningSet:
     Args:
         max_slots: number of slots.
         reuse: requests with a common prefix share KV cache blocks.
+        has_recurrent_states: of the model.
 
     Attributes:
         slots: arrays over slots.
@@ -33,9 +34,9 @@ class RunningSet:
         completed: index of the last completed step.
     """
 
-    def __init__(self, max_slots: int, reuse: bool) -> None:
+    def __init__(self, max_slots: int, reuse: bool, has_recurrent_states: bool = False) -> None:
         self.slots = SlotTable(max_slots)
-        self.beams = BeamSearches()
+        self.beams = BeamSearches(has_recurrent_states)
         self.logits_processors = LogitsProcessors(max_slots)
         self.reuse = reuse
         self.prefill: list[int] = []

@@ -102,7 +102,7 @@ class Scheduler:
         self.speculation = SpeculationCounts(limits.query_len - 1)
         self._policy = policy
         self._eos = tuple(eos_token_ids)
-        self._running = RunningSet(limits.max_batch_size, reuse)
+        self._running = RunningSet(limits.max_batch_size, reuse, limits.has_recurrent_states)
         self._step_builder = StepBuilder(limits, updates, image_rows, adaptive_drafts)
         self._adaptive_drafts = adaptive_drafts
         self._waiting = WaitingQueue(limits.priority_order)

@@ -81,8 +81,8 @@ class Step:
         catch_up: most tokens of a row that a draft model may lack, to be computed before it proposes drafts.
         rope_offsets: int32 [axes, tokens], what each axis adds to the positions of a step with chunks; None for a model with one
             position a token.
-        state_restores, state_saves: rows of the recurrent states to copy before and after the model, as (sources, targets); None
-            for none.
+        state_restores, state_saves: rows of the recurrent states to copy before the model (from snapshots and forked beams) and
+            after it (to snapshots), as (sources, targets); None for none.
         lookahead: int32 [tokens], how many tokens behind it each token of a step with chunks sees; None for a causal model.
         depends_on: index of the latest step whose tokens, or whose end, this step depends on; -1 for none. Pipeline stages compute
             the steps behind it at the same time as this one.

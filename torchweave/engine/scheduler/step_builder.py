@@ -10,6 +10,7 @@ import numpy as np
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.image_rows import ImageRows
 from torchweave.engine.kv_cache.prefix_index import BlockGrant
+from torchweave.engine.kv_cache.state_snapshots import Copies
 from torchweave.engine.scheduler.beams import BeamGroup, block_copies
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.prompt_logprobs import make_prompt_targets
@@ -119,7 +120,7 @@ class StepBuilder:
             self._allocate_blocks(kv, slots, stored, table.limit[slots])
             all_decode = not chunks and not running.beams.groups and len(decoding) == len(running.decoding)
             self.steps_before_alloc = self._steps_in_blocks(kv, slots, after, table.limit[slots]) if all_decode else 0
-        copies = block_copies(table, kv, forked) if forked else None
+        copies = block_copies(table, kv, forked)
         num_computed[slots] = after
         emits = np.ones(len(slots), bool)
         emits[len(decode_rows) :] = [self._finish_chunk(running, kv, slot) for slot, _ in chunks]
@@ -140,7 +141,7 @@ class StepBuilder:
             query_len=query_len,
             catch_up=self._catch_up(table, decode_rows, query_len) if self._limits.drafts_by_model else 0,
             depends_on=max(running.completed, int(table.last_step_index[decode_rows].max(initial=-1))),
-            **({} if kv.snapshots is None else kv.snapshots.take_copies()),
+            **self._state_copies(kv, forked),
             **self._image_inputs(table, decode_rows, chunks),
         )
         table.last_step_index[slots] = step.index
@@ -149,6 +150,15 @@ class StepBuilder:
         self.next_index += 1
         running.advance(kv, self._updates, decoding, slots, after, emits)
         return step
+
+    def _state_copies(self, kv: BlockManager, forked: Sequence[tuple[int, int]]) -> dict[str, Copies]:
+        """Copies of recurrent states, by the field of `Step`: from and to snapshots, and from a beam to its fork."""
+        copies = {} if kv.snapshots is None else kv.snapshots.take_copies()
+        if forked and self._limits.has_recurrent_states:
+            pairs = np.array(forked, np.int64).T
+            sources, targets = copies.get("state_restores", (NO_SLOTS, NO_SLOTS))
+            copies["state_restores"] = np.append(sources, pairs[0]), np.append(targets, pairs[1])
+        return copies
 
     def _finish_chunk(self, running: RunningSet, kv: BlockManager, slot: int) -> bool:
         """Cache the full blocks of a prompt up to its new chunk, and its state; returns whether this was the last one."""

@@ -411,7 +411,7 @@ def _build_scheduler(
         mixed_step_sizes=plan.mixed_step_sizes,
         batch_wait_timeout_iters=config.batch_wait_timeout_iters,
         batch_wait_max_tokens_ratio=config.batch_wait_max_tokens_ratio,
-        supports_beams=not loaded.has_recurrent_layers,
+        has_recurrent_states=loaded.has_recurrent_layers,
         query_len=plan.query_len,
         max_drafting_rows=plan.max_drafting_rows,
         drafts_by_model=config.speculative_config.method in ("draft_model", *DRAFT_HEADS),
