@@ -9,8 +9,8 @@ A guard of a branch excludes a size, one of an operation does not (`size_ranges`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -50,7 +50,23 @@ def record_branches() -> Iterator[None]:
 
     with (
         mock.patch.object(SymNodeVariable, "evaluate_expr", evaluate_expr),
-        mock.patch.object(TensorVariable, "method_is_contiguous", method_is_contiguous),
+        replace_tensor_method("is_contiguous", method_is_contiguous),
+    ):
+        yield
+
+
+@contextmanager
+def replace_tensor_method(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let Dynamo trace a method of tensors by `function(variable, translator, *args, **kwargs)`.
+
+    From torch 2.14 on calls read the functions from a table, beside the attributes of its class.
+    """
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    entry = getattr(TensorVariable, "tp_methods", {}).get(name)
+    with (
+        mock.patch.object(TensorVariable, f"method_{name}", function),
+        nullcontext() if entry is None else mock.patch.object(entry, "handler", function),
     ):
         yield
 

@@ -19,6 +19,8 @@ from unittest import mock
 
 import torch
 
+from torchweave.compiler.capture.branches import replace_tensor_method
+
 
 @contextmanager
 def select_by_sizes() -> Iterator[None]:
@@ -40,7 +42,7 @@ def select_by_sizes() -> Iterator[None]:
 
     with (
         mock.patch.object(BuiltinVariable, "_handle_insert_op_in_graph", insert_op),
-        mock.patch.object(TensorVariable, "method___setitem__", write_selected),
+        replace_tensor_method("__setitem__", write_selected),
     ):
         yield
 

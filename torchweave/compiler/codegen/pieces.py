@@ -158,6 +158,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     from torchweave.compiler.codegen.copy_before_write import CopyBeforeWrite
     from torchweave.compiler.codegen.overlaps import exact_overlap
     from torchweave.compiler.codegen.row_reductions import keep_rows_in_registers
+    from torchweave.compiler.codegen.size_symbols import bind_size_symbols
 
     patches = {
         **inductor_options(config),
@@ -171,6 +172,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
         dynamic_shapes_mode(config.dynamic_shapes),
         exact_overlap(),
         keep_rows_in_registers(),
+        bind_size_symbols(),
         tracing(context),
         warnings.catch_warnings(),
     ):
