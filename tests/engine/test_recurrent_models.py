@@ -112,6 +112,13 @@ def test_a_model_without_attention_needs_no_kv_cache(tmp_path: Path) -> None:
         assert not llm.engine.runner.caches
 
 
+def test_a_model_without_attention_offloads_no_block(tmp_path: Path) -> None:
+    zoo.save(zoo.build(zoo.zoo_model("mamba2")), tmp_path)
+    built = engine_without_loop(tmp_path, max_batch_size=2, num_state_snapshots=2, kv_offload_gb=0.01, **REUSE)
+    assert built.scheduler.kv.host is None and built.plan.kv_offload_gb == 0
+    assert "no layer has a KV cache" in built.plan.table()
+
+
 # -- prefix reuse ------------------------------------------------------------------------------------------------------
 
 FEW = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -16,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import torchweave
+from torchweave.compiler.cache.keys import describe
 from torchweave.compiler.cache.read_globals import global_digests, globals_of
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 
 SCALE = 2.0
 SETTINGS = SimpleNamespace(scale=2.0)
+MODULES = {"weights": nn, "this": torch}
 
 
 def scaled(x: Tensor) -> Tensor:
@@ -124,6 +127,20 @@ def _reads_names(x: Tensor) -> Any:
     from os import path as where
 
     return [torch.nn.functional.silu(each) + missing for each in x], where  # type: ignore[name-defined] # noqa: F821
+
+
+def _reads_signature(x: Tensor) -> Tensor:
+    """As transformers' `apply_chunking_to_forward`, of BERT's models."""
+    return x * len(inspect.signature(scaled).parameters) * len(MODULES)
+
+
+def test_loaded_modules_are_not_described() -> None:
+    """`inspect.signature` reads `sys.modules`, whose lazy packages would be imported, and differ between processes."""
+    inner_names = globals_of(inspect.unwrap.__code__, "inspect")
+    names = {*globals_of(_reads_signature.__code__, __name__), *inner_names, "inspect:sys.modules.get"}
+    digests = global_digests(names)
+    assert set(digests) == {f"{__name__}:{name}" for name in ("scaled", "len", "MODULES")}
+    assert describe(MODULES) == "{weights: module torch.nn, this: module torch}"
 
 
 def test_names_and_digests() -> None:

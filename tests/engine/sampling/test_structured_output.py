@@ -296,8 +296,8 @@ def test_grammar_and_allowed_token_ids_conflict(llm: LLM) -> None:
         llm.generate(PROMPTS[0], form(replace(HOT, allowed_token_ids=[3]), regex="a"))
 
 
-@pytest.mark.parametrize("vocab_size", [104, 105, 128, 129, 300])
-def test_logits_may_be_wider_than_the_tokenizer(vocab_size: int) -> None:
+@pytest.mark.parametrize("vocab_size", [96, 103, 104, 105, 128, 129, 300])
+def test_logits_may_be_wider_or_narrower_than_the_tokenizer(vocab_size: int) -> None:
     """llguidance cannot read the built-in model's tokenizer file, so each token is passed to it."""
     tokenizer = Tokenizer(resolve("demo").folder)
     grammars = GrammarManager(tokenizer, vocab_size, ())
@@ -306,6 +306,22 @@ def test_logits_may_be_wider_than_the_tokenizer(vocab_size: int) -> None:
     assert not constraint.error and len(constraint.mask) == -(-vocab_size // 32)
     allowed = np.flatnonzero(np.unpackbits(constraint.mask.view(np.uint8), bitorder="little"))
     assert allowed.tolist() == tokenizer.encode("7", False)
+
+
+def test_a_token_without_a_logit_is_not_allowed() -> None:
+    """The tokenizer of Llama 3.2 Vision has one more token than its model has logits."""
+    tokenizer = Tokenizer(resolve("demo").folder)
+    last = max(tokenizer.encode("0123456789", False))
+    grammars = GrammarManager(tokenizer, last, ())
+    constraints = [
+        Constraint(SamplingParams(structured_outputs=StructuredOutputs(regex=regex)), grammars.eos)
+        for regex in ("[0-9]", re.escape(tokenizer.decode([last])))
+    ]
+    for constraint in constraints:
+        grammars._compile(constraint)
+    allowed = np.flatnonzero(np.unpackbits(constraints[0].mask.view(np.uint8), bitorder="little"))
+    assert allowed.tolist() == sorted(set(tokenizer.encode("0123456789", False)) - {last})
+    assert "none of the model's tokens can continue" in constraints[1].error
 
 
 def test_missing_llguidance_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:

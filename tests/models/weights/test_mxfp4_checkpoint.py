@@ -104,6 +104,10 @@ def test_experts_are_rounded_at_load(tmp_path: Path) -> None:
         ({"down_proj_blocks": torch.zeros(4, 64, 3, 15, dtype=torch.uint8)}, "down_proj_blocks as U8 of shape"),
         ({"down_proj_scales": torch.zeros(4, 64, 3)}, "beside scales as F32"),
         (
+            {"down_proj_scales": torch.full((4, 64, 3), 255, dtype=torch.uint8)},
+            "scales of model.*down_proj that are not all",
+        ),
+        (
             {
                 "down_proj_blocks": torch.zeros(4, 64, 2, 16, dtype=torch.uint8),
                 "down_proj_scales": torch.zeros(4, 64, 2, dtype=torch.uint8),

@@ -394,6 +394,9 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     [
         ("weight_scale", torch.tensor(torch.nan), "not all finite"),
         ("weight_scale", torch.tensor(-0.1), "not all finite and at least 0"),
+        ("weight_scale", torch.tensor(torch.inf), "not all finite and at least 0"),
+        ("weight_scale", torch.ones(0), r"scales of shape \[0\]"),
+        ("weight_scale", torch.tensor(1, dtype=torch.uint8), "up_proj.weight in uint8, expected floating-point"),
         (
             "input_scale",
             torch.tensor([torch.nan]),
@@ -522,6 +525,40 @@ def test_ranks_cut_fp8_experts_with_their_scales(expert_parallel: bool, tmp_path
     for leaf in ("gate_up_proj", "down_proj"):
         joined = join_experts([values(part, leaf) for part in parts], leaf, expert_parallel)
         assert torch.equal(joined, values(whole, leaf)), leaf
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize(
+    ("name", "tensor", "model_tensor"),
+    [
+        ("llama", "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"),
+    ],
+)
+def test_nan_in_fp8_weights_is_refused(name: str, tensor: str, model_tensor: str, byte: int, tmp_path: Path) -> None:
+    """Kernels of experts in bfloat16 multiply both bytes as 480."""
+    zoo.save(zoo.build(zoo.zoo_model(name)), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for each in [each for each in tensors if each.endswith("proj.weight")]:
+        tensors[each], scale = quantize_weight(tensors[each], QuantScheme("channel"))
+        tensors[each + "_scale"] = scale[:, None].contiguous()
+    tensors[tensor].view(torch.uint8)[5, 7] = byte
+    save_file(tensors, file)
+    change_config(tmp_path, FORMS["ct-channel"][0])
+    with pytest.raises(ValueError, match=f"has NaN in {re.escape(model_tensor)}, in bytes of e4m3"):
+        load(tmp_path)
+
+
+def test_ranks_refuse_scales_of_another_shape(tmp_path: Path) -> None:
+    from tests.models.parallel.test_parallel import part_of
+
+    write("hf-block", tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj.weight_scale_inv"
+    for scale in (torch.ones(0), torch.ones(2, 3)):
+        save_file(load_file(file) | {name: scale}, file)
+        with pytest.raises(ValueError, match=rf"down_proj has scales of shape {re.escape(str(list(scale.shape)))}"):
+            part_of(tmp_path, 0)
 
 
 def test_an_fp8_checkpoint_that_transformers_would_have_to_read(tmp_path: Path) -> None:

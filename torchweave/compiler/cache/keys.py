@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -233,6 +233,8 @@ def describe(thing: Any, depth: int = 0, cache: DescriptionCache | None = None) 
         return f"{type(thing).__name__}{tuple(thing.shape)}{tuple(thing.stride())}{thing.dtype}@{thing.device.type}"
     if isinstance(thing, PurePath):
         return "path"
+    if isinstance(thing, ModuleType):
+        return f"module {thing.__name__}"
     cache = {} if cache is None else cache
     if isinstance(thing, (Mapping, list, tuple, deque, set, frozenset)):
         return _describe_container(thing, depth, cache)

@@ -54,7 +54,10 @@ def _resolve_import(name: str, module: str) -> str:
 
 
 def global_digests(names: Iterable[str]) -> dict[str, str]:
-    """A digest of each global; `MISSING` for one that does not exist, such as a builtin. Modules are left out."""
+    """A digest of each global; `MISSING` for one that does not exist, such as a builtin.
+
+    Modules are left out, and what is read from those of the standard library: `sys.modules` leads to every loaded package.
+    """
     cache: DescriptionCache = {}
     values = {name: _resolve(name) for name in names}
     return {
@@ -65,11 +68,11 @@ def global_digests(names: Iterable[str]) -> dict[str, str]:
 
 
 def _resolve(name: str) -> Any:
-    """The value of `module:name.attribute...`; attributes are followed through plain modules only."""
+    """The value of `module:name.attribute...`; attributes are followed through plain modules outside the standard library."""
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module, MISSING)
     for attribute in path.split("."):
-        if type(value) is not ModuleType:
+        if type(value) is not ModuleType or value.__name__.partition(".")[0] in sys.stdlib_module_names:
             break
         value = vars(value).get(attribute, MISSING)
     return value

@@ -279,16 +279,23 @@ class GrammarManager:
         constraints = [constraint for constraint in constraints if constraint.needs_mask]
         if not constraints:
             return
-        num_words = -(-self.vocab_size // 32)
-        masks = np.zeros((len(constraints), num_words), np.int32)
+        num_words, all_words = (-(-size // 32) for size in (self.vocab_size, self._num_tokens))
+        masks = np.zeros((len(constraints), all_words), np.int32)
         if len(constraints) == 1:
             constraints[0].matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
         else:
             numbered = [(constraint.matcher, number) for number, constraint in enumerate(constraints)]
             self._executor().unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks[0].nbytes, len(masks))
+        if self._num_tokens > self.vocab_size:
+            masks = masks[:, :num_words] & token_bitmask(range(self.vocab_size), num_words)
         without_end = masks & ~token_bitmask(self.eos, num_words)
         for constraint, *mask_args in zip(constraints, masks, without_end, strict=True):
             constraint.set_mask(*mask_args)
+
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens of llguidance's masks: those of the logits, or of a tokenizer that has more (Llama 3.2 Vision's image token)."""
+        return self.vocab_size if self._tokenizer is None else max(self._tokenizer.vocab_size, self.vocab_size)
 
     def _executor(self) -> LLExecutor:
         with self._lock:

@@ -259,6 +259,8 @@ def _kv_cache_spec(loaded: LoadedModel, plan: Plan, draft: DecoderStep | None = 
     dtype = getattr(torch, plan.dtype)
     backend, plan = _choose_attention(plan, [layer for layer in layers if not layer.index_keys], dtype)
     layout = _kv_layout(layers, loaded.stage, plan)
+    if not layers and plan.kv_offload_gb:
+        plan = plan.with_effective("kv_offload_gb", 0.0, "no layer has a KV cache", kv_offload_gb=0.0)
     if plan.full_mixed_graphs and any(layer.sparse for layer in layers):
         why = "sparse attention takes the tokens of a long step in many parts"
         plan = plan.with_effective("cuda_graph_config.capture_mixed", False, why, full_mixed_graphs=False)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.experts import expert_weights
 from torchweave.models.weights.int_linear import IntWeight, store_experts
-from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE
+from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE, are_scales
 from torchweave.models.weights.read import CheckpointTensor, set_tensor
 from torchweave.models.weights.shards import TensorShard
 from torchweave.ops.quant.int_linear import pack_int4
@@ -166,6 +166,10 @@ class Mxfp4Reader:
         if len(arrived) < 2:
             return None
         del self._arrived[target]
+        if not are_scales(arrived[True]):
+            raise ValueError(
+                f"This checkpoint has scales of {target} that are not all numbers: 255 is no exponent; copy or download it again."
+            )
         self.scales[target] = arrived[True]
         return arrived[False].flatten(2)
 

@@ -171,7 +171,7 @@ def unpack(raw: Tensor, dim: int, bits: int, nibble_order: tuple[int, ...] | Non
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
 
 
-def _are_scales(scale: Tensor) -> bool:
+def are_scales(scale: Tensor) -> bool:
     """Whether all are finite and at least 0; uint8: exponents, of which 255 is no number."""
     if scale.dtype == torch.uint8:
         return not bool((scale == 255).any())
@@ -374,7 +374,7 @@ class PackedReader:
         rows, width = (weight.rows, weight.width) if shard is None else shard.shape
         scale = self._by_rows(packed_format.scale, arrived)
         row_scale = self._row_scale(arrived, rows)
-        if not (_are_scales(scale) and (row_scale is None or _are_scales(row_scale))):
+        if not (are_scales(scale) and (row_scale is None or are_scales(row_scale))):
             raise ValueError(
                 f"This checkpoint has scales of {target} that are not all finite and at least 0; copy or download it again."
             )

@@ -19,7 +19,7 @@ import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_l
 from torchweave.models.experts import expert_weights, runs_as_op
 from torchweave.models.multimodal.support import decoder_of
 from torchweave.models.weights.read import set_tensor
-from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, scale_from_amax, to_fp8
+from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, has_nan, scale_from_amax, to_fp8
 from torchweave.ops.quant.fp8_linear import block_scales, supports_weight_shape
 from torchweave.report import Report
 
@@ -223,8 +223,14 @@ class Quantizer:
         return {f"{name}.weight": FP8 for name in self.linears} | experts if self.stored else {}
 
     def set_tensor(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """Set the parameter or buffer `name` to a tensor on its final device."""
+        """Set the parameter or buffer `name` to a tensor on its final device.
+
+        Raises:
+            ValueError: a checkpoint has NaN in the tensor, which kernels of experts would multiply as 480.
+        """
         owner, _, leaf = name.rpartition(".")
+        if self.stored and tensor.dtype == FP8 and has_nan(tensor):
+            raise ValueError(f"This checkpoint has NaN in {name}, in bytes of e4m3; copy or download it again.")
         if owner in self._chosen and leaf == "weight":
             self._replace(model, owner, tensor)
         elif name in self._rounded:

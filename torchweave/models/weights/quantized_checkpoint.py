@@ -345,6 +345,7 @@ def shard_scales(scales: Mapping[str, Tensor], shards: Mapping[str, TensorShard]
 
     Raises:
         UnsupportedModel: a part ends within a block of weights with one scale.
+        ValueError: a weight has another number of scales than rows or blocks.
     """
     return {name: _shard_scale(name, scale, shards.get(f"{name}.weight")) for name, scale in scales.items()}
 
@@ -354,6 +355,11 @@ def _shard_scale(name: str, scale: Tensor, shard: TensorShard | None) -> Tensor:
         return scale
     if scale.numel() == shard.full[0]:  # one for each row
         return scale if shard.dim else TensorShard((scale.numel(),), 0, shard.ranges).extract(scale.flatten())
+    if tuple(scale.shape) != (whole := tuple(-(-length // GROUP) for length in shard.full)):
+        raise ValueError(
+            f"{name} has scales of shape {list(scale.shape)}, expected one, {[shard.full[0]]}, or {list(whole)}; check that "
+            "config.json belongs to these weights."
+        )
     blocks = shard.for_block_scales(GROUP, scale.shape)
     if blocks is None:
         raise UnsupportedModel(
@@ -367,9 +373,15 @@ def check_scales(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) ->
     """Validate scales.
 
     Raises:
-        ValueError: a weight scale is negative or not finite, or an input scale is not a finite number above 0.
+        ValueError: a weight scale is an integer, negative or not finite, or an input scale is not a finite number above 0.
     """
     for name, scale in weights.items():
+        if not scale.is_floating_point():
+            dtype = str(scale.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"This checkpoint has scales of {name}.weight in {dtype}, expected floating-point numbers; check that config.json "
+                "belongs to these weights."
+            )
         if not bool((torch.isfinite(scale.float()) & (scale.float() >= 0)).all()):
             raise ValueError(
                 f"This checkpoint has scales of {name}.weight that are not all finite and at least 0; copy or download it again."
