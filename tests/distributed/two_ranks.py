@@ -17,7 +17,7 @@ OPTIONS = {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
-def agreed(llm: LLM, steps: int, seconds: float = 10.0) -> bool:
+def agreed(llm: LLM, steps: int, seconds: float = 60.0) -> bool:
     """Whether both ranks have come to the same after at least so many steps, which they tell when the engine falls idle."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

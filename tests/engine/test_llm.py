@@ -62,7 +62,7 @@ def right(llm: LLM) -> dict[str, str]:
     return {prompt: llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in PROMPTS}
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 10) -> bool:
+def wait_until(holds: Callable[[], bool], seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while not holds() and time.monotonic() < end:
         time.sleep(0.002)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_drafts_are_those_of_transformers(checkpoint: Path, monkeypatch: pytest.
 
 def test_tokens_are_those_of_transformers_and_without_speculation(checkpoint: Path) -> None:
     """Greedy, seeded and penalized rows in chunks, and once more behind prefix hits."""
-    params = [GREEDY, SEEDED, GREEDY, PENALTY, SEEDED]
+    params = [replace(each, max_tokens=20) for each in (GREEDY, SEEDED, GREEDY, PENALTY, SEEDED)]
     found = []
     for config in (None, MTP):
         with engine(checkpoint, config) as llm:
@@ -90,17 +91,18 @@ def test_tokens_are_those_of_transformers_and_without_speculation(checkpoint: Pa
             assert (llm.engine.scheduler.speculation.num_drafts > 0) == (config is not None)
     assert found[1] == found[0]
     model, _ = transformers_models(checkpoint)
-    wanted = zoo.reference_tokens(model, [PROMPTS[0], PROMPTS[2]], 32)
+    wanted = zoo.reference_tokens(model, [PROMPTS[0], PROMPTS[2]], 20)
     assert [found[1][0][0], found[1][0][2]] == wanted
 
 
 def test_pauses_and_adaptive_drafts(tmp_path: Path) -> None:
     """Paused rows start again with the hidden states of their blocks, and steps differ in their numbers of drafts."""
     folder, found = write_checkpoint(tmp_path, "glm4_moe"), []
+    greedy, seeded = (replace(params, max_tokens=20) for params in (GREEDY, SEEDED))
     options: dict[str, Any] = {"num_kv_blocks": 24, "capacity_scheduler_policy": "max_utilization", "max_model_len": 96}
     for config in (None, MTP, MTP | {"adaptive": True, "num_speculative_tokens": 4}):
         with engine(folder, config, **options) as llm:
-            found.append([tokens(llm, [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]) for _ in range(2)])
+            found.append([tokens(llm, [greedy, seeded, greedy, seeded, greedy]) for _ in range(2)])
             scheduler = llm.engine.scheduler
             scheduler.check()
             assert scheduler.paused_total > 0 and scheduler.kv.num_free == scheduler.kv.num_blocks

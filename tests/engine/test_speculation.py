@@ -161,7 +161,7 @@ def test_streams_send_every_token_once(engines: tuple[LLM, LLM]) -> None:
 def test_prefix_hits_and_pauses() -> None:
     """Histories hold cached prompts and, after a pause, the answer so far; prompts take several steps."""
     options = {"num_kv_blocks": 24, "block_size": 4, "max_model_len": 80, "max_batch_size": 6, "max_num_tokens": 32}
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
     answers = {}
     for name, config in ({"none": None} | DRAFTERS).items():
         with engine(config, capacity_scheduler_policy="max_utilization", **options) as llm:

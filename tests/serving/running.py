@@ -41,7 +41,7 @@ class ServerProcess:
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """On a connection of its own. `verify=False`, here and in clients: certificates take 25 ms of CPU time to read."""
-        return httpx.request(method, self.url + path, timeout=30, verify=False, **options)
+        return httpx.request(method, self.url + path, timeout=120, verify=False, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.request("GET", path, **options)
@@ -98,7 +98,7 @@ def children(pid: int, beginning: str = "") -> list[int]:
     return sorted(child for child in found if name(child).startswith(beginning))
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not holds() and time.monotonic() < end:
         time.sleep(0.02)

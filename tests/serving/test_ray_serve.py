@@ -94,7 +94,7 @@ def test_dead_engine_is_reported_and_replaced(client: openai.OpenAI) -> None:
         running, before = streams(client, 4), engines()
         ends = read_while_killed(running, before[0])
         told = [(why, seconds) for why, seconds in ends if seconds]
-        assert all(why == "The engine process ended unexpectedly." and seconds < 2 for why, seconds in told)
+        assert all(why == "The engine process ended unexpectedly." and seconds < 10 for why, seconds in told)
         assert all(int(why) > 100 for why, seconds in ends if not seconds), "the streams of the other are whole"
         assert chat(client.with_options(max_retries=5), "12+30=") == "42"
         # The router knows of a new replica some time after its engine has begun.

@@ -145,14 +145,7 @@ def test_default_rule_applies_below_the_measured_token_counts() -> None:
     assert parse_choices(LinearShape(2048, 2048).choices(table, BF16)) == ruled[:2]
 
 
-def test_fused_and_plain_linears_are_tuned_at_the_sizes_where_each_runs() -> None:
-    clock = FakeClock({"": (10.0, 0.1)})
-    table = tune_module(MODULE, FX, clock, Table("cpu"), Report(show=False), tokens=(8, 48))
-    assert {(entry.shape, entry.tokens) for entry in table} == {
-        *(("1536x768/n", 8), ("4608x768/ng", 8), ("768x2304/r", 8)),
-        *(("1536x768", 48), ("4608x768", 48), ("768x2304", 48)),
-        *(("768x768", 8), ("768x768", 48), ("96x768", 8), ("96x768", 48)),
-    }
+def test_fused_linears_have_a_letter_for_each_fusion() -> None:
     assert letters(LinearFusion(norm=torch.ones(1), activation="silu", residual=torch.ones(1))) == "ngr"
 
 
@@ -276,17 +269,20 @@ MODULE = Module(
 def test_every_linear_shape_is_measured_once() -> None:
     clock = FakeClock({"": (10.0, 0.1), "row,4,1024,4,4,1,0": (8.0, 0.1), "split,16,64,4,4,1,1": (9.0, 0.1)})
     report = Report(show=False)
-    table = tune_module(MODULE, FX, clock, Table("cpu"), report, tokens=(1, 8))
-    shapes = {"1536x768/n", "4608x768/ng", "768x2304/r", "768x768", "96x768"}
-    assert {entry.shape for entry in table} == shapes, "q/k/v, gate/up, down, o and the head"
-    assert {(entry.subject, entry.tokens, entry.choice) for entry in table} == {
+    table = tune_module(MODULE, FX, clock, Table("cpu"), report, tokens=(1, 8, 48))
+    fused, plain = {"1536x768/n", "4608x768/ng", "768x2304/r"}, {"768x768", "96x768"}
+    shapes = {1: fused | plain, 8: fused | plain, 48: {"1536x768", "4608x768", "768x2304"} | plain}
+    assert {(entry.tokens, entry.shape) for entry in table} == {(at, shape) for at in shapes for shape in shapes[at]}, (
+        "q/k/v, gate/up, down, o and the head, fused at the sizes where that runs"
+    )
+    assert {(entry.subject, entry.tokens, entry.choice) for entry in table if entry.tokens < 48} == {
         ("fused_linears", 1, "row,4,1024,4,4,1,0"),
         ("fused_linears", 8, ""),
         ("small_linears", 1, "row,4,1024,4,4,1,0"),
         ("small_linears", 8, ""),
     } | {("fused_linears", 8, "split,16,64,4,4,1,1")}, "with a norm before it, the product at 8 tokens norms apart"
-    assert len(report.select("tuned")) == len(table.entries) == 10
-    assert not tune_module(MODULE, FX, clock, table, report, tokens=(1, 8)).entries, "what is known is not asked again"
+    assert len(report.select("tuned")) == len(table.entries) == 15
+    assert not tune_module(MODULE, FX, clock, table, report, tokens=(1, 8, 48)).entries, "what is known is not asked again"
 
 
 def test_piece_is_measured_in_two_builds_over_all_layers() -> None:

@@ -15,7 +15,7 @@ PROMPTS = ["Once upon a time", "The cat sat", "1 + 1 =", "A"]
 FORM = StructuredOutputs(regex="[0-9]{3}-[a-c]+") if find_spec("llguidance") else None
 
 
-def agreed(llm: LLM, ranks: int, seconds: float = 10.0) -> bool:
+def agreed(llm: LLM, ranks: int, seconds: float = 60.0) -> bool:
     """Whether all ranks have come to the same, which they tell when the engine falls idle."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

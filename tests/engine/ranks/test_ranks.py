@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.two_ranks import agreed
+from tests.engine.captured import CAPTURED
 from torchweave.config.options import EngineConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.ranks.step_message import decode, encode
@@ -224,7 +225,7 @@ def test_images_are_encoded_on_all_ranks(option: str, tmp_path: Path, monkeypatc
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias=bias, logprobs=0)
     options = OPTIONS | {"dtype": "float32", "max_num_tokens": 20, "max_batch_size": 4, option: 2}
     if option == "pipeline_parallel_size":  # stages are cut from a graph
-        options["torch_compile_config"] = {"enable_inductor": False, "compile_cache": False, "debug": True}
+        options["torch_compile_config"] = replace(CAPTURED, debug=True)
 
     def difference() -> str:
         found = [_answer(output.outputs[0]) for output in llm.generate(prompts, greedy)]

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import codecache
 
 from tests.ops.attention.attention_cases import CASES, Built, Case, build, in_fp8
 from torchweave.ops.attention.backends.cpp import LONG_PREFILL_TOKENS
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.ops.attention.op import LayerSpec, get_backend
+from torchweave.ops.kernels import cpp
 from torchweave.ops.kernels.cpp import has_compiler
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
@@ -100,3 +102,10 @@ def test_strides_that_models_produce(rows: tuple[tuple[int, int], ...]) -> None:
     assert built.call.v.stride(2) != 1
     run(built)
     built.check(1e-5)
+
+
+def test_a_kernel_needs_no_precompiled_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor would precompile one, or preprocess it in each process to find it precompiled."""
+    monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "cache", {})
+    monkeypatch.setattr(codecache, "_precompile_header", lambda *_, **__: pytest.fail("a header was asked for"))
+    assert callable(cpp.attention.__wrapped__(16, 16, 2, 0))

@@ -54,7 +54,7 @@ def test_a_hung_engine_is_ended(restart: bool, monkeypatch: pytest.MonkeyPatch) 
             begin = time.monotonic()
             with pytest.raises(EngineUnavailable, match=r"has not answered for 0\.6 s"):
                 await stream.new_output()
-            assert time.monotonic() - begin < 5 and process.wait(5)
+            assert time.monotonic() - begin < 30 and process.wait(30)
         if restart:
             await asyncio.wait_for(replicas.wait_for(lambda: engine.state == "ready"), 30)
             assert engine.restarts == 1 and engine._process.pid != process.pid  # type: ignore[attr-defined]

@@ -181,7 +181,7 @@ def test_frontends_do_not_import_torch(three: ServerProcess) -> None:
 def test_all_frontends_report_engine_death_and_restart(three: ServerProcess) -> None:
     ends = read_while_killed(streams(three, 4), three.engine_pid())
     assert {why for why, _ in ends} == {"The engine process ended unexpectedly."}
-    assert max(seconds for _, seconds in ends) < 2
+    assert max(seconds for _, seconds in ends) < 10
     refused = three.post("/v1/completions", {"model": "demo", "prompt": "1+1="})
     assert refused.status_code == 503
     assert wait_until(lambda: three.get("/ready").status_code == 200, 60)

@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.serving.running import serving, wait_until
 from torchweave.config.options import EngineConfig
 from torchweave.serving.engine_client import engine_supervisor as own_engine
-from torchweave.serving.ipc import messages
+from torchweave.serving.ipc import messages, processes
 from torchweave.serving.ipc.processes import critical_task, spawn
 
 
@@ -73,20 +75,33 @@ def meeting_places(pid: int) -> set[Path]:
     return {path.parent for path in bound if path.is_absolute()}
 
 
-@pytest.mark.parametrize("deep", [False, True])
-def test_sockets_of_a_killed_server_are_removed(deep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if deep:
-        monkeypatch.setenv("TMPDIR", str(tmp_path / ("deeper-than-the-path-of-a-socket-may-be-" * 3)))
-        Path(os.environ["TMPDIR"]).mkdir()
+def test_sockets_of_a_killed_server_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a temporary folder whose path is longer than that of a socket may be: they are in /tmp."""
+    built = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", built)  # with the C++ kernel of attention, which takes seconds to build
+    monkeypatch.setenv("TMPDIR", str(tmp_path / ("deeper-than-the-path-of-a-socket-may-be-" * 3)))
+    Path(os.environ["TMPDIR"]).mkdir()
     with serving("--api_server_count", "3") as running:
         pids = [*running.pids("tw-http-"), running.engine_pid()]
         places = meeting_places(running.process.pid)
-        assert len(places) == 2 and all(place.stat().st_mode & 0o77 == 0 for place in places), (
-            "nobody else can enter them"
-        )
+        assert len(places) == 2 and {place.parent for place in places} == {Path("/tmp")}
+        assert all(place.stat().st_mode & 0o77 == 0 for place in places), "nobody else can enter them"
         assert running.client().completions.create(model="demo", prompt="1+1=", max_tokens=1).choices
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert not any(place.exists() for place in places)
+
+
+@pytest.mark.parametrize(("surplus", "used"), [(0, True), (1, False)])
+def test_sockets_are_in_the_temporary_folder_as_far_as_paths_go(
+    surplus: int, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_MAX_TMP_DIR_BYTES", len(os.fsencode(tmp_path)) - surplus)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = Path(processes.make_socket_dir())
+    try:
+        assert place.parent == (tmp_path if used else Path("/tmp")) and place.stat().st_mode & 0o77 == 0
+    finally:
+        place.rmdir()
 
 
 def test_an_engine_ends_with_its_server_while_it_still_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_no_number_ends_the_engine(server: ServerProcess) -> None:
         answer = server.post("/v1/completions", asked | fields)
         assert answer.status_code == 400 and next(iter(fields)) in answer.json()["error"]["message"], answer.text
     large = {"min_tokens": 2**40, "max_tokens": 2**41, "top_k": 2**63}
-    answer = server.post("/v1/completions", asked | large)
+    answer = server.post("/v1/completions", asked | large | {"prompt": "1" * 450})
     assert answer.status_code == 200 and answer.json()["usage"]["total_tokens"] == 512
     assert server.engine_pid() == engine
 

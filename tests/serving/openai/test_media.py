@@ -153,10 +153,10 @@ def test_a_slow_lookup_takes_no_thread_of_other_requests(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("url", ["http://a.example/" + "\u00e9" * 4_000_000, "http://" + "\ufdfa" * 2_600_000])
 def test_a_long_url_does_not_stop_the_event_loop(url: str) -> None:
-    begin = time.process_time()
+    begin = time.thread_time()  # of this thread alone: others may still end what tests before have left
     with pytest.raises(ApiError, match="characters, but at most 8192 are allowed"):
         resolve([url], "a.example")
-    assert time.process_time() - begin < 0.5
+    assert time.thread_time() - begin < 0.5
 
 
 @pytest.mark.usefixtures("local_is_public")

@@ -89,20 +89,19 @@ def test_functions_are_called_and_their_results_returned(server: ServerProcess) 
         done = next(e for e in events if e.type == "response.function_call_arguments.done")
         assert "".join(arguments) == done.arguments == call.arguments and done.name == "now"
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
-    after = responses.create(model="demo", input=[result], previous_response_id=made.id, tools=[TOOL])
+    after = responses.create(model="demo", input=[result], previous_response_id=made.id, tools=[TOOL], max_output_tokens=60)
     assert after.output[0].type == "message"
     other = TOOL | {"name": "then"}
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "then"}]}
-    made = responses.create(model="demo", input="1+1=", tools=[TOOL, other], tool_choice=allowed)
+    made = responses.create(model="demo", input="1+1=", tools=[TOOL, other], tool_choice=allowed, max_output_tokens=60)
     assert {item.name for item in made.output if item.type == "function_call"} == {"then"}
 
 
 def test_a_forced_call_drops_the_format_of_plain_answers(server: ServerProcess) -> None:
     function = {"name": "now", "parameters": ZONE}
     asked = {"messages": [{"role": "user", "content": "1+1="}], "tools": [{"type": "function", "function": function}]}
-    answer = server.post(
-        "/v1/chat/completions", asked | {"tool_choice": "required", "response_format": {"type": "json_object"}}
-    )
+    forced = {"tool_choice": "required", "response_format": {"type": "json_object"}, "max_tokens": 60}
+    answer = server.post("/v1/chat/completions", asked | forced)
     assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
 
 

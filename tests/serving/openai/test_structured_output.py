@@ -60,7 +60,7 @@ def test_vllms_names_for_forms(server: ServerProcess, extra: dict[str, Any]) -> 
 
 
 def test_json_object(server: ServerProcess) -> None:
-    answer = ask(server, response_format={"type": "json_object"}, max_tokens=300, seed=1, temperature=1).choices[0]
+    answer = ask(server, response_format={"type": "json_object"}, max_tokens=60, seed=1, temperature=1).choices[0]
     if answer.finish_reason == "stop":
         assert isinstance(json.loads(answer.message.content), dict)
     else:

@@ -23,7 +23,13 @@ def attention(head_dim: int, value_dim: int, group: int, cache: int) -> Callable
     sizes = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "GROUP": group, "CACHE": cache}
     source = "".join(f"constexpr long {name} = {size};\n" for name, size in sizes.items())
     source += resources.files("torchweave.ops.kernels").joinpath("attention_cpu.cpp").read_text(encoding="utf-8")
-    return CppPythonBindingsCodeCache.load_pybinding(_ATTENTION_ARGUMENTS, source)
+
+    class CodeCache(CppPythonBindingsCodeCache):
+        @classmethod
+        def _get_uncompiled_header(cls, device: str) -> None:
+            """None: one kernel builds sooner without, and each process would run the preprocessor to look the header up."""
+
+    return CodeCache.load_pybinding(_ATTENTION_ARGUMENTS, source)
 
 
 _ATTENTION_ARGUMENTS = (
