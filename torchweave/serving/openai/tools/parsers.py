@@ -13,7 +13,7 @@ from torchweave.serving.openai.tools.base import (
     ParserDelta,
     TextDelta,
     WhitespaceBuffer,
-    partial_match_length,
+    split_at,
 )
 from torchweave.serving.openai.tools.json_scanner import JsonCallScanner, JsonValueScanner
 
@@ -31,6 +31,7 @@ class MarkedCallsParser(ABC):
         self._text_buffer = WhitespaceBuffer()
         self._buffer = ""  # ambiguous text
         self._num_calls = 0
+        self._num_here = 0  # calls since the marker
 
     def feed(self, text: str) -> list[ParserDelta]:
         self._buffer += text
@@ -45,13 +46,14 @@ class MarkedCallsParser(ABC):
 
     def _read_text(self, pieces: list[ParserDelta]) -> bool:
         """Take the text before a marker from the buffer, and the marker; returns whether there is one."""
-        before, marker, after = self._buffer.partition(self._OPEN)
-        if not marker:
-            keep = len(before) - partial_match_length(before, self._OPEN)
-            before, after = before[:keep], before[keep:]
+        before, marker, self._buffer = split_at(self._buffer, self._OPEN)
         pieces += self._text_buffer.text(before)
-        self._buffer = after
         return bool(marker)
+
+    @property
+    def _marker(self) -> str:
+        """The marker as text, if no call followed it."""
+        return "" if self._num_here else self._OPEN
 
     def _end(self, rest: str) -> list[ParserDelta]:
         return self._text_buffer.text(rest) + self._text_buffer.finish(had_calls=self._num_calls > 0)
@@ -264,14 +266,11 @@ class PythonicParser:
         return calls
 
 
-class ForcedCallsParser:
+class ForcedCallsParser(JsonObjectsParser):
     """A JSON list of calls, to which the answer is constrained (`tool_choice: required`)."""
 
     def __init__(self, known: Collection[str]) -> None:
-        self._objects = JsonObjectsParser(known, marker="", opening="[", between=",")
-
-    def feed(self, text: str) -> list[ParserDelta]:
-        return self._objects.feed(text)
+        super().__init__(known, marker="", opening="[", between=",")
 
     def finish(self) -> list[ParserDelta]:
         return []  # the rest is the start of a truncated call, not text
