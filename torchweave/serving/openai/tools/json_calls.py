@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 
 from torchweave.serving.openai.tools.base import Call, ParserDelta
 from torchweave.serving.openai.tools.json_scanner import JsonCallScanner, JsonValueScanner
@@ -15,15 +16,18 @@ _MAX_HEAD = 512
 
 
 class MarkedJsonParser(MarkedCallsParser):
-    """A marker, then a call `{"name": ..., "arguments": {...}}` or a list of them, then maybe a closing marker."""
+    """A marker, then a call `{"name": ..., "arguments": {...}}` or a list of them, then maybe a closing marker.
 
-    _CLOSE = ""
+    Args:
+        opening: the marker before calls.
+        closing: the marker after them; empty: the format has none.
+    """
 
-    def __init__(self, known: Collection[str]) -> None:
+    def __init__(self, known: Collection[str], opening: str, closing: str = "") -> None:
         super().__init__(known)
+        self._OPEN, self._CLOSE = opening, closing
         self._scanner: JsonCallScanner | None = None
         self._in_section = False
-        self._num_here = 0  # calls since the marker
         self._skipped = ""  # before the current call
 
     def _step(self, pieces: list[ParserDelta]) -> bool:
@@ -63,11 +67,6 @@ class MarkedJsonParser(MarkedCallsParser):
             self._scanner = None
         return bool(self._buffer)
 
-    @property
-    def _marker(self) -> str:
-        """The marker as text, if no call followed it."""
-        return "" if self._num_here else self._OPEN
-
     def finish(self) -> list[ParserDelta]:
         rest = self._buffer
         if self._scanner is not None and not self._scanner.started:
@@ -77,40 +76,15 @@ class MarkedJsonParser(MarkedCallsParser):
         return self._end(rest)
 
 
-class HermesParser(MarkedJsonParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or a list of calls (Hermes, Qwen; Granite 3.1 and later)."""
-
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-
-
-class GraniteParser(MarkedJsonParser):
-    """`<|tool_call|>[{...}, {...}]` (Granite 3)."""
-
-    _OPEN = "<|tool_call|>"
-
-
-class Phi4MiniParser(MarkedJsonParser):
-    """`functools[{...}, {...}]` (Phi-4-mini)."""
-
-    _OPEN = "functools"
-
-
-class PhiToolCallParser(MarkedJsonParser):
-    """`<|tool_call|>[{...}]<|/tool_call|>` (Phi-4-mini, by its chat template)."""
-
-    _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
-
-
-class InternLMParser(MarkedJsonParser):
-    """`<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>` (InternLM2 and 3)."""
-
-    _OPEN, _CLOSE = "<|action_start|><|plugin|>", "<|action_end|>"
-
-
-class JambaParser(MarkedJsonParser):
-    """`<tool_calls>[{...}]</tool_calls>` (Jamba, Hunyuan)."""
-
-    _OPEN, _CLOSE = "<tool_calls>", "</tool_calls>"
+JSON_PARSERS: dict[str, Callable[[Collection[str]], MarkedJsonParser]] = {
+    "hermes": partial(MarkedJsonParser, opening="<tool_call>", closing="</tool_call>"),  # Hermes, Qwen
+    "granite": partial(MarkedJsonParser, opening="<|tool_call|>"),  # Granite 3
+    "granite31": partial(MarkedJsonParser, opening="<tool_call>", closing="</tool_call>"),  # Granite 3.1 and later
+    "phi4_mini": partial(MarkedJsonParser, opening="functools"),  # Phi-4-mini
+    "phi4_tool_call": partial(MarkedJsonParser, opening="<|tool_call|>", closing="<|/tool_call|>"),  # its template
+    "internlm": partial(MarkedJsonParser, opening="<|action_start|><|plugin|>", closing="<|action_end|>"),
+    "jamba": partial(MarkedJsonParser, opening="<tool_calls>", closing="</tool_calls>"),  # Jamba, Hunyuan
+}
 
 
 class HeadedJsonParser(HeadedCallsParser):
