@@ -26,6 +26,11 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
+def typed_event(kind: str, **fields: Any) -> bytes:
+    """Encode a server-sent event with a type, which its body names as well."""
+    return f"event: {kind}\n".encode() + event({"type": kind, **fields})
+
+
 class TextEventCache:
     """Events that differ only in the text: the JSON around the text is encoded once per answer."""
 
