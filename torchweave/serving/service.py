@@ -33,6 +33,7 @@ class Service:
 
     Attributes:
         media: fetches images at addresses.
+        names: of the served model; responses carry the first.
         tokenizer: None until the engine is ready, and for a model without a tokenizer.
         draining: new requests are refused; the server ends once the running ones have finished.
         startup_done: set when the start has succeeded or failed.
@@ -57,7 +58,7 @@ class Service:
         self.response_store = ResponseStore(settings.response_store_mib << 20)
         self.background_responses = BackgroundResponses()
         model = client.config.model
-        self._names = settings.served_model_name or (public_name(model),)
+        self.names = settings.served_model_name or (public_name(model),)
         self._aliases = () if settings.served_model_name else (model,)
         self._finish_times: deque[float] = deque(maxlen=_RATE_WINDOW)
 
@@ -99,11 +100,6 @@ class Service:
             raise ApiError(503, why, code="engine_unavailable", headers={"Retry-After": "2"})
         return card
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the served model."""
-        return self._names
-
     def check_model(self, name: str | None) -> str:
         """Return the model name for the response.
 
@@ -111,8 +107,8 @@ class Service:
             ApiError: 404, no model is served under `name`.
         """
         if name is None or name in self._aliases:
-            return self._names[0]
-        if name in self._names:
+            return self.names[0]
+        if name in self.names:
             return name
         raise ApiError(
             404,
