@@ -255,5 +255,5 @@ def check_limits(settings: ServerConfig) -> None:
             )
 
 
-def _unknown(option: str, value: Any, known: Sequence[str]) -> str:
+def _unknown(option: str, value: Any, known: Sequence[Any]) -> str:
     return f"{option}={value!r} is not known: it is one of {', '.join(map(str, known))}{suggest_value(option, value, known)}"
