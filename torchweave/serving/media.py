@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 import httptools
 
-from torchweave.images import has_images
+from torchweave.images import has_images, image_url
 from torchweave.serving.errors import ApiError
 
 _PORTS = {"http": 80, "https": 443}
@@ -161,17 +161,9 @@ def _is_address(url: Any) -> bool:
     return isinstance(url, str) and url[:8].lower().startswith(("http://", "https://"))
 
 
-def _url(part: Any) -> Any:
-    """The URL of a content part; None for another part."""
-    if not isinstance(part, Mapping) or part.get("type") != "image_url":
-        return None
-    url = part.get("image_url")
-    return url.get("url") if isinstance(url, Mapping) else url
-
-
 def _addresses(message: Mapping[str, Any]) -> list[str]:
     content = message.get("content")
-    urls = map(_url, content) if isinstance(content, (list, tuple)) else ()
+    urls = map(image_url, content) if isinstance(content, (list, tuple)) else ()
     return [url for url in urls if _is_address(url)]
 
 
@@ -179,7 +171,7 @@ def _replaced(message: dict[str, Any], fetched: Mapping[str, str]) -> dict[str, 
     if not _addresses(message):
         return message
     parts = [
-        {"type": "image_url", "image_url": {"url": fetched[url]}} if _is_address(url := _url(part)) else part
+        {"type": "image_url", "image_url": {"url": fetched[url]}} if _is_address(url := image_url(part)) else part
         for part in message["content"]
     ]
     return {**message, "content": parts}
