@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from torchweave.config.options import EngineConfig, SpeculativeConfig, SpeculativeMethod, TorchCompileConfig
@@ -123,7 +124,7 @@ def verify(
     return {
         "passed": sum(row.passed for row in rows),
         "total": len(rows),
-        "transformers": zoo.transformers_version(),
+        "transformers": transformers.__version__,
         "torch": torch.__version__,
         "results": [asdict(row) for row in rows],
         "refused": refused,
