@@ -200,15 +200,22 @@ def _request(parts: SplitResult, host: str, port: int) -> bytes:
     return f"{head}User-Agent: torchweave\r\nConnection: close\r\n\r\n".encode("ascii")
 
 
-class _ResponseHandler:
-    """Callbacks of httptools' parser."""
+class ResponseHandler:
+    """Collects a response, as the callbacks of httptools' parser.
+
+    Attributes:
+        headers: with names in lower case.
+        parts: of the body.
+        head_complete, ended: the whole head, and the whole response, were parsed.
+    """
 
     def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
         self.parts: list[bytes] = []
-        self.is_sized = self.head_complete = self.ended = False
+        self.head_complete = self.ended = False
 
-    def on_header(self, name: bytes, _: bytes) -> None:
-        self.is_sized |= name.lower() in (b"content-length", b"transfer-encoding")
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self.head_complete = True
@@ -222,7 +229,7 @@ class _ResponseHandler:
 
 async def _read(reader: asyncio.StreamReader, budget: _Budget) -> bytes:
     """The body of a response with status 200."""
-    response = _ResponseHandler()
+    response = ResponseHandler()
     parser: Any = httptools.HttpResponseParser(response)
     head_bytes = 0
     while not response.ended and (data := await reader.read(_READ_BYTES)):
@@ -235,6 +242,7 @@ async def _read(reader: asyncio.StreamReader, budget: _Budget) -> bytes:
             budget.take(len(data))
         elif (head_bytes := head_bytes + len(data)) > _MAX_HEAD_BYTES:
             raise _refusal("cannot be fetched: the head of the answer is too long")
-    if not response.head_complete or (response.is_sized and not response.ended):
+    is_sized = any(name in (b"content-length", b"transfer-encoding") for name, _ in response.headers)
+    if not response.head_complete or (is_sized and not response.ended):
         raise _refusal("cannot be fetched: the answer ended early")
     return b"".join(response.parts)
