@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["trace_failure", "graph_break", "recompile", "performance"]
 Severity = Literal["error", "warning", "note"]
 
-_KINDS: tuple[Kind, ...] = ("trace_failure", "graph_break", "recompile", "performance")
-_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+_KINDS, _SEVERITIES = get_args(Kind), get_args(Severity)  # in the order in which findings are listed
 
 
 @dataclass(frozen=True)
