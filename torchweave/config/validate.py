@@ -140,7 +140,11 @@ _MINIMUMS = {
     "speculative_config.prompt_lookup_min": 1,
     "speculative_config.disable_by_batch_size": 1,
 }
-_SIZES = ("torch_compile_config.capture_num_tokens", "torch_compile_config.compile_sizes", "cuda_graph_config.batch_sizes")
+_SIZES = (
+    "torch_compile_config.capture_num_tokens",
+    "torch_compile_config.compile_sizes",
+    "cuda_graph_config.batch_sizes",
+)
 _MAX_SPECULATIVE_TOKENS = 31
 _NO_FOLDER = frozenset({"", "none", "null", "false", "off", "no"})
 
