@@ -20,7 +20,7 @@ from torchweave.serving.openai.tools.harmony import HarmonyParser as HarmonyPars
 PARSERS: dict[str, Callable[[Mapping[str, Any]], ToolCallParser]] = {
     **json_calls.JSON_PARSERS,
     "llama3_json": parsers.JsonObjectsParser,
-    "mistral": parsers.MistralParser,
+    "mistral": json_calls.MistralParser,
     "pythonic": parsers.PythonicParser,
     "qwen3_coder": xml_calls.Qwen3CoderParser,
     "glm45": xml_calls.GlmParser,
@@ -91,7 +91,7 @@ def make_tool_parser(form: str, tools: Sequence[Tool]) -> ToolCallParser:
 def make_forced_parser(tools: Sequence[Tool], named: str | None) -> ToolCallParser:
     """Create a parser for an answer constrained to `forced_schema`."""
     return (
-        parsers.ForcedCallsParser([tool.function.name for tool in tools])
+        json_calls.ForcedCallsParser([tool.function.name for tool in tools])
         if named is None
         else parsers.NamedCallParser(named)
     )

@@ -76,6 +76,16 @@ class MarkedJsonParser(MarkedCallsParser):
         return self._end(rest)
 
 
+class ForcedCallsParser(MarkedJsonParser):
+    """A JSON list of calls, to which the answer is constrained (`tool_choice: required`)."""
+
+    def __init__(self, known: Collection[str]) -> None:
+        super().__init__(known, "[", "]")
+
+    def finish(self) -> list[ParserDelta]:
+        return []  # the rest is the start of a truncated call, not text
+
+
 JSON_PARSERS: dict[str, Callable[[Collection[str]], MarkedJsonParser]] = {
     "hermes": partial(MarkedJsonParser, opening="<tool_call>", closing="</tool_call>"),  # Hermes, Qwen
     "granite": partial(MarkedJsonParser, opening="<|tool_call|>"),  # Granite 3
@@ -143,3 +153,54 @@ class KimiParser(HeadedJsonParser):
 
     _OPEN, _CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     _NAME = re.compile(r"<\|tool_call_begin\|>\s*(?:functions\.)?([^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
+
+
+class MistralParser(HeadedCallsParser):
+    """`[TOOL_CALLS]` followed by a JSON list of calls, or one or more of `name{...}`, `name[ARGS]{...}` and
+    `name[CALL_ID]id[ARGS]{...}`, each after the marker."""
+
+    _OPEN = "[TOOL_CALLS]"
+
+    def __init__(self, known: Collection[str]) -> None:
+        super().__init__(known)
+        self._list: MarkedJsonParser | None = None
+        self._in_name = False
+
+    def feed(self, text: str) -> list[ParserDelta]:
+        return super().feed(text) if self._list is None else self._list.feed(text)
+
+    def _step(self, pieces: list[ParserDelta]) -> bool:
+        if self._value is not None:
+            return self._read_arguments(self._value, pieces)
+        if self._in_name:
+            return self._read_name(pieces)
+        self._in_name = self._read_text(pieces)
+        return self._in_name
+
+    def _read_name(self, pieces: list[ParserDelta]) -> bool:
+        if self._buffer.lstrip().startswith("[") and not self._num_calls:
+            self._list = MarkedJsonParser(self._tool_names, self._OPEN)
+            self._list._text_buffer = self._text_buffer
+            pieces += self._list.feed(self._OPEN + self._buffer)
+            self._buffer = ""
+            return False
+        name, brace, _ = self._buffer.partition("{")
+        if not brace:
+            return False
+        tool_name = name.partition("[")[0].strip()
+        self._in_name = False
+        if tool_name not in self._tool_names:
+            pieces += self._text_buffer.text(self._OPEN + name)
+            self._buffer = self._buffer[len(name) :]
+            return True
+        self._text_buffer.call()
+        pieces.append(Call(self._num_calls, tool_name))
+        self._num_calls += 1
+        self._value = JsonValueScanner()
+        self._buffer = self._buffer[len(name) :]
+        return True
+
+    def finish(self) -> list[ParserDelta]:
+        if self._list is not None:
+            return self._list.finish()
+        return self._end(self._OPEN + self._buffer if self._in_name else self._buffer)
