@@ -21,8 +21,8 @@ from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.media import MediaFetcher
 from torchweave.serving.openai.generation import AnswerStream, as_tokens
 from torchweave.serving.openai.responses.store import BackgroundResponses, ResponseStore
-from torchweave.serving.tokenization import AsyncTokenizer, prepare
-from torchweave.tokenizer import check_chat_template
+from torchweave.serving.tokenization import AsyncTokenizer
+from torchweave.tokenizer import check_chat_template, import_without_torch
 
 _MAX_RETRY_AFTER = 60  # seconds
 _RATE_WINDOW = 64  # answers over which the completion rate is measured
@@ -65,7 +65,7 @@ class Service:
     async def open(self) -> None:
         """Wait for the engine, then load the tokenizer; sets `startup_done`."""
         try:
-            await prepare()
+            await asyncio.to_thread(import_without_torch)  # takes a second, while the engine is built
             await self.client.wait_until_ready()
             folder = self.model.folder
             if folder is not None:

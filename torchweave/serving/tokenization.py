@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.request import SamplingParams
 from torchweave.images import ImageLimits, ImageProcessor, PromptIds, has_images
-from torchweave.tokenizer import IncrementalDetokenizer, Tokenizer, check_text, import_without_torch
+from torchweave.tokenizer import IncrementalDetokenizer, Tokenizer, check_text
 
 Value = TypeVar("Value")
 NO_IMAGES = ImageLimits()
@@ -172,8 +172,3 @@ def _as_json(value: Any) -> Any:
 def _chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
     check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
     return tokenizer.chat(messages, **variables)
-
-
-async def prepare() -> None:
-    """Import the tokenizer's libraries, which takes a second, while the engine is built."""
-    await asyncio.to_thread(import_without_torch)

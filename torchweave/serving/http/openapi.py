@@ -78,8 +78,10 @@ def _add_responses(path: str, method: str, responses: dict[str, Any]) -> None:
     statuses = _COMMON_STATUSES + (
         ("400", "404", "408", "413", "415", "429") if method == "post" else ("400", "404") if "{" in path else ()
     )
+    error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     for status in sorted(statuses):
-        responses[status] = _error_response(status, "AnthropicError" if path.startswith("/v1/messages") else "Error")
+        responses[status] = {"description": _ERROR_DESCRIPTIONS[status], "content": content}
     if path in _PROBES:
         responses["503"] = {
             "description": "Not healthy or not ready",
@@ -87,8 +89,3 @@ def _add_responses(path: str, method: str, responses: dict[str, Any]) -> None:
         }
     if path in _STREAMS:
         responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-
-
-def _error_response(status: str, schema: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
-    return {"description": _ERROR_DESCRIPTIONS[status], "content": content}
