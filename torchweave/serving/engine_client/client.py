@@ -45,11 +45,6 @@ class FrontendContext:
     admission_pacer: AdmissionPacer = field(default_factory=AdmissionPacer)
     announce: Callable[[Any], None] = lambda _: None
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether this process has requests in flight at any engine."""
-        return self.shared_load.has_requests(self.frontend)
-
 
 class EngineClient(ABC):
     """Sends requests to an engine and delivers its outputs to their `RequestStream`s.
@@ -245,7 +240,8 @@ class EngineClient(ABC):
             self.failure, self.is_config_error = message.why, message.is_config_error
         self._publish_load()
         if isinstance(message, messages.Outputs):  # after finished requests have left the counters
-            self._frontend_context.admission_pacer.on_step_tokens(more=self._frontend_context.has_requests)
+            context = self._frontend_context
+            context.admission_pacer.on_step_tokens(more=context.shared_load.has_requests(context.frontend))
 
     def _on_ready(self, message: messages.Ready) -> None:
         self.model, self.explanation = message.model, json.loads(message.explanation)
