@@ -426,7 +426,7 @@ def _recorder(processor: Any, texts: list[str]) -> Any:
 
 
 def _with_texts(processor: Any, texts: list[str]) -> Any:
-    """A copy of a processor that writes `texts` in place of placeholders and does not look at images."""
+    """A copy of a processor that writes `texts` in place of placeholders and ignores images."""
     copied = copy.copy(processor)
     copied._process_images = lambda images, **options: ({}, texts)
     return copied

@@ -68,8 +68,8 @@ def deduplicate(findings: Iterable[Finding]) -> list[Finding]:
 def without_follow_on(findings: Iterable[Finding], is_library: Callable[[str], bool]) -> list[Finding]:
     """Findings without those in library files, if the subject's own code breaks the graph.
 
-    After a break Dynamo traces the rest of each frame by itself, and takes paths of libraries that no whole graph takes. What is
-    wrong in a library is found when the break is mended.
+    After a break Dynamo traces the rest of each frame by itself, and takes paths of libraries that no whole graph takes. Findings
+    in libraries that remain are reported once the break is fixed.
     """
     findings = list(findings)
     if not any(one.kind == "graph_break" and one.where and not is_library(one.where) for one in findings):

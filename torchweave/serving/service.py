@@ -275,7 +275,7 @@ class Service:
 
 
 def public_name(model: str) -> str:
-    """Name of a model for clients: of a folder the last part of its path, which is nobody's business."""
+    """Name of a model for clients; of a folder only the last part of its path, since the path is private."""
     is_path = Path(model).is_absolute() or model.startswith((".", "~")) or Path(model).is_dir()
     return (Path(model).expanduser().resolve().name or model) if is_path else model
 

@@ -144,7 +144,7 @@ class MessagesBuilder(ResponseBuilder):
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Arguments of a call; empty if they were cut off, and `stop_reason` says so."""
+    """Arguments of a call; empty if they were cut off, which `stop_reason` reports."""
     try:
         arguments = json.loads(text or "{}")
     except ValueError:

@@ -56,7 +56,7 @@ async def _answer_batch(
     try:
         for request in requests:
             started.append(await start_chat(service, request))
-        deltas = [await answer_stream.full() for answer_stream, _ in started]  # all run at once, and wait to be read
+        deltas = [await answer_stream.full() for answer_stream, _ in started]  # all are generated at the same time
     finally:
         for answer_stream, _ in started:
             answer_stream.close()

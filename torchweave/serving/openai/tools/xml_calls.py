@@ -26,7 +26,7 @@ def argument_value(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """JSON types that a schema allows; empty if it does not say."""
+    """JSON types that a schema allows; empty if it declares none."""
     if not isinstance(schema, Mapping):
         return set()
     given = schema.get("type")
@@ -189,7 +189,7 @@ class InvokeParser(Qwen3CoderParser):
 class DeepSeekV32Parser(XmlCallsParser):
     """`<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true|false">` and closing tags (DeepSeek-V3.2).
 
-    The tag itself says whether a value is a text or JSON.
+    The tag declares whether a value is a text or JSON.
     """
 
     _OPEN, _CLOSE = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
