@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.request import SamplingParams
 from torchweave.images import ImageLimits, ImageProcessor, PromptIds, has_images
@@ -118,7 +120,8 @@ class AsyncTokenizer:
         tokenizer = self._decoder.hf_tokenizer
         config = {name: value for name, value in tokenizer.init_kwargs.items() if not name.endswith(_PATHS)}
         named = {"tokenizer_class": type(tokenizer).__name__, "chat_template": self.chat_template or None}
-        return _as_json({**config, **tokenizer.special_tokens_map, **named})
+        facts = {**config, **tokenizer.special_tokens_map, **named}
+        return msgspec.to_builtins(facts, str_keys=True, enc_hook=str)  # special tokens are objects: their texts
 
     async def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with `bad_words` as token ids, as the engine requires."""
@@ -158,15 +161,6 @@ class AsyncTokenizer:
     def close(self) -> None:
         for threads in (self._thread, self._long_thread, self._image_threads):
             threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _as_json(value: Any) -> Any:
-    """`value` of plain types; special tokens, which are objects, by their text."""
-    if isinstance(value, dict):
-        return {str(name): _as_json(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(each) for each in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def _chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
