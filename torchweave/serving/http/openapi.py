@@ -7,35 +7,16 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error", "request_id"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-        "request_id": {"type": "string"},
-    },
-}
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """JSON schema of an object that has all of these properties."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL))
+_ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_TEXT)
 _ERROR_DESCRIPTIONS = {
     "400": "Invalid request; the message says why and what to do",
     "401": "The API key is missing or unknown",
