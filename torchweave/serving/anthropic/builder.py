@@ -10,7 +10,7 @@ import msgspec
 from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser
 from torchweave.serving.openai.generation import AnswerStream, Delta
-from torchweave.serving.openai.response_builders import ResponseBuilder, event, typed_event
+from torchweave.serving.openai.response_builders import ResponseBuilder, event, named_event
 from torchweave.serving.openai.tools import ArgumentsDelta, Call, ParserDelta, ReasoningDelta
 
 _ERROR_TYPES = {
@@ -64,7 +64,7 @@ class MessagesBuilder(ResponseBuilder):
         # How many tokens of the prompt are cached is known at the end.
         usage = {"input_tokens": self._answer_stream.num_prompt_tokens, "output_tokens": 0}
         message = {**self._head, "content": [], **self._stop, "usage": usage}
-        return typed_event("message_start", message=message)
+        return named_event("message_start", message=message)
 
     def events(self, delta: Delta) -> bytes:
         pieces = self._parser.feed(delta.text, is_last=delta.finish_reason is not None)
@@ -75,7 +75,7 @@ class MessagesBuilder(ResponseBuilder):
         return b"".join(parts)
 
     def end(self) -> bytes:
-        return typed_event("message_delta", delta=self._stop, usage=self._usage) + typed_event("message_stop")
+        return named_event("message_delta", delta=self._stop, usage=self._usage) + named_event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\n" + event(error_body(error.status, error.message, self._request_id))
@@ -124,11 +124,11 @@ class MessagesBuilder(ResponseBuilder):
         closed = self._close()
         self._blocks.append(block)
         self._texts, self._is_open = [], True
-        return closed + typed_event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+        return closed + named_event("content_block_start", index=len(self._blocks) - 1, content_block=block)
 
     def _extend(self, kind: str, name: str, text: str) -> bytes:
         self._texts.append(text)
-        return typed_event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: text})
+        return named_event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: text})
 
     def _close(self) -> bytes:
         """End the open block."""
@@ -140,7 +140,7 @@ class MessagesBuilder(ResponseBuilder):
         else:
             block[block["type"]] = text
         self._is_open = False
-        return typed_event("content_block_stop", index=len(self._blocks) - 1)
+        return named_event("content_block_stop", index=len(self._blocks) - 1)
 
 
 def _arguments(text: str) -> dict[str, Any]:

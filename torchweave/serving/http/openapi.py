@@ -14,8 +14,8 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 _TEXT: dict[str, Any] = {"type": "string"}
-_TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
-_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL))
+_OPTIONAL_TEXT: dict[str, Any] = {"type": ["string", "null"]}
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_OPTIONAL_TEXT, code=_OPTIONAL_TEXT))
 _ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_TEXT)
 _ERROR_DESCRIPTIONS = {
     "400": "Invalid request; the message says why and what to do",

@@ -26,8 +26,8 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-def typed_event(kind: str, **fields: Any) -> bytes:
-    """Encode a server-sent event with a type, which its body names as well."""
+def named_event(kind: str, **fields: Any) -> bytes:
+    """Encode a server-sent event with a name, which is also the type in its body."""
     return f"event: {kind}\n".encode() + event({"type": kind, **fields})
 
 

@@ -11,7 +11,7 @@ from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser
 from torchweave.serving.openai.generation import AnswerStream, Delta
 from torchweave.serving.openai.logprobs import chat_logprobs
-from torchweave.serving.openai.response_builders import ResponseBuilder, typed_event
+from torchweave.serving.openai.response_builders import ResponseBuilder, named_event
 from torchweave.serving.openai.responses.protocol import ResponsesRequest
 from torchweave.serving.openai.tools import ArgumentsDelta, Call, ParserDelta, ReasoningDelta, TextDelta
 
@@ -111,7 +111,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._num_events += 1
-        return typed_event(kind, sequence_number=self._num_events - 1, **fields)
+        return named_event(kind, sequence_number=self._num_events - 1, **fields)
 
     def _complete(self) -> None:
         """Set what is known at the end."""
