@@ -238,8 +238,7 @@ def _part_image(part: Any, max_pixels: int) -> Any:
     if kind == "image":
         return _as_image(part.get("image"))
     if kind == "image_url":
-        url = part.get("image_url")
-        url = url.get("url") if isinstance(url, Mapping) else url
+        url = image_url(part)
         if not isinstance(url, str):
             raise ValueError(
                 'An image_url part is {"type": "image_url", "image_url": {"url": ...}}; this one has no URL.'
@@ -270,13 +269,19 @@ def message_content(content: Any) -> Any:
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in ("text", "image_url"):
             raise ValueError("a part of a content with images is a text or an image_url")
-        url = part.get("image_url")
-        url = url.get("url") if isinstance(url, dict) else url
-        if part["type"] == "image_url" and not isinstance(url, str):
+        if part["type"] == "image_url" and not isinstance(image_url(part), str):
             raise ValueError('expected {"type": "image_url", "image_url": {"url": ...}}, but got a part without a URL')
         if part["type"] == "text":
             content_text([part])
     return content
+
+
+def image_url(part: Any) -> Any:
+    """The URL of an `image_url` part, given by itself or in an object; None for another part."""
+    if not isinstance(part, Mapping) or part.get("type") != "image_url":
+        return None
+    url = part.get("image_url")
+    return url.get("url") if isinstance(url, Mapping) else url
 
 
 def has_images(messages: Any) -> bool:
@@ -421,7 +426,7 @@ def _recorder(processor: Any, texts: list[str]) -> Any:
 
 
 def _with_texts(processor: Any, texts: list[str]) -> Any:
-    """A copy of a processor that writes `texts` in place of placeholders and does not look at images."""
+    """A copy of a processor that writes `texts` in place of placeholders and ignores images."""
     copied = copy.copy(processor)
     copied._process_images = lambda images, **options: ({}, texts)
     return copied

@@ -25,7 +25,7 @@ class Pooling:
         normalize: divide embeddings by their L2 norm.
         activation: maps logits to what `classify` returns.
         labels: name of each class.
-        dimensions: lengths to which the checkpoint says that embeddings may be cut; empty: it says nothing.
+        dimensions: lengths to which embeddings may be cut, as the checkpoint declares; empty: it declares none.
         pad_token_id: a classification head ignores these tokens at the end of a prompt, as transformers does; None: none.
     """
 

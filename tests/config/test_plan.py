@@ -31,7 +31,7 @@ from torchweave.config.options import (
     TorchCompileConfig,
     use_passive_openmp,
 )
-from torchweave.config.validate import check_names, check_server, check_value_ranges, config_from
+from torchweave.config.validate import check_config, check_server, config_from
 
 TRITON = AttentionFacts("triton", 16, supports_mixed_cuda_graphs=True)
 FA3 = AttentionFacts("fa3", 128, (128,))
@@ -423,8 +423,7 @@ def test_single_rank_disables_multi_rank_options() -> None:
 def test_option_of_a_wrong_type_is_rejected(options: dict[str, Any], words: str) -> None:
     config = config_from(EngineConfig, {"model": "demo", **options})
     with pytest.raises(ValueError, match=re.escape(words)):
-        check_names(config, None)
-        check_value_ranges(config)
+        check_config(config)
 
 
 def test_vllm_option_names_are_accepted() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchweave.cli.arguments import config_from_args, engine_config
 from torchweave.config.model_source import reject_draft_head, resolve, resolve_tokenizer
 from torchweave.config.options import EngineConfig
-from torchweave.config.validate import check_names, check_value_ranges
+from torchweave.config.validate import check_config
 from torchweave.engine.startup.early_start import prestart_workers, stored_bytecode
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer
@@ -70,8 +70,7 @@ def _check_tokenizer(config: EngineConfig, chat: bool) -> None:
 def engine(args: argparse.Namespace, needs: Literal["", "tokenizer", "chat template"] = "") -> Iterator[LLM]:
     """An engine for the arguments, after a look at what the command needs; leaving the context cancels running requests."""
     config = engine_config(args)
-    check_names(config, None)
-    check_value_ranges(config)
+    check_config(config)
     if needs:
         _check_tokenizer(config, needs == "chat template")
     for name in ("transformers", "torch"):  # their start-up advice does not concern users of a command

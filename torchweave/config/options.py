@@ -296,11 +296,8 @@ class EngineConfig:
     @property
     def parallel_sizes_text(self) -> str:
         """The parallel sizes above 1 as `option=value`, for messages."""
-        stages = f" pipeline_parallel_size={self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
-        tensor = (
-            f" tensor_parallel_size={self.tensor_parallel_size}" if self.tensor_parallel_size > 1 or not stages else ""
-        )
-        return f"{tensor}{' with' if tensor and stages else ''}{stages}".strip()
+        sizes = {name: getattr(self, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+        return " with ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tensor_parallel_size=1"
 
 
 @dataclass(frozen=True)

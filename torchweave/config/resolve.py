@@ -8,7 +8,7 @@ from typing import Any
 from torchweave.config.facts import AttentionFacts, DeviceFacts, ModelFacts
 from torchweave.config.options import CudaGraphConfig, EngineConfig, TorchCompileConfig
 from torchweave.config.plan import Plan, PlanEntry
-from torchweave.config.validate import check_names, check_value_ranges, flatten
+from torchweave.config.validate import check_config, flatten
 
 # TensorRT-LLM's default `capture_num_tokens`.
 DEFAULT_TOKEN_BUCKETS = (*(2**i for i in range(8)), 256, 384, *range(512, 3073, 256))
@@ -65,8 +65,7 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
     Raises:
         ValueError: an invalid or contradictory option.
     """
-    check_names(config, passes)
-    check_value_ranges(config)
+    check_config(config, passes)
     if config.capacity_scheduler_policy == "max_utilization" and not config.enable_chunked_context:
         raise ValueError(
             "capacity_scheduler_policy=max_utilization needs enable_chunked_context: a paused request may need to "

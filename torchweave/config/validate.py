@@ -88,7 +88,7 @@ _TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", 
 
 
 def check_types(config: Any, prefix: str = "") -> None:
-    """Check the types of options; `check_names` checks literal values, and a model may be a path."""
+    """Check the types of options, and values of those that have names; a model may be a path."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -96,8 +96,12 @@ def check_types(config: Any, prefix: str = "") -> None:
             if not isinstance(value, hint):  # type: ignore[arg-type]
                 raise ValueError(f"{prefix}{name}={value!r} must be a {hint.__name__}, or a dict of its options")  # type: ignore[union-attr]
             check_types(value, f"{prefix}{name}.")
-        elif name == "model" or get_origin(kinds[0]) is Literal or (value is None and type(None) in kinds):
+        elif name == "model" or (value is None and type(None) in kinds):
             continue
+        elif get_origin(kinds[0]) is Literal:
+            known = (*get_args(kinds[0]), *((None,) if type(None) in kinds else ()))
+            if value not in known:
+                raise ValueError(_unknown(prefix + name, value, known))
         elif get_origin(kinds[0]) is tuple:
             kind = get_args(kinds[0])[0]
             if not isinstance(value, (list, tuple)) or not all(_is_instance_of(kind, each) for each in value):
@@ -136,22 +140,34 @@ _MINIMUMS = {
     "speculative_config.prompt_lookup_min": 1,
     "speculative_config.disable_by_batch_size": 1,
 }
+_SIZES = (
+    "torch_compile_config.capture_num_tokens",
+    "torch_compile_config.compile_sizes",
+    "cuda_graph_config.batch_sizes",
+)
 _MAX_SPECULATIVE_TOKENS = 31
 _NO_FOLDER = frozenset({"", "none", "null", "false", "off", "no"})
 
 
-def check_value_ranges(config: EngineConfig) -> None:
+def check_config(config: EngineConfig, passes: Sequence[str] | None = None) -> None:
+    """Check what an engine needs on every device and with every model.
+
+    Args:
+        passes: the names that `disabled_passes` may hold; None: they are not checked.
+
+    Raises:
+        ValueError: a value has a wrong type, is not known or is out of range.
+    """
+    check_types(config)
+    for name in config.torch_compile_config.disabled_passes if passes is not None else ():
+        if name not in (passes or ()):
+            raise ValueError(_unknown("torch_compile_config.disabled_passes", name, passes or ()))
     values = dict(flatten(config))
     for name, least in _MINIMUMS.items():
         value = values[name]
         if value is not None and not (math.isfinite(value) and value >= least):
             raise ValueError(f"{name}={value} must be at least {least}")
-    compile_prefix = "torch_compile_config."
-    for name in (
-        compile_prefix + "capture_num_tokens",
-        compile_prefix + "compile_sizes",
-        "cuda_graph_config.batch_sizes",
-    ):
+    for name in _SIZES:
         for size in values[name] or ():
             if size < 1:
                 raise ValueError(f"{name} holds {size}, but each size must be at least 1")
@@ -243,32 +259,5 @@ def check_limits(settings: ServerConfig) -> None:
             )
 
 
-def check_names(config: EngineConfig, passes: Sequence[str] | None) -> None:
-    check_types(config)
-    sections = (
-        (config.torch_compile_config, "torch_compile_config."),
-        (config.speculative_config, "speculative_config."),
-        (config.pooler_config, "pooler_config."),
-    )
-    for holder, prefix in ((config, ""), *sections):
-        for name, hint in get_type_hints(type(holder)).items():
-            known = _choices(hint)
-            if known and getattr(holder, name) not in known:
-                raise ValueError(_unknown(prefix + name, getattr(holder, name), known))
-    for name in config.torch_compile_config.disabled_passes if passes is not None else ():
-        if name not in (passes or ()):
-            raise ValueError(_unknown("torch_compile_config.disabled_passes", name, passes or ()))
-
-
-def _choices(hint: Any) -> tuple[Any, ...]:
-    """Values of `Literal[...]` or `Literal[...] | None`; empty for other annotations."""
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    parts = get_args(hint)
-    if len(parts) == 2 and get_origin(parts[0]) is Literal and parts[1] is type(None):
-        return (*get_args(parts[0]), None)
-    return ()
-
-
-def _unknown(option: str, value: Any, known: Sequence[str]) -> str:
+def _unknown(option: str, value: Any, known: Sequence[Any]) -> str:
     return f"{option}={value!r} is not known: it is one of {', '.join(map(str, known))}{suggest_value(option, value, known)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -65,10 +65,10 @@ class EagerResult:
     int_arguments: dict[tuple[str, str, str], dict[int, list[int]]] = field(default_factory=dict)
 
 
-def run_eager(subject: Subject, sizes: Sequence[int] = SIZES) -> EagerResult:
-    """Run the subject at each size."""
+def run_eager(subject: Subject) -> EagerResult:
+    """Run the subject at each of `SIZES`."""
     eager_result = EagerResult()
-    for variant, size in enumerate(sizes):
+    for variant, size in enumerate(SIZES):
         before, watcher = sys.gettrace(), _OpWatcher(eager_result, size)
         sys.settrace(_tracer(eager_result, watcher))
         try:

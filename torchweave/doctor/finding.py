@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["trace_failure", "graph_break", "recompile", "performance"]
 Severity = Literal["error", "warning", "note"]
 
-_KINDS: tuple[Kind, ...] = ("trace_failure", "graph_break", "recompile", "performance")
-_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+_KINDS, _SEVERITIES = get_args(Kind), get_args(Severity)  # in the order in which findings are listed
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ def deduplicate(findings: Iterable[Finding]) -> list[Finding]:
 def without_follow_on(findings: Iterable[Finding], is_library: Callable[[str], bool]) -> list[Finding]:
     """Findings without those in library files, if the subject's own code breaks the graph.
 
-    After a break Dynamo traces the rest of each frame by itself, and takes paths of libraries that no whole graph takes. What is
-    wrong in a library is found when the break is mended.
+    After a break Dynamo traces the rest of each frame by itself, and takes paths of libraries that no whole graph takes. Findings
+    in libraries that remain are reported once the break is fixed.
     """
     findings = list(findings)
     if not any(one.kind == "graph_break" and one.where and not is_library(one.where) for one in findings):

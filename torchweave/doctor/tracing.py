@@ -153,10 +153,7 @@ def _break_at(ops: Iterable[torch._ops.OpOverload]) -> Iterator[None]:
     """Make Dynamo break the graph at these ops."""
     from torch._dynamo import trace_rules
 
-    ids: set[int] = set()
-    for op in ops:
-        packet = op.overloadpacket
-        ids |= {id(op), id(packet)}
+    ids = {id(each) for op in ops for each in (op, op.overloadpacket)}
     rules: Any = trace_rules._disallowed_callable_ids
     added = [one for one in ids if one not in rules]
     for one in added:

@@ -53,15 +53,12 @@ def main(
             config = replica_config(config, replica_info.index, replica_info.count)
         open_dump(config.torch_compile_config, report)
         engine = open_engine(config, report, worker_pool=worker_pool)
-    except ValueError as error:
-        outbox.put(wire.Failed(str(error), is_config_error=True))
-        outbox.close()
-        return
     except Exception as error:
-        traceback.print_exc()
-        outbox.put(
-            wire.Failed(f"The engine could not be built: {type(error).__name__}: {error}", is_config_error=False)
-        )
+        is_config_error = isinstance(error, ValueError)
+        if not is_config_error:
+            traceback.print_exc()
+        why = str(error) if is_config_error else f"The engine could not be built: {type(error).__name__}: {error}"
+        outbox.put(wire.Failed(why, is_config_error))
         outbox.close()
         return
     _serve(engine, config, listening, outbox)

@@ -102,10 +102,9 @@ def _unknown_path(app: FastAPI, request: Request) -> str:
 def _http_sentence(error: HTTPException) -> str:
     if error.status_code == 400:
         return _unread_sentence(error.__cause__)
-    sentences = {
-        405: "This path does not support this method; see /docs for the supported ones.",
-    }
-    return sentences.get(error.status_code, str(error.detail))
+    if error.status_code == 405:
+        return "This path does not support this method; see /docs for the supported ones."
+    return str(error.detail)
 
 
 def _unread_sentence(why: BaseException | None) -> str:

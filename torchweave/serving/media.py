@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 import httptools
 
-from torchweave.images import has_images
+from torchweave.images import has_images, image_url
 from torchweave.serving.errors import ApiError
 
 _PORTS = {"http": 80, "https": 443}
@@ -161,17 +161,9 @@ def _is_address(url: Any) -> bool:
     return isinstance(url, str) and url[:8].lower().startswith(("http://", "https://"))
 
 
-def _url(part: Any) -> Any:
-    """The URL of a content part; None for another part."""
-    if not isinstance(part, Mapping) or part.get("type") != "image_url":
-        return None
-    url = part.get("image_url")
-    return url.get("url") if isinstance(url, Mapping) else url
-
-
 def _addresses(message: Mapping[str, Any]) -> list[str]:
     content = message.get("content")
-    urls = map(_url, content) if isinstance(content, (list, tuple)) else ()
+    urls = map(image_url, content) if isinstance(content, (list, tuple)) else ()
     return [url for url in urls if _is_address(url)]
 
 
@@ -179,7 +171,7 @@ def _replaced(message: dict[str, Any], fetched: Mapping[str, str]) -> dict[str, 
     if not _addresses(message):
         return message
     parts = [
-        {"type": "image_url", "image_url": {"url": fetched[url]}} if _is_address(url := _url(part)) else part
+        {"type": "image_url", "image_url": {"url": fetched[url]}} if _is_address(url := image_url(part)) else part
         for part in message["content"]
     ]
     return {**message, "content": parts}
@@ -208,15 +200,22 @@ def _request(parts: SplitResult, host: str, port: int) -> bytes:
     return f"{head}User-Agent: torchweave\r\nConnection: close\r\n\r\n".encode("ascii")
 
 
-class _ResponseHandler:
-    """Callbacks of httptools' parser."""
+class ResponseHandler:
+    """Collects a response, as the callbacks of httptools' parser.
+
+    Attributes:
+        headers: with names in lower case.
+        parts: of the body.
+        head_complete, ended: the whole head, and the whole response, were parsed.
+    """
 
     def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
         self.parts: list[bytes] = []
-        self.is_sized = self.head_complete = self.ended = False
+        self.head_complete = self.ended = False
 
-    def on_header(self, name: bytes, _: bytes) -> None:
-        self.is_sized |= name.lower() in (b"content-length", b"transfer-encoding")
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self.head_complete = True
@@ -230,7 +229,7 @@ class _ResponseHandler:
 
 async def _read(reader: asyncio.StreamReader, budget: _Budget) -> bytes:
     """The body of a response with status 200."""
-    response = _ResponseHandler()
+    response = ResponseHandler()
     parser: Any = httptools.HttpResponseParser(response)
     head_bytes = 0
     while not response.ended and (data := await reader.read(_READ_BYTES)):
@@ -243,6 +242,7 @@ async def _read(reader: asyncio.StreamReader, budget: _Budget) -> bytes:
             budget.take(len(data))
         elif (head_bytes := head_bytes + len(data)) > _MAX_HEAD_BYTES:
             raise _refusal("cannot be fetched: the head of the answer is too long")
-    if not response.head_complete or (response.is_sized and not response.ended):
+    is_sized = any(name in (b"content-length", b"transfer-encoding") for name, _ in response.headers)
+    if not response.head_complete or (is_sized and not response.ended):
         raise _refusal("cannot be fetched: the answer ended early")
     return b"".join(response.parts)

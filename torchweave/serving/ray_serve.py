@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 
 from torchweave.config.options import EngineConfig, ServerConfig
-from torchweave.config.validate import check_limits, check_names, check_value_ranges, config_from
+from torchweave.config.validate import check_config, check_limits, config_from
 from torchweave.serving.engine_client.engine_supervisor import create_replicas
 from torchweave.serving.http.app import create_app
 
@@ -110,8 +110,7 @@ def _configs(model: str, options: Mapping[str, Any]) -> tuple[EngineConfig, Serv
     settings = config_from(ServerConfig, {name: value for name, value in options.items() if name in server_names})
     engine_options = {name: value for name, value in options.items() if name not in server_names}
     config = config_from(EngineConfig, {"model": model, **engine_options})
-    check_names(config, None)
-    check_value_ranges(config)
+    check_config(config)
     check_limits(settings)
     if config.executor != "local":
         raise ValueError(

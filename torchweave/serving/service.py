@@ -21,8 +21,8 @@ from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.media import MediaFetcher
 from torchweave.serving.openai.generation import AnswerStream, as_tokens
 from torchweave.serving.openai.responses.store import BackgroundResponses, ResponseStore
-from torchweave.serving.tokenization import AsyncTokenizer, prepare
-from torchweave.tokenizer import check_chat_template
+from torchweave.serving.tokenization import AsyncTokenizer
+from torchweave.tokenizer import check_chat_template, import_without_torch
 
 _MAX_RETRY_AFTER = 60  # seconds
 _RATE_WINDOW = 64  # answers over which the completion rate is measured
@@ -33,6 +33,7 @@ class Service:
 
     Attributes:
         media: fetches images at addresses.
+        names: of the served model; responses carry the first.
         tokenizer: None until the engine is ready, and for a model without a tokenizer.
         draining: new requests are refused; the server ends once the running ones have finished.
         startup_done: set when the start has succeeded or failed.
@@ -57,14 +58,14 @@ class Service:
         self.response_store = ResponseStore(settings.response_store_mib << 20)
         self.background_responses = BackgroundResponses()
         model = client.config.model
-        self._names = settings.served_model_name or (public_name(model),)
+        self.names = settings.served_model_name or (public_name(model),)
         self._aliases = () if settings.served_model_name else (model,)
         self._finish_times: deque[float] = deque(maxlen=_RATE_WINDOW)
 
     async def open(self) -> None:
         """Wait for the engine, then load the tokenizer; sets `startup_done`."""
         try:
-            await prepare()
+            await asyncio.to_thread(import_without_torch)  # takes a second, while the engine is built
             await self.client.wait_until_ready()
             folder = self.model.folder
             if folder is not None:
@@ -99,11 +100,6 @@ class Service:
             raise ApiError(503, why, code="engine_unavailable", headers={"Retry-After": "2"})
         return card
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the served model."""
-        return self._names
-
     def check_model(self, name: str | None) -> str:
         """Return the model name for the response.
 
@@ -111,8 +107,8 @@ class Service:
             ApiError: 404, no model is served under `name`.
         """
         if name is None or name in self._aliases:
-            return self._names[0]
-        if name in self._names:
+            return self.names[0]
+        if name in self.names:
             return name
         raise ApiError(
             404,
@@ -279,7 +275,7 @@ class Service:
 
 
 def public_name(model: str) -> str:
-    """Name of a model for clients: of a folder the last part of its path, which is nobody's business."""
+    """Name of a model for clients; of a folder only the last part of its path, since the path is private."""
     is_path = Path(model).is_absolute() or model.startswith((".", "~")) or Path(model).is_dir()
     return (Path(model).expanduser().resolve().name or model) if is_path else model
 

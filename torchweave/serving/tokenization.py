@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.request import SamplingParams
 from torchweave.images import ImageLimits, ImageProcessor, PromptIds, has_images
-from torchweave.tokenizer import IncrementalDetokenizer, Tokenizer, check_text, import_without_torch
+from torchweave.tokenizer import IncrementalDetokenizer, Tokenizer, check_text
 
 Value = TypeVar("Value")
 NO_IMAGES = ImageLimits()
@@ -118,7 +120,8 @@ class AsyncTokenizer:
         tokenizer = self._decoder.hf_tokenizer
         config = {name: value for name, value in tokenizer.init_kwargs.items() if not name.endswith(_PATHS)}
         named = {"tokenizer_class": type(tokenizer).__name__, "chat_template": self.chat_template or None}
-        return _as_json({**config, **tokenizer.special_tokens_map, **named})
+        facts = {**config, **tokenizer.special_tokens_map, **named}
+        return msgspec.to_builtins(facts, str_keys=True, enc_hook=str)  # special tokens are objects: their texts
 
     async def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with `bad_words` as token ids, as the engine requires."""
@@ -160,20 +163,6 @@ class AsyncTokenizer:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _as_json(value: Any) -> Any:
-    """`value` of plain types; special tokens, which are objects, by their text."""
-    if isinstance(value, dict):
-        return {str(name): _as_json(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(each) for each in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
 def _chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
     check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
     return tokenizer.chat(messages, **variables)
-
-
-async def prepare() -> None:
-    """Import the tokenizer's libraries, which takes a second, while the engine is built."""
-    await asyncio.to_thread(import_without_torch)

@@ -8,10 +8,8 @@ from contextlib import contextmanager
 
 _AUTO_COLLECT_THRESHOLD = 50_000
 """New objects until an automatic collection, if `collect_if_due` is not called before."""
-_YOUNG_THRESHOLD, _OLDER_THRESHOLD = (
-    700,
-    10,
-)  # the interpreter's defaults: new objects, collections of the younger generation
+# The interpreter's defaults: new objects, and collections of the younger generation.
+_YOUNG_THRESHOLD, _OLDER_THRESHOLD = 700, 10
 
 
 @contextmanager

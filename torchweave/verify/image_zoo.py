@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from torchweave.images import EncodedPrompt, ImageInput
 from torchweave.models.multimodal.image_encoder import image_features
 from torchweave.models.multimodal.support import BOTH_WAYS, image_text_class
-from torchweave.verify.zoo import VOCAB, Answer, ZooModel, perturb_weights, zoo_model
+from torchweave.verify.zoo import VOCAB, Answer, ZooModel, build, greedy_answer, zoo_model
 
 IMAGE_TOKEN = 250
 _SIZE = 32  # pixels of a square image
@@ -38,12 +38,7 @@ class ImageZooModel(ZooModel):
 
     def build(self, seed: int = 0) -> PreTrainedModel:
         """transformers' eager float32 model, with weights that make errors visible."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            config = self.config()
-            model = image_text_class(config)._from_config(config, dtype=torch.float32, attn_implementation="eager")
-            perturb_weights(model)
-        return model.eval().requires_grad_(False)
+        return build(self, seed, image_text_class(self.config())._from_config)
 
 
 def _fixed(_: int) -> Tensors:
@@ -304,18 +299,16 @@ def image_reference_answers(
     """Greedy answers of transformers' eager model, which gets all images of a prompt at once; image tokens are excluded."""
     answers = []
     for prompt in prompts:
-        ids, given, logprobs = prompt.token_ids.tolist(), _joined(entry, prompt.images), []
-        for _ in range(num_tokens):
+        given = _joined(entry, prompt.images)
+
+        def logits_of(ids: list[int], given: dict[str, Any] = given) -> Tensor:
             if entry.model_type in BOTH_WAYS:
                 given["token_type_ids"] = torch.tensor([[int(token == IMAGE_TOKEN) for token in ids]])
             if hasattr(model.model, "get_rope_index"):
                 given["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE_TOKEN) for token in ids]])
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False, **given).logits[0, -1]
-            known = logits.float().log_softmax(-1)
-            logits[IMAGE_TOKEN] = -torch.inf
-            ids.append(int(logits.argmax()))
-            logprobs.append(float(known[ids[-1]]))
-        answers.append(Answer(ids[len(prompt.token_ids) :], logprobs))
+            return model(input_ids=torch.tensor([ids]), use_cache=False, **given).logits[0, -1]
+
+        answers.append(greedy_answer(prompt.token_ids.tolist(), num_tokens, logits_of, excluded=[IMAGE_TOKEN]))
     return answers
 
 

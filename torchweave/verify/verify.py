@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from torchweave.config.options import EngineConfig, SpeculativeConfig, SpeculativeMethod, TorchCompileConfig
@@ -30,7 +31,7 @@ from torchweave.verify.ranks import RankProcesses, RankResult, greedy_params, ra
 PROMPT_LENGTHS = (3, 70, 21, 40)
 NUM_TOKENS = 16
 _NUM_DRAFTED_IMAGE_TOKENS = 48
-"""Behind images no drafter knows a random model's tokens, but longer answers repeat themselves."""
+"""No drafter predicts a random model's tokens behind images; longer answers repeat themselves, so that some are accepted."""
 _MAX_DIFFERENCE = 1e-3  # of a token's log-probability
 _BUDGET = 32  # tokens per step: longer prompts are split into chunks of mixed steps
 
@@ -108,7 +109,7 @@ def verify(
         )
     with (
         report.progress("verifying", len(entries) * len(ranks)) as advance,
-        # cuDNN computes float32 convolutions in TF32 by default, of which no oracle on the CPU knows.
+        # By default, cuDNN computes float32 convolutions in TF32, unlike the reference on the CPU.
         torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
     ):
         for size in ranks:
@@ -123,7 +124,7 @@ def verify(
     return {
         "passed": sum(row.passed for row in rows),
         "total": len(rows),
-        "transformers": zoo.transformers_version(),
+        "transformers": transformers.__version__,
         "torch": torch.__version__,
         "results": [asdict(row) for row in rows],
         "refused": refused,

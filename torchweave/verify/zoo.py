@@ -6,33 +6,18 @@ initialization, norms are not one, and biases are not zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from torchweave.models.materialize import quiet_transformers
 from torchweave.utils.suggest import did_you_mean
-from torchweave.verify.zoo_models import MODELS, REFUSED_MODELS, VOCAB, ZooModel
-
-__all__ = [
-    "REFUSED_MODELS",
-    "VOCAB",
-    "ZOO_MODELS",
-    "Answer",
-    "ZooModel",
-    "build",
-    "perturb_weights",
-    "reference_answers",
-    "reference_tokens",
-    "save",
-    "transformers_version",
-    "zoo_model",
-]
+from torchweave.verify.zoo_models import MODELS, REFUSED_MODELS, ZooModel
+from torchweave.verify.zoo_models import VOCAB as VOCAB
 
 ZOO_MODELS = tuple(entry for entry in MODELS if entry.model_type in CONFIG_MAPPING)
 """Architectures that this version of transformers has, and the engine serves."""
@@ -48,16 +33,13 @@ def zoo_model(name: str) -> ZooModel:
     raise ValueError(f"Unknown architecture {name!r}; {hint}")
 
 
-def transformers_version() -> str:
-    """Version of transformers."""
-    return transformers.__version__
-
-
-def build(entry: ZooModel, seed: int = 0) -> PreTrainedModel:
+def build(
+    entry: ZooModel, seed: int = 0, from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+) -> PreTrainedModel:
     """transformers' eager float32 model of an entry, with weights that make errors visible."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(entry.config(), dtype=torch.float32, attn_implementation="eager")
+        model = from_config(entry.config(), dtype=torch.float32, attn_implementation="eager")
         perturb_weights(model)
     return model.eval().requires_grad_(False)
 
@@ -99,15 +81,25 @@ class Answer(NamedTuple):
 @torch.no_grad()
 def reference_answers(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Answer]:
     """Greedy answers of transformers' eager model, one prompt at a time, without a cache or stop tokens."""
-    answers = []
-    for prompt in prompts:
-        ids, logprobs = list(prompt), []
-        for _ in range(num_tokens):
-            logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]
-            ids.append(int(logits.argmax()))
-            logprobs.append(float(logits.float().log_softmax(-1)[ids[-1]]))
-        answers.append(Answer(ids[len(prompt) :], logprobs))
-    return answers
+
+    def logits_of(ids: list[int]) -> Tensor:
+        return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]
+
+    return [greedy_answer(prompt, num_tokens, logits_of) for prompt in prompts]
+
+
+def greedy_answer(
+    prompt: Sequence[int], num_tokens: int, logits_of: Callable[[list[int]], Tensor], excluded: Sequence[int] = ()
+) -> Answer:
+    """The likeliest token after token, of those that are not `excluded`; `logits_of` the ids so far are `[vocabulary]`."""
+    ids, logprobs = list(prompt), []
+    for _ in range(num_tokens):
+        logits = logits_of(ids).float()
+        known = logits.log_softmax(-1)
+        logits[list(excluded)] = -torch.inf
+        ids.append(int(logits.argmax()))
+        logprobs.append(float(known[ids[-1]]))
+    return Answer(ids[len(prompt) :], logprobs)
 
 
 def reference_tokens(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:

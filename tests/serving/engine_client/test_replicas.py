@@ -217,7 +217,7 @@ def test_what_cannot_be_handed_to_an_engine_is_not_waited_for() -> None:
 def test_the_page_sums_what_the_metrics_label() -> None:
     app, clients, clock = watched_replicas(2)
     for client in clients:
-        client.state, client._stats = "ready", STATS
+        client.state, client.stats = "ready", STATS
     record_some_requests(clients[0].request_metrics, clock)
     record_some_requests(clients[1].request_metrics, clock)
     clients[1].request_metrics.submitted(5, num_prompt=7, streaming=True)

@@ -63,7 +63,7 @@ def fields_that_the_page_reads() -> set[str]:
 def test_live_has_every_key_that_the_page_reads(ready: bool):
     app, client, clock = watched(state="ready" if ready else "starting")
     if ready:
-        client._stats, client.explanation = STATS, EXPLANATION
+        client.stats, client.explanation = STATS, EXPLANATION
         record_some_requests(client.request_metrics, clock)
     found, read = live(app), fields_that_the_page_reads()
     assert len(read) > 40
@@ -87,7 +87,7 @@ def test_a_request_is_not_listed_as_shorter_than_its_first_token() -> None:
 
 def test_live_reports_requests_and_steps():
     app, client, clock = watched(state="ready", explanation=EXPLANATION)
-    client._stats = STATS
+    client.stats = STATS
     record_some_requests(client.request_metrics, clock)
     clock.now += 1.0
     found = live(app)
@@ -129,7 +129,7 @@ def test_live_reports_accepted_drafts():
         "num_accepted_tokens": 6,
         "num_accepted_tokens_per_pos": [3, 2, 1],
     }
-    client._stats = STATS | {"spec_decode": counts}
+    client.stats = STATS | {"spec_decode": counts}
     wanted = {"drafts": 12, "accepted": 6, "tokens_per_row": 2.5, "by_position": [0.75, 0.5, 0.25]}
     assert live(app)["speculation"] == wanted
 

@@ -60,7 +60,7 @@ def get(path: str, app, **headers: str):
 
 def test_metrics_have_vllms_meanings():
     app, client, clock = watched(state="ready")
-    client._stats = STATS
+    client.stats = STATS
     record_some_requests(client.request_metrics, clock)
     answer = get("/metrics", app)
     assert answer.headers["content-type"].startswith("text/plain")
@@ -90,7 +90,7 @@ def test_metrics_have_vllms_meanings():
 def test_speculation_has_vllms_counters():
     app, client, _ = watched(state="ready")
     counts = {"num_drafts": 5, "num_draft_tokens": 14, "num_accepted_tokens": 9, "num_accepted_tokens_per_pos": [5, 4]}
-    client._stats = STATS | {"spec_decode": counts}
+    client.stats = STATS | {"spec_decode": counts}
     found = values_of(get("/metrics", app).text)
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert found[f"spec_decode_{name}_total", ()] == counts[name]

@@ -25,11 +25,10 @@ _SAMPLE = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request body with its planned numbers of tokens."""
+    """A request body with the number of tokens of its prompt."""
 
     body: bytes
     input_tokens: int
-    output_tokens: int
 
 
 def prompts(lengths: Lengths, count: int, seed: int, vocabulary: Vocabulary, fields: dict[str, Any]) -> list[Prompt]:
@@ -41,7 +40,7 @@ def prompts(lengths: Lengths, count: int, seed: int, vocabulary: Vocabulary, fie
     for num_input, num_output in zip(inputs, outputs, strict=True):
         requested = vocabulary.prompt([*prefix, *vocabulary.draw(num_input, random)])
         body = json.dumps({**requested, vocabulary.max_tokens: num_output, **fields}).encode()
-        requests.append(Prompt(body, lengths.prefix_len + num_input, num_output))
+        requests.append(Prompt(body, lengths.prefix_len + num_input))
     return requests
 
 

@@ -14,7 +14,7 @@ import torchweave
 from torchweave.cli.arguments import COMMON_SERVER_OPTIONS, Parser, config_from_args, engine_config, engine_parser
 from torchweave.config.model_source import local_source
 from torchweave.config.options import ServerConfig
-from torchweave.config.validate import check_names, check_server, check_value_ranges
+from torchweave.config.validate import check_config, check_server
 from torchweave.report import progress_bars
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
     config, settings = engine_config(args), config_from_args(ServerConfig, args)
-    check_names(config, None)
-    check_value_ranges(config)
+    check_config(config)
     local_source(config.model, config.revision)
     check_server(config, settings)
     if config.executor == "torchrun":

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchweave.compiler.cache.store import BYTECODE_FOLDER, open_cache
 from torchweave.config.model_source import local_source
 from torchweave.config.options import EngineConfig, bytecode_of_commands_in
-from torchweave.config.validate import check_names, check_value_ranges
+from torchweave.config.validate import check_config
 from torchweave.distributed.gpu_context import open_gpu_context
 from torchweave.distributed.launchers.local import WorkerPool
 from torchweave.report import Report
@@ -34,8 +34,7 @@ def prestart_workers(config: EngineConfig, replica: int = 0) -> WorkerPool:
     Raises:
         ValueError: an option is not supported on any device or model, or the model's name is wrong; nothing is started.
     """
-    check_names(config, None)
-    check_value_ranges(config)
+    check_config(config)
     local_source(config.model, config.revision)
     is_local = config.executor == "local" or config.num_ranks == 1  # other executors choose the GPU of each rank
     gpu = _first_gpu(config, replica) if is_local else None

@@ -10,7 +10,7 @@ import msgspec
 from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser
 from torchweave.serving.openai.generation import AnswerStream, Delta
-from torchweave.serving.openai.response_builders import ResponseBuilder
+from torchweave.serving.openai.response_builders import ResponseBuilder, event, named_event
 from torchweave.serving.openai.tools import ArgumentsDelta, Call, ParserDelta, ReasoningDelta
 
 _ERROR_TYPES = {
@@ -64,7 +64,7 @@ class MessagesBuilder(ResponseBuilder):
         # How many tokens of the prompt are cached is known at the end.
         usage = {"input_tokens": self._answer_stream.num_prompt_tokens, "output_tokens": 0}
         message = {**self._head, "content": [], **self._stop, "usage": usage}
-        return _event("message_start", message=message)
+        return named_event("message_start", message=message)
 
     def events(self, delta: Delta) -> bytes:
         pieces = self._parser.feed(delta.text, is_last=delta.finish_reason is not None)
@@ -75,11 +75,10 @@ class MessagesBuilder(ResponseBuilder):
         return b"".join(parts)
 
     def end(self) -> bytes:
-        return _event("message_delta", delta=self._stop, usage=self._usage) + _event("message_stop")
+        return named_event("message_delta", delta=self._stop, usage=self._usage) + named_event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
-        body = error_body(error.status, error.message, self._request_id)
-        return b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"
+        return b"event: error\n" + event(error_body(error.status, error.message, self._request_id))
 
     def full(self, answers: list[Delta]) -> dict[str, Any]:
         self.events(answers[0])
@@ -125,11 +124,11 @@ class MessagesBuilder(ResponseBuilder):
         closed = self._close()
         self._blocks.append(block)
         self._texts, self._is_open = [], True
-        return closed + _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+        return closed + named_event("content_block_start", index=len(self._blocks) - 1, content_block=block)
 
     def _extend(self, kind: str, name: str, text: str) -> bytes:
         self._texts.append(text)
-        return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: text})
+        return named_event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: text})
 
     def _close(self) -> bytes:
         """End the open block."""
@@ -141,17 +140,13 @@ class MessagesBuilder(ResponseBuilder):
         else:
             block[block["type"]] = text
         self._is_open = False
-        return _event("content_block_stop", index=len(self._blocks) - 1)
+        return named_event("content_block_stop", index=len(self._blocks) - 1)
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Arguments of a call; empty if they were cut off, and `stop_reason` says so."""
+    """Arguments of a call; empty if they were cut off, which `stop_reason` reports."""
     try:
         arguments = json.loads(text or "{}")
     except ValueError:
         return {}
     return arguments if isinstance(arguments, dict) else {}
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\ndata: ".encode() + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"

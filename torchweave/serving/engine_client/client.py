@@ -45,11 +45,6 @@ class FrontendContext:
     admission_pacer: AdmissionPacer = field(default_factory=AdmissionPacer)
     announce: Callable[[Any], None] = lambda _: None
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether this process has requests in flight at any engine."""
-        return self.shared_load.has_requests(self.frontend)
-
 
 class EngineClient(ABC):
     """Sends requests to an engine and delivers its outputs to their `RequestStream`s.
@@ -61,6 +56,7 @@ class EngineClient(ABC):
         model: set while the engine is ready.
         explanation: the data of `torchweave explain --json`, once ready.
         restarts: number of restarts of the engine.
+        stats: statistics of the last iteration, with the batch manager's keys; empty before the first.
         request_metrics: requests of this HTTP process and iterations of the engine.
         remote_request_metrics: requests of the other HTTP processes, as of the last poll.
     """
@@ -82,7 +78,7 @@ class EngineClient(ABC):
         self._events: list[tuple[float, str, dict[str, Any]]] = []
         self._progress_bars: dict[str, dict[str, Any]] = {}
         self._listeners: list[Listener] = []
-        self._stats: dict[str, Any] = {}
+        self.stats: dict[str, Any] = {}
         self._prior_cache_tokens = (0, 0)  # of earlier processes of the engine, each of which counts from 0
         self._to_engine: socket_stream.Sender | None = None
 
@@ -169,14 +165,9 @@ class EngineClient(ABC):
         return ServingCounters.merge([request_metrics.counts for request_metrics in self.all_request_metrics])
 
     @property
-    def stats(self) -> dict[str, Any]:
-        """Statistics of the last iteration, with the batch manager's keys; empty before the first."""
-        return self._stats
-
-    @property
     def prefix_cache_tokens(self) -> tuple[int, int]:
         """Tokens of full prompt blocks that were looked up in the prefix cache, and hits, over all restarts."""
-        cache = self._stats.get("kvCacheStats", {})
+        cache = self.stats.get("kvCacheStats", {})
         hits, misses = (
             cache.get(name, 0) * cache.get("tokensPerBlock", 0) for name in ("reusedBlocks", "missedBlocks")
         )
@@ -239,7 +230,7 @@ class EngineClient(ABC):
         elif isinstance(message, messages.RequestStateChanges):
             self.request_metrics.state_changed(message.moves)
         elif isinstance(message, messages.Stats):
-            self._stats = json.loads(message.record)
+            self.stats = json.loads(message.record)
             self.request_metrics.iterations_finished(message.iterations)
         elif isinstance(message, messages.EngineEvent):
             self._record_event(message.at, message.kind, message.facts)
@@ -249,7 +240,8 @@ class EngineClient(ABC):
             self.failure, self.is_config_error = message.why, message.is_config_error
         self._publish_load()
         if isinstance(message, messages.Outputs):  # after finished requests have left the counters
-            self._frontend_context.admission_pacer.on_step_tokens(more=self._frontend_context.has_requests)
+            context = self._frontend_context
+            context.admission_pacer.on_step_tokens(more=context.shared_load.has_requests(context.frontend))
 
     def _on_ready(self, message: messages.Ready) -> None:
         self.model, self.explanation = message.model, json.loads(message.explanation)
@@ -302,7 +294,7 @@ class EngineClient(ABC):
             self._progress_bars[str(facts.get("title"))] = {**facts, "at": at}
         else:
             self._events.append((at, kind, facts))
-        self.request_metrics.event(kind)
+        self.request_metrics.counts.compiles_after_ready += kind == "compile_after_ready"
         self._notify_listeners(kind, facts)
 
     def _notify_listeners(self, kind: str, facts: dict[str, Any]) -> None:

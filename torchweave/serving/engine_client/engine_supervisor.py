@@ -124,7 +124,7 @@ class EngineSupervisor(EngineClient):
     def _on_process_exit(self) -> None:
         """Fail the requests in flight before the process's memory is released, then set `state` to `starting` or `failed`."""
         self.model = None
-        self._prior_cache_tokens, self._stats = self.prefix_cache_tokens, {}  # counters stay, gauges return to 0
+        self._prior_cache_tokens, self.stats = self.prefix_cache_tokens, {}  # counters stay, gauges return to 0
         why, was_ready = self.failure or "The engine process ended unexpectedly.", self.state == "ready"
         self._fail_all(why)
         if was_ready and self._restart:

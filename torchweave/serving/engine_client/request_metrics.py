@@ -8,9 +8,8 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from typing import Any
 
 from torchweave.serving.engine_client.counters import (
@@ -205,11 +204,6 @@ class RequestMetrics(RequestMetricsData):
             generated=sum(each[2] for each in iterations),
         )
 
-    def event(self, kind: str) -> None:
-        """Count an event of the engine's report."""
-        if kind == "compile_after_ready":
-            self.counts.compiles_after_ready += 1
-
     def _count_tokens(self, record: RequestRecord, num_tokens: int, now: float) -> None:
         counts = self.counts
         record.num_tokens += num_tokens
@@ -248,23 +242,13 @@ def visible_requests(all_request_metrics: Sequence[RequestMetricsData]) -> list[
 
     Of `NUM_PAGE_ROWS` rows each kind has its share, and more where the others do not fill theirs.
     """
-
-    def unfinished(waiting: bool) -> Iterator[RequestRecord]:
-        """The oldest of those that wait, or the newest of the others."""
-        order = (lambda record: record.arrived) if waiting else (lambda record: -record.arrived)
-        opened = (each.open.values() for each in all_request_metrics)
-        ordered = (iter(records) if waiting else reversed(records) for records in opened)
-        records = ([each for each in records if (each.state == "waiting") == waiting] for records in ordered)
-        return islice(heapq.merge(*records, key=order), NUM_PAGE_ROWS)
-
-    finished = heapq.merge(
-        *(request_metrics.recent for request_metrics in all_request_metrics), key=lambda record: -record.ended
-    )
-    running, waiting, ended = (
-        list(unfinished(False)),
-        list(unfinished(True)),
-        list(islice(finished, _NUM_RECENT_REQUESTS)),
-    )
+    unfinished = [record for each in all_request_metrics for record in each.open.values()]
+    running = [record for record in unfinished if record.state != "waiting"]
+    waiting = [record for record in unfinished if record.state == "waiting"]
+    finished = [record for each in all_request_metrics for record in each.recent]
+    running = heapq.nlargest(NUM_PAGE_ROWS, running, key=lambda record: record.arrived)
+    waiting = heapq.nsmallest(NUM_PAGE_ROWS, waiting, key=lambda record: record.arrived)
+    ended = heapq.nlargest(_NUM_RECENT_REQUESTS, finished, key=lambda record: record.ended)
     num_running = max(_NUM_RUNNING_ROWS, NUM_PAGE_ROWS - len(ended) - min(len(waiting), _NUM_WAITING_ROWS))
     num_waiting = max(_NUM_WAITING_ROWS, NUM_PAGE_ROWS - len(ended) - min(len(running), num_running))
     return [*running[:num_running], *waiting[:num_waiting], *ended]

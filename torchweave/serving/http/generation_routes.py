@@ -14,7 +14,7 @@ from torchweave.serving.errors import ApiError
 from torchweave.serving.http.chat_template import encode, resolve_tool_use, start_chat
 from torchweave.serving.http.middleware import REQUEST_ID
 from torchweave.serving.http.responses import respond, time_limit, unless_disconnected
-from torchweave.serving.openai.protocol import ChatBatchRequest, ChatRequest, CompletionRequest, Generation, Prompt
+from torchweave.serving.openai.protocol import ChatBatchRequest, ChatRequest, CompletionRequest, Generation, Prompts
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only, truncate
 from torchweave.serving.service import Service, service_of
@@ -56,7 +56,7 @@ async def _answer_batch(
     try:
         for request in requests:
             started.append(await start_chat(service, request))
-        deltas = [await answer_stream.full() for answer_stream, _ in started]  # all run at once, and wait to be read
+        deltas = [await answer_stream.full() for answer_stream, _ in started]  # all are generated at the same time
     finally:
         for answer_stream, _ in started:
             answer_stream.close()
@@ -122,23 +122,18 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         prompt_only=is_prompt_only(body),
     )
     echoes = _texts(service, body, prompts, params.skip_special_tokens) if body.echo else None
-    echoes_special = not _is_text(body.prompt) and not params.skip_special_tokens
+    echoes_special = not isinstance(body.prompt[0], str) and not params.skip_special_tokens
     builder = CompletionResponseBuilder(answer_stream, body, _id(body, request), name, echoes, echoes_special)
     return await respond(request, bool(body.stream), answer_stream, builder)
 
 
-async def encode_prompts(service: Service, prompt: Prompt, add_special_tokens: bool, n: int = 1) -> list[list[int]]:
+async def encode_prompts(service: Service, prompts: Prompts, add_special_tokens: bool, n: int = 1) -> list[list[int]]:
     """Encode the prompts of a request for `n` answers to each as token ids."""
-    longest = service.model.max_model_len
-    if isinstance(prompt, str):
-        return [await service.require_tokenizer().encode(prompt, add_special_tokens, longest)]
-    if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    if isinstance(prompt[0], list):
-        return prompt  # type: ignore[return-value]
-    service.check_sequences(len(prompt) * n)
-    tokenizer = service.require_tokenizer()
-    return [await tokenizer.encode(text, add_special_tokens, longest) for text in prompt]  # type: ignore[arg-type]
+    if encoded := [prompt for prompt in prompts if isinstance(prompt, list)]:
+        return encoded
+    service.check_sequences(len(prompts) * n)
+    tokenizer, longest = service.require_tokenizer(), service.model.max_model_len
+    return [await tokenizer.encode(text, add_special_tokens, longest) for text in prompts if isinstance(text, str)]
 
 
 def _id(body: Generation, request: Request) -> str:
@@ -146,17 +141,10 @@ def _id(body: Generation, request: Request) -> str:
     return body.request_id or body.rid or request.scope[REQUEST_ID]
 
 
-def _is_text(prompt: Prompt) -> bool:
-    return isinstance(prompt if isinstance(prompt, str) else prompt[0], str)
-
-
 def _texts(service: Service, body: CompletionRequest, prompts: list[list[int]], skip_special: bool) -> list[str]:
     """The prompts as texts; special tokens of prompts of token ids are left out where `skip_special`."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], str):
-        return prompt  # type: ignore[return-value]
+    if texts := [prompt for prompt in body.prompt if isinstance(prompt, str)]:
+        return texts
     tokenizer = service.require_tokenizer()
     return [tokenizer.decode(ids, skip_special) for ids in prompts]
 

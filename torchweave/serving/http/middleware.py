@@ -156,8 +156,8 @@ class AuthLimitsMiddleware(HttpMiddleware):
         await self._app(scope, replay(body, receive), send)
 
     def _collect(self) -> None:
-        """Free large bodies that cycles hold, such as the traceback of a refusal; the young objects of a heavy request are few, so
-        that no collection is due for long."""
+        """Collect reference cycles that hold large bodies, such as tracebacks of rejected requests: one such request creates too
+        few objects for an automatic collection."""
         self._collection = None
         gc.collect()
 

@@ -7,35 +7,16 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error", "request_id"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-        "request_id": {"type": "string"},
-    },
-}
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """JSON schema of an object that has all of these properties."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_OPTIONAL_TEXT: dict[str, Any] = {"type": ["string", "null"]}
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_OPTIONAL_TEXT, code=_OPTIONAL_TEXT))
+_ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_TEXT)
 _ERROR_DESCRIPTIONS = {
     "400": "Invalid request; the message says why and what to do",
     "401": "The API key is missing or unknown",
@@ -78,8 +59,10 @@ def _add_responses(path: str, method: str, responses: dict[str, Any]) -> None:
     statuses = _COMMON_STATUSES + (
         ("400", "404", "408", "413", "415", "429") if method == "post" else ("400", "404") if "{" in path else ()
     )
+    error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     for status in sorted(statuses):
-        responses[status] = _error_response(status, "AnthropicError" if path.startswith("/v1/messages") else "Error")
+        responses[status] = {"description": _ERROR_DESCRIPTIONS[status], "content": content}
     if path in _PROBES:
         responses["503"] = {
             "description": "Not healthy or not ready",
@@ -87,8 +70,3 @@ def _add_responses(path: str, method: str, responses: dict[str, Any]) -> None:
         }
     if path in _STREAMS:
         responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-
-
-def _error_response(status: str, schema: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
-    return {"description": _ERROR_DESCRIPTIONS[status], "content": content}

@@ -10,6 +10,7 @@ import httptools
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.middleware import PROXIED, App, HttpMiddleware, Receive, Send
 from torchweave.serving.http.responses import cancel_on_disconnect
+from torchweave.serving.media import ResponseHandler
 
 _HOP_BY_HOP_HEADERS = frozenset({
     b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
@@ -55,7 +56,7 @@ def _request(scope: Any, body: bytes) -> bytes:
 
 
 async def _forward_response(reader: asyncio.StreamReader, send: Send) -> None:
-    response = _ResponseHandler()
+    response = ResponseHandler()
     parser = httptools.HttpResponseParser(response)
     started = False
     while not response.ended and (data := await reader.read(_READ_BYTES)):
@@ -63,35 +64,12 @@ async def _forward_response(reader: asyncio.StreamReader, send: Send) -> None:
         if response.head_complete and not started:
             started = True
             status = parser.get_status_code()
-            await send({"type": "http.response.start", "status": status, "headers": response.headers})
+            hidden = _HOP_BY_HOP_HEADERS - {b"content-length"}
+            headers = [each for each in response.headers if each[0] not in hidden]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
         if started and response.parts:
-            await send({"type": "http.response.body", "body": response.take(), "more_body": True})
+            body, response.parts = b"".join(response.parts), []
+            await send({"type": "http.response.body", "body": body, "more_body": True})
     if not started:
         raise ConnectionError("the first HTTP process ended before it responded")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class _ResponseHandler:
-    """Callbacks of httptools' parser."""
-
-    def __init__(self) -> None:
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.parts: list[bytes] = []
-        self.head_complete = self.ended = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() not in _HOP_BY_HOP_HEADERS or name.lower() == b"content-length":
-            self.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        self.head_complete = True
-
-    def on_body(self, body: bytes) -> None:
-        self.parts.append(body)
-
-    def on_message_complete(self) -> None:
-        self.ended = True
-
-    def take(self) -> bytes:
-        body, self.parts = b"".join(self.parts), []
-        return body

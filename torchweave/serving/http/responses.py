@@ -123,7 +123,7 @@ async def unless_disconnected(work: Coroutine[Any, Any, Value], request: Request
     """
     length = header(request.scope, b"content-length")
     if not takes_long and length.isdigit() and int(length[:20]) <= _LONG_BODY:
-        return await work  # soon done, and a task for each costs as much
+        return await work  # short work: a task for it would cost as much
     result = await cancel_on_disconnect(work, request.receive)
     if result is None:
         raise ApiError(CLIENT_CLOSED_REQUEST, "The client has disconnected.")

@@ -44,7 +44,6 @@ class Live:
         self._built_at = float("-inf")
         self._build_task: asyncio.Task[None] | None = None
         self._text = b""
-        self._compiled: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # an explanation and its summary
         histories = [engine.request_metrics.history for engine in self._engines]
         self._step_times = Percentiles(histories, HISTORY_SECONDS, (50, 99))
 
@@ -99,7 +98,7 @@ class Live:
             "history": self._history(now),
             "replicas": [_replica_summary(*each, now) for each in zip(self._engines, snapshots, strict=True)],
             "recent": [_request_row(record, now) for record in visible_requests(all_request_metrics)],
-            "compiled": self._what_is_compiled() | {"compiles_after_ready": counts.compiles_after_ready},
+            "compiled": _compiled(self._engines[0].explanation) | {"compiles_after_ready": counts.compiles_after_ready},
         }
 
     def _state(self) -> str:
@@ -145,13 +144,6 @@ class Live:
             "step_p99_ms": _milliseconds(p99),
         }
 
-    def _what_is_compiled(self) -> dict[str, Any]:
-        """Summary of the compiled graphs, which are the same for all engines."""
-        explanation = self._engines[0].explanation
-        if self._compiled[0] is not explanation:
-            self._compiled = explanation, _compiled(explanation)
-        return self._compiled[1]
-
 
 def _replica_summary(engine: EngineClient, numbers: EngineSnapshot, now: float) -> dict[str, Any]:
     """Summary of an engine."""
@@ -183,7 +175,7 @@ def _speculation(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _compiled(explanation: dict[str, Any]) -> dict[str, Any]:
-    """Summary of passes, pieces and graphs."""
+    """Summary of passes, pieces and graphs, which are the same for all engines."""
     if not explanation:
         return {"passes": [], "pieces": 0, "distinct_pieces": 0, "graphs": [], "fallbacks": []}
     graphs: dict[tuple[str, str], list[int]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from torchweave.pooling import Pooling
-from torchweave.serving.openai.protocol import Body, Priority, Prompt
+from torchweave.serving.openai.protocol import Body, Priority, Prompts
 
 _Texts = str | list[str]
 
@@ -46,7 +46,7 @@ class PoolingBody(Body):
 class EmbeddingRequest(PoolingBody):
     """Body of `/v1/embeddings`."""
 
-    input: Prompt
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     add_special_tokens: bool = True
@@ -55,7 +55,7 @@ class EmbeddingRequest(PoolingBody):
 class ClassifyRequest(PoolingBody):
     """Body of `/classify`."""
 
-    input: Prompt
+    input: Prompts
     use_activation: bool = True
     add_special_tokens: bool = True
 

@@ -34,9 +34,9 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 
-def _prompt(value: Any) -> Any:
+def _prompts(value: Any) -> Any:
     if isinstance(value, str) or _is_tokens(value):
-        return value
+        return [value]
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         return value
     if isinstance(value, list) and value and all(map(_is_tokens, value)):
@@ -86,8 +86,8 @@ def _function_name(tool: Any) -> str | None:
 
 _NAMED = "()"  # suffix of a function's name, which distinguishes a function named `auto` from the mode
 _Prompt = str | list[str] | list[int] | list[list[int]]
-Prompt = Annotated[_Prompt, PlainValidator(_prompt, json_schema_input_type=_Prompt)]
-"""Validated in one pass: pydantic would try each type of the union on a long list of tokens."""
+Prompts = Annotated[list[str] | list[list[int]], PlainValidator(_prompts, json_schema_input_type=_Prompt)]
+"""One prompt or several, as a list. Validated in one pass: pydantic would try each type of the union on a long list of tokens."""
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
@@ -214,7 +214,7 @@ class Generation(SharedFields):
 class CompletionRequest(Generation):
     """Body of `/v1/completions`."""
 
-    prompt: Prompt
+    prompt: Prompts
     logprobs: Whole | None = None
     echo: bool | None = None
     best_of: Whole | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchweave.engine.detokenizer import Detokenizer
-from torchweave.serving.openai.tools.base import ParserDelta, ReasoningDelta, TextDelta, partial_match_length
+from torchweave.serving.openai.tools.base import ParserDelta, ReasoningDelta, TextDelta, split_at
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,12 @@ class ReasoningParser:
             self._state = "reasoning" if self._form.is_implicit else "answer"
 
     def _read_reasoning(self, pieces: list[ParserDelta]) -> None:
-        found = [(at, each) for each in self._form.closing if (at := self._buffer.find(each)) >= 0]
-        if found:
-            end, closing = min(found)
-            text, rest = self._buffer[:end].rstrip(), self._buffer[end + len(closing) :]
-            self._state, self._after_reasoning = "answer", True
+        before, closing, after = split_at(self._buffer, *self._form.closing)
+        text = before.rstrip()
+        if closing:
+            self._buffer, self._state, self._after_reasoning = after, "answer", True
         else:
-            ambiguous = max(partial_match_length(self._buffer, each) for each in self._form.closing)
-            text = self._buffer[: len(self._buffer) - ambiguous].rstrip()
-            rest = self._buffer[len(text) :]
-        self._buffer = rest
+            self._buffer = self._buffer[len(text) :]
         if not self._has_reasoning_text:
             text = text.lstrip()
         if text:

@@ -26,6 +26,11 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
+def named_event(kind: str, **fields: Any) -> bytes:
+    """Encode a server-sent event with a name, which is also the type in its body."""
+    return f"event: {kind}\n".encode() + event({"type": kind, **fields})
+
+
 class TextEventCache:
     """Events that differ only in the text: the JSON around the text is encoded once per answer."""
 
@@ -155,10 +160,8 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         params = answer_stream.params
         self._logprobs, self._skip_special = body.logprobs is not None, params.skip_special_tokens
         self._echoes, self._echoes_special = echoes, echoes_special
-        self._num_drawn, self._num_returned = (
-            params.n,
-            body.n or 1,
-        )  # answers per prompt, of which the best are returned
+        # Answers per prompt, of which the best are returned.
+        self._num_drawn, self._num_returned = params.n, body.n or 1
         self._text_offsets: dict[int, TextOffsets] = {}  # by answer
         self._held: dict[int, list[Delta]] = {}  # by prompt: deltas that came before the prompt's log-probabilities
         self._only_text = not (self._logprobs or echoes or self._with_prompt_logprobs or self._continuous_usage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from torchweave.engine.request import SamplingParams, StructuredOutputs
@@ -9,12 +10,11 @@ from torchweave.images import images_of
 from torchweave.serving.ipc.messages import GENERATION_DEFAULTS, ModelCard
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation
 
-_SAME_NAME_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_regex", "stop_token_ids",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
-    "prompt_logprobs", "beam_width", "length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens",
-    "include_stop_str_in_output", "detokenize",
-)  # fmt: skip
+_SAME_NAME_FIELDS = tuple(
+    item.name
+    for item in fields(SamplingParams)
+    if item.name in Generation.model_fields and item.name != "structured_outputs"
+)
 
 
 def completion_params(body: CompletionRequest, model: ModelCard) -> SamplingParams:

@@ -7,14 +7,11 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser
 from torchweave.serving.openai.generation import AnswerStream, Delta
 from torchweave.serving.openai.logprobs import chat_logprobs
-from torchweave.serving.openai.response_builders import ResponseBuilder
-from torchweave.serving.openai.responses.items import call_item, message_item, reasoning_item, text_part
+from torchweave.serving.openai.response_builders import ResponseBuilder, named_event
 from torchweave.serving.openai.responses.protocol import ResponsesRequest
 from torchweave.serving.openai.tools import ArgumentsDelta, Call, ParserDelta, ReasoningDelta, TextDelta
 
@@ -113,9 +110,8 @@ class ResponsesBuilder(ResponseBuilder):
         return self._response
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        body = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return f"event: {kind}\ndata: ".encode() + msgspec.json.encode(body) + b"\n\n"
+        return named_event(kind, sequence_number=self._num_events - 1, **fields)
 
     def _complete(self) -> None:
         """Set what is known at the end."""
@@ -155,7 +151,7 @@ class ResponsesBuilder(ResponseBuilder):
         if isinstance(piece, ReasoningDelta):
             start = self._begin_content("reasoning", "rs", {"type": "reasoning_text", "text": ""})
             return start + self._extend("response.reasoning_text.delta", piece.text, content_index=0)
-        start = self._begin_content("message", "msg", text_part("", []))
+        start = self._begin_content("message", "msg", _text_part("", []))
         return start + self._extend("response.output_text.delta", piece.text, content_index=0, logprobs=logprobs)
 
     def _begin_content(self, kind: str, prefix: str, part: dict[str, Any]) -> bytes:
@@ -216,7 +212,14 @@ class _OpenItem:
 
     def item(self, status: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.kind == "call":
-            return call_item(self.item_id, self.call_id, self.name, self.text, status)
+            fields = {"id": self.item_id, "type": "function_call", "call_id": self.call_id}
+            return fields | {"name": self.name, "arguments": self.text, "status": status}
         if self.kind == "reasoning":
-            return reasoning_item(self.item_id, self.text, status)
-        return message_item(self.item_id, [text_part(self.text, logprobs)], status)
+            content = [{"type": "reasoning_text", "text": self.text}]
+            return {"id": self.item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
+        content = [_text_part(self.text, logprobs)]
+        return {"id": self.item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,4 +1,4 @@
-"""Items of a response's input and output, and the chat messages that they are."""
+"""Items of a response's input as chat messages."""
 
 from __future__ import annotations
 
@@ -80,21 +80,3 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
         detail = {"detail": part["detail"]} if "detail" in part else {}
         return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
     return part
-
-
-def reasoning_item(item_id: str, text: str, status: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
-
-
-def message_item(item_id: str, parts: list[dict[str, Any]], status: str) -> dict[str, Any]:
-    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": parts}
-
-
-def text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def call_item(item_id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-    fields = {"id": item_id, "type": "function_call", "call_id": call_id}
-    return fields | {"name": name, "arguments": arguments, "status": status}

@@ -58,7 +58,7 @@ class ResponseStore:
 
 
 class BackgroundResponses:
-    """Responses that are generated while nobody waits for them."""
+    """Responses in progress whose clients do not wait for them."""
 
     def __init__(self) -> None:
         self._running: dict[str, tuple[dict[str, Any], asyncio.Task[None]]] = {}

@@ -18,9 +18,9 @@ from torchweave.serving.openai.tools.base import ToolCallParser as ToolCallParse
 from torchweave.serving.openai.tools.harmony import HarmonyParser as HarmonyParser
 
 PARSERS: dict[str, Callable[[Mapping[str, Any]], ToolCallParser]] = {
-    "hermes": json_calls.HermesParser,
+    **json_calls.JSON_PARSERS,
     "llama3_json": parsers.JsonObjectsParser,
-    "mistral": parsers.MistralParser,
+    "mistral": json_calls.MistralParser,
     "pythonic": parsers.PythonicParser,
     "qwen3_coder": xml_calls.Qwen3CoderParser,
     "glm45": xml_calls.GlmParser,
@@ -30,12 +30,6 @@ PARSERS: dict[str, Callable[[Mapping[str, Any]], ToolCallParser]] = {
     "deepseek_v32": xml_calls.DeepSeekV32Parser,
     "kimi_k2": json_calls.KimiParser,
     "gpt_oss": HarmonyParser,
-    "granite": json_calls.GraniteParser,
-    "granite31": json_calls.HermesParser,
-    "phi4_mini": json_calls.Phi4MiniParser,
-    "phi4_tool_call": json_calls.PhiToolCallParser,
-    "internlm": json_calls.InternLMParser,
-    "jamba": json_calls.JambaParser,
 }
 """By the name of the option `tool_call_parser`; takes the JSON schemas of the functions' parameters by name."""
 SPECIAL_TOKENS = frozenset(
@@ -97,7 +91,7 @@ def make_tool_parser(form: str, tools: Sequence[Tool]) -> ToolCallParser:
 def make_forced_parser(tools: Sequence[Tool], named: str | None) -> ToolCallParser:
     """Create a parser for an answer constrained to `forced_schema`."""
     return (
-        parsers.ForcedCallsParser([tool.function.name for tool in tools])
+        json_calls.ForcedCallsParser([tool.function.name for tool in tools])
         if named is None
         else parsers.NamedCallParser(named)
     )

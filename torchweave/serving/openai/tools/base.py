@@ -76,7 +76,22 @@ class WhitespaceBuffer:
         return [TextDelta(whitespace)] if whitespace and not had_calls else []
 
 
-def partial_match_length(text: str, marker: str) -> int:
+def split_at(text: str, *markers: str) -> tuple[str, str, str]:
+    """Split a text at the first of `markers` in it.
+
+    Returns:
+        The text before the marker, the marker, and the text after it. Without a marker: the text that is certainly before one,
+        "", and the end of the text that may be the beginning of a marker.
+    """
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if found:
+        at, marker = min(found)
+        return text[:at], marker, text[at + len(marker) :]
+    keep = len(text) - max(_partial_match_length(text, marker) for marker in markers)
+    return text[:keep], "", text[keep:]
+
+
+def _partial_match_length(text: str, marker: str) -> int:
     """Length of the longest proper prefix of `marker` that `text` ends with."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if marker.startswith(text[-size:]):

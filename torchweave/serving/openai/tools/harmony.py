@@ -11,7 +11,7 @@ from torchweave.serving.openai.tools.base import (
     ParserDelta,
     ReasoningDelta,
     TextDelta,
-    partial_match_length,
+    split_at,
 )
 
 _CONTENT = "<|message|>"
@@ -66,16 +66,11 @@ class HarmonyParser:
         return True
 
     def _read_content(self, pieces: list[ParserDelta]) -> bool:
-        found = [(at, each) for each in _ENDS if (at := self._buffer.find(each)) >= 0]
-        if found:
-            end, marker = min(found)
-            self._add(pieces, self._buffer[:end])
-            self._buffer, self._in_head, self._began = self._buffer[end + len(marker) :], True, True
-            return True
-        keep = len(self._buffer) - max(partial_match_length(self._buffer, each) for each in _ENDS)
-        self._add(pieces, self._buffer[:keep])
-        self._buffer = self._buffer[keep:]
-        return False
+        before, marker, self._buffer = split_at(self._buffer, *_ENDS)
+        self._add(pieces, before)
+        if marker:
+            self._in_head = self._began = True
+        return bool(marker)
 
     def _add(self, pieces: list[ParserDelta], text: str) -> None:
         if text and self._kind == "call":

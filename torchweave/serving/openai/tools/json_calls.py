@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 
 from torchweave.serving.openai.tools.base import Call, ParserDelta
 from torchweave.serving.openai.tools.json_scanner import JsonCallScanner, JsonValueScanner
@@ -15,15 +16,18 @@ _MAX_HEAD = 512
 
 
 class MarkedJsonParser(MarkedCallsParser):
-    """A marker, then a call `{"name": ..., "arguments": {...}}` or a list of them, then maybe a closing marker."""
+    """A marker, then a call `{"name": ..., "arguments": {...}}` or a list of them, then maybe a closing marker.
 
-    _CLOSE = ""
+    Args:
+        opening: the marker before calls.
+        closing: the marker after them; empty: the format has none.
+    """
 
-    def __init__(self, known: Collection[str]) -> None:
+    def __init__(self, known: Collection[str], opening: str, closing: str = "") -> None:
         super().__init__(known)
+        self._OPEN, self._CLOSE = opening, closing
         self._scanner: JsonCallScanner | None = None
         self._in_section = False
-        self._num_here = 0  # calls since the marker
         self._skipped = ""  # before the current call
 
     def _step(self, pieces: list[ParserDelta]) -> bool:
@@ -63,11 +67,6 @@ class MarkedJsonParser(MarkedCallsParser):
             self._scanner = None
         return bool(self._buffer)
 
-    @property
-    def _marker(self) -> str:
-        """The marker as text, if no call followed it."""
-        return "" if self._num_here else self._OPEN
-
     def finish(self) -> list[ParserDelta]:
         rest = self._buffer
         if self._scanner is not None and not self._scanner.started:
@@ -77,40 +76,25 @@ class MarkedJsonParser(MarkedCallsParser):
         return self._end(rest)
 
 
-class HermesParser(MarkedJsonParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or a list of calls (Hermes, Qwen; Granite 3.1 and later)."""
+class ForcedCallsParser(MarkedJsonParser):
+    """A JSON list of calls, to which the answer is constrained (`tool_choice: required`)."""
 
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+    def __init__(self, known: Collection[str]) -> None:
+        super().__init__(known, "[", "]")
 
-
-class GraniteParser(MarkedJsonParser):
-    """`<|tool_call|>[{...}, {...}]` (Granite 3)."""
-
-    _OPEN = "<|tool_call|>"
+    def finish(self) -> list[ParserDelta]:
+        return []  # the rest is the start of a truncated call, not text
 
 
-class Phi4MiniParser(MarkedJsonParser):
-    """`functools[{...}, {...}]` (Phi-4-mini)."""
-
-    _OPEN = "functools"
-
-
-class PhiToolCallParser(MarkedJsonParser):
-    """`<|tool_call|>[{...}]<|/tool_call|>` (Phi-4-mini, by its chat template)."""
-
-    _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
-
-
-class InternLMParser(MarkedJsonParser):
-    """`<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>` (InternLM2 and 3)."""
-
-    _OPEN, _CLOSE = "<|action_start|><|plugin|>", "<|action_end|>"
-
-
-class JambaParser(MarkedJsonParser):
-    """`<tool_calls>[{...}]</tool_calls>` (Jamba, Hunyuan)."""
-
-    _OPEN, _CLOSE = "<tool_calls>", "</tool_calls>"
+JSON_PARSERS: dict[str, Callable[[Collection[str]], MarkedJsonParser]] = {
+    "hermes": partial(MarkedJsonParser, opening="<tool_call>", closing="</tool_call>"),  # Hermes, Qwen
+    "granite": partial(MarkedJsonParser, opening="<|tool_call|>"),  # Granite 3
+    "granite31": partial(MarkedJsonParser, opening="<tool_call>", closing="</tool_call>"),  # Granite 3.1 and later
+    "phi4_mini": partial(MarkedJsonParser, opening="functools"),  # Phi-4-mini
+    "phi4_tool_call": partial(MarkedJsonParser, opening="<|tool_call|>", closing="<|/tool_call|>"),  # its template
+    "internlm": partial(MarkedJsonParser, opening="<|action_start|><|plugin|>", closing="<|action_end|>"),
+    "jamba": partial(MarkedJsonParser, opening="<tool_calls>", closing="</tool_calls>"),  # Jamba, Hunyuan
+}
 
 
 class HeadedJsonParser(HeadedCallsParser):
@@ -169,3 +153,54 @@ class KimiParser(HeadedJsonParser):
 
     _OPEN, _CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     _NAME = re.compile(r"<\|tool_call_begin\|>\s*(?:functions\.)?([^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
+
+
+class MistralParser(HeadedCallsParser):
+    """`[TOOL_CALLS]` followed by a JSON list of calls, or one or more of `name{...}`, `name[ARGS]{...}` and
+    `name[CALL_ID]id[ARGS]{...}`, each after the marker."""
+
+    _OPEN = "[TOOL_CALLS]"
+
+    def __init__(self, known: Collection[str]) -> None:
+        super().__init__(known)
+        self._list: MarkedJsonParser | None = None
+        self._in_name = False
+
+    def feed(self, text: str) -> list[ParserDelta]:
+        return super().feed(text) if self._list is None else self._list.feed(text)
+
+    def _step(self, pieces: list[ParserDelta]) -> bool:
+        if self._value is not None:
+            return self._read_arguments(self._value, pieces)
+        if self._in_name:
+            return self._read_name(pieces)
+        self._in_name = self._read_text(pieces)
+        return self._in_name
+
+    def _read_name(self, pieces: list[ParserDelta]) -> bool:
+        if self._buffer.lstrip().startswith("[") and not self._num_calls:
+            self._list = MarkedJsonParser(self._tool_names, self._OPEN)
+            self._list._text_buffer = self._text_buffer
+            pieces += self._list.feed(self._OPEN + self._buffer)
+            self._buffer = ""
+            return False
+        name, brace, _ = self._buffer.partition("{")
+        if not brace:
+            return False
+        tool_name = name.partition("[")[0].strip()
+        self._in_name = False
+        if tool_name not in self._tool_names:
+            pieces += self._text_buffer.text(self._OPEN + name)
+            self._buffer = self._buffer[len(name) :]
+            return True
+        self._text_buffer.call()
+        pieces.append(Call(self._num_calls, tool_name))
+        self._num_calls += 1
+        self._value = JsonValueScanner()
+        self._buffer = self._buffer[len(name) :]
+        return True
+
+    def finish(self) -> list[ParserDelta]:
+        if self._list is not None:
+            return self._list.finish()
+        return self._end(self._OPEN + self._buffer if self._in_name else self._buffer)

@@ -13,12 +13,12 @@ from torchweave.serving.openai.tools.base import (
     ParserDelta,
     TextDelta,
     WhitespaceBuffer,
-    partial_match_length,
+    split_at,
 )
 from torchweave.serving.openai.tools.json_scanner import JsonCallScanner, JsonValueScanner
 
-_AFTER_CALL = " \t\r\n}"
-"""Skipped after a call: small models write a surplus closing brace."""
+_AFTER_CALL = " \t\r\n;}"
+"""Skipped after a call: separators, and the surplus closing brace that small models write."""
 
 
 class MarkedCallsParser(ABC):
@@ -31,6 +31,7 @@ class MarkedCallsParser(ABC):
         self._text_buffer = WhitespaceBuffer()
         self._buffer = ""  # ambiguous text
         self._num_calls = 0
+        self._num_here = 0  # calls since the marker
 
     def feed(self, text: str) -> list[ParserDelta]:
         self._buffer += text
@@ -45,13 +46,14 @@ class MarkedCallsParser(ABC):
 
     def _read_text(self, pieces: list[ParserDelta]) -> bool:
         """Take the text before a marker from the buffer, and the marker; returns whether there is one."""
-        before, marker, after = self._buffer.partition(self._OPEN)
-        if not marker:
-            keep = len(before) - partial_match_length(before, self._OPEN)
-            before, after = before[:keep], before[keep:]
+        before, marker, self._buffer = split_at(self._buffer, self._OPEN)
         pieces += self._text_buffer.text(before)
-        self._buffer = after
         return bool(marker)
+
+    @property
+    def _marker(self) -> str:
+        """The marker as text, if no call followed it."""
+        return "" if self._num_here else self._OPEN
 
     def _end(self, rest: str) -> list[ParserDelta]:
         return self._text_buffer.text(rest) + self._text_buffer.finish(had_calls=self._num_calls > 0)
@@ -76,20 +78,13 @@ class HeadedCallsParser(MarkedCallsParser):
 
 
 class JsonObjectsParser:
-    """An answer of calls only: `{"name": ..., "parameters": {...}}`, separated by `;` or white space (Llama 3).
+    """An answer of calls only, maybe behind a marker: `{"name": ..., "parameters": {...}}`, separated by `;` or white space
+    (Llama 3)."""
 
-    Args:
-        opening, between: characters to skip before the first call, and between calls.
-        marker: optional text before the first call.
-    """
+    _MARKER = "<|python_tag|>"
 
-    def __init__(
-        self, known: Collection[str], marker: str = "<|python_tag|>", opening: str = "", between: str = ";"
-    ) -> None:
+    def __init__(self, known: Collection[str]) -> None:
         self._tool_names = known
-        self._marker = marker
-        self._opening = opening
-        self._between = between + (opening and "]")
         self._scanner: JsonCallScanner | None = None
         self._num_calls = 0
         self._head = ""  # text before the first call
@@ -105,26 +100,19 @@ class JsonObjectsParser:
     def _begin(self, text: str) -> list[ParserDelta]:
         self._head += text
         body = self._head.lstrip()
-        if body.startswith(self._marker):
-            body = body[len(self._marker) :].lstrip()
-        elif self._marker.startswith(body):
+        if body.startswith(self._MARKER):
+            body = body[len(self._MARKER) :].lstrip()
+        elif self._MARKER.startswith(body):
             return []
-        if self._opening and body.startswith(self._opening):
-            body = body[len(self._opening) :].lstrip()
-            opened = True
-        else:
-            opened = not self._opening
         if not body:
             return []
-        if not opened or body[0] != "{":
-            return self._as_text(self._head)
-        return self._read(body)
+        return self._read(body) if body[0] == "{" else self._as_text(self._head)
 
     def _read(self, text: str) -> list[ParserDelta]:
         pieces: list[ParserDelta] = []
         while text:
             if self._scanner is None:
-                text = text.lstrip(self._between + _AFTER_CALL)
+                text = text.lstrip(_AFTER_CALL)
                 if not text:
                     break
                 self._scanner = JsonCallScanner(self._num_calls, self._tool_names)
@@ -152,69 +140,6 @@ class JsonObjectsParser:
         if self._scanner is not None:
             return [] if self._scanner.started else self._as_text(self._before() + self._scanner.raw)
         return self._as_text(self._head) if self._num_calls == 0 else []
-
-
-class MistralParser(HeadedCallsParser):
-    """`[TOOL_CALLS]` followed by a JSON list of calls, or one or more of `name{...}`, `name[ARGS]{...}` and
-    `name[CALL_ID]id[ARGS]{...}`, each after the marker."""
-
-    _OPEN = "[TOOL_CALLS]"
-
-    def __init__(self, known: Collection[str]) -> None:
-        super().__init__(known)
-        self._list: JsonObjectsParser | None = None
-        self._in_name = False
-
-    def feed(self, text: str) -> list[ParserDelta]:
-        return super().feed(text) if self._list is None else self._of_list(self._list.feed(text))
-
-    def _step(self, pieces: list[ParserDelta]) -> bool:
-        if self._value is not None:
-            return self._read_arguments(self._value, pieces)
-        if self._in_name:
-            return self._read_name(pieces)
-        self._in_name = self._read_text(pieces)
-        return self._in_name
-
-    def _read_name(self, pieces: list[ParserDelta]) -> bool:
-        if self._buffer.lstrip().startswith("[") and not self._num_calls:
-            self._list = JsonObjectsParser(self._tool_names, marker=self._OPEN, opening="[", between=",")
-            pieces += self._of_list(self._list.feed(self._OPEN + self._buffer))
-            self._buffer = ""
-            return False
-        name, brace, _ = self._buffer.partition("{")
-        if not brace:
-            return False
-        tool_name = name.partition("[")[0].strip()
-        self._in_name = False
-        if tool_name not in self._tool_names:
-            pieces += self._text_buffer.text(self._OPEN + name)
-            self._buffer = self._buffer[len(name) :]
-            return True
-        self._text_buffer.call()
-        pieces.append(Call(self._num_calls, tool_name))
-        self._num_calls += 1
-        self._value = JsonValueScanner()
-        self._buffer = self._buffer[len(name) :]
-        return True
-
-    def _of_list(self, pieces: list[ParserDelta]) -> list[ParserDelta]:
-        """Convert the deltas of the list parser to deltas of the whole answer."""
-        deltas: list[ParserDelta] = []
-        for piece in pieces:
-            if isinstance(piece, TextDelta):
-                deltas += self._text_buffer.text(piece.text)
-                continue
-            if isinstance(piece, Call):
-                self._text_buffer.call()
-                self._num_calls += 1
-            deltas.append(piece)
-        return deltas
-
-    def finish(self) -> list[ParserDelta]:
-        if self._list is not None:
-            return [*self._of_list(self._list.finish()), *self._text_buffer.finish(had_calls=self._num_calls > 0)]
-        return self._end(self._OPEN + self._buffer if self._in_name else self._buffer)
 
 
 class PythonicParser:
@@ -262,19 +187,6 @@ class PythonicParser:
         except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             return None
         return calls
-
-
-class ForcedCallsParser:
-    """A JSON list of calls, to which the answer is constrained (`tool_choice: required`)."""
-
-    def __init__(self, known: Collection[str]) -> None:
-        self._objects = JsonObjectsParser(known, marker="", opening="[", between=",")
-
-    def feed(self, text: str) -> list[ParserDelta]:
-        return self._objects.feed(text)
-
-    def finish(self) -> list[ParserDelta]:
-        return []  # the rest is the start of a truncated call, not text
 
 
 class NamedCallParser:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torchweave.serving.openai.tools.base import ArgumentsDelta, Call, ParserDelta, partial_match_length
+from torchweave.serving.openai.tools.base import ArgumentsDelta, Call, ParserDelta, split_at
 from torchweave.serving.openai.tools.parsers import MarkedCallsParser
 
 _MAX_HEAD = 1024
@@ -26,7 +26,7 @@ def argument_value(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """JSON types that a schema allows; empty if it does not say."""
+    """JSON types that a schema allows; empty if it declares none."""
     if not isinstance(schema, Mapping):
         return set()
     given = schema.get("type")
@@ -61,7 +61,6 @@ class XmlCallsParser(MarkedCallsParser):
         self._key = ""
         self._properties: Mapping[str, Any] = {}  # schemas of the current function's arguments
         self._num_arguments = 0
-        self._num_here = 0  # calls of the section
 
     def _step(self, pieces: list[ParserDelta]) -> bool:
         if self._state == "text":
@@ -93,11 +92,6 @@ class XmlCallsParser(MarkedCallsParser):
         self._num_here += 1
         return True
 
-    @property
-    def _marker(self) -> str:
-        """The section's marker as text, if no call followed it."""
-        return "" if self._num_here else self._OPEN
-
     def _read_arguments(self, pieces: list[ParserDelta]) -> bool:
         self._buffer = self._buffer.lstrip()
         match = self._KEY.match(self._buffer)
@@ -117,14 +111,11 @@ class XmlCallsParser(MarkedCallsParser):
         return match[1].strip()
 
     def _read_value(self, pieces: list[ParserDelta]) -> bool:
-        before, marker, after = self._buffer.partition(self._VALUE_END)
-        if not marker:
-            keep = len(before) - partial_match_length(before, self._VALUE_END)
-            self._value.append(before[:keep])
-            self._buffer = before[keep:]
-            return False
+        before, marker, self._buffer = split_at(self._buffer, self._VALUE_END)
         self._value.append(before)
-        self._buffer, self._state = after, "arguments"
+        if not marker:
+            return False
+        self._state = "arguments"
         text = json.dumps(self._convert("".join(self._value)), ensure_ascii=False)
         before = "{" if self._num_arguments == 0 else ", "
         self._num_arguments += 1
@@ -198,7 +189,7 @@ class InvokeParser(Qwen3CoderParser):
 class DeepSeekV32Parser(XmlCallsParser):
     """`<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true|false">` and closing tags (DeepSeek-V3.2).
 
-    The tag itself says whether a value is a text or JSON.
+    The tag declares whether a value is a text or JSON.
     """
 
     _OPEN, _CLOSE = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
