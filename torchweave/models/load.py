@@ -185,8 +185,7 @@ def load(
     if quantizer is not None:
         quantizer.report_summary(model, report)
     freeze_rope(model, length, report)
-    step = make_step(model, layers.attention, num_columns, length, layers.recurrent).eval().requires_grad_(False)
-    step.pooling = pooling
+    step = make_step(model, layers.attention, num_columns, length, layers.recurrent, pooling)
     return _make_loaded_model(load_spec, step, num_parameters, no_images, process_groups, report)
 
 
@@ -491,7 +490,7 @@ def _make_loaded_model(
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     loaded = LoadedModel(
-        module=step,
+        module=step.eval().requires_grad_(False),
         name=load_spec.source.name,
         architecture=type(model).__name__,
         config=model.config.to_dict(),

@@ -92,9 +92,9 @@ def define_boundary(
     for each in names:
         required = each in mutates or defaults[each] is MISSING
         default = inspect.Parameter.empty if required else defaults[each]
-        annotation = torch.Tensor if each in mutates else hints[each]
+        hint = torch.Tensor if each in mutates else hints[each]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters.append(inspect.Parameter(each, kind, default=default, annotation=annotation))
+        parameters.append(inspect.Parameter(each, kind, default=default, annotation=hint))
     reference.__signature__ = inspect.Signature(parameters, return_annotation=None)  # pyright: ignore[reportFunctionMemberAccess]
     reference.__name__ = reference.__qualname__ = name.partition("::")[2]
     return define(name, mutates=mutates, boundary=True)(reference)

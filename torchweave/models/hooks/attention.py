@@ -20,7 +20,7 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
-def _project(hidden_states: Tensor, head_dim: int, *linears: nn.Module) -> tuple[Tensor, ...]:
+def _linear_heads(hidden_states: Tensor, head_dim: int, *linears: nn.Module) -> tuple[Tensor, ...]:
     """Heads `[1, H, T, D]` of hidden states `[1, T, K]`, by each of `linears`."""
     return tuple(_heads(linear(hidden_states), head_dim) for linear in linears)
 
@@ -29,7 +29,7 @@ def _bert_forward(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """BERT's self-attention, `[1, T, K]` -> `[1, T, H * D]`; the output projection is in another module."""
-    query, key, value = _project(hidden_states, module.attention_head_size, module.query, module.key, module.value)
+    query, key, value = _linear_heads(hidden_states, module.attention_head_size, module.query, module.key, module.value)
     out, _weights = attention_forward(module, query, key, value, attention_mask)
     return out.flatten(2), None
 
@@ -43,7 +43,7 @@ def _roformer_forward(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None, sinusoidal_pos: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """RoFormer's self-attention: BERT's with interleaved rotary embedding of queries, keys and, by option, values."""
-    query, key, value = _project(hidden_states, module.attention_head_size, module.query, module.key, module.value)
+    query, key, value = _linear_heads(hidden_states, module.attention_head_size, module.query, module.key, module.value)
     if module.rotary_value:
         query, key, value = module.apply_rotary_position_embeddings(sinusoidal_pos, query, key, value)
     else:
@@ -61,7 +61,7 @@ def _bart_forward(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Self-attention of the BART family, `[1, T, K]` -> `[1, T, K]`."""
-    query, key, value = _project(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
+    query, key, value = _linear_heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
     out, _weights = attention_forward(module, query, key, value, attention_mask, scaling=module.scaling)
     return module.out_proj(out.flatten(2)), None
 
@@ -89,7 +89,7 @@ def _diffllama_forward(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """DiffLlama's attention; one call with values twice as wide replaces two calls over the same queries and keys."""
-    query, key, value = _project(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
+    query, key, value = _linear_heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
     rotate = inspect.getmodule(type(module)).apply_rotary_pos_emb  # type: ignore[union-attr]
     query, key = rotate(query, key, *position_embeddings)
     value = torch.cat(torch.chunk(value, 2, dim=1), dim=-1).repeat(1, 2, 1, 1)
@@ -406,7 +406,7 @@ ATTENTION_HOOKS: dict[str, Callable[[Any], None]] = {
 }
 """Hooks by the name of the module's class."""
 
-ATTENTION_FORWARDS: dict[str, Callable[..., Any]] = {
+ATTENTION_FORWARD_OF: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("MvpAttention", "TrOCRAttention", "XGLMAttention"), _bart_forward),
     "BloomModel": _bloom_forward,
     "BloomAttention": _bloom_attention_forward,

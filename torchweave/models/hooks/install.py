@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchweave.models.hooks.attention import ATTENTION_FORWARDS, ATTENTION_HOOKS
+from torchweave.models.hooks.attention import ATTENTION_FORWARD_OF, ATTENTION_HOOKS
 from torchweave.models.hooks.experts import EXPERT_HOOKS
-from torchweave.models.hooks.positions import POSITION_FORWARDS, POSITION_HOOKS
+from torchweave.models.hooks.positions import POSITION_FORWARD_OF, POSITION_HOOKS
 
 
 def _gaussian_topk(module: Any, inputs: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ _HOOKS_BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
     **EXPERT_HOOKS,
     **POSITION_HOOKS,
 }
-_FORWARDS_BY_CLASS = ATTENTION_FORWARDS | POSITION_FORWARDS
+_FORWARD_OF_CLASS = ATTENTION_FORWARD_OF | POSITION_FORWARD_OF
 
 
 def hook_attention(model: nn.Module) -> list[str]:
@@ -47,8 +47,8 @@ def hook_attention(model: nn.Module) -> list[str]:
         name = type(module).__name__
         if name in _HOOKS_BY_CLASS:
             _HOOKS_BY_CLASS[name](module)
-        elif name in _FORWARDS_BY_CLASS:
-            module.forward = types.MethodType(_FORWARDS_BY_CLASS[name], module)
+        elif name in _FORWARD_OF_CLASS:
+            module.forward = types.MethodType(_FORWARD_OF_CLASS[name], module)
         else:
             continue
         hooked.add(name)

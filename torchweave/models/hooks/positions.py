@@ -203,13 +203,13 @@ _AFTER_PADDING = (
     "XmodEmbeddings",
 )
 
-_BART_DECODERS = (
+_BART_FAMILY = (
     "BartDecoder", "BlenderbotDecoder", "MBartDecoder", "MarianDecoder", "MvpDecoder", "PLBartDecoder", "PegasusDecoder",
     "TrOCRDecoder",
 )  # fmt: skip
 
 POSITION_HOOKS: dict[str, Callable[[Any], None]] = {
-    **dict.fromkeys(_BART_DECODERS, _hook_decoder("sum")),
+    **dict.fromkeys(_BART_FAMILY, _hook_decoder("sum")),
     "BlenderbotSmallDecoder": _hook_decoder("words"),
     "BigBirdPegasusDecoder": _hook_decoder("last"),
     "XLMModel": _hook_xlm,
@@ -217,7 +217,7 @@ POSITION_HOOKS: dict[str, Callable[[Any], None]] = {
 }
 """Hooks by the name of the module's class."""
 
-POSITION_FORWARDS: dict[str, Callable[..., Any]] = {
+POSITION_FORWARD_OF: dict[str, Callable[..., Any]] = {
     "MvpForCausalLM": _make_causal_lm_forward("lm_head"),
     "TrOCRForCausalLM": _make_causal_lm_forward("output_projection"),
     "WhisperForCausalLM": _make_causal_lm_forward("proj_out"),
