@@ -27,7 +27,13 @@ from torchweave.models.multimodal import vision_layers
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.patch_embedding import patch_convolutions, use_products
 from torchweave.models.multimodal.support import VERIFIED
-from torchweave.models.multimodal.vision_layers import Arguments, Signature, UnsupportedLayer, tower_layers
+from torchweave.models.multimodal.vision_layers import (
+    Arguments,
+    Signature,
+    UnsupportedLayer,
+    restore_forward,
+    tower_layers,
+)
 from torchweave.ops.attention import varlen
 from torchweave.ops.attention.varlen import varlen_attention
 from torchweave.report import Report
@@ -132,7 +138,7 @@ def test_patch_convolutions_are_products(kind: Any, bias: bool) -> None:
     x = torch.randn(2, 3, *(size * count for size, count in zip(sizes, (5, 4, 3), strict=False)))
     larger = torch.nn.functional.pad(x, (0, 1))
     expected = [plain(each) for each in (x, larger, x[0])]
-    restore = use_products([convolution])
+    use_products([convolution])
     with (
         mock.patch("torch.nn.functional.conv2d", side_effect=AssertionError),
         mock.patch("torch.nn.functional.conv3d", side_effect=AssertionError),
@@ -140,7 +146,7 @@ def test_patch_convolutions_are_products(kind: Any, bias: bool) -> None:
         torch.testing.assert_close(convolution(x), expected[0], rtol=1e-4, atol=1e-4)
     for each, result in zip((larger, x[0]), expected[1:], strict=True):
         assert convolution(each).equal(result), "an image with a rest, or without a batch, is convolved"
-    restore()
+    restore_forward([convolution])
     assert convolution.forward == plain
 
 

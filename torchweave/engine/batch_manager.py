@@ -342,19 +342,14 @@ class GenerationLoop:
             num_new=self._num_new,
             num_waiting=self._scheduler.num_waiting,
             num_completed=self._num_completed,
-            num_paused=self._scheduler.num_paused,
-            static=self._scheduler.static,
-            static_batch_size=self._scheduler.static_batch_size,
             max_requests=self._max_num_requests
             if self._max_num_requests >= 0
             else self._scheduler.limits.max_batch_size,
             memory_in_use=self._runner.memory_in_use(),
-            speculation=self._scheduler.speculation if self._scheduler.limits.query_len > 1 else None,
-            num_micro_batches=self._scheduler.limits.num_micro_batches,
         )
         self._num_new = self._num_completed = 0
         try:
-            self._callbacks.return_stats(iteration_stats(step, self._scheduler.kv, facts))
+            self._callbacks.return_stats(iteration_stats(step, self._scheduler, facts))
         except BaseException:
             self._log_callback_error("return_stats", "these statistics are lost")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from torchweave.engine.detokenizer import CompletionBuilder, Detokenizer
+from torchweave.engine.detokenizer import CompletionBuilder
 from torchweave.engine.outputs import RequestMetrics
 from torchweave.engine.request import (
     NO_TOKENS,
@@ -26,7 +26,7 @@ from torchweave.engine.request import (
     refusal,
 )
 from torchweave.images import EncodedPrompt
-from torchweave.tokenizer import Tokenizer
+from torchweave.tokenizer import IncrementalDetokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from torchweave.engine.batch_manager import BatchManager
@@ -255,7 +255,7 @@ class RequestStream:
         self.completions[request_id] = completions
         return request_id
 
-    def _detokenizer(self, prompt: np.ndarray, params: SamplingParams) -> Detokenizer | None:
+    def _detokenizer(self, prompt: np.ndarray, params: SamplingParams) -> IncrementalDetokenizer | None:
         if self._tokenizer is None or not params.detokenize:
             return None
         return self._tokenizer.stream(prompt.tolist(), params.skip_special_tokens)

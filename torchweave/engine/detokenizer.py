@@ -6,23 +6,11 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from torchweave.engine.outputs import CompletionOutput, Logprob, Logprobs
 from torchweave.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from torchweave.engine.stop_regex import RegexMatcher
-
-
-class Detokenizer(Protocol):
-    """Incremental conversion of token ids to text."""
-
-    def feed(self, ids: Sequence[int]) -> str:
-        """Return the text that `ids` add, without text that later ids may change."""
-        ...
-
-    def finish(self) -> str:
-        """Return the remaining text."""
-        ...
+from torchweave.tokenizer import IncrementalDetokenizer
 
 
 def encode_bad_words(params: SamplingParams, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
@@ -121,7 +109,7 @@ class CompletionBuilder:
     def __init__(
         self,
         params: SamplingParams,
-        detokenizer: Detokenizer | None,
+        detokenizer: IncrementalDetokenizer | None,
         index: int,
         token_text: Callable[[int], str] | None = None,
     ) -> None:

@@ -499,12 +499,11 @@ class LLM:
     def _validate(self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams]) -> None:
         grammar_errors: dict[int, str] = {}  # by grammar, since a check takes milliseconds and prompts mostly share one
         for number, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
-            why, grammar = (
-                self.engine.scheduler.rejection_reason(
-                    InferenceRequest(0, prompt.token_ids, settings, images=prompt.images)
-                ),
+            request, grammar = (
+                InferenceRequest(0, prompt.token_ids, settings, images=prompt.images),
                 settings.structured_outputs,
             )
+            why = self.engine.scheduler.rejection_reason(request)
             if not why and grammar is not None:
                 if id(grammar) not in grammar_errors:
                     grammar_errors[id(grammar)] = rejection_reason(grammar)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.scheduler.speculation import SpeculationCounts
+from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.step import Step
 
 
@@ -23,9 +23,6 @@ class IterationFacts:
         num_running: requests that held a slot while the step ran.
         num_decoded: tokens that decode rows generated.
         max_requests: most requests that the batch manager takes at a time.
-        static_batch_size: requests that the current static batch began with.
-        speculation: drafts since the start; None without speculation.
-        num_micro_batches: steps that pipeline stages compute at the same time.
     """
 
     latency: float
@@ -35,52 +32,47 @@ class IterationFacts:
     num_new: int
     num_waiting: int
     num_completed: int
-    num_paused: int
     max_requests: int
-    static: bool = False
-    static_batch_size: int = 0
     memory_in_use: int | None = None
-    speculation: SpeculationCounts | None = None
-    num_micro_batches: int = 1
 
 
-def _num_padded(facts: IterationFacts) -> int:
+def _num_padded(scheduler: Scheduler, facts: IterationFacts) -> int:
     """Slots of a static batch whose requests have ended while others still generate. One that skips a step has not ended."""
-    return max(facts.static_batch_size - facts.num_running, 0)
+    return max(scheduler.static_batch_size - facts.num_running, 0)
 
 
-def _gptmanager_stats(step: Step, facts: IterationFacts) -> dict[str, int]:
+def _gptmanager_stats(step: Step, scheduler: Scheduler, facts: IterationFacts) -> dict[str, int]:
     """The batch manager's record of a step, by batching mode."""
     record = {"Scheduled Requests": step.num_requests, "Context Requests": len(step.chunks)}
-    if facts.static:  # V1 batching
+    if scheduler.static:  # V1 batching
         return {
             **record,
             "Total Generation Tokens": facts.num_decoded,
             "Total Context Tokens": step.num_prefill_tokens,
-            "Empty Generation Slots": _num_padded(facts),
+            "Empty Generation Slots": _num_padded(scheduler, facts),
         }
     return {
         **record,
         "Generation Requests": step.num_decode_rows - step.extra_rows,
         "Total Context Tokens": step.num_prefill_tokens,
-        "MicroBatch ID": step.index % facts.num_micro_batches,
+        "MicroBatch ID": step.index % scheduler.limits.num_micro_batches,
     }
 
 
-def _batching_stats(step: Step, facts: IterationFacts) -> dict[str, dict[str, int | float]]:
+def _batching_stats(step: Step, scheduler: Scheduler, facts: IterationFacts) -> dict[str, dict[str, int | float]]:
     """The same for the later record."""
     record: dict[str, int | float] = {
         "numScheduledRequests": step.num_requests,
         "numContextRequests": len(step.chunks),
         "numCtxTokens": step.num_prefill_tokens,
     }
-    if facts.static:
-        record |= {"numGenTokens": facts.num_decoded, "emptyGenSlots": _num_padded(facts)}
+    if scheduler.static:
+        record |= {"numGenTokens": facts.num_decoded, "emptyGenSlots": _num_padded(scheduler, facts)}
         return {"staticBatchingStats": record}
     record |= {
         "numGenRequests": step.num_decode_rows - step.extra_rows,
-        "numPausedRequests": facts.num_paused,
-        "microBatchId": step.index % facts.num_micro_batches,
+        "numPausedRequests": scheduler.num_paused,
+        "microBatchId": step.index % scheduler.limits.num_micro_batches,
     }
     if step.num_decode_rows:
         record["avgNumDecodedTokensPerIter"] = facts.num_decoded / step.num_decode_rows
@@ -117,8 +109,9 @@ def _reuse_stats(kv: BlockManager) -> dict[str, int | float]:
     return record
 
 
-def iteration_stats(step: Step, kv: BlockManager, facts: IterationFacts) -> str:
+def iteration_stats(step: Step, scheduler: Scheduler, facts: IterationFacts) -> str:
     """One iteration as a JSON string."""
+    kv = scheduler.kv
     record: dict[str, object] = {
         "Timestamp": time.strftime("%m-%d-%Y %H:%M:%S"),
         "Iteration Counter": step.index,
@@ -128,7 +121,7 @@ def iteration_stats(step: Step, kv: BlockManager, facts: IterationFacts) -> str:
         "Free KV cache blocks": kv.num_free,
         "Used KV cache blocks": kv.num_used,
         "Tokens per KV cache block": kv.block_size,
-        **_gptmanager_stats(step, facts),
+        **_gptmanager_stats(step, scheduler, facts),
         "iter": step.index,
         "iterLatencyMS": facts.latency * 1e3,
         "numNewActiveRequests": facts.num_new,
@@ -143,10 +136,10 @@ def iteration_stats(step: Step, kv: BlockManager, facts: IterationFacts) -> str:
             "tokensPerBlock": kv.block_size,
             **_reuse_stats(kv),
         },
-        **_batching_stats(step, facts),
+        **_batching_stats(step, scheduler, facts),
     }
-    if facts.speculation is not None:
-        record["spec_decode"] = facts.speculation.as_dict()
+    if scheduler.limits.query_len > 1:
+        record["spec_decode"] = scheduler.speculation.as_dict()
     if facts.memory_in_use is not None:
         record["gpuMemUsage"] = facts.memory_in_use
     return json.dumps(record)

@@ -148,8 +148,9 @@ def load(
     report = report if report is not None else Report(show=False)
     device, process_groups = torch.device(device), process_groups or ProcessGroups.single_rank()
     source = _checked_source(resolve(name_or_path, trust_remote_code, revision, download_dir), load_format)
-    pooling = resolve_pooling(source, _read_whole_config(source, trust_remote_code), runner, pooler)
-    no_images = _why_no_images(source, trust_remote_code, images, pooling)
+    whole_config = _read_whole_config(source, trust_remote_code)
+    pooling = resolve_pooling(source, whole_config, runner, pooler)
+    no_images = _why_no_images(whole_config, images, pooling)
     images = images and not no_images
     config = _read_served_config(source, trust_remote_code, no_images, images)
     if no_images:
@@ -164,7 +165,8 @@ def load(
     length = _max_model_len(model.config, max_model_len)
     _check_ranks(process_groups, pooling)
     layers = with_cache_scales(layers, stored, report)
-    size = _model_size(model, pooling, length)
+    num_columns = vocab_size(model, pools=pooling is not None)  # before the model is divided over ranks
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     plan = stage = whole = None
     if process_groups.tensor_parallel_size > 1:
         plan, layers = shard_model(model, layers, process_groups, expert_parallel, report)
@@ -183,9 +185,8 @@ def load(
     if quantizer is not None:
         quantizer.report_summary(model, report)
     freeze_rope(model, length, report)
-    loaded = _make_loaded_model(load_spec, model, layers, size, process_groups, report)
-    loaded.module.pooling = pooling
-    return replace(loaded, no_images=no_images)
+    step = make_step(model, layers.attention, num_columns, length, layers.recurrent, pooling)
+    return _make_loaded_model(load_spec, step, num_parameters, no_images, process_groups, report)
 
 
 def _read_own_headers(source: Source, config: PreTrainedConfig) -> dict[str, weights.CheckpointTensor]:
@@ -193,12 +194,6 @@ def _read_own_headers(source: Source, config: PreTrainedConfig) -> dict[str, wei
     assert source.folder is not None, "_checked_source"
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     return split_mtp_tensors(weights.read_headers(source.folder), num_layers)[0]
-
-
-def _model_size(model: PreTrainedModel, pooling: Pooling | None, max_model_len: int) -> _ModelSize:
-    """The size of a whole model, before it is divided over ranks."""
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return _ModelSize(vocab_size(model, pooling is not None), num_parameters, max_model_len)
 
 
 def _checked_source(source: Source, load_format: str) -> Source:
@@ -318,9 +313,8 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
     return config
 
 
-def _why_no_images(source: Source, trust_remote_code: bool, images: bool, pooling: Pooling | None) -> str:
+def _why_no_images(config: PreTrainedConfig, images: bool, pooling: Pooling | None) -> str:
     """Why a model with a vision tower is loaded without it, as a clause; empty if it is not."""
-    config = _read_whole_config(source, trust_remote_code)
     if not takes_images(config):
         return ""
     if not images:
@@ -484,39 +478,31 @@ def with_cache_scales(
     return replace(layers, attention=specs)
 
 
-@dataclass(frozen=True)
-class _ModelSize:
-    """Sizes of the model before sharding: columns of the logits, parameters, longest sequence."""
-
-    vocab: int
-    parameters: int
-    length: int
-
-
 def _make_loaded_model(
     load_spec: WeightLoadSpec,
-    model: PreTrainedModel,
-    layers: ModelLayers,
-    size: _ModelSize,
+    step: DecoderStep,
+    num_parameters: int,
+    no_images: str,
     process_groups: ProcessGroups,
     report: Report,
 ) -> LoadedModel:
-    step = make_step(model, layers.attention, size.vocab, size.length, layers.recurrent).eval().requires_grad_(False)
+    model = step.model
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     loaded = LoadedModel(
-        module=step,
+        module=step.eval().requires_grad_(False),
         name=load_spec.source.name,
         architecture=type(model).__name__,
         config=model.config.to_dict(),
         dtype=load_spec.dtype,
         device=load_spec.device,
-        max_model_len=size.length,
+        max_model_len=step.max_model_len,
         tokenizer=Tokenizer.from_folder(load_spec.source.folder, load_spec.trust_remote_code),
         generation=_generation(load_spec.source.folder, model.config),
-        num_parameters=size.parameters,
+        num_parameters=num_parameters,
         weight_bytes=num_bytes,
         quantization=None if load_spec.quantization is None else load_spec.quantization.name,
+        no_images=no_images,
         process_groups=process_groups,
         stage=load_spec.stage,
     )
@@ -524,12 +510,12 @@ def _make_loaded_model(
         "model_loaded",
         name=loaded.name,
         architecture=loaded.architecture,
-        parameters=size.parameters,
+        parameters=num_parameters,
         bytes=num_bytes,
         dtype=str(load_spec.dtype).removeprefix("torch."),
         quantization=loaded.quantization,
         device=str(load_spec.device),
-        max_model_len=size.length,
+        max_model_len=step.max_model_len,
         tokenizer=loaded.tokenizer is not None,
     )
     return loaded

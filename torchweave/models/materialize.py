@@ -111,7 +111,7 @@ def load_dummy_weights(model: PreTrainedModel, load_spec: WeightLoadSpec, report
     """Fill the model with random weights; ranks get parts of the same numbers."""
     quantizer = load_spec.quantizer(model)
     shards = load_spec.plan.shards if load_spec.plan is not None else {}
-    weights.init_random_weights(model, load_spec.device, report, setter=quantizer, shards=shards, whole=load_spec.whole)
+    weights.init_random_weights(model, load_spec.device, report, quantizer, shards, load_spec.whole)
     _restore_buffers(model, load_spec)
     return quantizer
 

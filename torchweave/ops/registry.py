@@ -6,9 +6,10 @@ keep their addresses. Capture and partition read `boundary_ops()`.
 
 from __future__ import annotations
 
+import inspect
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -70,6 +71,33 @@ def define(
         return op
 
     return register
+
+
+def define_boundary(
+    name: str, call: type[Any], run: Callable[[Any], None], mutates: tuple[str, ...], order: Sequence[str] | None = None
+) -> CustomOpDef:
+    """Register boundary op `name`, whose arguments are the fields of the dataclass `call`, and `run` as its eager reference.
+
+    Args:
+        mutates: fields that the op writes into; they are required, whatever their default.
+        order: the fields that are arguments, in the order of the schema; None: all, in the order of `call`.
+    """
+    hints, defaults = typing.get_type_hints(call), {field.name: field.default for field in fields(call)}
+    names = list(defaults) if order is None else order
+
+    def reference(*args: Any, **kwargs: Any) -> None:
+        run(call(**dict(zip(names, args, strict=False)), **kwargs))
+
+    parameters = []
+    for each in names:
+        required = each in mutates or defaults[each] is MISSING
+        default = inspect.Parameter.empty if required else defaults[each]
+        hint = torch.Tensor if each in mutates else hints[each]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(inspect.Parameter(each, kind, default=default, annotation=hint))
+    reference.__signature__ = inspect.Signature(parameters, return_annotation=None)  # pyright: ignore[reportFunctionMemberAccess]
+    reference.__name__ = reference.__qualname__ = name.partition("::")[2]
+    return define(name, mutates=mutates, boundary=True)(reference)
 
 
 def _fake_without_outputs(*args: Any, **kwargs: Any) -> None:

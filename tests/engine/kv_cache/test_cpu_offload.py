@@ -93,11 +93,11 @@ def test_statistics_count_blocks_loaded_from_host() -> None:
     for number, begin in enumerate([0, 50, 0]):
         scheduler.add(request(number, list(range(begin, begin + 32)), max_tokens=1), seed=0)
         drive(scheduler, runner)
-    facts = IterationFacts(0.0, 0, 0, 0, 0, 0, 0, 0, 2)
+    facts = IterationFacts(0.0, 0, 0, 0, 0, 0, 0, 2)
     scheduler.add(request(7, [1], max_tokens=1), seed=0)
     step = scheduler.schedule()
     assert step is not None
-    found = json.loads(iteration_stats(step, scheduler.kv, facts))["kvCacheStats"]
+    found = json.loads(iteration_stats(step, scheduler, facts))["kvCacheStats"]
     assert (found["reusedBlocks"], found["restoredBlocks"]) == (7, 3), "the other four were still on the device"
     assert found["hostMaxNumBlocks"] == 100 and 8 <= found["hostUsedNumBlocks"] <= 16
 

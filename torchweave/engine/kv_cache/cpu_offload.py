@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-Key = tuple[int, bytes]  # group of layers, and hash
+from torchweave.engine.kv_cache.prefix_index import Key
 
 
 class BlockCopier(Protocol):

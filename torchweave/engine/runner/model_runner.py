@@ -185,20 +185,20 @@ class ModelRunner:
         slots, views = self.state.slots[:rows], draft_step.buffers.rows(rows, query_len)
         inputs = self._buffers.inputs(rows, rows * query_len)
 
+        def forward(boundary: BoundaryHandler, step_inputs: StepInputs, logits_index: Tensor) -> Tensor:
+            boundary(BEGIN, (), {})
+            rope_offsets = draft_step.rope_offsets(slots, views, step_inputs)
+            return self._run_model(boundary, step_inputs, logits_index, *rope_offsets)
+
         def run(boundary: BoundaryHandler | None) -> Tensor:
             draft_step.begin(slots, views, inputs)
             if boundary is not None:
-                boundary(BEGIN, (), {})
-                rope_offsets = draft_step.rope_offsets(slots, views, inputs)
-                logits = self._run_model(boundary, inputs, views.logits_index, *rope_offsets)
+                logits = forward(boundary, inputs, views.logits_index)
             else:
                 tokens = max(int(views.query_start[-1]), self._min_size)
                 exact = self._buffers.inputs(rows, tokens)
                 boundary = self._boundary(slots, views.query_start, exact, plan.max_model_len, False, has_drafts=True)
-                boundary(BEGIN, (), {})
-                rope_offsets = draft_step.rope_offsets(slots, views, exact)
-                logits = self._run_model(boundary, exact, torch.arange(tokens), *rope_offsets)
-                logits = logits[views.logits_index.clamp(max=tokens - 1)]
+                logits = forward(boundary, exact, torch.arange(tokens))[views.logits_index.clamp(max=tokens - 1)]
             draft_step.end(logits, slots, views)
             boundary(COMMIT, (self.state.position,), {})
             return logits

@@ -19,7 +19,5 @@ def sum_rows(hidden: Tensor, query_start: Tensor) -> Tensor:
     num_rows = len(query_start) - 1
     tokens = torch.arange(len(hidden), dtype=query_start.dtype, device=hidden.device)
     row_of_token = torch.searchsorted(query_start[1:], tokens, right=True)
-    sums = torch.zeros(
-        num_rows + 1, hidden.shape[1], dtype=torch.float32, device=hidden.device
-    )  # the last row: padding
+    sums = hidden.new_zeros(num_rows + 1, hidden.shape[1], dtype=torch.float32)  # the last row: padding
     return sums.index_add_(0, row_of_token, hidden.float())[:num_rows]

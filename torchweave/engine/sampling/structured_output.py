@@ -13,12 +13,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchweave.engine.request import SamplingParams, StructuredOutputs
 from torchweave.engine.stop_regex import one_line_reason
+from torchweave.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -31,23 +32,6 @@ _WHITE_SPACE = r"[ \n\r\t]{0,24}"
 """White space between two parts of JSON: enough for indents, but bounded, because small models repeat it endlessly."""
 _DEAD_END = "none of the model's tokens can continue the answer here."
 _STOPS_BANNED = "only stop tokens can follow here, but min_tokens bans them; lower min_tokens."
-
-
-class Vocabulary(Protocol):
-    """The part of a tokenizer that grammars need; `torchweave.tokenizer.Tokenizer` implements it."""
-
-    def tokenizer_json(self) -> str | None:
-        """The tokenizer in the JSON format of Hugging Face's tokenizers; None if it has no such format."""
-        ...
-
-    def token_bytes(self) -> list[bytes | None]:
-        """The text of each token; None for special tokens and parts of characters."""
-        ...
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    @property
-    def eos_token_id(self) -> int | None: ...
 
 
 def rejection_reason(structured: StructuredOutputs) -> str:
@@ -136,7 +120,11 @@ class Constraint:
         mask: int32 [ceil(V / 32)], bit mask of the allowed next tokens.
         complete: the answer is complete, and only its end may follow.
         error: why the answer cannot continue; empty while it can.
+        matcher: state of the compiled grammar; set once it is compiled.
+        num_tokens: tokens of the answer so far.
     """
+
+    matcher: LLMatcher
 
     def __init__(self, params: SamplingParams, stops: Sequence[int]) -> None:
         assert params.structured_outputs is not None
@@ -148,16 +136,7 @@ class Constraint:
         self._ignore_eos = params.ignore_eos
         self._min_tokens = params.min_tokens
         self._stops = list(stops)
-        self._count = 0
-        self._matcher: LLMatcher | None = None
-
-    @property
-    def matcher(self) -> LLMatcher:
-        assert self._matcher is not None
-        return self._matcher
-
-    def set_matcher(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+        self.num_tokens = 0
 
     def fail(self, message: str) -> None:
         self.error = _MISSING if message == _MISSING else _format_error(self.structured, message)
@@ -173,9 +152,6 @@ class Constraint:
         self.complete = self.matcher.is_stopped()
         return not self.complete
 
-    def count_token(self) -> None:
-        self._count += 1
-
     def set_mask(self, mask: np.ndarray, without_end: np.ndarray) -> None:
         """Set the mask of the next token; `without_end` is `mask` without end-of-sequence tokens."""
         if self.matcher.is_error():
@@ -187,7 +163,7 @@ class Constraint:
                 self.fail(_DEAD_END)
         else:
             self.mask = without_end if self._ignore_eos else mask
-            if self._count < self._min_tokens:
+            if self.num_tokens < self._min_tokens:
                 self.mask = self.mask & ~token_bitmask(self._stops, len(mask))
                 self.complete = not self.mask.any() and bool((mask & ~without_end).any())
                 if not (self.complete or self.mask.any()):
@@ -205,14 +181,14 @@ class GrammarManager:
     """Compiled grammars of a model and their worker threads, both created on the first request.
 
     Args:
-        vocabulary: the model's tokenizer.
+        tokenizer: of the model.
         vocab_size: width of the logits.
         eos: end-of-sequence tokens of the model; if empty, that of the tokenizer.
     """
 
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
         self.vocab_size = vocab_size
-        self._vocabulary = vocabulary
+        self._model_tokenizer = tokenizer
         self._eos = tuple(eos)
         self._on_ready: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
@@ -227,7 +203,7 @@ class GrammarManager:
 
     @property
     def eos(self) -> tuple[int, ...]:
-        own = self._vocabulary.eos_token_id
+        own = self._model_tokenizer.eos_token_id
         return self._eos or (() if own is None else (own,))
 
     def constraint(self, params: SamplingParams, stops: Sequence[int]) -> Constraint:
@@ -251,7 +227,7 @@ class GrammarManager:
 
     def _compile(self, constraint: Constraint) -> None:
         try:
-            constraint.set_matcher(self.matcher(constraint.structured))
+            constraint.matcher = self.matcher(constraint.structured)
             self._compute_masks([constraint])
         except ImportError:
             constraint.fail(_MISSING)
@@ -265,7 +241,7 @@ class GrammarManager:
         constraints = [constraint for constraint, _ in tokens]
         try:
             for constraint, token in tokens:
-                constraint.count_token()
+                constraint.num_tokens += 1
                 constraint.matcher.consume_token(token)  # `needs_mask` reports errors
             self._compute_masks(constraints)
         except Exception as error:
@@ -335,13 +311,13 @@ class GrammarManager:
 
             if not self.eos:
                 raise ValueError("the model has no end-of-sequence token.")
-            tokenizer_json = self._vocabulary.tokenizer_json()
+            tokenizer_json = self._model_tokenizer.tokenizer_json()
             try:
                 if tokenizer_json is None:
                     raise ValueError("no JSON")
                 self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos))
             except ValueError:  # llguidance cannot read this tokenizer: pass each token
-                adapter = TokenizerWrapper(TokenizerAdapter(self._vocabulary, self.eos[0], self.vocab_size))
+                adapter = TokenizerWrapper(TokenizerAdapter(self._model_tokenizer, self.eos[0], self.vocab_size))
                 self._tokenizer = LLTokenizer(adapter, n_vocab=self.vocab_size, eos_token=list(self.eos))
         return self._tokenizer
 
@@ -352,8 +328,8 @@ class TokenizerAdapter:
     Logits may be wider than the tokenizer, whose masks llguidance then makes too short, whatever `n_vocab` is.
     """
 
-    def __init__(self, vocabulary: Vocabulary, eos: int, vocab_size: int) -> None:
-        token_bytes = vocabulary.token_bytes()
+    def __init__(self, tokenizer: Tokenizer, eos: int, vocab_size: int) -> None:
+        token_bytes = tokenizer.token_bytes()
         token_bytes += [None] * (vocab_size - len(token_bytes))
         self.eos_token_id = eos
         self.bos_token_id = None
@@ -361,8 +337,8 @@ class TokenizerAdapter:
         # The text of a special token starts with a byte that occurs in no UTF-8 text, so no grammar matches it.
         self.tokens = [b"\xff<%d>" % token if text is None else text for token, text in enumerate(token_bytes)]
         self._special = frozenset(self.special_token_ids)
-        self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
         text = text if isinstance(text, str) else text.decode("utf-8", "ignore")
-        return [token for token in self._vocabulary.encode(text, False) if token not in self._special]
+        return [token for token in self._tokenizer.encode(text, False) if token not in self._special]

@@ -6,23 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchweave.engine.scheduler.request_state import RequestState
+from torchweave.engine.scheduler.request_state import RequestState, SlotTable
 from torchweave.engine.scheduler.step import Chunk, PromptTargets, StepLogprobs
 
 
-def make_prompt_targets(
-    states: Sequence[tuple[int, RequestState]], chunks: Sequence[Chunk], first: int
-) -> PromptTargets | None:
+def make_prompt_targets(table: SlotTable, chunks: Sequence[tuple[int, Chunk]], first: int) -> PromptTargets | None:
     """Prompt tokens that a step scores; None if there are none.
 
     Args:
-        states: slot and request of each chunk.
+        chunks: slot and tokens of each chunk.
         first: tokens of the step before those of the chunks.
     """
     slots: list[tuple[int, int]] = []
     index, targets, most = [], [], 0
-    for (slot, state), chunk in zip(states, chunks, strict=True):
-        size = len(chunk.tokens)
+    for slot, chunk in chunks:
+        state, size = table.state_of(slot), len(chunk.tokens)
         begin, end = max(chunk.start, state.num_scored), min(chunk.start + size, len(state.prompt) - 1)
         if state.num_prompt_logprobs >= 0 and end > begin:
             slots.append((slot, end - begin))

@@ -17,7 +17,7 @@ from torchweave.engine.scheduler.prompt_logprobs import make_prompt_targets
 from torchweave.engine.scheduler.request_state import RequestState, SlotTable
 from torchweave.engine.scheduler.running_set import NO_SLOTS, RunningSet
 from torchweave.engine.scheduler.speculation import AdaptiveDrafts
-from torchweave.engine.scheduler.step import Chunk, PromptTargets, Step
+from torchweave.engine.scheduler.step import Chunk, Step
 from torchweave.ops.slot_state import SlotUpdates
 
 LOOKAHEAD_TOKENS = 16  # tokens: a sequence gets its next block this early, together with others that need one soon
@@ -105,12 +105,11 @@ class StepBuilder:
             decode_rows = np.concatenate([decoding, beam_rows])
         starts = num_computed[decode_rows]
         query_len = 1 if chunks or searches else self._query_len(table, decoding)
-        slots, prefill_chunks = decode_rows, ()
+        slots, prefill_chunks = decode_rows, [(slot, self._chunk(table, slot, size)) for slot, size in chunks]
         sizes = np.where(table.drafting[decode_rows], query_len, 1) if query_len > 1 else np.int64(1)
         if chunks:
             slots = np.concatenate([decode_rows, np.array([slot for slot, _ in chunks], np.int32)])
             sizes = np.concatenate([np.ones(len(decode_rows), np.int64), [size for _, size in chunks]])
-            prefill_chunks = tuple(self._chunk(table, slot, size) for slot, size in chunks)
         after = num_computed[slots] + sizes
         # Drafts end at the limit, but which of them are kept is not known yet.
         stored = np.minimum(after, table.limit[slots]) if self._limits.query_len > 1 else after
@@ -129,13 +128,13 @@ class StepBuilder:
             index=self.next_index,
             slots=slots,
             starts=starts,
-            chunks=prefill_chunks,
+            chunks=tuple(chunk for _, chunk in prefill_chunks),
             emits=emits,
             updates=self._take_updates(None if chunks else decode_rows),
             max_seq_len=int(stored.max()),
             logprobs=_logprob_rows(table, slots, emits),
             logits_processors=processors.rows_of_step(slots, emits) if processors.count else None,
-            prompt_targets=_prompt_targets(table, chunks, prefill_chunks, len(decode_rows)),
+            prompt_targets=make_prompt_targets(table, prefill_chunks, len(decode_rows)),
             copies=copies,
             extra_rows=len(decode_rows) - len(decoding) - len(searches),
             query_len=query_len,
@@ -262,16 +261,6 @@ class StepBuilder:
         """Discard the pending updates."""
         self.steps_before_alloc = 0
         self._updates.take()
-
-
-def _prompt_targets(
-    table: SlotTable, chunks: Sequence[tuple[int, int]], prefill_chunks: Sequence[Chunk], first: int
-) -> PromptTargets | None:
-    """Prompt tokens that a step scores; its tokens before the chunks are `first`."""
-    states = [(slot, table.state_of(slot)) for slot, _ in chunks]
-    if all(state.num_prompt_logprobs < 0 for _, state in states):
-        return None
-    return make_prompt_targets(states, prefill_chunks, first)
 
 
 def _logprob_rows(table: SlotTable, slots: np.ndarray, emits: np.ndarray) -> tuple[np.ndarray, int] | None:

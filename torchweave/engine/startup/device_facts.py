@@ -27,7 +27,7 @@ def device_facts(requested: str, rank: int = 0) -> DeviceFacts:
         title=torch.cuda.get_device_name(device) if is_gpu else platform.processor() or platform.machine(),
         capability=torch.cuda.get_device_capability(device) if is_gpu else None,
         attention=tuple(_attention_facts(backend, device) for backend in _PREFERENCE[device.type]),
-        inductor_refusal=_inductor_refusal(is_gpu),
+        inductor_refusal="" if is_gpu or has_compiler() else NO_COMPILER,
         num_gpus=num_gpus - (device.index or 0) + rank if is_gpu else 0,
     )
 
@@ -44,7 +44,3 @@ def _attention_facts(name: str, device: torch.device) -> AttentionFacts:
         backend.supports_mixed_cuda_graphs,
         _NO_FP8_CACHE.get(name, ""),
     )
-
-
-def _inductor_refusal(is_gpu: bool) -> str:
-    return "" if is_gpu or has_compiler() else NO_COMPILER

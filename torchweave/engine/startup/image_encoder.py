@@ -162,8 +162,9 @@ def compile_layers(
         try:
             expected = [encoder.features(image) for image in images]
             on_failure.callback(use_varlen_attention(layers))
-            on_failure.callback(use_products(patch_convolutions(encoder.model)))
-            on_failure.callback(_restore, layers)
+            convolutions = patch_convolutions(encoder.model)
+            on_failure.callback(restore_forward, [*layers, *convolutions])
+            use_products(convolutions)
             for group in groups:
                 with watch(group) as calls:
                     for image in images:
@@ -179,11 +180,6 @@ def compile_layers(
             return
         on_failure.pop_all()
     report.event("image_encoder", compiled=len(layers), kinds=len(groups), seconds=time.monotonic() - begin)
-
-
-def _restore(layers: Sequence[nn.Module]) -> None:
-    for layer in layers:
-        restore_forward(layer)
 
 
 def _compile_group(

@@ -32,9 +32,8 @@ from torchweave.engine.startup.build import Engine, build
 from torchweave.report import Report
 from torchweave.utils import gc
 
-_FAULT_DELAY_SECONDS = (
-    2.0  # delays the report of an error, so that the end of the rank that caused it is reported first
-)
+# Delays the report of an error, so that the end of the rank that caused it is reported first.
+_FAULT_DELAY_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,8 @@ def run_worker(channel: Channel, task: WorkerTask, store: RendezvousStore | None
 
 
 def _report_and_exit(leader: LeaderConnection, sentence: str, user_error: bool) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # every rank fails alike, and the leader may have ended after another rank's report
+    # Every rank fails alike, and the leader may have ended after another rank's report.
+    with contextlib.suppress(OSError):
         leader.report_failure(sentence, user_error)
     os._exit(1)
 

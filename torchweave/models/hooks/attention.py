@@ -20,15 +20,17 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
+def _linear_heads(hidden_states: Tensor, head_dim: int, *linears: nn.Module) -> tuple[Tensor, ...]:
+    """Heads `[1, H, T, D]` of hidden states `[1, T, K]`, by each of `linears`."""
+    return tuple(_heads(linear(hidden_states), head_dim) for linear in linears)
+
+
 def _bert_forward(
-    self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **__: Any
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """BERT's self-attention, `[1, T, K]` -> `[1, T, H * D]`; the output projection is in another module."""
-    module: Any = self
-    query, key, value = (
-        _heads(linear(hidden_states), module.attention_head_size) for linear in (module.query, module.key, module.value)
-    )
-    out, _weights = attention_forward(self, query, key, value, attention_mask)
+    query, key, value = _linear_heads(hidden_states, module.attention_head_size, module.query, module.key, module.value)
+    out, _weights = attention_forward(module, query, key, value, attention_mask)
     return out.flatten(2), None
 
 
@@ -38,18 +40,15 @@ def _hook_bert(module: Any) -> None:
 
 
 def _roformer_forward(
-    self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None, sinusoidal_pos: Tensor, *_: Any, **__: Any
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None, sinusoidal_pos: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """RoFormer's self-attention: BERT's with interleaved rotary embedding of queries, keys and, by option, values."""
-    module: Any = self
-    query, key, value = (
-        _heads(linear(hidden_states), module.attention_head_size) for linear in (module.query, module.key, module.value)
-    )
+    query, key, value = _linear_heads(hidden_states, module.attention_head_size, module.query, module.key, module.value)
     if module.rotary_value:
         query, key, value = module.apply_rotary_position_embeddings(sinusoidal_pos, query, key, value)
     else:
         query, key = module.apply_rotary_position_embeddings(sinusoidal_pos, query, key)
-    out, _weights = attention_forward(self, query, key, value, attention_mask)
+    out, _weights = attention_forward(module, query, key, value, attention_mask)
     return out.flatten(2), None
 
 
@@ -59,14 +58,11 @@ def _hook_roformer(module: Any) -> None:
 
 
 def _bart_forward(
-    self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Self-attention of the BART family, `[1, T, K]` -> `[1, T, K]`."""
-    module: Any = self
-    query, key, value = (
-        _heads(linear(hidden_states), module.head_dim) for linear in (module.q_proj, module.k_proj, module.v_proj)
-    )
-    out, _weights = attention_forward(self, query, key, value, attention_mask, scaling=module.scaling)
+    query, key, value = _linear_heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
+    out, _weights = attention_forward(module, query, key, value, attention_mask, scaling=module.scaling)
     return module.out_proj(out.flatten(2)), None
 
 
@@ -86,21 +82,18 @@ def _hook_openai(module: Any) -> None:
 
 
 def _diffllama_forward(
-    self: nn.Module,
+    module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """DiffLlama's attention; one call with values twice as wide replaces two calls over the same queries and keys."""
-    module: Any = self
-    query, key, value = (
-        _heads(linear(hidden_states), module.head_dim) for linear in (module.q_proj, module.k_proj, module.v_proj)
-    )
-    rotate = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
+    query, key, value = _linear_heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
+    rotate = inspect.getmodule(type(module)).apply_rotary_pos_emb  # type: ignore[union-attr]
     query, key = rotate(query, key, *position_embeddings)
     value = torch.cat(torch.chunk(value, 2, dim=1), dim=-1).repeat(1, 2, 1, 1)
-    out, _weights = attention_forward(self, query, key, value, attention_mask, scaling=module.scaling)
+    out, _weights = attention_forward(module, query, key, value, attention_mask, scaling=module.scaling)
     first, second = torch.chunk(out, 2, dim=2)
     lambda_1 = torch.exp(torch.sum(module.lambda_q1 * module.lambda_k1, dim=-1, dtype=torch.float32)).to(query.dtype)
     lambda_2 = torch.exp(torch.sum(module.lambda_q2 * module.lambda_k2, dim=-1, dtype=torch.float32)).to(query.dtype)
@@ -117,7 +110,7 @@ def _recurrent_depth_forward(
 
 
 def _doge_forward(
-    self: nn.Module,
+    module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
@@ -127,17 +120,16 @@ def _doge_forward(
 
     Keys are dropped by their bias in sequences longer than `keep_window_size` only, which limits `max_model_len`.
     """
-    module: Any = self
     query = module.q_norm(module.q_proj(hidden_states).unflatten(-1, (-1, module.head_dim))).transpose(1, 2)
     key = module.k_norm(module.k_proj(hidden_states).unflatten(-1, (-1, module.head_dim))).transpose(1, 2)
     value = module.v_proj(hidden_states)
     bias = torch.exp(module.A * nn.functional.softplus(module.dt_proj(value))).transpose(1, 2)[..., None]
-    rotate = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
+    rotate = inspect.getmodule(type(module)).apply_rotary_pos_emb  # type: ignore[union-attr]
     query, key = rotate(query, key, *position_embeddings)
     query = torch.cat((query, torch.full_like(query[..., :1], 1.0 / module.scaling)), dim=-1)
     key = torch.cat((key, bias.to(key.dtype)), dim=-1)
     value = _heads(value, module.head_dim)
-    out, _weights = attention_forward(self, query, key, value, attention_mask, scaling=module.scaling)
+    out, _weights = attention_forward(module, query, key, value, attention_mask, scaling=module.scaling)
     return module.o_proj(out.flatten(2)), None
 
 
@@ -157,10 +149,9 @@ def _relative(
 
 
 def _inkling_forward(
-    self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Inkling's attention, whose keys and values are convolved."""
-    module: Any = self
     key, value = module.k_sconv(module.k_proj(hidden_states)), module.v_sconv(module.v_proj(hidden_states))
     query, key, value = (
         each.unflatten(-1, (-1, module.head_dim)) for each in (module.q_proj(hidden_states), key, value)
@@ -178,7 +169,7 @@ def _hook_inkling(module: Any) -> None:
 
 
 def _inkling2_forward(
-    self: nn.Module,
+    module: Any,
     hidden_states: Tensor,
     key_hidden_states: Tensor | None = None,
     value_hidden_states: Tensor | None = None,
@@ -186,7 +177,6 @@ def _inkling2_forward(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Inkling 2's attention; layers without a window have inputs of their own for keys and values."""
-    module: Any = self
     distances, sinks = module.relative_position_bias, module.sink_proj(hidden_states)[0]
     key = module.k_proj(hidden_states if key_hidden_states is None else key_hidden_states)
     value = module.v_proj(hidden_states if value_hidden_states is None else value_hidden_states)
@@ -197,7 +187,7 @@ def _inkling2_forward(
 
 
 def _inkling2_forward_of_5_23(
-    self: nn.Module,
+    module: Any,
     hidden_states: Tensor,
     key_hidden_states: Tensor | None = None,
     value_hidden_states: Tensor | None = None,
@@ -205,7 +195,6 @@ def _inkling2_forward_of_5_23(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The same with the modules of transformers before 5.24."""
-    module: Any = self
     gate, sinks = module.gate_proj(hidden_states), module.sink_proj(hidden_states)[0]
     query = module.q_l2_clip(module.q_proj(hidden_states).unflatten(-1, (-1, module.head_dim)))
     relative = module.rel_l2_clip(module.r_proj(hidden_states).unflatten(-1, (module.num_heads, -1)))
@@ -229,12 +218,11 @@ def _hook_inkling2(module: Any) -> None:
     module.forward = types.MethodType(_inkling2_forward if is_new else _inkling2_forward_of_5_23, module)
 
 
-def _block_residual_forward(self: nn.Module, block_states: Tensor, partial_block_states: Tensor) -> tuple[Tensor, ...]:
+def _block_residual_forward(module: Any, block_states: Tensor, partial_block_states: Tensor) -> tuple[Tensor, ...]:
     """Inkling 2's attention of each token to its own states after earlier blocks, `[1, T, blocks, hidden]` and `[1, T, hidden]`.
 
     transformers calls it through the interface of attention between tokens, which this is not.
     """
-    module: Any = self
     states = module.norm(torch.cat([block_states, partial_block_states.unsqueeze(-2)], dim=-2).float())
     queries = module.query.float().view(-1, states.shape[-1]).expand(*states.shape[:-2], -1, -1)
     return nn.functional.scaled_dot_product_attention(queries, states, states).unbind(-2)
@@ -259,9 +247,8 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     return torch.exp2(-exponents)
 
 
-def _bloom_forward(self: nn.Module, input_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:
+def _bloom_forward(model: Any, input_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:
     """Bloom's layers with slopes in place of the bias tensor."""
-    model: Any = self
     hidden = model.word_embeddings_layernorm(model.word_embeddings(input_ids))
     slopes = alibi_slopes(model.num_heads, hidden.device)
     for block in model.h:
@@ -270,20 +257,18 @@ def _bloom_forward(self: nn.Module, input_ids: Tensor, **_: Any) -> BaseModelOut
 
 
 def _bloom_attention_forward(
-    self: nn.Module, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor | None, **_: Any
+    module: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
     """Bloom's attention with its residual connection, `[1, T, K]` -> `[1, T, K]`."""
-    module: Any = self
     query, key, value = module._reshape(module.query_key_value(hidden_states))
     out, _weights = attention_forward(
-        self, query, key, value, attention_mask, scaling=module.inv_norm_factor, alibi_slopes=alibi
+        module, query, key, value, attention_mask, scaling=module.inv_norm_factor, alibi_slopes=alibi
     )
     return module.dense(out.flatten(2)) + residual, None
 
 
-def _mpt_forward(self: nn.Module, input_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:
+def _mpt_forward(model: Any, input_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:
     """MPT's layers with slopes in place of the bias tensor."""
-    model: Any = self
     hidden = model.wte(input_ids)
     slopes = alibi_slopes(model.num_heads, hidden.device)
     for block in model.blocks:
@@ -292,25 +277,17 @@ def _mpt_forward(self: nn.Module, input_ids: Tensor, **_: Any) -> BaseModelOutpu
 
 
 def _mpt_attention_forward(
-    self: nn.Module, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor | None = None, **_: Any
+    module: Any, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
     """MPT's attention, `[1, T, K]` -> `[1, T, K]`."""
-    module: Any = self
     fused = module.Wqkv(hidden_states)
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     query, key, value = (_heads(part, module.head_dim) for part in fused.chunk(3, dim=2))
     out, _weights = attention_forward(
-        self, query, key, value, attention_mask, scaling=module.softmax_scale, alibi_slopes=position_bias
+        module, query, key, value, attention_mask, scaling=module.softmax_scale, alibi_slopes=position_bias
     )
     return module.out_proj(out.flatten(2)), None
-
-
-def _hook_forward(replacement: Callable[..., Any]) -> Callable[[Any], None]:
-    def hook(module: Any) -> None:
-        module.forward = types.MethodType(replacement, module)
-
-    return hook
 
 
 def _check_big_bird(module: Any) -> None:
@@ -344,7 +321,7 @@ def _hook_attn_method(scale: Callable[[Any], float]) -> Callable[[nn.Module], No
 
 
 def _falcon_forward(
-    self: nn.Module,
+    module: Any,
     hidden_states: Tensor,
     alibi: Tensor | None,
     attention_mask: Tensor | None,
@@ -352,7 +329,6 @@ def _falcon_forward(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Falcon's attention: fused q/k/v `[1, T, (H + 2 KH) D]`, rotary, one KV head per group (or in all)."""
-    module: Any = self
     tokens, head_dim = hidden_states.shape[1], module.head_dim
     fused = module.query_key_value(hidden_states)
     if module.new_decoder_architecture:
@@ -366,9 +342,9 @@ def _falcon_forward(
         query, key, value = module._split_heads(fused)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     assert position_embeddings is not None, "the hook rejects Falcon without RoPE"
-    rotate = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
+    rotate = inspect.getmodule(type(module)).apply_rotary_pos_emb  # type: ignore[union-attr]
     query, key = rotate(query, key, *position_embeddings)
-    out, _weights = attention_forward(self, query, key, value, attention_mask)
+    out, _weights = attention_forward(module, query, key, value, attention_mask)
     return module.dense(out.reshape(1, tokens, module.num_heads * head_dim)), None
 
 
@@ -421,20 +397,24 @@ ATTENTION_HOOKS: dict[str, Callable[[Any], None]] = {
         ("BigBirdSelfAttention", "GitSelfAttention", "MegatronBertSelfAttention", "RemBertSelfAttention"), _hook_bert
     ),
     "RoFormerSelfAttention": _hook_roformer,
-    **dict.fromkeys(("MvpAttention", "TrOCRAttention", "XGLMAttention"), _hook_forward(_bart_forward)),
-    "BloomModel": _hook_forward(_bloom_forward),
-    "BloomAttention": _hook_forward(_bloom_attention_forward),
-    "MptModel": _hook_forward(_mpt_forward),
-    "MptAttention": _hook_forward(_mpt_attention_forward),
     "OpenAIGPTModel": _hook_openai,
     "InklingAttention": _hook_inkling,
     "Inkling2SlidingAttention": _hook_inkling2,
     "Inkling2FullAttention": _hook_inkling2,
     "Inkling2TextModel": _hook_inkling2_model,
-    "Inkling2BlockAttentionResidual": _hook_forward(_block_residual_forward),
-    "DiffLlamaAttention": _hook_forward(_diffllama_forward),
-    "DogeAttention": _hook_forward(_doge_forward),
     "ZambaModel": _hook_zamba,
-    "HrmTextAttention": _hook_forward(_recurrent_depth_forward),
 }
 """Hooks by the name of the module's class."""
+
+ATTENTION_FORWARD_OF: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("MvpAttention", "TrOCRAttention", "XGLMAttention"), _bart_forward),
+    "BloomModel": _bloom_forward,
+    "BloomAttention": _bloom_attention_forward,
+    "MptModel": _mpt_forward,
+    "MptAttention": _mpt_attention_forward,
+    "Inkling2BlockAttentionResidual": _block_residual_forward,
+    "DiffLlamaAttention": _diffllama_forward,
+    "DogeAttention": _doge_forward,
+    "HrmTextAttention": _recurrent_depth_forward,
+}
+"""Forwards that replace a module's, by the name of its class."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import _grouped_linear
 
 from torchweave.models.attention import UnsupportedModel
@@ -50,9 +50,8 @@ def _unsorted(x: Tensor, groups: _Groups) -> Tensor:
 # -- DBRX ---------------------------------------------------------------------------------------------------------------
 
 
-def _dbrx_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _dbrx_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """DBRX's experts: hidden states `[1, T, K]`, index and weights `[T, k]` -> `[1, T, K]`."""
-    module: Any = self
     x = hidden_states.reshape(-1, module.hidden_size)
     gate, up, down = (
         weight.view(module.num_experts, module.ffn_hidden_size, module.hidden_size)
@@ -79,9 +78,8 @@ def _jetmoe_route(router: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.softmax(logits, dim=1).type_as(x)
 
 
-def _jetmoe_forward(self: nn.Module, layer_input: Tensor) -> Tensor:
+def _jetmoe_forward(module: Any, layer_input: Tensor) -> Tensor:
     """JetMoE's feed-forward experts, `[1, T, K]` -> `[1, T, K]`."""
-    module: Any = self
     x = layer_input.flatten(0, 1)
     index, weights = _jetmoe_route(module.router, x)
     up, down = module.input_linear.weight, module.output_linear.weight
@@ -89,9 +87,8 @@ def _jetmoe_forward(self: nn.Module, layer_input: Tensor) -> Tensor:
     return out.view_as(layer_input) + module.bias
 
 
-def _jetmoe_map(self: nn.Module, layer_input: Tensor) -> tuple[Tensor, None, tuple[_Groups, Tensor]]:
+def _jetmoe_map(module: Any, layer_input: Tensor) -> tuple[Tensor, None, tuple[_Groups, Tensor]]:
     """Queries of the chosen attention experts, `[1, T, K]` -> `[1, T, k, H * D]`."""
-    module: Any = self
     x = layer_input.flatten(0, 1)
     index, weights = _jetmoe_route(module.router, x)
     groups = _group_by_expert(index, module.num_experts)
@@ -99,9 +96,8 @@ def _jetmoe_map(self: nn.Module, layer_input: Tensor) -> tuple[Tensor, None, tup
     return queries.view(*layer_input.shape[:2], module.top_k, -1), None, (groups, weights)
 
 
-def _jetmoe_reduce(self: nn.Module, layer_input: Tensor, topo_info: tuple[_Groups, Tensor]) -> Tensor:
+def _jetmoe_reduce(module: Any, layer_input: Tensor, topo_info: tuple[_Groups, Tensor]) -> Tensor:
     """Output projections of the chosen attention experts, `[1, T, k, H * D]` -> `[1, T, K]`."""
-    module: Any = self
     groups, weights = topo_info
     rows = _linear(layer_input.flatten(0, 2)[groups.order], module.output_linear.weight, groups)
     rows = _unsorted(rows, groups).view(*layer_input.shape[:3], -1)
@@ -125,9 +121,8 @@ def _hook_jetmoe_attention(module: Any) -> None:
 # -- LongCat ------------------------------------------------------------------------------------------------------------
 
 
-def _longcat_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _longcat_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """LongCat's experts `[T, K]` -> `[T, K]`; an index behind the routed experts is the identity."""
-    module: Any = self
     routed, weights = module.num_routed_experts, top_k_weights.to(hidden_states.dtype)
     identity = torch.where(top_k_index >= routed, weights, 0.0).sum(1, keepdim=True) * hidden_states
     up, activation = module.gate_up_proj[:routed], activation_name(module.act_fn)

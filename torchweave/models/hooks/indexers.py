@@ -55,7 +55,7 @@ def _attention_with_mask(
 
 
 def _indexer_forward(
-    self: nn.Module,
+    module: Any,
     hidden_states: Tensor,
     compressed_query: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
@@ -63,9 +63,8 @@ def _indexer_forward(
     **__: Any,
 ) -> Tensor:
     """Selected positions, int32 `[1, T, index_topk]`, of `[1, T, hidden]` and the compressed queries `[1, T, q_lora_rank]`."""
-    module: Any = self
-    rotate = getattr(inspect.getmodule(type(self)), _ROTARY_BY_CLASS[type(self).__name__])
-    order = -1 if type(self).__name__ == "HYV4Indexer" else 1
+    rotate = getattr(inspect.getmodule(type(module)), _ROTARY_BY_CLASS[type(module).__name__])
+    order = -1 if type(module).__name__ == "HYV4Indexer" else 1
     widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim][::order]
     key = module.k_norm(module.wk(hidden_states).to(module.k_norm.weight.dtype)).to(hidden_states.dtype)
     rotated_q, q_pass = (
@@ -78,22 +77,21 @@ def _indexer_forward(
     )
     weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float() * module.n_heads**-0.5
     indices = torch.empty(q.shape[0], module.index_topk, dtype=torch.int32, device=q.device)
-    torch.ops.torchweave.sparse_index(q, k[:, 0], weights[0], indices, layer_number(self), module.softmax_scale)
+    torch.ops.torchweave.sparse_index(q, k[:, 0], weights[0], indices, layer_number(module), module.softmax_scale)
     return indices[None]
 
 
 def _block_indexer_forward(
-    self: nn.Module, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
+    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
 ) -> Tensor:
     """Positions in the selected blocks of keys, int32 `[1, T, H, index_topk_blocks * index_block_size]`, of `[1, T, hidden]`."""
-    module: Any = self
     q = module.q_norm(module.q_proj(hidden_states).unflatten(-1, (-1, module.head_dim))).transpose(1, 2)
     k = module.k_norm(module.k_proj(hidden_states)[:, :, None]).transpose(1, 2)
-    rotate: Any = inspect.getmodule(type(self)).apply_rotary_pos_emb  # type: ignore[union-attr]
+    rotate: Any = inspect.getmodule(type(module)).apply_rotary_pos_emb  # type: ignore[union-attr]
     q, k = rotate(q, k, *(table[..., : module.head_dim] for table in position_embeddings))
     size = (q.shape[2], module.num_heads, module.topk_blocks * module.block_size)
     indices = torch.empty(size, dtype=torch.int32, device=q.device)
     torch.ops.torchweave.sparse_block_index(
-        q[0].transpose(0, 1), k[0, 0], indices, layer_number(self), module.block_size, module.local_blocks
+        q[0].transpose(0, 1), k[0, 0], indices, layer_number(module), module.block_size, module.local_blocks
     )
     return indices[None]

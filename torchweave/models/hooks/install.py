@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchweave.models.hooks.attention import ATTENTION_HOOKS
+from torchweave.models.hooks.attention import ATTENTION_FORWARD_OF, ATTENTION_HOOKS
 from torchweave.models.hooks.experts import EXPERT_HOOKS
-from torchweave.models.hooks.positions import POSITION_HOOKS
+from torchweave.models.hooks.positions import POSITION_FORWARD_OF, POSITION_HOOKS
 
 
-def _gaussian_topk(self: nn.Module, inputs: Tensor) -> Tensor:
+def _gaussian_topk(module: Any, inputs: Tensor) -> Tensor:
     """Gemma 3n's activations above a quantile of a normal distribution; the original computes the quantile in each forward."""
-    module: Any = self
     mean, std = torch.mean(inputs, dim=-1, keepdim=True), torch.std(inputs, dim=-1, keepdim=True, unbiased=False)
     return torch.relu(inputs - (mean + std * module.torchweave_quantile))
 
@@ -38,6 +37,7 @@ _HOOKS_BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
     **EXPERT_HOOKS,
     **POSITION_HOOKS,
 }
+_FORWARD_OF_CLASS = ATTENTION_FORWARD_OF | POSITION_FORWARD_OF
 
 
 def hook_attention(model: nn.Module) -> list[str]:
@@ -47,7 +47,11 @@ def hook_attention(model: nn.Module) -> list[str]:
         name = type(module).__name__
         if name in _HOOKS_BY_CLASS:
             _HOOKS_BY_CLASS[name](module)
-            hooked.add(name)
+        elif name in _FORWARD_OF_CLASS:
+            module.forward = types.MethodType(_FORWARD_OF_CLASS[name], module)
+        else:
+            continue
+        hooked.add(name)
     return sorted(hooked)
 
 

@@ -25,9 +25,8 @@ def _make_decoder_forward(norm: str) -> Callable[..., BaseModelOutputWithPastAnd
     """
 
     def forward(
-        self: nn.Module, input_ids: Tensor, position_ids: Tensor, **_: Any
+        decoder: Any, input_ids: Tensor, position_ids: Tensor, **_: Any
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        decoder: Any = self
         embedding_norm: Any = getattr(decoder, "layernorm_embedding", None)
         hidden = decoder.embed_tokens(input_ids)
         if hasattr(decoder, "embed_scale"):  # the other classes scale inside of the embedding
@@ -49,7 +48,7 @@ def _make_decoder_forward(norm: str) -> Callable[..., BaseModelOutputWithPastAnd
     return forward
 
 
-def _hook_decoder(norm: str = "sum") -> Callable[[Any], None]:
+def _hook_decoder(norm: str) -> Callable[[Any], None]:
     replacement = _make_decoder_forward(norm)
 
     def hook(module: Any) -> None:
@@ -73,36 +72,25 @@ def _make_causal_lm_forward(head: str) -> Callable[..., CausalLMOutputWithPast]:
     """A `ForCausalLM` that passes positions on to its decoder; its own forward drops them."""
 
     def forward(
-        self: nn.Module, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, **_: Any
+        module: Any, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, **_: Any
     ) -> CausalLMOutputWithPast:
-        module: Any = self
         hidden = module.model.decoder(input_ids=input_ids, position_ids=position_ids)[0]
         return CausalLMOutputWithPast(logits=getattr(module, head)(hidden[:, logits_to_keep]))
 
     return forward
 
 
-def _hook_causal_lm(head: str) -> Callable[[Any], None]:
-    replacement = _make_causal_lm_forward(head)
-
-    def hook(module: Any) -> None:
-        module.forward = types.MethodType(replacement, module)
-
-    return hook
-
-
 # -- others ---------------------------------------------------------------------------------------------------------------
 
 
 def _roformer_encoder_forward(
-    self: nn.Module,
+    encoder: Any,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     **_: Any,
 ) -> BaseModelOutputWithPastAndCrossAttentions:
     """RoFormer's layers with the sines and cosines of the engine's positions, `[1, 1, T, D]`."""
-    encoder: Any = self
     assert position_ids is not None, "the model passes positions"
     rotary = encoder.embed_positions(hidden_states.shape[:-1], 0, position_ids=position_ids[0])[None, None]
     for layer in encoder.layer:
@@ -110,15 +98,10 @@ def _roformer_encoder_forward(
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states)
 
 
-def _hook_roformer(module: Any) -> None:
-    module.forward = types.MethodType(_roformer_encoder_forward, module)
-
-
 def _ctrl_forward(
-    self: nn.Module, input_ids: Tensor, position_ids: Tensor, **_: Any
+    model: Any, input_ids: Tensor, position_ids: Tensor, **_: Any
 ) -> BaseModelOutputWithPastAndCrossAttentions:
     """CTRL's layers; the original assigns its table of positions in every forward, which cannot be captured."""
-    model: Any = self
     words = model.w(input_ids) * model.d_model_size**0.5
     hidden = words + model.pos_encoding.to(words.dtype)[position_ids]
     for layer in model.h:
@@ -126,23 +109,13 @@ def _ctrl_forward(
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=model.layernorm(hidden))
 
 
-def _hook_ctrl(module: Any) -> None:
-    module.forward = types.MethodType(_ctrl_forward, module)
-
-
-def _positions_after_padding_forward(self: nn.Module, *args: Any, position_ids: Tensor, **given: Any) -> Tensor:
+def _positions_after_padding_forward(module: Any, *args: Any, position_ids: Tensor, **given: Any) -> Tensor:
     """RoBERTa's embeddings, whose first position is the padding token's id + 1."""
-    module: Any = self
-    return type(self).forward(self, *args, position_ids=position_ids + module.padding_idx + 1, **given)
+    return type(module).forward(module, *args, position_ids=position_ids + module.padding_idx + 1, **given)
 
 
-def _hook_positions_after_padding(module: Any) -> None:
-    module.forward = types.MethodType(_positions_after_padding_forward, module)
-
-
-def _default_language_adapter(self: nn.Module, lang_ids: Tensor, hidden_states: Tensor) -> Tensor:
+def _default_language_adapter(module: Any, lang_ids: Tensor, hidden_states: Tensor) -> Tensor:
     """X-MOD's adapter of the default language; the original selects tokens by language on the host."""
-    module: Any = self
     normed = hidden_states
     if module.adapter_layer_norm is not None:
         normed = module.adapter_layer_norm(hidden_states)
@@ -163,32 +136,25 @@ def _hook_xmod(module: Any) -> None:
         layer.output.lang_adapter = types.MethodType(_default_language_adapter, layer.output)
 
 
-def _xglm_positions_forward(self: nn.Module, position_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
+def _xglm_positions_forward(module: Any, position_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
     """XGLM's sinusoidal rows by position; the original enlarges its table by the length of the input."""
-    module: Any = self
     return module.weights[position_ids + module.offset]
 
 
-def _hook_xglm_positions(module: Any) -> None:
-    module.forward = types.MethodType(_xglm_positions_forward, module)
-
-
-def _xlm_attention_forward(self: nn.Module, hidden: Tensor, **_: Any) -> Tensor:
+def _xlm_attention_forward(module: Any, hidden: Tensor, **_: Any) -> Tensor:
     """XLM's self-attention, `[1, T, K]` -> `[1, T, K]`."""
-    module: Any = self
     query, key, value = (
         linear(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
         for linear in (module.q_lin, module.k_lin, module.v_lin)
     )
-    out, _weights = attention_forward(self, query, key, value, None, scaling=module.head_dim**-0.5)
+    out, _weights = attention_forward(module, query, key, value, None, scaling=module.head_dim**-0.5)
     return module.out_lin(out.flatten(2))
 
 
 def _xlm_forward(
-    self: nn.Module, input_ids: Tensor, position_ids: Tensor, **_: Any
+    model: Any, input_ids: Tensor, position_ids: Tensor, **_: Any
 ) -> BaseModelOutputWithPastAndCrossAttentions:
     """XLM's layers; the original counts tokens that are not padding and builds a mask."""
-    model: Any = self
     hidden = model.layer_norm_emb(model.embeddings(input_ids) + model.position_embeddings(position_ids))
     layers = zip(model.attentions, model.layer_norm1, model.ffns, model.layer_norm2, strict=True)
     for attention, first_norm, feed_forward, second_norm in layers:
@@ -237,25 +203,27 @@ _AFTER_PADDING = (
     "XmodEmbeddings",
 )
 
+_BART_FAMILY = (
+    "BartDecoder", "BlenderbotDecoder", "MBartDecoder", "MarianDecoder", "MvpDecoder", "PLBartDecoder", "PegasusDecoder",
+    "TrOCRDecoder",
+)  # fmt: skip
+
 POSITION_HOOKS: dict[str, Callable[[Any], None]] = {
-    "BartDecoder": _hook_decoder(),
-    "PLBartDecoder": _hook_decoder(),
-    "MBartDecoder": _hook_decoder(),
-    "MvpDecoder": _hook_decoder(),
-    "TrOCRDecoder": _hook_decoder(),
-    "BlenderbotDecoder": _hook_decoder(),
-    "PegasusDecoder": _hook_decoder(),
-    "MarianDecoder": _hook_decoder(),
+    **dict.fromkeys(_BART_FAMILY, _hook_decoder("sum")),
     "BlenderbotSmallDecoder": _hook_decoder("words"),
     "BigBirdPegasusDecoder": _hook_decoder("last"),
-    "MvpForCausalLM": _hook_causal_lm("lm_head"),
-    "TrOCRForCausalLM": _hook_causal_lm("output_projection"),
-    "WhisperForCausalLM": _hook_causal_lm("proj_out"),
-    "CTRLModel": _hook_ctrl,
-    "RoFormerEncoder": _hook_roformer,
-    "XGLMSinusoidalPositionalEmbedding": _hook_xglm_positions,
     "XLMModel": _hook_xlm,
     "XmodModel": _hook_xmod,
-    **dict.fromkeys(_AFTER_PADDING, _hook_positions_after_padding),
 }
 """Hooks by the name of the module's class."""
+
+POSITION_FORWARD_OF: dict[str, Callable[..., Any]] = {
+    "MvpForCausalLM": _make_causal_lm_forward("lm_head"),
+    "TrOCRForCausalLM": _make_causal_lm_forward("output_projection"),
+    "WhisperForCausalLM": _make_causal_lm_forward("proj_out"),
+    "CTRLModel": _ctrl_forward,
+    "RoFormerEncoder": _roformer_encoder_forward,
+    "XGLMSinusoidalPositionalEmbedding": _xglm_positions_forward,
+    **dict.fromkeys(_AFTER_PADDING, _positions_after_padding_forward),
+}
+"""Forwards that replace a module's, by the name of its class."""

@@ -114,9 +114,8 @@ _REPLACEMENTS: dict[str, Callable[[int], Callable[..., Any]]] = {
 
 
 def _lightning_attention(state: int) -> Callable[..., tuple[Tensor, None]]:
-    def forward(self: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def forward(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """MiniMax's decay attention (arXiv 2501.08313) of `[1, T, hidden]`: `torchweave::ssd` with a constant decay a head."""
-        module: Any = self
         tokens, heads, head_dim = hidden_states.shape[1], module.num_attention_heads, module.head_dim
         fused = module.act_fn(module.qkv_proj(hidden_states)).view(tokens, heads, 3 * head_dim)
         q, k, v = fused.split(head_dim, dim=2)
@@ -131,9 +130,8 @@ def _lightning_attention(state: int) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _rg_lru_block(state: int) -> Callable[..., tuple[Tensor, None]]:
-    def forward(self: nn.Module, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def forward(module: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """RecurrentGemma's recurrent block (Griffin, arXiv 2402.19427) of `[1, T, hidden]`: convolution and RG-LRU are ops."""
-        module: Any = self
         conv_out = _causal_conv(state)(
             module.linear_x(input_states).transpose(1, 2), module.conv_1d.weight.squeeze(1), module.conv_1d.bias
         )
@@ -163,9 +161,8 @@ def _rg_lru(module: Any, x: Tensor, positions: Tensor, state: int) -> Tensor:
 
 
 def _zamba_mixer(state: int) -> Callable[..., Tensor]:
-    def forward(self: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Zamba's mixer (arXiv 2405.16712) of `[1, T, hidden]`: a scan of Mamba for each head."""
-        module: Any = self
         heads, head_dim = module.n_mamba_heads, module.mamba_head_dim
         x, gate = module.in_proj(hidden_states)[0].unflatten(-1, (-1, 2)).unbind(-1)
         weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
@@ -193,13 +190,12 @@ def _zamba_mixer(state: int) -> Callable[..., Tensor]:
 
 
 def _zaya_projection(state: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    def forward(self: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values `[1, T, H, D]` of Zaya's convolutional attention (arXiv 2510.04476) of `[1, T, hidden]`.
 
         A depthwise convolution, then one that mixes the channels of a head. The second reads earlier results of the first, which
         are convolutions of their own here, with the kernel moved by as many tokens.
         """
-        module: Any = self
         projected = module.q_proj(hidden_states), module.k_proj(hidden_states)
         queries, keys = (each.unflatten(-1, (-1, module.head_dim)) for each in projected)
         query_residual = (queries + keys.repeat_interleave(module.num_key_value_groups, dim=2)) * 0.5
@@ -231,9 +227,8 @@ def _zaya_projection(state: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def _dynamic_conv(state: int) -> Callable[..., Tensor]:
-    def forward(self: nn.Module, hidden_states: Tensor, dynamic_input: Tensor, **_: Any) -> Tensor:
+    def forward(module: Any, hidden_states: Tensor, dynamic_input: Tensor, **_: Any) -> Tensor:
         """Inkling 2's convolution of `[1, T, C]`, with a kernel for each token: the op moves inputs, the graph sums them."""
-        module: Any = self
         taps, x = module.conv_kernel_size, hidden_states.float()
         dynamic = module.weight_proj(dynamic_input).float().unflatten(-1, (module.num_heads, 1, taps))
         kernel = module.static_weight.float().T.reshape(module.num_heads, -1, taps) + dynamic
@@ -254,13 +249,12 @@ def _previous(x: Tensor, state: int) -> Tensor:
 
 
 def _rwkv_attention(first: int) -> Callable[..., tuple[Tensor, None]]:
-    def forward(self: nn.Module, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def forward(module: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """RWKV-4's mixing of tokens (arXiv 2305.13048) of `[1, T, hidden]`: a weighted mean of values, by sums of the RG-LRU op.
 
         transformers subtracts a running maximum from the exponents. Without it sums leave the range of float32 where keys are
         above 88 or all below -69; the result is then NaN, by which the engine ends the request with an error.
         """
-        module: Any = self
         shifted = _previous(hidden, first)
 
         def mixed(weight: Tensor) -> Tensor:
@@ -286,9 +280,8 @@ _LEAST_WEIGHT = 1e-30  # sums of weights below are no longer exact in float32
 
 
 def _rwkv_feed_forward(state: int) -> Callable[..., tuple[Tensor, None]]:
-    def forward(self: nn.Module, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def forward(module: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """RWKV-4's feed-forward of `[1, T, hidden]`, which reads the token before."""
-        module: Any = self
         shifted = _previous(hidden, state)
         key = module.key(hidden * module.time_mix_key + shifted * (1 - module.time_mix_key))
         receptance = module.receptance(hidden * module.time_mix_receptance + shifted * (1 - module.time_mix_receptance))

@@ -26,13 +26,12 @@ def _length_dependent_rope(model: nn.Module) -> Iterator[tuple[str, Any, dict[st
             yield name, module, varying
 
 
-def _phimoe_rope_forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def _phimoe_rope_forward(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Phi-3.5-MoE's cosines and sines, each `[1, T, D]`, with the frequencies chosen by `freeze_rope`.
 
     The original forward chooses the scale by the largest position of the batch and always uses the short factors; the model
     was published with long factors for the long scale.
     """
-    module: Any = self
     angles = position_ids[..., None].float() * module.inv_freq.float()
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos() * module.attention_scaling, angles.sin() * module.attention_scaling

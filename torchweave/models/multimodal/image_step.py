@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torchweave.ops.attention.op import LayerSpec
     from torchweave.ops.recurrent.op import RecurrentSpec
+    from torchweave.pooling import Pooling
 
 ROPE_AXES = 3
 """Rows of the positions of models that rotate by time, height and width (mRoPE, arXiv 2409.12191)."""
@@ -99,11 +100,14 @@ def make_step(
     vocab_size: int,
     max_model_len: int,
     recurrent_layers: Sequence[RecurrentSpec] = (),
+    pooling: Pooling | None = None,
 ) -> DecoderStep:
     """The engine's forward of a text decoder, of a model that pools (it has no language-model head), or of an image-text model."""
     text_step = DecoderStep if model.get_output_embeddings() is not None else PoolingStep
-    step = text_step if decoder_of(model) is model else ImageDecoderStep
-    return step(model, attention_layers, vocab_size, max_model_len, recurrent_layers)
+    step_class = text_step if decoder_of(model) is model else ImageDecoderStep
+    step = step_class(model, attention_layers, vocab_size, max_model_len, recurrent_layers)
+    step.pooling = pooling
+    return step
 
 
 def _hook_deepstack(model: PreTrainedModel) -> int:

@@ -36,16 +36,10 @@ def _has_disjoint_patches(convolution: nn.Conv2d | nn.Conv3d) -> bool:
     )
 
 
-def use_products(convolutions: Sequence[nn.Module]) -> Callable[[], None]:
-    """Let patch convolutions multiply matrices; returns a function that restores their forward."""
+def use_products(convolutions: Sequence[nn.Module]) -> None:
+    """Let patch convolutions multiply matrices; `restore_forward` undoes it."""
     for convolution in convolutions:
         convolution.forward = _product_of(convolution)  # type: ignore[method-assign]
-
-    def restore() -> None:
-        for convolution in convolutions:
-            vars(convolution).pop("forward", None)
-
-    return restore
 
 
 def _product_of(convolution: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -58,16 +58,9 @@ def attention_at_load(config: Any) -> str:
     return "sdpa" if takes_images(config) and image_text_class(config)._supports_sdpa else "eager"
 
 
-def is_image_model(model: PreTrainedModel) -> bool:
-    """Whether a model is an image-text model, not a text decoder."""
-    return takes_images(model.config)
-
-
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The text decoder of an image-text model; any other model as a whole."""
-    if not is_image_model(model):
-        return model
-    return model.get_decoder()  # type: ignore[attr-defined]
+    return model.get_decoder() if takes_images(model.config) else model  # type: ignore[attr-defined]
 
 
 def decoder_name(model: PreTrainedModel) -> str:
@@ -78,7 +71,7 @@ def decoder_name(model: PreTrainedModel) -> str:
 
 def text_config(model: PreTrainedModel) -> Any:
     """Config of the decoder that reads the tokens."""
-    return model.config.get_text_config() if is_image_model(model) else model.config
+    return model.config.get_text_config() if takes_images(model.config) else model.config
 
 
 def image_token_id(config: Any) -> int:

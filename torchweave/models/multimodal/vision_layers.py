@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -314,6 +314,7 @@ def replace_forward(layer: nn.Module, signature: Signature, compiled: Callable[.
     layer.forward = forward  # type: ignore[method-assign]
 
 
-def restore_forward(layer: nn.Module) -> None:
-    """Undo `replace_forward`."""
-    vars(layer).pop("forward", None)
+def restore_forward(layers: Iterable[nn.Module]) -> None:
+    """Give modules the forward of their class back."""
+    for layer in layers:
+        vars(layer).pop("forward", None)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from torchweave.distributed.process_groups import TENSOR, ProcessGroups
+from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import experts
 from torchweave.models.adapt import ModelLayers, model_layers
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.parallel.apply import apply
 from torchweave.models.parallel.linear_roles import name_pattern
 from torchweave.models.parallel.pipeline_stages import PipelineStage, make_pipeline_stage
-from torchweave.models.parallel.tp_plan import TensorParallelPlan, make_tensor_parallel_plan
+from torchweave.models.parallel.tp_plan import TensorParallelPlan, TensorParallelPlanner
 from torchweave.report import Report
 
 __all__ = ["PipelineStage", "TensorParallelPlan", "make_pipeline_stage", "shard_model"]
@@ -28,14 +28,8 @@ def shard_model(
         UnsupportedModel: the model cannot be sharded over these ranks; the message gives the reason.
     """
     specs = layers.attention
-    plan = make_tensor_parallel_plan(
-        model,
-        specs,
-        process_groups.tensor_rank,
-        process_groups.tensor_parallel_size,
-        TENSOR,
-        expert_parallel,
-    )
+    planner = TensorParallelPlanner(model, process_groups.tensor_rank, process_groups.tensor_parallel_size)
+    plan = planner.plan(specs, expert_parallel)
     whole = sum(parameter.numel() for parameter in model.parameters())
     apply(model, plan)
     local = model_layers(model)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import torchweave.ops.collectives.op  # noqa: F401  (defines torchweave::all_reduce)
+from torchweave.distributed.process_groups import TENSOR
 from torchweave.models.parallel.fused_qkv import WIDTHS
 from torchweave.models.parallel.linear_roles import is_linear, is_transposed
 from torchweave.models.parallel.tp_plan import TensorParallelPlan
@@ -46,10 +47,10 @@ def apply(model: PreTrainedModel, plan: TensorParallelPlan) -> None:
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, width)
     for name in plan.all_reduced:
-        model.get_submodule(name).register_forward_hook(_AllReduceOutput(plan.group))
+        model.get_submodule(name).register_forward_hook(_all_reduce_output)
     for name in plan.norms:
         norm: Any = model.get_submodule(name)
-        norm.torchweave_group, norm.torchweave_ranks = plan.group, plan.size
+        norm.torchweave_ranks = plan.size
         norm.forward = types.MethodType(_sharded_norm, norm)
     for name in plan.experts:
         model.get_submodule(name).register_forward_pre_hook(_localize_expert_ids)
@@ -102,10 +103,7 @@ def update_linear_sizes(model: nn.Module) -> None:
 
 def _set_local_heads(module: Any, heads: HeadSharding, configs: dict[tuple[int, HeadSharding], Any]) -> None:
     """Set the local head counts of an attention module and of its copy of the config."""
-    for name in (*_QUERY_HEADS, *_KV_HEADS):
-        number = getattr(module, name, None)
-        if isinstance(number, int):
-            setattr(module, name, _local_count(name, number, heads))
+    _localize_counts(module, heads)
     if hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = heads.num_local_query // heads.num_local_kv
     for name in WIDTHS.get(type(module).__name__, ()):
@@ -115,48 +113,43 @@ def _set_local_heads(module: Any, heads: HeadSharding, configs: dict[tuple[int, 
         key = (id(config), heads)
         if key not in configs:
             configs[key] = copy.copy(config)
-            for name in (*_QUERY_HEADS, *_KV_HEADS):
-                number = getattr(config, name, None)
-                if isinstance(number, int):
-                    setattr(configs[key], name, _local_count(name, number, heads))
+            _localize_counts(configs[key], heads)
         module.config = configs[key]
 
 
-def _local_count(name: str, number: int, heads: HeadSharding) -> int:
-    if name in _KV_HEADS and number == heads.kv:
-        return heads.num_local_kv
-    return heads.num_local_query if number == heads.query else number
+def _localize_counts(owner: Any, heads: HeadSharding) -> None:
+    """Set the head counts of a module or config that are those of the whole model to this rank's."""
+    for name in (*_QUERY_HEADS, *_KV_HEADS):
+        number = getattr(owner, name, None)
+        if name in _KV_HEADS and number == heads.kv:
+            setattr(owner, name, heads.num_local_kv)
+        elif isinstance(number, int) and number == heads.query:
+            setattr(owner, name, heads.num_local_query)
 
 
 # -- between ranks -----------------------------------------------------------------------------------------------------
 
 
-class _AllReduceOutput:
+def _all_reduce_output(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
     """Forward hook: all-reduce the module's output."""
-
-    def __init__(self, group: str) -> None:
-        self.group = group
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        return torch.ops.torchweave.all_reduce(out, self.group)
+    return torch.ops.torchweave.all_reduce(out, TENSOR)
 
 
 class _AllGatherOutput:
     """Forward hook: all-gather the columns of all ranks and drop the padding."""
 
-    def __init__(self, group: str, columns: int) -> None:
-        self.group, self.columns = group, columns
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        gathered = torch.ops.torchweave.all_gather(out, -1, self.group)
+        gathered = torch.ops.torchweave.all_gather(out, -1, TENSOR)
         return gathered if gathered.shape[-1] == self.columns else gathered[..., : self.columns]
 
 
 def _shard_vocabulary(model: nn.Module, plan: TensorParallelPlan) -> None:
     embedding: Any = model.get_submodule(plan.embedding)
-    embedding.torchweave_group = plan.group
     embedding.forward = types.MethodType(_vocab_parallel_embedding, embedding)
-    model.get_submodule(plan.head).register_forward_hook(_AllGatherOutput(plan.group, plan.vocab_size))
+    model.get_submodule(plan.head).register_forward_hook(_AllGatherOutput(plan.vocab_size))
 
 
 def _vocab_parallel_embedding(self: Any, ids: Tensor) -> Tensor:
@@ -165,7 +158,7 @@ def _vocab_parallel_embedding(self: Any, ids: Tensor) -> Tensor:
     inside = (local >= 0) & (local < self.weight.shape[0])
     rows = type(self).forward(self, torch.where(inside, local, 0))
     rows = torch.where(inside[..., None], rows, 0.0)
-    return torch.ops.torchweave.all_reduce(rows, self.torchweave_group)
+    return torch.ops.torchweave.all_reduce(rows, TENSOR)
 
 
 def plain_embedding(embedding: nn.Embedding) -> nn.Embedding:
@@ -175,7 +168,6 @@ def plain_embedding(embedding: nn.Embedding) -> nn.Embedding:
     first_row = getattr(embedding, _FIRST_ROW, None)
     if first_row is not None:
         lookup.register_buffer(_FIRST_ROW, first_row, persistent=False)
-        lookup.torchweave_group = embedding.torchweave_group
         lookup.forward = types.MethodType(_vocab_parallel_embedding, lookup)
     return lookup
 
@@ -190,7 +182,7 @@ def _sharded_norm(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
     if gate is not None and not gates_output:
         wide = wide * F.silu(gate.float())
     squares = wide.square().sum(-1, keepdim=True)
-    mean = torch.ops.torchweave.all_reduce(squares, self.torchweave_group) / (x.shape[-1] * self.torchweave_ranks)
+    mean = torch.ops.torchweave.all_reduce(squares, TENSOR) / (x.shape[-1] * self.torchweave_ranks)
     out = self.weight * (wide * torch.rsqrt(mean + self.variance_epsilon))
     if gate is not None and gates_output:
         out = out * F.silu(gate.float())

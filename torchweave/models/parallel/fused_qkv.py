@@ -23,9 +23,13 @@ def _head_by_head(_: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] |
     return (heads.query_range(rows // heads.query),)
 
 
+def _gpt_bigcode(module: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
+    return _side_by_side(module, heads, rows) if module.multi_query else _head_by_head(module, heads, rows)
+
+
 def _falcon(module: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
     if not module.new_decoder_architecture:
-        return _side_by_side(module, heads, rows) if module.multi_query else _head_by_head(module, heads, rows)
+        return _gpt_bigcode(module, heads, rows)
     group = rows // heads.kv  # queries of a KV head, then its key and value
     if heads.kv % heads.size == 0:
         return (heads.kv_range(group),)
@@ -50,10 +54,6 @@ def _codegen(_: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None
                 place = ((h // in_block) * 3 + part) * in_block + h % in_block
                 ranges.append((place * unit, (place + 1) * unit))
     return tuple(ranges)
-
-
-def _gpt_bigcode(module: Any, heads: HeadSharding, rows: int) -> tuple[Range, ...] | None:
-    return _side_by_side(module, heads, rows) if module.multi_query else _head_by_head(module, heads, rows)
 
 
 _LAYOUTS: dict[tuple[str, str], Layout] = {

@@ -112,12 +112,12 @@ def roles(model: PreTrainedModel) -> dict[str, Role]:
             role_by_name[name] = role
     sides: dict[str, set[str]] = {}
     for name, role in role_by_name.items():
-        sides.setdefault(_owner(name), set()).add(role)
-    return {name: role for name, role in role_by_name.items() if len(sides[_owner(name)]) == 2}
+        sides.setdefault(owner_of(name), set()).add(role)
+    return {name: role for name, role in role_by_name.items() if len(sides[owner_of(name)]) == 2}
 
 
 def _role(name: str, plan: Mapping[str, str], verified: bool) -> Role | None:
-    leaf = name.rpartition(".")[2]
+    leaf = leaf_of(name)
     style = plan.get(name_pattern(name), "")
     if style in _STYLES:
         return _STYLES[style]
@@ -128,17 +128,19 @@ def _role(name: str, plan: Mapping[str, str], verified: bool) -> Role | None:
     return "columns" if leaf in _COLUMNS else "rows" if leaf in _ROWS else None
 
 
-def _owner(name: str) -> str:
+def owner_of(name: str) -> str:
+    """Name of the module that a module or parameter belongs to; empty for the model itself."""
     return name.rpartition(".")[0]
+
+
+def leaf_of(name: str) -> str:
+    """The last part of a name."""
+    return name.rpartition(".")[2]
 
 
 def attention_modules(model: nn.Module, role_by_name: Mapping[str, Role]) -> dict[str, Any]:
     """Attention modules with a layer index and sharded projections, by name."""
-    owners = {
-        _owner(name)
-        for name, role in role_by_name.items()
-        if role == "columns" and name.rpartition(".")[2] in ATTENTION
-    }
+    owners = {owner_of(name) for name, role in role_by_name.items() if role == "columns" and leaf_of(name) in ATTENTION}
     return {
         name: module
         for name, module in model.named_modules()

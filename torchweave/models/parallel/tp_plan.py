@@ -23,7 +23,9 @@ from torchweave.models.parallel.linear_roles import (
     Role,
     attention_modules,
     is_transposed,
+    leaf_of,
     name_pattern,
+    owner_of,
     roles,
 )
 from torchweave.models.parallel.recurrent_layers import shard_recurrent_layer
@@ -40,7 +42,6 @@ class TensorParallelPlan:
 
     Attributes:
         rank, size: rank and size of the tensor-parallel group.
-        group: the group's name in the graph.
         vocab_size: rows of the whole vocabulary.
         embedding, head: names of the modules with vocabulary weights.
         shards: this rank's part by parameter; other parameters are replicated.
@@ -56,7 +57,6 @@ class TensorParallelPlan:
 
     rank: int
     size: int
-    group: str
     vocab_size: int
     embedding: str
     head: str
@@ -85,40 +85,30 @@ class TensorParallelPlan:
         return heads.num_local_query, heads.num_local_kv
 
 
-def make_tensor_parallel_plan(
-    model: PreTrainedModel,
-    specs: Sequence[LayerSpec],
-    rank: int,
-    size: int,
-    group: str,
-    expert_parallel: bool = False,
-) -> TensorParallelPlan:
-    """The plan of rank `rank` of `size`.
+class TensorParallelPlanner:
+    """Makes the plan of rank `rank` of `size` for a whole model, on meta or not."""
 
-    Args:
-        model: the whole model, on meta or not.
-        specs: its attention layers.
-        expert_parallel: distribute whole experts over the ranks instead of sharding each.
-
-    Raises:
-        UnsupportedModel: the model cannot be sharded over `size` ranks; the message gives the reason.
-    """
-    return _TensorParallelPlanner(model, rank, size, group).plan(specs, expert_parallel)
-
-
-class _TensorParallelPlanner:
-    def __init__(self, model: PreTrainedModel, rank: int, size: int, group: str) -> None:
+    def __init__(self, model: PreTrainedModel, rank: int, size: int) -> None:
         names = {id(module): name for name, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.model, self.rank, self.size = model, rank, size
         rows: Any = head.weight.shape[0]  # type: ignore[union-attr]
-        self.result = TensorParallelPlan(rank, size, group, int(rows), names[id(embedding)], names[id(head)])
+        self.result = TensorParallelPlan(rank, size, int(rows), names[id(embedding)], names[id(head)])
 
     def refusal(self, why: str) -> UnsupportedModel:
         name = type(self.model).__name__
         return UnsupportedModel(f"{name} cannot be sharded over {self.size} ranks: {why}.")
 
     def plan(self, specs: Sequence[LayerSpec], expert_parallel: bool) -> TensorParallelPlan:
+        """The plan.
+
+        Args:
+            specs: the model's attention layers.
+            expert_parallel: distribute whole experts over the ranks instead of sharding each.
+
+        Raises:
+            UnsupportedModel: the model cannot be sharded over `size` ranks; the message gives the reason.
+        """
         if any(hasattr(module, "torchweave_quantile") for module in self.model.modules()):
             raise self.refusal("its activation sparsity depends on all columns of an MLP; use one rank")
         role_by_name = roles(self.model)
@@ -131,7 +121,7 @@ class _TensorParallelPlanner:
         for name, module in attentions.items():
             self._attention(name, module, specs[layer_number(module)], role_by_name)
         for name, role in role_by_name.items():
-            if _owner(name) not in attentions:
+            if owner_of(name) not in attentions:
                 self._shard_linear(name, role)
         for name, block in self.model.named_modules():
             if (form := _experts_layout(block)) is not None:
@@ -168,7 +158,7 @@ class _TensorParallelPlanner:
 
     def _head_ranges(self, module: nn.Module, name: str, linear: nn.Module, heads: HeadSharding) -> Ranges:
         """Rows of a projection for this rank's heads."""
-        leaf, rows = _leaf(name), _width(linear, "columns")
+        leaf, rows = leaf_of(name), _width(linear, "columns")
         if leaf in FUSED:
             layout = layout_of(module, leaf)
             ranges = None if layout is None else layout(module, heads, rows)
@@ -189,7 +179,7 @@ class _TensorParallelPlanner:
         """A norm of queries, keys or the attention's output: over one head, per head, or over all heads."""
         if any(isinstance(part, nn.ModuleList) for part in module.children()):
             raise self.refusal(f"{name_pattern(name)} has a module for each head; use one rank")
-        leaf, weight = _leaf(name), getattr(module, "weight", None)
+        leaf, weight = leaf_of(name), getattr(module, "weight", None)
         if weight is None or leaf not in _NORMS:
             return
         count, of = (heads.kv, heads.kv_range) if leaf in _KEY_NORMS else (heads.query, heads.query_range)
@@ -213,7 +203,7 @@ class _TensorParallelPlanner:
     def _shard_linear(self, name: str, role: Role) -> None:
         """Shard a linear outside attention."""
         module = self.model.get_submodule(name)
-        parts = 2 if role == "columns" and _leaf(name) in PACKED else 1
+        parts = 2 if role == "columns" and leaf_of(name) in PACKED else 1
         width = _width(module, role)
         shard = even_shard((width,), 0, self.rank, self.size, parts)
         if shard is None:
@@ -225,9 +215,9 @@ class _TensorParallelPlanner:
             self._columns(name, module, shard.ranges)
             return
         self._rows(name, module, shard.ranges[0])
-        for leaf, norm in self.model.get_submodule(_owner(name)).named_children():
+        for leaf, norm in self.model.get_submodule(owner_of(name)).named_children():
             if leaf in _NORMS and tuple(norm.weight.shape) == (width,):  # type: ignore[union-attr, operator]
-                self._sharded_norm(f"{_owner(name)}.{leaf}", norm, shard.ranges)
+                self._sharded_norm(f"{owner_of(name)}.{leaf}", norm, shard.ranges)
 
     def _columns(self, name: str, module: Any, ranges: Ranges) -> None:
         self._add_shard(f"{name}.weight", module.weight, 1 if is_transposed(module) else 0, ranges)
@@ -350,14 +340,6 @@ def _experts_layout(block: Any) -> _ExpertsLayout | None:
         getattr(block, "has_post_expert_norm", False),
         runs_as_op(block),
     )
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _width(linear: Any, role: Role) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torchweave.ops.quant.int8_linear import MANY_ROWS
 from torchweave.ops.quant.int_linear import launch_samples, num_groups, pack_int4
 from torchweave.ops.quant.mxfp4 import MX_BLOCK, quantize_mxfp4
 from torchweave.ops.quant.nvfp4 import BLOCK, dequantize_fp4, fp4_scale_from_amax, quantize_fp4
+
+if TYPE_CHECKING:
+    from torchweave.models.weights.packed_experts import PackedExpertReader
 
 PER_CHANNEL = 0
 
@@ -217,15 +220,6 @@ def to_layout(
     return IntWeight(w, scale.contiguous(), points, order, scheme.group_of(q.shape[1]), rows)
 
 
-class ExpertWeights(Protocol):
-    """Packed experts of a checkpoint: the parameters, and the weight of each that is complete."""
-
-    merged: dict[str, IntWeight]
-
-    @property
-    def targets(self) -> frozenset[str]: ...
-
-
 def store_experts(model: nn.Module, name: str, packed: IntWeight) -> None:
     """Set the parameter `name` of experts to packed weights; group 0: one scale a row."""
     set_tensor(model, name, packed.w)
@@ -253,7 +247,7 @@ class IntQuantizer(Quantizer):
         scheme: IntScheme,
         stored: dict[str, IntWeight] | None = None,
         names: Mapping[str, Any] | None = None,
-        experts: ExpertWeights | None = None,
+        experts: PackedExpertReader | None = None,
     ) -> None:
         targets = frozenset() if experts is None else experts.targets
         scales: Any = dict.fromkeys(targets)  # their scales arrive with the weights

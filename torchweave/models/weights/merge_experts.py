@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.weights.read import (
     CheckpointTensor,
+    checkpoint_shapes,
     conversions,
-    loadable_tensors,
     map_tensor_names,
     read_tensors,
+    rename,
 )
 from torchweave.models.weights.shards import TensorShard
 
@@ -69,13 +70,13 @@ def plan_expert_merge(model: PreTrainedModel, stored: Mapping[str, CheckpointTen
     converters, renamings = conversions(model)
     if not all(hasattr(each, "rename_source_key") for each in (*converters, *renamings)):
         return None  # a transformers version with another interface
-    used = [each for each in converters if any(each.rename_source_key(_apply(renamings, name))[1] for name in stored)]
+    used = [each for each in converters if any(each.rename_source_key(rename(renamings, name))[1] for name in stored)]
     if not used or not all(map(_only_stacks, used)):
         return None
     merged: dict[str, MergedParameter] = {}
     plain: dict[str, str] = {}
     for name in stored:
-        renamed = _apply(renamings, name)
+        renamed = rename(renamings, name)
         for converter in used:
             target, pattern = converter.rename_source_key(renamed)
             if pattern is not None:
@@ -98,12 +99,6 @@ def plan_expert_merge(model: PreTrainedModel, stored: Mapping[str, CheckpointTen
     )
 
 
-def _apply(renamings: list[Any], name: str) -> str:
-    for renaming in renamings:
-        name = renaming.rename_source_key(name)[0]
-    return name
-
-
 def _only_stacks(converter: Any) -> bool:
     """Whether a conversion only stacks experts and concatenates the stacks by rows."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
@@ -119,10 +114,7 @@ def check_merges(
     shards: Mapping[str, TensorShard],
 ) -> None:
     """Raise `ValueError` if the checkpoint lacks experts or has other shapes than the model."""
-    wanted = {
-        name: shards[name].full if name in shards else tuple(tensor.shape)
-        for name, tensor in loadable_tensors(model).items()
-    }
+    wanted = checkpoint_shapes(model, shards)
     for target, merge in merge_plan.merged.items():
         experts, rows, width = wanted[target]
         expected = {ExpertMatrix(expert, part) for expert in range(experts) for part in range(merge.parts)}

@@ -72,7 +72,7 @@ def checkpoint_format(source: Source) -> QuantScheme | Mxfp4Scheme | PackedForma
         "fp8": _fine_grained,
         "awq": _awq,
         "gptq": _gptq,
-        "mxfp4": _mxfp4,
+        "mxfp4": lambda _: Mxfp4Scheme(),
         "modelopt": _modelopt,
     }
     if method not in readers:
@@ -141,10 +141,6 @@ def _parse_scheme(name: str) -> Scheme:
     if name == NVFP4.name:
         return NVFP4
     return IntScheme() if name in ("int4", IntScheme().name) else scheme(name)
-
-
-def _mxfp4(config: Mapping[str, Any]) -> Mxfp4Scheme:
-    return Mxfp4Scheme()
 
 
 def _modelopt(config: Mapping[str, Any]) -> QuantScheme | PackedFormat:

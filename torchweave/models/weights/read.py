@@ -24,7 +24,6 @@ from torchweave.models.weights.shards import TensorShard
 from torchweave.report import Report
 
 Key = TypeVar("Key")
-_WHOLE: Mapping[str, TensorShard] = {}
 _NO_PIECES: Mapping[str, str] = {}
 INDEX = "model.safetensors.index.json"
 # Buffers stored by old releases and computed now: rotary frequencies and causal masks.
@@ -173,14 +172,18 @@ def map_tensor_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, 
     renamings = conversions(model)[1] if others else []
     taken = set(renamed.values())
     for name in others if renamings else ():
-        latest = name
-        for renaming in renamings:
-            latest = renaming.rename_source_key(latest)[0]
-        found = _find_name(latest, model.base_model_prefix, wanted)
+        found = _find_name(rename(renamings, name), model.base_model_prefix, wanted)
         if found is not None and found not in taken:
             renamed[name] = found
             taken.add(found)
     return renamed
+
+
+def rename(renamings: Iterable[Any], name: str) -> str:
+    """A checkpoint name after transformers' renamings."""
+    for renaming in renamings:
+        name = renaming.rename_source_key(name)[0]
+    return name
 
 
 def _find_name(name: str, base: str, wanted: Collection[str]) -> str | None:
@@ -194,6 +197,14 @@ def _find_name(name: str, base: str, wanted: Collection[str]) -> str | None:
 def loadable_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, tied ones under each of their names."""
     return model.state_dict(keep_vars=True)
+
+
+def checkpoint_shapes(model: nn.Module, shards: Mapping[str, TensorShard]) -> dict[str, tuple[int, ...]]:
+    """Shape of each loadable tensor in the checkpoint, of which `shards` are parts."""
+    return {
+        name: shards[name].full if name in shards else tuple(tensor.shape)
+        for name, tensor in loadable_tensors(model).items()
+    }
 
 
 def conversions(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
@@ -231,8 +242,8 @@ def check_tensor_names(
     stored: dict[str, CheckpointTensor],
     renamed: dict[str, str],
     folder: Path,
-    shards: Mapping[str, TensorShard] = _WHOLE,
-    pieces: Mapping[str, str] = _NO_PIECES,
+    shards: Mapping[str, TensorShard],
+    pieces: Mapping[str, str],
 ) -> None:
     """Raise `ValueError` if tensors are missing, have other shapes, or are unused under the config.
 
@@ -240,10 +251,7 @@ def check_tensor_names(
         shards: parts of whole checkpoint tensors in the model.
         pieces: checkpoint name -> model name of tensors that are pieces.
     """
-    wanted = {
-        name: shards[name].full if name in shards else tuple(tensor.shape)
-        for name, tensor in loadable_tensors(model).items()
-    }
+    wanted = checkpoint_shapes(model, shards)
     if missing := sorted(_missing(model, {*renamed.values(), *pieces.values()})):
         raise ValueError(missing_tensors_message(model, folder, missing, stored))
     for name, target in renamed.items():
@@ -296,9 +304,9 @@ def stream_weights(
     renamed: dict[str, str],
     device: torch.device,
     report: Report,
-    setter: TensorSetter | None = None,
-    shards: Mapping[str, TensorShard] = _WHOLE,
-    assembler: TensorAssembler | None = None,
+    setter: TensorSetter | None,
+    shards: Mapping[str, TensorShard],
+    assembler: TensorAssembler | None,
 ) -> None:
     """Fill the model from the files, tensor by tensor, and tie its weights.
 
@@ -359,10 +367,9 @@ def init_random_weights(
     model: PreTrainedModel,
     device: torch.device,
     report: Report,
-    seed: int = 0,
-    setter: TensorSetter | None = None,
-    shards: Mapping[str, TensorShard] = _WHOLE,
-    whole: Mapping[str, Tensor] | None = None,
+    setter: TensorSetter | None,
+    shards: Mapping[str, TensorShard],
+    whole: Mapping[str, Tensor] | None,
 ) -> None:
     """Fill random weights on the device: normal matrices and embeddings, norms of one, all else zero.
 
@@ -372,12 +379,12 @@ def init_random_weights(
     """
     own = untied_tensors(model)
     wanted = own if whole is None else whole
-    dtypes, names = dtype_plan(model, wanted), list(wanted)
-    generator = torch.Generator(device).manual_seed(seed)
-    with report.progress(
-        "random weights", sum(wanted[name].numel() * dtypes[name].itemsize for name in names)
-    ) as advance:
-        for name in names:
+    dtypes = dtype_plan(model, wanted)
+    place = setter.set_tensor if setter is not None else set_tensor
+    generator = torch.Generator(device).manual_seed(0)
+    num_bytes = sum(wanted[name].numel() * dtypes[name].itemsize for name in wanted)
+    with report.progress("random weights", num_bytes) as advance:
+        for name in wanted:
             shard, dtype = shards.get(name), dtypes[name]
             shape = wanted[name].shape if shard is None else shard.full
             tensor = torch.zeros(shape, dtype=dtype, device=device)
@@ -386,9 +393,7 @@ def init_random_weights(
             elif dtype.is_floating_point and name.endswith("weight"):
                 tensor.fill_(1.0)
             if name in own:
-                (set_tensor if setter is None else setter.set_tensor)(
-                    model, name, tensor if shard is None else shard.extract(tensor)
-                )
+                place(model, name, tensor if shard is None else shard.extract(tensor))
             advance(tensor.numel() * dtype.itemsize, name)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     model.tie_weights(missing_keys=set(tied), recompute_mapping=False)

@@ -11,7 +11,7 @@ tokens are one sequence and no cache is involved; that is its eager reference.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torchweave.ops.attention.reference import causal_attention
 from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
 from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, fp8_quant
-from torchweave.ops.registry import define
+from torchweave.ops.registry import define_boundary
 from torchweave.ops.rope import Rotary
 
 
@@ -183,67 +183,20 @@ def with_layer_offset(op: Any, args: tuple[Any, ...], offset: int) -> tuple[Any,
     return (*args[:place], args[place] + offset, *args[place + 1 :])
 
 
-@define("torchweave::attention", mutates=("out",), boundary=True)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    layer: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    chunk: int = 0,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    norm_offset: float = 0.0,
-    norm_wide: bool = False,
-    alibi_slopes: Tensor | None = None,
-    given_scale: Tensor | None = None,
-) -> None:
-    """Causal attention of T tokens, written into `out`; without an engine the T tokens are one sequence.
+_ARGUMENTS = [field.name for field in fields(AttentionCall) if field.name != "out_scale"]
 
-    The arguments are described in `torchweave.ops.attention.op.AttentionCall`.
-    """
-    rope = (cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
-    how = (layer, scale, window, softcap, sinks, chunk, *rope, alibi_slopes)
-    causal_attention(AttentionCall(q, k, v, out, *how, given_scale))
+attention = define_boundary("torchweave::attention", AttentionCall, causal_attention, ("out",), _ARGUMENTS)
+"""Causal attention of T tokens, written into `out`; without an engine the T tokens are one sequence."""
 
-
-@define("torchweave::attention_fp8", mutates=("out", "out_scale"), boundary=True)
-def attention_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    out_scale: Tensor,
-    layer: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    chunk: int = 0,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    norm_offset: float = 0.0,
-    norm_wide: bool = False,
-    alibi_slopes: Tensor | None = None,
-) -> None:
-    """`torchweave::attention` into e4m3 with a scale for each 128 channels of a token, written into `out_scale`.
-
-    A separate op, because torch 2.11 cannot call an op that mutates an optional argument.
-    """
-    rope = (cos, sin, q_weight, k_weight, norm_eps, norm_offset, norm_wide)
-    how = (layer, scale, window, softcap, sinks, chunk, *rope, alibi_slopes)
-    causal_attention(AttentionCall(q, k, v, out, *how, out_scale=out_scale))
-
+# A separate op, because torch 2.11 cannot call an op that mutates an optional argument.
+attention_fp8 = define_boundary(
+    "torchweave::attention_fp8",
+    AttentionCall,
+    causal_attention,
+    ("out", "out_scale"),
+    [*_ARGUMENTS[:4], "out_scale", *_ARGUMENTS[4:-1]],
+)
+"""`torchweave::attention` into e4m3 with a scale for each 128 channels of a token, written into `out_scale`."""
 
 ATTENTION_OPS = frozenset({torch.ops.torchweave.attention.default, torch.ops.torchweave.attention_fp8.default})
 """The overloads of the ops above."""

@@ -13,7 +13,7 @@ most `PART_BYTES` of gathered keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchweave.ops.attention.kv_cache_dtype import as_indexable, dequantize_kv, quantize_kv
 from torchweave.ops.attention.op import AttentionMetadata, LayerKVCache
-from torchweave.ops.registry import define
+from torchweave.ops.registry import define_boundary
 
 PART_BYTES = 64 << 20
 """Bytes of keys, in float32, that are gathered at once."""
@@ -31,7 +31,17 @@ PART_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class IndexCall:
-    """Arguments of `torchweave::sparse_index`."""
+    """Arguments of `torchweave::sparse_index`, for each token the positions of the K keys with the highest
+    `sum_h weights[h] * relu(scale * q[h] . k)`.
+
+    Attributes:
+        q: `[T, H, D]`.
+        k: `[T, D]`.
+        weights: float32 `[T, H]`.
+        indices: int32 `[T, K]`, written whole: positions in the request, -1 where it has fewer keys.
+        layer: index of the KV cache that holds `k`.
+        scale: factor of the products.
+    """
 
     q: Tensor
     k: Tensor
@@ -43,7 +53,18 @@ class IndexCall:
 
 @dataclass(frozen=True, slots=True)
 class BlockIndexCall:
-    """Arguments of `torchweave::sparse_block_index`."""
+    """Arguments of `torchweave::sparse_block_index`, for each token and head the positions of the blocks with the highest score.
+
+    A block's score is the largest `q[h] . k` of its keys; the blocks next to the token come first.
+
+    Attributes:
+        q: `[T, H, D]`, a head for each KV head of the attention.
+        k: `[T, D]`.
+        indices: int32 `[T, H, B * keys_per_block]`, written whole: positions of the keys of B blocks, -1 where there is no key.
+        layer: index of the KV cache that holds `k`.
+        keys_per_block: block n has the positions from `n * keys_per_block` on. These are not blocks of the KV cache.
+        local_blocks: number of blocks, the token's own and those before it, that are selected whatever their score.
+    """
 
     q: Tensor
     k: Tensor
@@ -55,7 +76,16 @@ class BlockIndexCall:
 
 @dataclass(frozen=True, slots=True)
 class SparseCall:
-    """Arguments of `torchweave::sparse_attention`."""
+    """Arguments of `torchweave::sparse_attention`: attention of each token to the keys at `indices`.
+
+    Attributes:
+        q: `[T, H, D]`; k: `[T, KH, D]`; v: `[T, KH, Dv]`.
+        indices: int32 `[T, K]`, or `[T, KH, K]` with keys of its own for each KV head: positions in the request; -1 is no key.
+        out: `[T, H, Dv]`, written whole.
+        layer: index of the KV cache that holds `k` and `v`.
+        scale: factor of the scores.
+        sinks: `[H]` logits added to the denominator of the softmax.
+    """
 
     q: Tensor
     k: Tensor
@@ -69,7 +99,18 @@ class SparseCall:
 
 @dataclass(frozen=True, slots=True)
 class RelativeCall:
-    """Arguments of `torchweave::relative_attention`."""
+    """Arguments of `torchweave::relative_attention`: causal attention with a bias of each token and head by the distance of a key
+    (Inkling).
+
+    Attributes:
+        q: `[T, H, D]`; k: `[T, KH, D]`; v: `[T, KH, Dv]`.
+        bias: `[T, H, E]`, added to the scaled scores of keys `0 .. E - 1` tokens back; 0 for keys farther away.
+        out: `[T, H, Dv]`, written whole.
+        layer: index of the KV cache that holds `k` and `v`.
+        scale: factor of the scores.
+        window: sliding window: keys less than so many tokens back; 0 for all.
+        sinks: `[T, H]` logits added to the denominator of the softmax.
+    """
 
     q: Tensor
     k: Tensor
@@ -80,118 +121,6 @@ class RelativeCall:
     scale: float
     window: int = 0
     sinks: Tensor | None = None
-
-
-@define("torchweave::sparse_index", mutates=("indices",), boundary=True)
-def sparse_index(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, layer: int, scale: float) -> None:
-    """Positions of the K keys with the highest `sum_h weights[h] * relu(scale * q[h] . k)`, for each token.
-
-    Args:
-        q: `[T, H, D]`.
-        k: `[T, D]`.
-        weights: float32 `[T, H]`.
-        indices: int32 `[T, K]`, written whole: positions in the request, -1 where it has fewer keys.
-        layer: index of the KV cache that holds `k`.
-        scale: factor of the products.
-    """
-    meta, cache = _one_sequence(k[:, None, : k.shape[1] // 2], k[:, None, k.shape[1] // 2 :])
-    _run_index(IndexCall(q, k, weights, indices, layer, scale), meta, cache)
-
-
-@define("torchweave::sparse_block_index", mutates=("indices",), boundary=True)
-def sparse_block_index(
-    q: Tensor, k: Tensor, indices: Tensor, layer: int, keys_per_block: int, local_blocks: int
-) -> None:
-    """Positions of the blocks of keys with the highest score, for each token and head. A block's score is the largest `q[h] . k` of
-    its keys; the blocks next to the token come first.
-
-    Args:
-        q: `[T, H, D]`, a head for each KV head of the attention.
-        k: `[T, D]`.
-        indices: int32 `[T, H, B * keys_per_block]`, written whole: positions of the keys of B blocks, -1 where there is no key.
-        layer: index of the KV cache that holds `k`.
-        keys_per_block: block n has the positions from `n * keys_per_block` on. These are not blocks of the KV cache.
-        local_blocks: number of blocks, the token's own and those before it, that are selected whatever their score.
-    """
-    meta, cache = _one_sequence(k[:, None, : k.shape[1] // 2], k[:, None, k.shape[1] // 2 :])
-    _run_block_index(BlockIndexCall(q, k, indices, layer, keys_per_block, local_blocks), meta, cache)
-
-
-@define("torchweave::sparse_attention", mutates=("out",), boundary=True)
-def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, layer: int, scale: float, sinks: Tensor | None = None
-) -> None:
-    """Attention of each token to the keys at `indices`.
-
-    Args:
-        q: `[T, H, D]`; k: `[T, KH, D]`; v: `[T, KH, Dv]`.
-        indices: int32 `[T, K]`, or `[T, KH, K]` with keys of its own for each KV head: positions in the request; -1 is no key.
-        out: `[T, H, Dv]`, written whole.
-        layer: index of the KV cache that holds `k` and `v`.
-        scale: factor of the scores.
-        sinks: `[H]` logits added to the denominator of the softmax.
-    """
-    meta, cache = _one_sequence(k, v)
-    _run_attention(SparseCall(q, k, v, indices, out, layer, scale, sinks), meta, cache)
-
-
-@define("torchweave::relative_attention", mutates=("out",), boundary=True)
-def relative_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    out: Tensor,
-    layer: int,
-    scale: float,
-    window: int = 0,
-    sinks: Tensor | None = None,
-) -> None:
-    """Causal attention with a bias of each token and head by the distance of a key (Inkling).
-
-    Args:
-        q: `[T, H, D]`; k: `[T, KH, D]`; v: `[T, KH, Dv]`.
-        bias: `[T, H, E]`, added to the scaled scores of keys `0 .. E - 1` tokens back; 0 for keys farther away.
-        out: `[T, H, Dv]`, written whole.
-        layer: index of the KV cache that holds `k` and `v`.
-        scale: factor of the scores.
-        window: sliding window: keys less than so many tokens back; 0 for all.
-        sinks: `[T, H]` logits added to the denominator of the softmax.
-    """
-    meta, cache = _one_sequence(k, v)
-    _run_relative(RelativeCall(q, k, v, bias, out, layer, scale, window, sinks), meta, cache)
-
-
-SPARSE_OPS = frozenset(
-    {
-        torch.ops.torchweave.sparse_index.default,
-        torch.ops.torchweave.sparse_block_index.default,
-        torch.ops.torchweave.sparse_attention.default,
-        torch.ops.torchweave.relative_attention.default,
-    }
-)
-"""The overloads of the ops above."""
-
-
-def run_sparse_op(
-    metas: Sequence[AttentionMetadata],
-    caches: Sequence[LayerKVCache],
-    op: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> None:
-    """Run an intercepted call over the rows of a step, with the metadata of the layer's cache group."""
-    call: Any
-    if op is torch.ops.torchweave.sparse_index.default:
-        run, call = _run_index, IndexCall(*args, **kwargs)
-    elif op is torch.ops.torchweave.sparse_block_index.default:
-        run, call = _run_block_index, BlockIndexCall(*args, **kwargs)
-    elif op is torch.ops.torchweave.relative_attention.default:
-        run, call = _run_relative, RelativeCall(*args, **kwargs)
-    else:
-        run, call = _run_attention, SparseCall(*args, **kwargs)
-    cache = caches[call.layer]
-    run(call, metas[cache.group], cache)
 
 
 def _run_index(call: IndexCall, meta: AttentionMetadata, cache: LayerKVCache) -> None:
@@ -374,3 +303,52 @@ def _one_sequence(k: Tensor, v: Tensor) -> tuple[AttentionMetadata, LayerKVCache
         numbers(0), numbers(0, tokens), numbers(tokens), numbers(0)[None], slots, 1, tokens, False, tokens
     )
     return meta, LayerKVCache(torch.zeros_like(k)[None], torch.zeros_like(v)[None])
+
+
+# -- the ops -----------------------------------------------------------------------------------------------------------
+
+
+def _index_alone(call: IndexCall | BlockIndexCall) -> None:
+    """Run an index op whose tokens are one new sequence."""
+    keys, values = call.k[:, None, : call.k.shape[1] // 2], call.k[:, None, call.k.shape[1] // 2 :]
+    _RUNS[type(call)](call, *_one_sequence(keys, values))
+
+
+def _attend_alone(call: SparseCall | RelativeCall) -> None:
+    """Run an attention op whose tokens are one new sequence."""
+    _RUNS[type(call)](call, *_one_sequence(call.k, call.v))
+
+
+_RUNS: dict[type[Any], Callable[[Any, AttentionMetadata, LayerKVCache], None]] = {
+    IndexCall: _run_index,
+    BlockIndexCall: _run_block_index,
+    SparseCall: _run_attention,
+    RelativeCall: _run_relative,
+}
+
+define_boundary("torchweave::sparse_index", IndexCall, _index_alone, ("indices",))
+define_boundary("torchweave::sparse_block_index", BlockIndexCall, _index_alone, ("indices",))
+define_boundary("torchweave::sparse_attention", SparseCall, _attend_alone, ("out",))
+define_boundary("torchweave::relative_attention", RelativeCall, _attend_alone, ("out",))
+
+_CALLS: dict[Any, type[Any]] = {
+    torch.ops.torchweave.sparse_index.default: IndexCall,
+    torch.ops.torchweave.sparse_block_index.default: BlockIndexCall,
+    torch.ops.torchweave.sparse_attention.default: SparseCall,
+    torch.ops.torchweave.relative_attention.default: RelativeCall,
+}
+SPARSE_OPS = frozenset(_CALLS)
+"""The overloads of the ops."""
+
+
+def run_sparse_op(
+    metas: Sequence[AttentionMetadata],
+    caches: Sequence[LayerKVCache],
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Run an intercepted call over the rows of a step, with the metadata of the layer's cache group."""
+    call = _CALLS[op](*args, **kwargs)
+    cache = caches[call.layer]
+    _RUNS[type(call)](call, metas[cache.group], cache)

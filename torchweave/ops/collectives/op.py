@@ -138,12 +138,13 @@ def own_rows(x: Tensor, rank: int, size: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, own - rows.shape[-2])).contiguous()
 
 
-def _fake_reduce_scatter(x: Tensor, group: str) -> Tensor:
+def fake_own_rows(x: Tensor, group: str) -> Tensor:
+    """`[..., T, D]` -> `[..., ceil(T / size), D]`."""
     shape = (*x.shape[:-2], rows_per_rank(x.shape[-2], communicator(group).size), x.shape[-1])
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
-@define("torchweave::reduce_scatter", fake=_fake_reduce_scatter)
+@define("torchweave::reduce_scatter", fake=fake_own_rows)
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
     """This rank's rows of the sum of x over ranks: `[..., T, D]` -> `[..., ceil(T / size), D]`.
 

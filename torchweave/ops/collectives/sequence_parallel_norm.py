@@ -20,18 +20,13 @@ from torch import Tensor
 
 from torchweave.ops.collectives import op
 from torchweave.ops.collectives.all_reduce_norm import NormOutput, NormSpec, apply_norm
-from torchweave.ops.collectives.op import communicator, rows_per_rank
+from torchweave.ops.collectives.op import communicator
 from torchweave.ops.registry import define
 
 _ops = torch.ops.torchweave
 
 
-def _fake_own_rows(x: Tensor, group: str) -> Tensor:
-    shape = (*x.shape[:-2], rows_per_rank(x.shape[-2], communicator(group).size), x.shape[-1])
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
-
-
-@define("torchweave::own_rows", fake=_fake_own_rows)
+@define("torchweave::own_rows", fake=op.fake_own_rows)
 def own_rows(x: Tensor, group: str) -> Tensor:
     """This rank's rows of x `[..., T, D]`: `[..., ceil(T / size), D]`, without communication."""
     comm = communicator(group)

@@ -16,17 +16,14 @@ from torchweave.ops.moe.experts import (
     ExpertForm,
     ExpertsCall,
     dense_experts,
+    fake_sum,
     loop_over_experts,
 )
 from torchweave.ops.quant.int_linear import kernels_support
 from torchweave.ops.registry import define
 
 
-def _fake(x: Tensor, *_: object, **__: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@define("torchweave::quantized_experts", fake=_fake)
+@define("torchweave::quantized_experts", fake=fake_sum)
 def quantized_experts(
     x: Tensor,
     index: Tensor,

@@ -39,7 +39,17 @@ def _without_memory(out: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ConvCall:
-    """Arguments of `torchweave::causal_conv`."""
+    """Arguments of `torchweave::causal_conv`, a depthwise causal convolution:
+    `out[t, c] = act(bias[c] + sum_j weight[c, j] * x[t - K + 1 + j, c])`.
+
+    Attributes:
+        x: `[T, C]`; inputs before a request's first token are zeros.
+        weight: `[C, K]`.
+        bias: `[C]`.
+        out: `[T, C]`, written whole.
+        state: index of the state, `[S, C, K - 1]` of x's dtype: the inputs of the last K - 1 tokens, the oldest first.
+        activation: `""`, `"silu"` or `"swish"`; others raise ValueError.
+    """
 
     x: Tensor
     weight: Tensor
@@ -67,7 +77,20 @@ class ConvCall:
 
 @dataclass(frozen=True, slots=True)
 class DeltaCall:
-    """Arguments of `torchweave::gated_delta`."""
+    """Arguments of `torchweave::gated_delta`, the gated delta rule, for each value head, with a state `S[K, V]`:
+    `S = exp(g) * S; S += k (beta * (v - k S))^T; out = K**-0.5 * q S`.
+
+    Attributes:
+        q, k: `[T, H, K]`. Value head h reads key head `h // (HV // H)`.
+        v: `[T, HV, V]`.
+        g: log decay, at most 0: `[T, HV]`, or `[T, HV, K]` with a decay for each key channel (Kimi delta attention).
+        beta: `[T, HV]`.
+        out: `[T, HV, V]`, written whole.
+        state: index of the state, `[S, HV, K, V]` float32.
+        normalize: divide q and k by `sqrt(sum of squares + 1e-6)` first.
+        A_log, dt_bias: `[HV]`, both or none. With them g `[T, HV]` and beta are projections before their gates: the log decay is
+            `-exp(A_log) * softplus(g + dt_bias)` in float32, the rate `sigmoid(beta)`, rounded to beta's dtype.
+    """
 
     q: Tensor
     k: Tensor
@@ -93,7 +116,24 @@ class DeltaCall:
 
 @dataclass(frozen=True, slots=True)
 class SsdCall:
-    """Arguments of `torchweave::ssd`."""
+    """Arguments of `torchweave::ssd`, the scan of Mamba2 (state space duality), for each head, with a state `S[P, N]`:
+    `S = exp(dt * A) * S + dt * x B^T; out = S C + D * x`.
+
+    Lightning attention is this op with `x = v, B = k, C = q, A = -slope`, a `dt` of ones (which may be expanded) and no limits.
+
+    Attributes:
+        x: `[T, H, P]`.
+        dt: `[T, H]`; the step is `clamp(softplus(dt + dt_bias), dt_min, dt_max)`.
+        A: `[H]`, at most 0; with `log_rate` the logarithm of -A.
+        B, C: `[T, G, N]`. Head h reads group `h // (H // G)`.
+        D, dt_bias: `[H]`.
+        out: `[T, H, P]`, written whole.
+        state: index of the state, `[S, H, P, N]` float32.
+        softplus: whether the step goes through softplus (linear above 20).
+        dt_min, dt_max: limits of the step.
+        z: `[T, H, P]`: out, rounded, is multiplied by `silu(z)`, rounded to z's dtype.
+        log_rate: A is the parameter from which the layer computes its decay, `-exp(A)` in float32.
+    """
 
     x: Tensor
     dt: Tensor
@@ -123,7 +163,17 @@ class SsdCall:
 
 @dataclass(frozen=True, slots=True)
 class ScanCall:
-    """Arguments of `torchweave::selective_scan`."""
+    """Arguments of `torchweave::selective_scan`, the scan of Mamba, for each channel, with a state `S[N]` and
+    `dt = softplus(dt + dt_bias)`: `S = exp(dt * A) * S + dt * x * B; out = (S C + D * x) * silu(z)`.
+
+    Attributes:
+        x, dt, z: `[T, I]`.
+        A: `[I, N]`, at most 0; with `log_rate` the logarithm of -A, as in `ssd`.
+        B, C: `[T, N]`.
+        D, dt_bias: `[I]`.
+        out: `[T, I]`, written whole.
+        state: index of the state, `[S, I, N]` float32.
+    """
 
     x: Tensor
     dt: Tensor
@@ -150,7 +200,12 @@ class ScanCall:
 
 @dataclass(frozen=True, slots=True)
 class LruCall:
-    """Arguments of `torchweave::rg_lru`."""
+    """Arguments of `torchweave::rg_lru`, the linear recurrence of the RG-LRU: `h = a * h + x; out = h`, from h = 0.
+
+    Attributes:
+        a, x, out: `[T, I]`.
+        state: index of the state, `[S, I]` float32.
+    """
 
     a: Tensor
     x: Tensor

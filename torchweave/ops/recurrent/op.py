@@ -30,7 +30,7 @@ from torch import Tensor
 from torchweave.ops.attention.op import AttentionMetadata
 from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall, StateAccess
 from torchweave.ops.recurrent.torch_native import one_sequence, run_on_torch, step_rows
-from torchweave.ops.registry import define
+from torchweave.ops.registry import define_boundary
 
 
 def _alone(call: RecurrentCall) -> None:
@@ -39,127 +39,11 @@ def _alone(call: RecurrentCall) -> None:
     run_on_torch(call, torch.zeros(1, *shape, dtype=dtype, device=call.out.device), one_sequence(call.out.shape[0]))
 
 
-@define("torchweave::causal_conv", mutates=("out",), boundary=True)
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, state: int, activation: str) -> None:
-    """Depthwise causal convolution: `out[t, c] = act(bias[c] + sum_j weight[c, j] * x[t - K + 1 + j, c])`.
-
-    Args:
-        x: `[T, C]`; inputs before a request's first token are zeros.
-        weight: `[C, K]`.
-        bias: `[C]`.
-        out: `[T, C]`, written whole.
-        state: index of the state, `[S, C, K - 1]` of x's dtype: the inputs of the last K - 1 tokens, the oldest first.
-        activation: `""`, `"silu"` or `"swish"`; others raise ValueError.
-    """
-    _alone(ConvCall(x, weight, bias, out, state, activation))
-
-
-@define("torchweave::gated_delta", mutates=("out",), boundary=True)
-def gated_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    out: Tensor,
-    state: int,
-    normalize: bool,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-) -> None:
-    """Gated delta rule, for each value head, with a state `S[K, V]`:
-    `S = exp(g) * S; S += k (beta * (v - k S))^T; out = K**-0.5 * q S`.
-
-    Args:
-        q, k: `[T, H, K]`. Value head h reads key head `h // (HV // H)`.
-        v: `[T, HV, V]`.
-        g: log decay, at most 0: `[T, HV]`, or `[T, HV, K]` with a decay for each key channel (Kimi delta attention).
-        beta: `[T, HV]`.
-        out: `[T, HV, V]`, written whole.
-        state: index of the state, `[S, HV, K, V]` float32.
-        normalize: divide q and k by `sqrt(sum of squares + 1e-6)` first.
-        A_log, dt_bias: `[HV]`, both or none. With them g `[T, HV]` and beta are projections before their gates: the log decay is
-            `-exp(A_log) * softplus(g + dt_bias)` in float32, the rate `sigmoid(beta)`, rounded to beta's dtype.
-    """
-    _alone(DeltaCall(q, k, v, g, beta, out, state, normalize, A_log, dt_bias))
-
-
-@define("torchweave::ssd", mutates=("out",), boundary=True)
-def ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    out: Tensor,
-    state: int,
-    softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    z: Tensor | None = None,
-    log_rate: bool = False,
-) -> None:
-    """Scan of Mamba2 (state space duality), for each head, with a state `S[P, N]`:
-    `S = exp(dt * A) * S + dt * x B^T; out = S C + D * x`.
-
-    Lightning attention is this op with `x = v, B = k, C = q, A = -slope`, a `dt` of ones (which may be expanded) and no limits.
-
-    Args:
-        x: `[T, H, P]`.
-        dt: `[T, H]`; the step is `clamp(softplus(dt + dt_bias), dt_min, dt_max)`.
-        A: `[H]`, at most 0; with `log_rate` the logarithm of -A.
-        B, C: `[T, G, N]`. Head h reads group `h // (H // G)`.
-        D, dt_bias: `[H]`.
-        out: `[T, H, P]`, written whole.
-        state: index of the state, `[S, H, P, N]` float32.
-        softplus: whether the step goes through softplus (linear above 20).
-        dt_min, dt_max: limits of the step.
-        z: `[T, H, P]`: out, rounded, is multiplied by `silu(z)`, rounded to z's dtype.
-        log_rate: A is the parameter from which the layer computes its decay, `-exp(A)` in float32.
-    """
-    _alone(SsdCall(x, dt, A, B, C, D, dt_bias, out, state, softplus, dt_min, dt_max, z, log_rate))
-
-
-@define("torchweave::selective_scan", mutates=("out",), boundary=True)
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    out: Tensor,
-    state: int,
-    log_rate: bool = False,
-) -> None:
-    """Scan of Mamba, for each channel, with a state `S[N]` and `dt = softplus(dt + dt_bias)`:
-    `S = exp(dt * A) * S + dt * x * B; out = (S C + D * x) * silu(z)`.
-
-    Args:
-        x, dt, z: `[T, I]`.
-        A: `[I, N]`, at most 0; with `log_rate` the logarithm of -A, as in `ssd`.
-        B, C: `[T, N]`.
-        D, dt_bias: `[I]`.
-        out: `[T, I]`, written whole.
-        state: index of the state, `[S, I, N]` float32.
-    """
-    _alone(ScanCall(x, dt, A, B, C, D, z, dt_bias, out, state, log_rate))
-
-
-@define("torchweave::rg_lru", mutates=("out",), boundary=True)
-def rg_lru(a: Tensor, x: Tensor, out: Tensor, state: int) -> None:
-    """Linear recurrence of the RG-LRU: `h = a * h + x; out = h`; before a request's first token h is 0.
-
-    Args:
-        a, x, out: `[T, I]`.
-        state: index of the state, `[S, I]` float32.
-    """
-    _alone(LruCall(a, x, out, state))
-
+define_boundary("torchweave::causal_conv", ConvCall, _alone, ("out",))
+define_boundary("torchweave::gated_delta", DeltaCall, _alone, ("out",))
+define_boundary("torchweave::ssd", SsdCall, _alone, ("out",))
+define_boundary("torchweave::selective_scan", ScanCall, _alone, ("out",))
+define_boundary("torchweave::rg_lru", LruCall, _alone, ("out",))
 
 _CALLS: dict[Any, type[RecurrentCall]] = {
     torch.ops.torchweave.causal_conv.default: ConvCall,
