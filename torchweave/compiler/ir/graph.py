@@ -173,6 +173,13 @@ class CapturedGraph(FakeGraph):
         assert isinstance(binding, Constant), "only a constant can be moved"
         binding.tensor.data = storage
 
+    def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call of a function, or of a method by its name, with its fake value at the graph's insert point."""
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        node = self.graph.create_node(kind, target, args, kwargs)
+        node.meta["example_value"] = self.fake_ops.run(target, *fx.map_arg((args, kwargs), value))  # type: ignore[misc]
+        return node
+
     def add_constant(self, name: str, tensor: Tensor) -> fx.Node:
         """Append a placeholder bound to `tensor`."""
         *_, last = self.placeholders()

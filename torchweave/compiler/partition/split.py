@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +179,13 @@ def normalize_call(
         else:
             positional.append(argument_value)
     return tuple(positional), keywords
+
+
+def calls_of(graph: FakeGraph, *ops: torch._ops.OpOverload) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
+    """Yield each call of these ops, by packet or overload, with its positional arguments. The graph may change meanwhile."""
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and (op := op_overload(node.target)) in ops:
+            yield node, normalize_call(op, node.args, node.kwargs)[0]
 
 
 def extract_subgraph(

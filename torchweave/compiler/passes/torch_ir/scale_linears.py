@@ -163,7 +163,5 @@ def _scaling(graph: CapturedGraph, found: _Factor, linear: fx.Node) -> tuple[Any
     factors = found.by
     if value(factors).ndim > 1:
         with graph.graph.inserting_before(linear):
-            new = graph.graph.call_method("view", (factors, -1))
-        new.meta["example_value"] = graph.fake_ops.run("view", (value(factors), -1), {})
-        factors = new
+            factors = graph.call("view", factors, -1)
     return factors, 1.0

@@ -265,17 +265,17 @@ def _rewrite(graph: CapturedGraph, found: _Mixture, stacked: StackedExperts) -> 
     if key not in stacked:
         stacked[key] = _stack(graph, *key)
     with graph.graph.inserting_before(found.sum):
-        index = _call(graph, F.pad, index, (0, 1), value=value(up).shape[0])
+        index = graph.call(F.pad, index, (0, 1), value=value(up).shape[0])
         if found.weight is None:
-            weight = _call(graph, F.pad, weight, (0, 1), value=1.0)
+            weight = graph.call(F.pad, weight, (0, 1), value=1.0)
         else:
             own = found.weight
             if value(own).dim() != 2:
-                own = _call(graph, torch.reshape, own, (-1, 1))
+                own = graph.call(torch.reshape, own, (-1, 1))
             if value(own).dtype != value(weight).dtype:
-                own = _call(graph, torch.Tensor.to, own, value(weight).dtype)
-            weight = _call(graph, torch.cat, [weight, own], -1)
-        result = _call(graph, _op, x, index, weight, *stacked[key], *rest[:-2], True)
+                own = graph.call(torch.Tensor.to, own, value(weight).dtype)
+            weight = graph.call(torch.cat, [weight, own], -1)
+        result = graph.call(_op, x, index, weight, *stacked[key], *rest[:-2], True)
     result.meta["stack_trace"] = found.routed.meta.get("stack_trace")
     found.routed.replace_all_uses_with(result)
     for view in found.views:
@@ -283,13 +283,6 @@ def _rewrite(graph: CapturedGraph, found: _Mixture, stacked: StackedExperts) -> 
     found.sum.replace_all_uses_with((result, *found.views)[-1])
     _erase_unused(graph, found.sum)
     _erase_unused(graph, found.routed)
-
-
-def _call(graph: CapturedGraph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    node = graph.graph.call_function(target, args, kwargs)
-    values = fx.map_arg((args, kwargs), value)
-    node.meta["example_value"] = graph.fake_ops.run(target, *values)
-    return node
 
 
 def _stack(
