@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import random
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests.compiler.streams.stream_cases import accumulate, random_piece
 from torchweave.compiler import GraphPass, PassResult, compile_graph
 from torchweave.compiler.codegen.lower import LoweringError, lower
 from torchweave.compiler.partition.split import Piece
-from torchweave.compiler.passes.aten.reinplace import V1, V2, Reinplace, SafetyCheck
+from torchweave.compiler.passes.aten.reinplace import FUNCTIONALIZED, Reinplace, SafetyCheck
 from torchweave.compiler.passes.manager import default_passes
 from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.compiler.runtime.forward import call_op
@@ -57,7 +56,7 @@ def test_reinplace_writes_to_temporaries_of_the_piece() -> None:
     check(Reinplace(), filled, [X, Y], matches=2)
     piece = graph_of(filled, [X, Y])
     Reinplace().run(piece)
-    assert V2 not in targets(piece) and targets(piece).count(accumulate._opoverload) == 2
+    assert FUNCTIONALIZED not in targets(piece) and targets(piece).count(accumulate._opoverload) == 2
 
 
 def test_reinplace_reads_mutated_arguments_from_the_schema() -> None:
@@ -85,7 +84,7 @@ def test_reinplace_writes_to_an_input_that_the_piece_writes_to() -> None:
 def shaped(view: str) -> Piece:
     """`accumulate` writes to a view, which torch records by size and stride, slice or alias."""
     piece = graph_of(filled, [torch.randn(6, 8), torch.randn(6, 8)])
-    call = next(node for node in reversed(piece.module.graph.nodes) if node.target is V2)
+    call = next(node for node in reversed(piece.module.graph.nodes) if node.target is FUNCTIONALIZED)
     forms = {
         "as_strided": {"_out_size": [6, 8], "_out_stride": [1, 6], "_out_storage_offset": 0},
         "slice": {"_out_slice_dim": 0, "_out_slice_start": 1, "_out_slice_end": 6},
@@ -110,23 +109,6 @@ def test_reinplace_views_keep_size_stride_and_offset(view: str) -> None:
     piece.module.recompile()
     assert torch.equal(piece.module(x, y)[0], want)
     assert torch.equal(want, filled(x, y)) is (view == "alias"), "the views look at other elements than the base"
-
-
-def test_reinplace_the_first_version() -> None:
-    piece = graph_of(lambda x, y: (x * 3, y + 1), [X, Y])
-    graph = piece.module.graph
-    (output,) = graph.find_nodes(op="output")
-    out, x = output.args[0]
-    with graph.inserting_before(output):
-        call = graph.call_function(V1, (accumulate._opoverload,), {"x": x, "out": out})
-        result = graph.call_function(operator.getitem, (call, 1))
-    call.meta["val"], result.meta["val"] = (None, out.meta["val"]), out.meta["val"]
-    output.args = ((result,),)
-    piece.module.recompile()
-    (want,) = piece.module(X, Y)
-    assert Reinplace().run(piece).matches == 1 and V1 not in targets(piece)
-    piece.module.recompile()
-    assert torch.equal(piece.module(X, Y)[0], want)
 
 
 def without_clones(function: Any, *examples: Tensor) -> Piece:
@@ -198,7 +180,7 @@ def test_reinplace_rejects_observable_writes(function: Any, why: str) -> None:
     piece = without_clones(function, X, Y)
     result = Reinplace().run(piece)
     assert any(why in miss.why for miss in result.near_misses), [miss.why for miss in result.near_misses]
-    assert V2 in targets(piece)
+    assert FUNCTIONALIZED in targets(piece)
     piece.module.recompile()
     want = function(X.clone(), Y.clone())
     for got, expected in zip(piece.module(X, Y), want if isinstance(want, tuple) else (want,), strict=True):
