@@ -63,10 +63,18 @@ class FakeTensorFactory:
         self._storages[storage] = tensor
 
 
-def geometry(fake: Tensor) -> tuple[Hashable, ...]:
-    """A hashable key that is equal for fake tensors of equal geometry."""
-    sizes = (*fake.size(), None, *fake.stride(), None, fake.storage_offset())
-    return (fake.dtype, fake.device, *map(expression, sizes))
+def geometry(fake: Tensor, ones: bool = True) -> tuple[Hashable, ...]:
+    """A hashable key that is equal for fake tensors of equal shape, strides, offset, dtype and device.
+
+    Args:
+        ones: also compare the strides of dimensions of size 1, which address nothing.
+    """
+    strides = [
+        stride
+        for size, stride in zip(fake.size(), fake.stride(), strict=True)
+        if ones or not isinstance(size, int) or size != 1
+    ]
+    return (fake.dtype, fake.device, *map(expression, (*fake.size(), None, *strides, None, fake.storage_offset())))
 
 
 class FakeOpCache:

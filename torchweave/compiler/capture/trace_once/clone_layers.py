@@ -31,7 +31,7 @@ from torchweave.compiler.capture.trace_once.repeated_layers import (
     Wire,
     skipped_paths,
 )
-from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, TensorGeometry, geometry
+from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, TensorGeometry
 from torchweave.compiler.ir.graph import CapturedGraph, Constant, SourceError, resolve, run_fake, same_geometry
 from torchweave.compiler.ir.mutation import op_overload, storage_id
 from torchweave.compiler.ir.symbols import SYMBOLIC, value
@@ -267,7 +267,7 @@ class _Clone:
         if len(given) != len(traced.arguments):
             raise CloneError(f"{self._layer.path} is called with other arguments than {traced.layer.path}")
         for traced_arg, own_arg in zip(traced.arguments, given, strict=True):
-            if self._copies.setdefault(traced_arg, own_arg) is not own_arg or not _has_same_geometry(
+            if self._copies.setdefault(traced_arg, own_arg) is not own_arg or not same_geometry(
                 value(traced_arg), value(own_arg)
             ):
                 raise CloneError(f"{self._layer.path} is called with tensors of another geometry")
@@ -276,7 +276,7 @@ class _Clone:
         for node, name in zip(traced.body, traced.names, strict=True):
             self._copy(node, name)
         results = [self._copies[node] for node in traced.results]
-        if any(not _has_same_geometry(value(results[index]), fake) for index, fake in expected.items()):
+        if any(not same_geometry(value(results[index]), fake) for index, fake in expected.items()):
             raise CloneError(f"a result of {self._layer.path} has another geometry than its placeholder")
         return results
 
@@ -389,10 +389,6 @@ class _FreshFakes:
                 self._storages.bind_storage(own_values[0], storage)
         base = self._bases[storage]
         return base is not None and base.dtype == thing.dtype
-
-
-def _has_same_geometry(one: Tensor, other: Tensor) -> bool:
-    return geometry(one) == geometry(other) or same_geometry(one, other)
 
 
 def _source_of(path: str) -> str:
