@@ -278,17 +278,17 @@ def _predecessors(edges: Edges, sets: _DisjointSets) -> dict[int, set[int]]:
 
 def _topological_order(dependencies: Mapping[int, set[int]]) -> list[int]:
     """Topological order, ties in graph order."""
-    sorter = TopologicalSorter(dependencies)
+    graph = TopologicalSorter(dependencies)
     try:
-        sorter.prepare()
+        graph.prepare()
     except CycleError:
         why = "operations that must share a task depend on each other through another task"
         raise AliasAnalysisError(why) from None
-    ready, order = sorted(sorter.get_ready()), list[int]()
+    ready, order = sorted(graph.get_ready()), list[int]()
     while ready:
         order.append(heappop(ready))
-        sorter.done(order[-1])
-        for each in sorter.get_ready():
+        graph.done(order[-1])
+        for each in graph.get_ready():
             heappush(ready, each)
     return order
 
