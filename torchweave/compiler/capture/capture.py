@@ -34,7 +34,7 @@ from torchweave.compiler.capture.trace_once.clone_layers import (
     placeholder_layers,
 )
 from torchweave.compiler.capture.trace_once.layer_recorder import NotRepeatableError
-from torchweave.compiler.capture.trace_once.repeated_layers import find_repeated, without_tails
+from torchweave.compiler.capture.trace_once.repeated_layers import facts, find_repeated
 from torchweave.compiler.dump import bytecode_text
 from torchweave.compiler.errors import (
     InvariantError,
@@ -165,14 +165,14 @@ def _capture_once(request: _Request) -> CapturedGraph | None:
         repeated = find_repeated(request.module, request.arguments)
         if repeated is None:
             return None
-        with placeholder_layers(repeated) as placeholders, without_tails(repeated.tails):
+        with placeholder_layers(repeated) as placeholders:
             graph = _capture(request, placeholders)
     except Exception as error:  # an optimization must not stop a capture that works without it
         is_expected = isinstance(error, (NotRepeatableError, CloneError, TraceError))
         why = str(error) if is_expected else f"{type(error).__name__}: {error}"
         request.report.event("trace_once", traced=[], cloned=0, why=why)
         return None
-    request.report.event("trace_once", **repeated.facts())
+    request.report.event("trace_once", **facts(repeated))
     return graph
 
 
