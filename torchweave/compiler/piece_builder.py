@@ -35,8 +35,8 @@ from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager, aten_cache_keys, name_sizes_in_facts
 from torchweave.compiler.precompile.precompile import KernelPrecompiler
 from torchweave.compiler.streams.backends import make_streams
-from torchweave.compiler.streams.build import StreamBuilder, linear_costs
-from torchweave.compiler.tuning.table import COMPILE_SIZES, STREAMS, Table, device_kind
+from torchweave.compiler.streams.build import StreamBuilder
+from torchweave.compiler.tuning.table import COMPILE_SIZES, Table, device_kind
 from torchweave.report import Report
 
 TokenSpan = tuple[int, int | None]
@@ -128,7 +128,11 @@ class PieceBuilder:
         self.tokens = token_count(graph.symbols)
         self.table = manager.table or Table(device_kind(device))
         self.kernel_precompiler = KernelPrecompiler(device)
-        self.stream_builder = self._make_stream_builder() if self.config.max_num_streams > 1 else None
+        self.stream_builder = None
+        if (num_streams := self.config.max_num_streams) > 1:
+            built_by = "inductor" if self.config.enable_inductor else "fx"
+            streams = make_streams(num_streams, device)
+            self.stream_builder = StreamBuilder(streams, num_streams, report, built_by, self.table)
         self.stages: tuple[Stage, ...] = (self.variants, self.cache, self.aten_passes, self.code)
         if self.stream_builder is not None:  # each part of a split piece has its own cache entry
             self.stages = (self.variants, self.aten_passes, self.streams, self.cache, self.code)
@@ -288,16 +292,6 @@ class PieceBuilder:
             why = name_sizes(str(error), self.graph.size_names)
         self.report.event("fallback", what=f"piece {piece.digest} by Inductor", why=why)
         return None
-
-    def _make_stream_builder(self) -> StreamBuilder:
-        return StreamBuilder(
-            make_streams(self.config.max_num_streams, self.device),
-            self.config.max_num_streams,
-            self.report,
-            "inductor" if self.config.enable_inductor else "fx",
-            measured_saving=lambda piece: self.table.measured_saving_us(STREAMS, piece.digest),
-            measured=lambda piece: linear_costs(piece, self.table),
-        )
 
 
 def token_ranges(passes: Sequence[Pass]) -> list[TokenSpan]:

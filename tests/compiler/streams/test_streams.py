@@ -26,6 +26,7 @@ from torchweave.compiler.ir.aliasing import AliasAnalysisError, analyze_aliasing
 from torchweave.compiler.ir.collectives import collective_group
 from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.runtime.forward import call_op
+from torchweave.compiler.streams import build
 from torchweave.compiler.streams.backends import CheckedStreams, DataRace
 from torchweave.compiler.streams.build import Split, StreamBuilder, join, linear_costs, plan_split
 from torchweave.compiler.streams.schedule import priorities, program, schedule, simulate
@@ -195,13 +196,14 @@ def test_linears_of_the_table_cost_their_measured_time() -> None:
     )
 
 
-def test_measured_costs_decide_a_split() -> None:
+def test_measured_costs_decide_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     _, piece = captured_piece(shared_experts())
     cheap = {key_of(node): 0.1 for node in piece.module.graph.nodes if node.op.startswith("call")}
     kept = []
     for costs in ({}, cheap):
         report = Report(show=False)
-        StreamBuilder(CheckedStreams(2), 2, report, "fx", measured=lambda _, costs=costs: costs).build(piece, build_fx)
+        monkeypatch.setattr(build, "linear_costs", lambda *_, costs=costs: costs)
+        StreamBuilder(CheckedStreams(2), 2, report, "fx", Table("cpu")).build(piece, build_fx)
         kept.append(report.select("streams")[0]["kept"])
     assert kept == [True, False]
 
@@ -385,15 +387,10 @@ def test_pieces_without_parallelism_are_built_serially() -> None:
 def test_a_split_that_measured_slower_is_not_made() -> None:
     _, piece = captured_piece(shared_experts())
     for measured_saving, kept in ((-0.4, False), (1.5, True), (None, True)):
-        report = Report(show=False)
-        builder = StreamBuilder(
-            CheckedStreams(2),
-            2,
-            report,
-            "fx",
-            measured_saving=lambda _, measured_saving=measured_saving: measured_saving,
-        )
-        builder.build(piece, build_fx)
+        report, entries = Report(show=False), ()
+        if measured_saving is not None:
+            entries = (Entry("streams", piece.digest, 1, "on", 5 - measured_saving, 5.0, 0.0),)
+        StreamBuilder(CheckedStreams(2), 2, report, "fx", Table("cpu", entries)).build(piece, build_fx)
         (event,) = report.select("streams")
         assert event["kept"] is kept
         assert (
