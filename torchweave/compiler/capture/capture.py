@@ -34,7 +34,7 @@ from torchweave.compiler.capture.trace_once.clone_layers import (
     placeholder_layers,
 )
 from torchweave.compiler.capture.trace_once.layer_recorder import NotRepeatableError
-from torchweave.compiler.capture.trace_once.repeated_layers import facts, find_repeated
+from torchweave.compiler.capture.trace_once.repeated_layers import find_repeated, trace_once_facts
 from torchweave.compiler.dump import bytecode_text
 from torchweave.compiler.errors import (
     InvariantError,
@@ -174,7 +174,7 @@ def _capture_once(request: _Request) -> CapturedGraph | None:
         why = str(error) if is_expected else f"{type(error).__name__}: {error}"
         request.report.event("trace_once", traced=[], cloned=0, why=why)
         return None
-    request.report.event("trace_once", **facts(repeated))
+    request.report.event("trace_once", **trace_once_facts(repeated))
     return graph
 
 

@@ -22,10 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 from torchweave.compiler.capture.trace_once.layer_recorder import LayerRecord, own_tensors
-from torchweave.compiler.capture.trace_once.repeated_layers import (
-    Layer,
-    LayerKind,
-)
+from torchweave.compiler.capture.trace_once.repeated_layers import Layer, LayerKind
 from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, TensorGeometry
 from torchweave.compiler.ir.graph import CapturedGraph, Constant, SourceError, resolve, run_fake, same_geometry
 from torchweave.compiler.ir.mutation import op_overload, storage_id

@@ -18,11 +18,7 @@ from typing import Any
 from torch import nn
 
 from torchweave.compiler.cache.keys import DescriptionCache, describe_module
-from torchweave.compiler.capture.trace_once.layer_recorder import (
-    LayerRecord,
-    NotRepeatableError,
-    record_layers,
-)
+from torchweave.compiler.capture.trace_once.layer_recorder import LayerRecord, NotRepeatableError, record_layers
 
 MIN_LAYERS = 3
 """A shorter list is traced in full: the saving would be small."""
@@ -70,7 +66,7 @@ class LayerKind:
     others: list[tuple[Layer, LayerRecord]]
 
 
-def facts(kinds: Sequence[LayerKind]) -> dict[str, Any]:
+def trace_once_facts(kinds: Sequence[LayerKind]) -> dict[str, Any]:
     """Fields of the `trace_once` event: traced layers, and the number of cloned ones."""
     return {"traced": [kind.first.path for kind in kinds], "cloned": sum(len(kind.others) for kind in kinds)}
 
