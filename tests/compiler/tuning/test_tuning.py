@@ -39,7 +39,6 @@ from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.startup import tune as tuning_of_an_engine
 from torchweave.engine.startup.tune import tune as tune_engine
 from torchweave.models.weights.quantize import Fp8Linear
-from torchweave.ops.linear import LinearFusion
 from torchweave.ops.linear_config import LinearConfig, default_choices, parse_choices, select_config
 from torchweave.report import Report
 
@@ -153,7 +152,7 @@ def test_fused_and_plain_linears_are_tuned_at_the_sizes_where_each_runs() -> Non
         *(("1536x768", 48), ("4608x768", 48), ("768x2304", 48)),
         *(("768x768", 8), ("768x768", 48), ("96x768", 8), ("96x768", 48)),
     }
-    assert letters(LinearFusion(norm=torch.ones(1), activation="silu", residual=torch.ones(1))) == "ngr"
+    assert letters(torch.ones(1), "silu", torch.ones(1)) == "ngr"
 
 
 def test_local_tuning_overrides_shipped_tables() -> None:

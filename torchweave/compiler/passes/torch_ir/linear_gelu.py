@@ -12,7 +12,6 @@ Pays      one kernel a layer that reads and writes the widest activation: 25 of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,25 +21,18 @@ from torch import fx
 import torchweave.ops.linear  # noqa: F401 (defines torchweave::linear_gelu)
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import GraphPass, Mismatch, Numerics, PassResult, near_misses_by_reason
+from torchweave.compiler.passes.base import DevicePass, GraphPass, Mismatch, Numerics, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.rewrite import replace_call
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR
 
 _GELU = F.gelu
 
 
-class LinearGelu(GraphPass):
-    """See the module's text.
-
-    Args:
-        devices: device types on which the pass runs; on others the op is its reference, which only tests use.
-    """
+class LinearGelu(DevicePass):
+    """See the module's text."""
 
     name = "linear_gelu"
     numerics: Numerics = "tolerance"
-
-    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
-        self.devices = frozenset(devices)
 
     def run(self, graph: CapturedGraph) -> PassResult:
         matches = 0

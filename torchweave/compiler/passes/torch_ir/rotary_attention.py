@@ -14,7 +14,6 @@ Pays      one launch a layer in a decode graph of more than a few rows, two with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import calls_of
 from torchweave.compiler.passes import norm_dialects as norm
 from torchweave.compiler.passes import rope_dialects as rope
-from torchweave.compiler.passes.base import GraphPass, PassResult, near_misses_by_reason
+from torchweave.compiler.passes.base import DevicePass, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.matcher import Match, PartialMatch, Pattern, either, same_value
 from torchweave.compiler.passes.rewrite import erase
 
@@ -70,13 +69,9 @@ class _Heads:
     covered: tuple[fx.Node, ...] = ()
 
 
-class RotaryAttention(GraphPass):
+class RotaryAttention(DevicePass):
     __doc__ = __doc__
     name = "rotary_attention"
-
-    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
-        """`devices`: device types on which the kernels of attention rotate queries and keys."""
-        self.devices = frozenset(devices)
 
     def run(self, graph: CapturedGraph) -> PassResult:
         matches, before = 0, graph.num_calls()

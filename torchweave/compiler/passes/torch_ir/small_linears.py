@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, near_misses_by_reason
+from torchweave.compiler.passes.base import DevicePass, GraphPass, Mismatch, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.rewrite import replace_call
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR, unsupported_weight
 from torchweave.compiler.tuning.linears import LinearShape
@@ -30,7 +30,7 @@ from torchweave.compiler.tuning.table import Table, device_kind, shipped_table
 from torchweave.ops.linear_config import supported
 
 
-class SmallLinears(GraphPass):
+class SmallLinears(DevicePass):
     """See the module's text.
 
     Args:
@@ -41,7 +41,7 @@ class SmallLinears(GraphPass):
     name = "small_linears"
 
     def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
-        self.devices = frozenset(devices)
+        super().__init__(devices)
         self._table, self.table = table, "shipped" if table is None else table.digest
 
     def run(self, graph: CapturedGraph) -> PassResult:
