@@ -155,7 +155,7 @@ def _storages(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
             if node.op == "output":
                 continue
             values[node] = _run(node, values)
-            tensors = list(_tensors(values[node]))
+            tensors = [leaf for leaf in _leaves(values[node]) if isinstance(leaf, Tensor)]
             keep_alive += tensors
             storages[node] = frozenset(
                 numbers.setdefault(each.untyped_storage()._cdata, len(numbers)) for each in tensors
@@ -191,10 +191,6 @@ def _leaves(thing: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield thing
-
-
-def _tensors(thing: Any) -> Iterator[Tensor]:
-    yield from (leaf for leaf in _leaves(thing) if isinstance(leaf, Tensor))
 
 
 def _all(storages: dict[fx.Node, frozenset[int]], nodes: Iterable[fx.Node]) -> frozenset[int]:

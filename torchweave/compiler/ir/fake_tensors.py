@@ -102,9 +102,7 @@ class FakeOpCache:
             out = run_target(target, args, kwargs)
         if key is None:
             return out
-        if _is_cacheable(out) and free_symbols(_flat(out)) <= free_symbols(
-            [*_flat(args), *_flat(tuple(kwargs.values()))]
-        ):
+        if _is_cacheable(out) and free_symbols(out) <= free_symbols((args, tuple(kwargs.values()))):
             self._results[key] = _describe_result(out, tensors, {})
         return out
 
@@ -182,9 +180,3 @@ def _rebuild_result(description: Any, tensors: list[Tensor], storages: FakeTenso
     if type(description) in (tuple, list):
         return type(description)([_rebuild_result(item, tensors, storages) for item in description])
     return description
-
-
-def _flat(thing: Any) -> list[Any]:
-    if isinstance(thing, slice):
-        thing = (thing.start, thing.stop, thing.step)
-    return [leaf for item in thing for leaf in _flat(item)] if isinstance(thing, (tuple, list)) else [thing]
