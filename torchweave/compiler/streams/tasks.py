@@ -190,7 +190,7 @@ def hazards(graph: fx.Graph, memory: AliasInfo) -> Edges:
 
 def _recomputable_views(graph: fx.Graph, memory: AliasInfo) -> frozenset[fx.Node]:
     """Views and sizes that a reader can recompute from tensors. A returned view is computed once, by a task."""
-    (output,) = (node for node in graph.nodes if node.op == "output")
+    output = graph.output_node()
     returned = set(output.all_input_nodes)
     recomputable: set[fx.Node] = set()
     for node in graph.nodes:

@@ -140,7 +140,7 @@ def _remove(graph: CapturedGraph, found: _Factor, linear: fx.Node) -> str | None
         return "it is multiplied by a number that is not constant"
     source = value(found.source)
     if not same_geometry(source, value(found.node)):
-        (output,) = graph.graph.find_nodes(op="output")
+        output = graph.graph.output_node()
         if output in found.node.users:
             return "its result is returned, and its source has another layout"
         try:

@@ -31,7 +31,7 @@ import torchweave.ops.moe.experts  # noqa: F401  (defines torchweave::experts)
 from torchweave.compiler.ir.graph import CapturedGraph, same_geometry
 from torchweave.compiler.ir.mutation import storage_id
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import normalize_call
+from torchweave.compiler.partition.split import call_name, normalize_call
 from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.torch_ir.stacking import find_barrier
 
@@ -108,10 +108,8 @@ def _calls(node: Any, *targets: Any) -> bool:
 
 
 def _op_name(node: Any) -> str:
-    """The name of the custom op that a node calls, or nothing."""
-    target = node.target if isinstance(node, fx.Node) else None
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    return packet._qualified_op_name if isinstance(packet, torch._ops.OpOverloadPacket) else ""
+    """The name of the op that a node calls, or nothing."""
+    return call_name(node) if isinstance(node, fx.Node) else ""
 
 
 def _is_product(node: Any) -> bool:
