@@ -17,7 +17,7 @@ Pays      in FX builds: one copy less for each written tensor. Inductor does the
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,26 +72,16 @@ class ViewOfBase:
     arguments: tuple[Any, ...] = ()
 
 
-SafetyCheck = Callable[[FunctionalCall, MutatedTensor, AliasInfo], str | None]
-
-
 class NotReinplaceable(Exception):
     """A functional call must stay functional; the message gives the reason."""
 
 
 class Reinplace(GraphPass):
-    """See the module's text.
-
-    Args:
-        safety_check: returns the reason why an in-place write would be observable, or None.
-    """
+    """See the module's text."""
 
     name = "reinplace"
     stage: Stage = "aten"
     builds: tuple[Build, ...] = ("fx",)
-
-    def __init__(self, safety_check: SafetyCheck | None = None) -> None:
-        self.safety_check = safety_check or find_observer
 
     def run(self, graph: Any) -> PassResult:
         matches, near_misses = 0, []
@@ -103,7 +93,7 @@ class Reinplace(GraphPass):
                 call = _decompose(node)
                 memory = analyze_aliasing(graph.graph, inputs_may_alias=False)
                 for each in call.written:
-                    why = self.safety_check(call, each, memory)
+                    why = find_observer(call, each, memory)
                     if why is not None:
                         raise NotReinplaceable(why)
             except (NotReinplaceable, AliasAnalysisError) as refusal:
