@@ -328,7 +328,7 @@ class _ForwardGenerator:
         return self._bind_object("value", thing, None)
 
     def _return_expression(self) -> str:
-        output = self.graph.graph.output_node()
+        output: Any = self.graph.graph.output_node()
         flat = [self._expression(item) for item in output.args[0]]
         tree = self.graph.output
         if tree.is_single_tensor():

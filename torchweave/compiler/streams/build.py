@@ -190,7 +190,7 @@ class _Writer:
         self.split, self.program = split, split.program
         graph = split.piece.module.graph
         self.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        self.output = graph.output_node()
+        self.output: Any = graph.output_node()
         self.names = {
             node: node.name for part in split.parts for node in (*part.inputs, *part.constants, *part.outputs)
         }
