@@ -23,7 +23,7 @@ from torchweave.compiler.partition.result_views import separate_result_views
 from torchweave.compiler.partition.split import Piece, report_parts, select_splitting_ops, split
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager
-from torchweave.compiler.piece_builder import BuildOptions, build_pieces
+from torchweave.compiler.piece_builder import PieceBuilder, build_pieces
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.tuning.table import load_tables, report_table
 from torchweave.config.options import TorchCompileConfig
@@ -89,7 +89,7 @@ def compile_graph(
     report_parts(parts, graph.symbols, report)
     # 5. Build each distinct piece: lowering, passes on ATen, Inductor or FX, or the cache.
     with _LOCK, lock_cache(), restore_autocast():
-        built = build_pieces(pieces, BuildOptions(graph, manager, cache, device, report))
+        built = build_pieces(pieces, PieceBuilder(graph, manager, cache, device, report))
     # 6. Assemble: generate the forward that calls the pieces and boundary ops in order.
     sizes = size_range(graph, config.dynamic_shapes, report, as_eager)
     sizes = sizes._replace(high=min([sizes.high, *(each.max_size for each in built.values())]))

@@ -35,29 +35,12 @@ from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager, aten_cache_keys, name_sizes_in_facts
 from torchweave.compiler.precompile.precompile import KernelPrecompiler
 from torchweave.compiler.streams.backends import make_streams
-from torchweave.compiler.streams.build import StreamBuilder, linear_costs
-from torchweave.compiler.tuning.table import COMPILE_SIZES, STREAMS, Table, device_kind
+from torchweave.compiler.streams.build import StreamBuilder
+from torchweave.compiler.tuning.table import COMPILE_SIZES, Table, device_kind
 from torchweave.report import Report
 
 TokenSpan = tuple[int, int | None]
 """Smallest and largest token count; None for an open end."""
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """Settings shared by all pieces of a graph.
-
-    Attributes:
-        graph: the captured graph that the pieces were cut from.
-        manager: passes of the ATen stage, the config and the tuning table.
-        cache: None to build every piece anew.
-    """
-
-    graph: CapturedGraph
-    manager: PassManager
-    cache: CompileCache | None
-    device: torch.device
-    report: Report
 
 
 @dataclass(frozen=True)
@@ -100,14 +83,14 @@ Build = Callable[[PieceJob], BuiltPiece]
 Stage = Callable[[PieceJob, Build], BuiltPiece]
 
 
-def build_pieces(pieces: Sequence[Piece], options: BuildOptions) -> dict[str, BuiltPiece]:
+def build_pieces(pieces: Sequence[Piece], builder: PieceBuilder) -> dict[str, BuiltPiece]:
     """Build each distinct piece once; returns the builds by digest."""
     layers: dict[str, list[Piece]] = {}
     for piece in pieces:
         layers.setdefault(piece.digest, []).append(piece)
     built: dict[str, BuiltPiece] = {}
-    builder, report = PieceBuilder(options), options.report
-    inductor_dir = InductorCacheDir(options.cache if options.device.type == "cpu" else None)
+    report = builder.report
+    inductor_dir = InductorCacheDir(builder.compile_cache if builder.device.type == "cpu" else None)
     with inductor_dir, builder.kernel_precompiler, report.progress("building pieces", len(layers)) as advance:
         # Pieces of most layers first: the graph's first and last piece need most of the Inductor kernels, and the worker
         # processes that compile these take some seconds to start.
@@ -115,31 +98,48 @@ def build_pieces(pieces: Sequence[Piece], options: BuildOptions) -> dict[str, Bu
             built[digest] = inductor_dir.run(functools.partial(builder.build, same[0]))
             advance(1, digest)
     for digest, same in layers.items():
-        _report_piece(same, built[digest], options.graph, report)
+        _report_piece(same, built[digest], builder.graph, report)
     return built
 
 
 class PieceBuilder:
-    """Builds pieces one at a time through `stages`."""
+    """Builds pieces one at a time through `stages`.
 
-    def __init__(self, options: BuildOptions) -> None:
-        self.options, self.report, self.config = options, options.report, options.manager.config
+    Args:
+        graph: the captured graph that the pieces were cut from.
+        manager: passes of the ATen stage, the config and the tuning table.
+        cache: None to build every piece anew.
+    """
+
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        manager: PassManager,
+        cache: CompileCache | None,
+        device: torch.device,
+        report: Report,
+    ) -> None:
+        self.graph, self.manager, self.compile_cache, self.device, self.report = graph, manager, cache, device, report
+        self.config = manager.config
         # A pass for other devices would cost a lowering and never match.
-        device_type = options.device.type
         self.passes = tuple(
-            each for each in options.manager.passes("aten") if device_type in getattr(each, "devices", (device_type,))
+            each for each in manager.passes("aten") if device.type in getattr(each, "devices", (device.type,))
         )
-        self.tokens = token_count(options.graph.symbols)
-        self.table = options.manager.table or Table(device_kind(options.device))
-        self.kernel_precompiler = KernelPrecompiler(options.device)
-        self.stream_builder = _stream_builder(options, self.table)
+        self.tokens = token_count(graph.symbols)
+        self.table = manager.table or Table(device_kind(device))
+        self.kernel_precompiler = KernelPrecompiler(device)
+        self.stream_builder = None
+        if (num_streams := self.config.max_num_streams) > 1:
+            built_by = "inductor" if self.config.enable_inductor else "fx"
+            streams = make_streams(num_streams, device)
+            self.stream_builder = StreamBuilder(streams, num_streams, report, built_by, self.table)
         self.stages: tuple[Stage, ...] = (self.variants, self.cache, self.aten_passes, self.code)
         if self.stream_builder is not None:  # each part of a split piece has its own cache entry
             self.stages = (self.variants, self.aten_passes, self.streams, self.cache, self.code)
 
     def build(self, piece: Piece) -> BuiltPiece:
         """Build a piece for every token count, with its variants."""
-        return self._run_stages(0, PieceJob(piece, num_guards(self.options.graph)))
+        return self._run_stages(0, PieceJob(piece, num_guards(self.graph)))
 
     def _run_stages(self, first: int, job: PieceJob) -> BuiltPiece:
         return self.stages[first](job, functools.partial(self._run_stages, first + 1))
@@ -168,11 +168,12 @@ class PieceBuilder:
 
     def cache(self, job: PieceJob, build: Build) -> BuiltPiece:
         """Stage: the build from the compile cache, else built and stored. FX builds are not cached."""
-        if self.options.cache is None or not self.config.enable_inductor:
+        if self.compile_cache is None or not self.config.enable_inductor:
             return build(job)
-        make, device = functools.partial(build, job), self.options.device
-        entry = PieceEntry(self.options.cache, job.piece, self.config, device, make, job.cache_factors)
-        return entry.load_or_build()
+        make = functools.partial(build, job)
+        return PieceEntry(
+            self.compile_cache, job.piece, self.config, self.device, make, job.cache_factors
+        ).load_or_build()
 
     def aten_passes(self, job: PieceJob, build: Build) -> BuiltPiece:
         """Stage: run the ATen passes that the variant asks for."""
@@ -192,7 +193,7 @@ class PieceBuilder:
         self.kernel_precompiler.submit_piece(job.piece)
         built = (self._by_inductor(job) if self.config.enable_inductor else None) or build_fx(job.piece)
         # Read here, before the cache stores the piece: a load from the cache creates no guards.
-        return replace(built, max_size=max_size(self.options.graph, job.num_guards))
+        return replace(built, max_size=max_size(self.graph, job.num_guards))
 
     def _rewrite_ranges(self, piece: Piece) -> list[RewrittenPiece]:
         """The rewritten piece of each range of the token count; adjacent ranges with equal graphs are merged."""
@@ -264,16 +265,15 @@ class PieceBuilder:
             try:
                 rewritten = lowered()
             except LoweringError as error:
-                why = name_sizes(str(error), self.options.graph.size_names)
+                why = name_sizes(str(error), self.graph.size_names)
                 self.report.event("lowering", piece=piece.digest, lowered=False, why=why)
                 if sizes:
                     raise
                 return RewrittenPiece(piece)
-            manager = self.options.manager
-            facts = manager.rewrite(rewritten, passes, self.report)
+            facts = self.manager.rewrite(rewritten, passes, self.report)
             if not sizes and not any(each["matches"] for each in facts):
                 return RewrittenPiece(piece, facts)
-            facts += manager.rewrite(rewritten, last, self.report)
+            facts += self.manager.rewrite(rewritten, last, self.report)
         name = "lowered" + "".join(f"-T{size}" for size in (sizes or {}).values())
         self.report.artifact(f"pieces/{piece.digest}/{name}.py", lambda: graph_text(rewritten.module))
         return RewrittenPiece(rewritten, facts)
@@ -289,23 +289,9 @@ class PieceBuilder:
             # time would make the code read wrong sizes.
             why = f"it writes to {shared.name}, which shares its memory with another input"
         except InductorUnsupportedError as error:
-            why = name_sizes(str(error), self.options.graph.size_names)
+            why = name_sizes(str(error), self.graph.size_names)
         self.report.event("fallback", what=f"piece {piece.digest} by Inductor", why=why)
         return None
-
-
-def _stream_builder(options: BuildOptions, table: Table) -> StreamBuilder | None:
-    config = options.manager.config
-    if config.max_num_streams < 2:
-        return None
-    return StreamBuilder(
-        make_streams(config.max_num_streams, options.device),
-        config.max_num_streams,
-        options.report,
-        "inductor" if config.enable_inductor else "fx",
-        measured_saving=lambda piece: table.measured_saving_us(STREAMS, piece.digest),
-        measured=lambda piece: linear_costs(piece, table),
-    )
 
 
 def token_ranges(passes: Sequence[Pass]) -> list[TokenSpan]:

@@ -20,7 +20,7 @@ from torchweave.compiler.passes.base import GraphPass, PassResult
 from torchweave.compiler.passes.manager import PassManager, default_passes, run_pass
 from torchweave.compiler.passes.pattern import Fusion
 from torchweave.compiler.passes.testing import T, graph_of
-from torchweave.compiler.piece_builder import BuildOptions, PieceBuilder, PieceJob, passes_for_range, token_ranges
+from torchweave.compiler.piece_builder import PieceBuilder, PieceJob, passes_for_range, token_ranges
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
@@ -313,7 +313,7 @@ def test_a_piece_that_cannot_be_lowered_is_built_as_it_is() -> None:
     assert all(map(torch.equal, compiled_graph(call_op, x), Aliased()(x)))
     graph = capture(Aliased(), {"x": torch.zeros(5, 8)}, {"x": {0: "T"}}, "backed_size_oblivious")
     manager = PassManager([], TorchCompileConfig())
-    builder = PieceBuilder(BuildOptions(graph, manager, None, torch.device("cpu"), report))
+    builder = PieceBuilder(graph, manager, None, torch.device("cpu"), report)
     job, rewrite = PieceJob(compiled_graph.pieces[-1], 0), lambda job: builder.aten_passes(job, lambda _: None)
     assert builder._build_for_size(job, 7, rewrite) is None and len(report.select("lowering")) == 2, (
         "nor has it a fixed size"

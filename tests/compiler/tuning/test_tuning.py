@@ -39,7 +39,6 @@ from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.startup import tune as tuning_of_an_engine
 from torchweave.engine.startup.tune import tune as tune_engine
 from torchweave.models.weights.quantize import Fp8Linear
-from torchweave.ops.linear import LinearFusion
 from torchweave.ops.linear_config import LinearConfig, default_choices, parse_choices, select_config
 from torchweave.report import Report
 
@@ -146,7 +145,7 @@ def test_default_rule_applies_below_the_measured_token_counts() -> None:
 
 
 def test_fused_linears_have_a_letter_for_each_fusion() -> None:
-    assert letters(LinearFusion(norm=torch.ones(1), activation="silu", residual=torch.ones(1))) == "ngr"
+    assert letters(torch.ones(1), "silu", torch.ones(1)) == "ngr"
 
 
 def test_local_tuning_overrides_shipped_tables() -> None:

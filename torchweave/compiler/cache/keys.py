@@ -73,7 +73,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "torchweave_sources": version.package_source_hash(),
         "torch": torch.__version__,
         "torch_git": torch.version.git_version,
-        "triton": _version("triton"),
+        "triton": _triton_version(),
         "python": platform.python_version_tuple()[:2],
         "device": device_kind(device),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -346,14 +346,11 @@ def _inductor_config() -> str:
     return describe({key: value for key, value in settings.items() if "compile_threads" not in key}, 0)
 
 
-def _version(package: str) -> str:
-    module = sys.modules.get(package)
-    if module is None:
-        try:
-            module = importlib.import_module(package)
-        except ImportError:
-            return "none"
-    return str(getattr(module, "__version__", "unknown"))
+def _triton_version() -> str:
+    try:
+        return str(getattr(importlib.import_module("triton"), "__version__", "unknown"))
+    except ImportError:
+        return "none"
 
 
 def _digest(text: str) -> str:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
+from unittest import mock
 
 from torchweave.config.options import TorchCompileConfig, cache_dir, expand_path
 from torchweave.report import Report
@@ -280,11 +281,8 @@ def _stored_probes() -> Iterator[None]:
                 mark.touch()
         return loads
 
-    VecISA._probe_load = probe_load  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(VecISA, "_probe_load", probe_load):
         yield
-    finally:
-        VecISA._probe_load = probe  # type: ignore[method-assign]
 
 
 Result = TypeVar("Result")

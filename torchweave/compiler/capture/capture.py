@@ -11,11 +11,11 @@ import logging
 import operator
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -34,7 +34,7 @@ from torchweave.compiler.capture.trace_once.clone_layers import (
     placeholder_layers,
 )
 from torchweave.compiler.capture.trace_once.layer_recorder import NotRepeatableError
-from torchweave.compiler.capture.trace_once.repeated_layers import find_repeated, without_tails
+from torchweave.compiler.capture.trace_once.repeated_layers import find_repeated, trace_once_facts
 from torchweave.compiler.dump import bytecode_text
 from torchweave.compiler.errors import (
     InvariantError,
@@ -78,6 +78,8 @@ _NUMPY_SOURCE_PREFIX = "___from_numpy("
 """Prefix of Dynamo's source of a numpy number or array."""
 _INPUT_SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 """Dynamo's source of a size of an input."""
+_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""Logs a failing operation with a traceback and the symbols of sizes; the exception has them by their names."""
 _NODE_META = ("example_value", "stack_trace")
 """Metadata of nodes that later stages read."""
 
@@ -165,14 +167,14 @@ def _capture_once(request: _Request) -> CapturedGraph | None:
         repeated = find_repeated(request.module, request.arguments)
         if repeated is None:
             return None
-        with placeholder_layers(repeated) as placeholders, without_tails(repeated.tails):
+        with placeholder_layers(repeated) as placeholders:
             graph = _capture(request, placeholders)
     except Exception as error:  # an optimization must not stop a capture that works without it
         is_expected = isinstance(error, (NotRepeatableError, CloneError, TraceError))
         why = str(error) if is_expected else f"{type(error).__name__}: {error}"
         request.report.event("trace_once", traced=[], cloned=0, why=why)
         return None
-    request.report.event("trace_once", **repeated.facts())
+    request.report.event("trace_once", **trace_once_facts(repeated))
     return graph
 
 
@@ -237,23 +239,11 @@ def _trace(request: _Request, size_names: Mapping[str, str]) -> Any:
             dynamo_timed("torchweave_capture"),
             record_branches(),
             select_by_sizes(),
-            _without_log_of_errors(),
+            mock.patch.object(_FAKE_TENSOR_LOG, "disabled", True),
         ):
             return fullgraph_capture(request.module, request.arguments)
     except Exception as error:
         raise trace_error(error, size_names) from error
-
-
-@contextmanager
-def _without_log_of_errors() -> Iterator[None]:
-    """Without the traceback that torch logs of a failing operation, with the symbols of sizes; the exception names them."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    keep = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = keep
 
 
 def _roots(request: _Request, captured: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def output_tree(
     Raises:
         TraceError: forward returns an object that cannot be returned again at each call, or changes Python objects.
     """
-    (output,) = (node for node in captured.backend_input.graph_module.graph.nodes if node.op == "output")
+    output = captured.backend_input.graph_module.graph.output_node()
     if sizes := [node for node in output.all_input_nodes if not isinstance(value(node), Tensor)]:
         raise TraceError(
             "forward returns a size, or a number computed from sizes; return tensors", source_location(sizes[0])

@@ -5,6 +5,7 @@ A built piece takes one list and empties it, so that each tensor is freed after 
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 import warnings
@@ -85,16 +86,21 @@ def inductor_options(config: TorchCompileConfig) -> dict[str, Any]:
 def build_fx(piece: Piece) -> BuiltPiece:
     """Build a piece as the Python code of its graph."""
     begin = time.monotonic()
-    module, forward = piece.module, _forward(piece.module)
+    call = _boxed(functools.partial(_forward(piece.module), piece.module))
+    if any(node.target is torch.amp.autocast_mode._enter_autocast for node in piece.module.graph.nodes):
+        call = restore_autocast()(call)
+    return BuiltPiece(piece.digest, call, "fx", time.monotonic() - begin)
+
+
+def _boxed(function: Callable[..., Any]) -> Boxed:
+    """A function of several arguments as one of a list, which it empties."""
 
     def call(args: list[Any]) -> Sequence[Any]:
         taken = tuple(args)
         args.clear()
-        return forward(module, *taken)
+        return function(*taken)
 
-    if any(node.target is torch.amp.autocast_mode._enter_autocast for node in piece.module.graph.nodes):
-        call = restore_autocast()(call)
-    return BuiltPiece(piece.digest, call, "fx", time.monotonic() - begin)
+    return call
 
 
 @contextmanager
@@ -204,15 +210,7 @@ def fast_callable(artifact: Any, module: fx.GraphModule) -> Boxed:
     innermost function instead, which halves the host time of a small piece.
     """
     inner = None if has_mutations(module.graph) else compiled_fx_graph(artifact)
-    if inner is not None:
-        return inner.current_callable
-
-    def call(args: list[Any]) -> Sequence[Any]:
-        taken = tuple(args)
-        args.clear()
-        return artifact(*taken)
-
-    return call
+    return _boxed(artifact) if inner is None else inner.current_callable
 
 
 def _content(cell: Any) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
 from torchweave.config import Plan, format_value
 from torchweave.report import Report
+from torchweave.version import __version__
 
 VERSION = 1
 Facts = dict[str, Any]
@@ -21,7 +21,7 @@ def explain(plan: Plan | None, report: Report) -> Facts:
     passes = _passes(report, choices)
     return {
         "version": VERSION,
-        "torchweave": _package_version(),
+        "torchweave": __version__,
         "model": _last_event(report, "model_loaded") | _last_event(report, "model_adapted"),
         "draft_model": _last_event(report, "draft_model"),
         "quantization": _last_event(report, "quantized"),
@@ -56,13 +56,6 @@ def as_json(facts: Facts) -> str:
 def schema() -> Facts:
     """The JSON schema of the facts."""
     return json.loads(files("torchweave.compiler.explain").joinpath("explain.schema.json").read_text(encoding="utf-8"))
-
-
-def _package_version() -> str:
-    try:
-        return version("torchweave")
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "unknown"
 
 
 def _entry(entry: Any) -> Facts:

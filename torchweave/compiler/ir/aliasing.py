@@ -56,13 +56,11 @@ class AliasInfo:
         access: of every node but the output.
         holds: the storage groups of each node's tensors.
         views: nodes that only view their argument, which any reader can repeat.
-        mutated_args: nodes that other nodes write to.
     """
 
     access: dict[fx.Node, NodeAccess]
     holds: dict[fx.Node, frozenset[int]]
     views: frozenset[fx.Node]
-    mutated_args: frozenset[fx.Node]
 
 
 def computes_sizes(node: fx.Node) -> bool:
@@ -96,7 +94,7 @@ def analyze_aliasing(graph: fx.Graph, inputs_may_alias: bool = True) -> AliasInf
     storages = _storages(graph)
     groups = _UnionFind()
     writers = {node: mutated_args(node) for node in graph.nodes if node.op != "output"}
-    targets = frozenset(target for writes in writers.values() for target in writes)
+    targets = {target for writes in writers.values() for target in writes}
     if inputs_may_alias:
         groups.join(number for node in graph.nodes if node.op == "placeholder" for number in storages[node])
     views: set[fx.Node] = set()
@@ -114,7 +112,7 @@ def analyze_aliasing(graph: fx.Graph, inputs_may_alias: bool = True) -> AliasInf
         changed = groups.roots(_all(storages, writes)) | ({_SIDE_EFFECTS} if _has_side_effects(node, writes) else set())
         access[node] = NodeAccess(groups.roots(_all(storages, node.all_input_nodes)), changed)
     holds = {node: groups.roots(numbers) for node, numbers in storages.items()}
-    return AliasInfo(access, holds, frozenset(views), targets)
+    return AliasInfo(access, holds, frozenset(views))
 
 
 class _UnionFind:
@@ -155,7 +153,7 @@ def _storages(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
             if node.op == "output":
                 continue
             values[node] = _run(node, values)
-            tensors = list(_tensors(values[node]))
+            tensors = [leaf for leaf in _leaves(values[node]) if isinstance(leaf, Tensor)]
             keep_alive += tensors
             storages[node] = frozenset(
                 numbers.setdefault(each.untyped_storage()._cdata, len(numbers)) for each in tensors
@@ -191,10 +189,6 @@ def _leaves(thing: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield thing
-
-
-def _tensors(thing: Any) -> Iterator[Tensor]:
-    yield from (leaf for leaf in _leaves(thing) if isinstance(leaf, Tensor))
 
 
 def _all(storages: dict[fx.Node, frozenset[int]], nodes: Iterable[fx.Node]) -> frozenset[int]:

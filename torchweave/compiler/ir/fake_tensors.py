@@ -63,10 +63,18 @@ class FakeTensorFactory:
         self._storages[storage] = tensor
 
 
-def geometry(fake: Tensor) -> tuple[Hashable, ...]:
-    """A hashable key that is equal for fake tensors of equal geometry."""
-    sizes = (*fake.size(), None, *fake.stride(), None, fake.storage_offset())
-    return (fake.dtype, fake.device, *map(expression, sizes))
+def geometry(fake: Tensor, ones: bool = True) -> tuple[Hashable, ...]:
+    """A hashable key that is equal for fake tensors of equal shape, strides, offset, dtype and device.
+
+    Args:
+        ones: also compare the strides of dimensions of size 1, which address nothing.
+    """
+    strides = [
+        stride
+        for size, stride in zip(fake.size(), fake.stride(), strict=True)
+        if ones or not isinstance(size, int) or size != 1
+    ]
+    return (fake.dtype, fake.device, *map(expression, (*fake.size(), None, *strides, None, fake.storage_offset())))
 
 
 class FakeOpCache:
@@ -94,9 +102,7 @@ class FakeOpCache:
             out = run_target(target, args, kwargs)
         if key is None:
             return out
-        if _is_cacheable(out) and free_symbols(_flat(out)) <= free_symbols(
-            [*_flat(args), *_flat(tuple(kwargs.values()))]
-        ):
+        if _is_cacheable(out) and free_symbols(out) <= free_symbols((args, tuple(kwargs.values()))):
             self._results[key] = _describe_result(out, tensors, {})
         return out
 
@@ -174,9 +180,3 @@ def _rebuild_result(description: Any, tensors: list[Tensor], storages: FakeTenso
     if type(description) in (tuple, list):
         return type(description)([_rebuild_result(item, tensors, storages) for item in description])
     return description
-
-
-def _flat(thing: Any) -> list[Any]:
-    if isinstance(thing, slice):
-        thing = (thing.start, thing.stop, thing.step)
-    return [leaf for item in thing for leaf in _flat(item)] if isinstance(thing, (tuple, list)) else [thing]

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
-from torchweave.compiler.ir.fake_tensors import FakeOpCache, FakeTensorFactory, run_target
+from torchweave.compiler.ir.fake_tensors import FakeOpCache, FakeTensorFactory, geometry, run_target
 from torchweave.compiler.ir.symbols import SYMBOLIC, expression, symbol_name, value
 
 
@@ -173,6 +173,13 @@ class CapturedGraph(FakeGraph):
         assert isinstance(binding, Constant), "only a constant can be moved"
         binding.tensor.data = storage
 
+    def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call of a function, or of a method by its name, with its fake value at the graph's insert point."""
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        node = self.graph.create_node(kind, target, args, kwargs)
+        node.meta["example_value"] = self.fake_ops.run(target, *fx.map_arg((args, kwargs), value))  # type: ignore[misc]
+        return node
+
     def add_constant(self, name: str, tensor: Tensor) -> fx.Node:
         """Append a placeholder bound to `tensor`."""
         *_, last = self.placeholders()
@@ -284,23 +291,12 @@ def _called(node: fx.Node) -> Callable[..., Any] | str:
 
 
 def same_geometry(one: Any, other: Any, *, ones: bool = True) -> bool:
-    """Whether two fake values agree in type, shape, strides, offset and dtype.
-
-    Args:
-        ones: also compare the strides of dimensions of size 1, which address nothing.
-    """
+    """Whether two fake values agree in type and `geometry`, those in tuples and lists one by one."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        same_type = one.dtype == other.dtype and one.device == other.device
-        return same_type and _layout(one, ones) == _layout(other, ones)
+        return geometry(one, ones) == geometry(other, ones)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(same_geometry(a, b, ones=ones) for a, b in zip(one, other, strict=True))
     return expression(one) == expression(other)
-
-
-def _layout(tensor: Tensor, ones: bool) -> list[Any]:
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    strides = [stride for size, stride in sizes if ones or not isinstance(size, int) or size != 1]
-    return [expression(size) for size in (*tensor.shape, *strides, tensor.storage_offset())]
 
 
 class SourceError(Exception):

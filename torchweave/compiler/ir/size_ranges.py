@@ -64,10 +64,11 @@ def size_range(graph: CapturedGraph, mode: DynamicShapes, report: Report, as_eag
     why = 'TorchCompileConfig(dynamic_shapes="backed") excludes a size of 1' if mode == "backed" else ""
     writes_views = _writes_to_views(graph)
     for sloc in failing.values():
-        if _is_branch(sloc) and (writes_views or not _is_of_op(sloc)):
+        is_of_operation = _is_made_by(sloc, "run_node", "")  # Dynamo runs operations on fake tensors there
+        if _is_branch(sloc) and (writes_views or not is_of_operation):
             where, code = user_location(sloc)
             why = f"for a size of 1 forward takes another path{_at(where)} (`{code}`)"
-        if _is_of_split(sloc):
+        if _is_made_by(sloc, "split", "/torch/_decomp/decompositions.py"):
             where, code = user_location(sloc)
             why = f"for a size of 1 forward splits a tensor into another number of parts{_at(where)} (`{code}`)"
     dropped = next(filter(_drops_dynamic_dim, graph.graph.nodes), None) if as_eager else None
@@ -81,10 +82,11 @@ def _at(where: str) -> str:
     return f" at {where}" if where else ""
 
 
-def _is_of_op(sloc: Any) -> bool:
-    """Whether an operation of torch made the guard while Dynamo ran it on fake tensors."""
+def _is_made_by(sloc: Any, function: str, file: str) -> bool:
+    """Whether this function made the guard; `file`: the end of its file's name."""
     place = getattr(sloc, "framework_loc", None)
-    return getattr(place, "name", "") == "run_node"
+    path = str(getattr(place, "filename", "")).replace("\\", "/")
+    return getattr(place, "name", "") == function and path.endswith(file)
 
 
 def _writes_to_views(graph: CapturedGraph) -> bool:
@@ -144,22 +146,10 @@ def _guards(graph: CapturedGraph) -> list[tuple[Any, Any]]:
     if shape_env is None:
         return []
     return [
-        (shape_env.replace(guard.expr), guard.sloc) for guard in shape_env.guards if not _is_of_convolution(guard.sloc)
+        (shape_env.replace(guard.expr), guard.sloc)
+        for guard in shape_env.guards
+        if not _is_made_by(guard.sloc, "conv", "/torch/_subclasses/fake_impls.py")
     ]
-
-
-def _is_of_convolution(sloc: Any) -> bool:
-    """Whether torch's fake convolution made the guard, which asks for the batch size to select a backend."""
-    place = getattr(sloc, "framework_loc", None)
-    name, path = getattr(place, "name", ""), str(getattr(place, "filename", "")).replace("\\", "/")
-    return name == "conv" and path.endswith("/torch/_subclasses/fake_impls.py")
-
-
-def _is_of_split(sloc: Any) -> bool:
-    """Whether torch's `split` or `chunk` made the guard: the number of results depends on the size."""
-    place = getattr(sloc, "framework_loc", None)
-    path = str(getattr(place, "filename", "")).replace("\\", "/")
-    return getattr(place, "name", "") == "split" and path.endswith("/torch/_decomp/decompositions.py")
 
 
 def _is_branch(sloc: Any) -> bool:

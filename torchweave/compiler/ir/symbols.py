@@ -76,13 +76,15 @@ def fixed_sizes(shape_env: Any) -> dict[str, int]:
 
 
 def free_symbols(thing: Any) -> set[str]:
-    """Names of all symbols in a size, a fake tensor's shape and strides, or nested tuples and lists of them."""
+    """Names of all symbols in a size, a fake tensor's shape and strides, a slice, or nested tuples and lists of them."""
     if isinstance(thing, SYMBOLIC):
         return {str(symbol) for symbol in thing.node.expr.free_symbols}
     if isinstance(thing, Tensor):
         return free_symbols([*thing.shape, *thing.stride(), thing.storage_offset()])
     if isinstance(thing, (tuple, list)):
         return set().union(*map(free_symbols, thing))
+    if isinstance(thing, slice):
+        return free_symbols((thing.start, thing.stop, thing.step))
     return set()
 
 

@@ -54,7 +54,7 @@ def _mark(graph: CapturedGraph, name: str) -> fx.Node | None:
 
 
 def _end_at(graph: CapturedGraph, end: fx.Node) -> None:
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    output = graph.graph.output_node()
     output.args = ((end.args[0],),)
     graph.output = OutputTree(pytree.tree_flatten(0)[1], (0,))
 

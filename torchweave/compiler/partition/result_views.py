@@ -28,7 +28,7 @@ def separate_result_views(graph: CapturedGraph) -> None:
             views = analyze_aliasing(graph.graph, inputs_may_alias=False).views
     except AliasAnalysisError:  # a nested graph: its results stay where they are
         return
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    output = graph.graph.output_node()
     copies: dict[fx.Node, fx.Node] = {}
     for result in output.all_input_nodes:
         if result in views and _base(result, views).op != "placeholder":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ from torchweave.compiler.ir.mutation import mutated_aliased_inputs, mutated_args
 from torchweave.compiler.ir.symbols import free_symbols, is_size, value
 from torchweave.report import Report
 from torchweave.utils.suggest import did_you_mean
-
-_CONSTANT = "constant_"  # name prefix of placeholders for tensors of the module
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,6 @@ class Piece(FakeGraph):
     def examples(self) -> list[Any]:
         """The fake values of the piece's placeholders."""
         return [value(node) for node in self.module.graph.nodes if node.op == "placeholder"]
-
-    def is_constant(self, node: Any) -> bool:
-        """Whether the node is a placeholder for a tensor of the module, which differs from layer to layer."""
-        return isinstance(node, fx.Node) and node.op == "placeholder" and str(node.target).startswith(_CONSTANT)
 
 
 @dataclass(frozen=True)
@@ -181,6 +175,13 @@ def normalize_call(
     return tuple(positional), keywords
 
 
+def calls_of(graph: FakeGraph, *ops: torch._ops.OpOverload) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
+    """Yield each call of these ops, by packet or overload, with its positional arguments. The graph may change meanwhile."""
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and (op := op_overload(node.target)) in ops:
+            yield node, normalize_call(op, node.args, node.kwargs)[0]
+
+
 def extract_subgraph(
     module: fx.GraphModule,
     body: list[fx.Node],
@@ -214,7 +215,7 @@ def extract_subgraph(
                 "a context manager or another object that is no tensor stays open across a boundary op; close it before",
                 source_location(node),
             )
-        copies[node] = new.placeholder(f"input_{position}" if position < len(inputs) else f"{_CONSTANT}{position}")
+        copies[node] = new.placeholder(f"input_{position}" if position < len(inputs) else f"constant_{position}")
         copies[node].meta = dict(node.meta)
 
     def copy_free(node: fx.Node) -> None:

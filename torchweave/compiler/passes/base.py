@@ -19,7 +19,7 @@ import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -199,3 +199,14 @@ class GraphPass(ABC):
                     yield node, self.bind(node, *required, **optional)
                 except Mismatch:
                     continue
+
+
+class DevicePass(GraphPass):
+    """A pass for some kinds of devices.
+
+    Args:
+        devices: device types on which it runs; on others the op that it inserts is its reference, which only tests use.
+    """
+
+    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
+        self.devices = frozenset(devices)

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchweave.compiler.codegen.lower import trace
-from torchweave.compiler.ir.graph import FakeGraph
+from torchweave.compiler.ir.graph import CapturedGraph, FakeGraph, same_geometry
 from torchweave.compiler.ir.mutation import mutated_args
 from torchweave.compiler.ir.symbols import value
 
@@ -79,6 +79,19 @@ def _copy(graph: FakeGraph, before: fx.Node, traced: fx.Graph, nodes: list[fx.No
                 copies[node] = graph.graph.node_copy(node, copies.__getitem__)
                 copies[node].meta["stack_trace"] = before.meta.get("stack_trace")
     return list(flat)
+
+
+def replace_call(graph: CapturedGraph, node: fx.Node, op: Any, arguments: tuple[Any, ...]) -> str | None:
+    """Replace a call by one of `op`; return the reason when the op's result differs, and the call stays."""
+    result = graph.fake_ops.run(op, fx.map_arg(arguments, value), {})  # type: ignore[arg-type]
+    if not same_geometry(result, value(node)):
+        return "its result has another layout or dtype than the op's"
+    with graph.graph.inserting_before(node):
+        new = graph.graph.call_function(op, arguments)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.graph.erase_node(node)
+    return None
 
 
 def move_readers_after(covered: Sequence[fx.Node], outputs: Sequence[fx.Node], read: Sequence[fx.Node]) -> str | None:

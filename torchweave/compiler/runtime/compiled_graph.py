@@ -248,7 +248,7 @@ class _ForwardGenerator:
             else:
                 read = part.node.all_input_nodes
             last.update({node: position for node in read if node in last})
-        (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
+        output = self.graph.graph.output_node()
         for node in (output, *self.graph.result_views):
             for source in node.all_input_nodes:
                 last.pop(source, None)
@@ -328,7 +328,7 @@ class _ForwardGenerator:
         return self._bind_object("value", thing, None)
 
     def _return_expression(self) -> str:
-        (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
+        output: Any = self.graph.graph.output_node()
         flat = [self._expression(item) for item in output.args[0]]
         tree = self.graph.output
         if tree.is_single_tensor():

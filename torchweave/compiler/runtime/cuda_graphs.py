@@ -138,9 +138,12 @@ class GraphPool:
         return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, view)
 
     def _owns(self, address: int) -> bool:
-        if not _is_in_segments(address, self._segments):
+        def is_known() -> bool:
+            return any(start <= address < start + size for start, size in self._segments)
+
+        if not is_known():
             self._refresh_segments()
-        return _is_in_segments(address, self._segments)
+        return is_known()
 
     def _refresh_segments(self) -> None:
         segments = torch.cuda.memory_snapshot(self.handle, include_traces=False)
@@ -150,10 +153,6 @@ class GraphPool:
         """Memory of all recordings of the pool, in bytes."""
         self._refresh_segments()
         return sum(size for _, size in self._segments)
-
-
-def _is_in_segments(address: int, segments: list[tuple[int, int]]) -> bool:
-    return any(start <= address < start + size for start, size in segments)
 
 
 class Recording(Generic[T]):

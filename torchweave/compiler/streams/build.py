@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,12 +19,10 @@ from torchweave.compiler.streams.backends import Streams
 from torchweave.compiler.streams.schedule import Program, Timeline, program, schedule, simulate
 from torchweave.compiler.streams.tasks import EVENT, Costs, TaskGraph, key_of, task_graph
 from torchweave.compiler.tuning.linears import called_shape
-from torchweave.compiler.tuning.table import Table
+from torchweave.compiler.tuning.table import STREAMS, Table
 from torchweave.report import Report
 
 Build = Callable[[Piece], BuiltPiece]
-MeasuredSaving = Callable[[Piece], float | None]
-MeasuredCosts = Callable[[Piece], Mapping[str, float]]
 _DECODE_TOKENS = 8  # streams are for decode steps; linears cost nearly the same at 1 to 32 tokens
 
 
@@ -54,8 +52,7 @@ class StreamBuilder:
     Args:
         streams: `max_num_streams` streams, shared by all pieces.
         built_by: compiler of the runs; the cost model counts operations that Inductor fuses as one kernel.
-        measured_saving: measured gain of splitting a piece in microseconds; None without a measurement.
-        measured: measured costs of a piece's nodes, see `Costs`.
+        table: measured costs of linears, and measured gains of splitting pieces.
     """
 
     def __init__(
@@ -64,16 +61,14 @@ class StreamBuilder:
         max_num_streams: int,
         report: Report,
         built_by: Literal["inductor", "fx"],
-        measured_saving: MeasuredSaving | None = None,
-        measured: MeasuredCosts | None = None,
+        table: Table,
     ) -> None:
-        self._streams, self._report = streams, report
-        self._max_num_streams, self._measured_saving = max_num_streams, measured_saving
-        self._fused, self._measured = built_by == "inductor", measured
+        self._streams, self._max_num_streams, self._report = streams, max_num_streams, report
+        self._fused, self._table = built_by == "inductor", table
 
     def build(self, piece: Piece, build_piece: Build) -> BuiltPiece:
         """Build a piece with `build_piece`, whole or run by run."""
-        measured = {} if self._measured is None else self._measured(piece)
+        measured = linear_costs(piece, self._table)
         try:
             split = plan_split(piece, self._max_num_streams, Costs(self._fused, measured))
             if self._fused:
@@ -99,9 +94,11 @@ class StreamBuilder:
         if split.program.num_streams < 2:
             return False, "its operations form one chain"
         pays, why = split.timeline.decision()
-        measured_saving = self._measured_saving(split.piece) if pays and self._measured_saving is not None else None
+        if not pays:
+            return False, why
+        measured_saving = self._table.measured_saving_us(STREAMS, split.piece.digest)
         if measured_saving is None:
-            return pays, f"{why}; not measured" if pays else why
+            return True, f"{why}; not measured"
         return measured_saving > 0, f"{why}; measured to save {measured_saving:.3g} us"
 
     def _build(self, split: Split, build_piece: Build) -> BuiltPiece:
@@ -193,7 +190,7 @@ class _Writer:
         self.split, self.program = split, split.program
         graph = split.piece.module.graph
         self.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        (self.output,) = (node for node in graph.nodes if node.op == "output")
+        self.output: Any = graph.output_node()
         self.names = {
             node: node.name for part in split.parts for node in (*part.inputs, *part.constants, *part.outputs)
         }

@@ -9,7 +9,7 @@ after a run that another stream waits for; waits implied by earlier ones are lef
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class ScheduledTask:
     end: float
 
 
-def priorities(costs: Sequence[float], dependencies: Sequence[Mapping[int, object]]) -> list[float]:
+def priorities(costs: Sequence[float], dependencies: Sequence[Collection[int]]) -> list[float]:
     """For each task, the cost of the longest path from its start to the end. Tasks are in topological order."""
     longest = list(costs)
     for task in reversed(range(len(costs))):
@@ -37,7 +37,7 @@ def priorities(costs: Sequence[float], dependencies: Sequence[Mapping[int, objec
 
 def schedule(
     costs: Sequence[float],
-    dependencies: Sequence[Mapping[int, object]],
+    dependencies: Sequence[Collection[int]],
     num_streams: int,
     event: float = 0.0,
     pinned: Collection[int] = (),
@@ -129,7 +129,7 @@ class Program:
         return tuple(stream for stream, run in sorted(first.items()) if stream and not run.waits)
 
 
-def program(scheduled_tasks: Sequence[ScheduledTask], dependencies: Sequence[Mapping[int, object]]) -> Program:
+def program(scheduled_tasks: Sequence[ScheduledTask], dependencies: Sequence[Collection[int]]) -> Program:
     """The program of a schedule; `scheduled_tasks` are in launch order."""
     waits, joins = _waits(scheduled_tasks, dependencies)
     signals = {each for tasks in waits.values() for each in tasks} | set(joins)
@@ -155,7 +155,7 @@ def program(scheduled_tasks: Sequence[ScheduledTask], dependencies: Sequence[Map
 
 
 def _waits(
-    scheduled_tasks: Sequence[ScheduledTask], dependencies: Sequence[Mapping[int, object]]
+    scheduled_tasks: Sequence[ScheduledTask], dependencies: Sequence[Collection[int]]
 ) -> tuple[dict[int, list[int]], list[int]]:
     """For each task the tasks of other streams to wait for, and the tasks that the caller's stream waits for at the end,
     without waits that others imply."""

@@ -20,9 +20,9 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from itertools import islice
-from typing import Literal
 
 import torch
 from torch import Tensor, fx
@@ -101,8 +101,8 @@ class Costs:
         return total + fusible
 
 
-Hazard = Literal["value", "RAW", "WAR", "WAW"]
-Edges = dict[tuple[fx.Node, fx.Node], frozenset[Hazard]]
+Edges = set[tuple[fx.Node, fx.Node]]
+"""Pairs of nodes that must stay in order."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ class TaskGraph:
     """Tasks in a topological order, with their dependencies.
 
     Attributes:
-        dependencies: for each task, the indices of earlier tasks that it waits for, with the hazards.
+        dependencies: for each task, the indices of earlier tasks that it waits for.
         recomputable: views and sizes, recomputed by each reader.
         memory: memory accesses of the nodes.
     """
 
     tasks: tuple[Task, ...]
-    dependencies: tuple[dict[int, frozenset[Hazard]], ...]
+    dependencies: tuple[tuple[int, ...], ...]
     recomputable: frozenset[fx.Node]
     memory: AliasInfo
 
@@ -145,7 +145,7 @@ def task_graph(graph: fx.Graph, costs: Costs) -> TaskGraph:
     edges = _contract_views(hazards(graph, memory), recomputable)
     live = _live(graph, memory)
     nodes = [node for node in graph.nodes if node in live and node not in recomputable]
-    edges = {pair: why for pair, why in edges.items() if live.issuperset(pair)}
+    edges = {pair for pair in edges if live.issuperset(pair)}
     sets = _DisjointSets(nodes)
     for first, second in _inseparable_pairs(nodes, memory):
         sets.join(sets[first], sets[second])
@@ -155,44 +155,42 @@ def task_graph(graph: fx.Graph, costs: Costs) -> TaskGraph:
 
 
 def hazards(graph: fx.Graph, memory: AliasInfo) -> Edges:
-    """Every pair of nodes that must stay in order, with the reasons.
+    """Every pair of nodes that must stay in order.
 
     Views access no memory; a returned view counts as a read, on behalf of the caller.
     """
-    edges: dict[tuple[fx.Node, fx.Node], set[Hazard]] = {}
+    edges: Edges = set()
     last_write: dict[int, fx.Node] = {}
     readers: dict[int, list[fx.Node]] = {}
 
-    def add(first: fx.Node | None, second: fx.Node, why: Hazard) -> None:
+    def add(first: fx.Node | None, second: fx.Node) -> None:
         if first is not None and first is not second:
-            edges.setdefault((first, second), set()).add(why)
+            edges.add((first, second))
 
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         for argument in node.all_input_nodes:
             if argument.op != "placeholder":
-                add(argument, node, "value")
+                add(argument, node)
         returned = any(user.op == "output" for user in node.users)
         if (node in memory.views and not returned) or computes_sizes(node):
             continue
         access = memory.access[node]
-        for group in access.reads:
-            add(last_write.get(group), node, "RAW")
+        for group in access.reads | access.writes:  # read after write, write after write
+            add(last_write.get(group), node)
         for group in access.writes:
-            add(last_write.get(group), node, "WAW")
-            for reader in readers.get(group, ()):
-                add(reader, node, "WAR")
-        for group in access.writes:
+            for reader in readers.get(group, ()):  # write after read
+                add(reader, node)
             last_write[group], readers[group] = node, []
         for group in access.reads - access.writes:
             readers.setdefault(group, []).append(node)
-    return {pair: frozenset(why) for pair, why in edges.items()}
+    return edges
 
 
 def _recomputable_views(graph: fx.Graph, memory: AliasInfo) -> frozenset[fx.Node]:
     """Views and sizes that a reader can recompute from tensors. A returned view is computed once, by a task."""
-    (output,) = (node for node in graph.nodes if node.op == "output")
+    output = graph.output_node()
     returned = set(output.all_input_nodes)
     recomputable: set[fx.Node] = set()
     for node in graph.nodes:
@@ -227,12 +225,13 @@ def _contract_views(edges: Edges, recomputable: frozenset[fx.Node]) -> Edges:
     def origins(node: fx.Node) -> set[fx.Node]:
         return {node} if node not in recomputable else {origin for each in sources[node] for origin in origins(each)}
 
-    contracted: dict[tuple[fx.Node, fx.Node], frozenset[Hazard]] = {}
-    for (first, second), why in edges.items():
-        for origin in origins(first) if second not in recomputable else ():
-            if origin is not second:
-                contracted[origin, second] = contracted.get((origin, second), frozenset()) | why
-    return contracted
+    return {
+        (origin, second)
+        for first, second in edges
+        if second not in recomputable
+        for origin in origins(first)
+        if origin is not second
+    }
 
 
 class _DisjointSets:
@@ -279,19 +278,18 @@ def _predecessors(edges: Edges, sets: _DisjointSets) -> dict[int, set[int]]:
 
 def _topological_order(dependencies: Mapping[int, set[int]]) -> list[int]:
     """Topological order, ties in graph order."""
-    missing = {each: len(earlier) for each, earlier in dependencies.items()}
-    after = _inverse(dependencies)
-    ready = [each for each, count in missing.items() if not count]
-    order: list[int] = []
-    heapify(ready)
+    graph = TopologicalSorter(dependencies)
+    try:
+        graph.prepare()
+    except CycleError:
+        why = "operations that must share a task depend on each other through another task"
+        raise AliasAnalysisError(why) from None
+    ready, order = sorted(graph.get_ready()), list[int]()
     while ready:
         order.append(heappop(ready))
-        for follower in after[order[-1]]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heappush(ready, follower)
-    if len(order) < len(dependencies):
-        raise AliasAnalysisError("operations that must share a task depend on each other through another task")
+        graph.done(order[-1])
+        for each in graph.get_ready():
+            heappush(ready, each)
     return order
 
 
@@ -357,7 +355,7 @@ def _transitive_reduction(dependencies: Mapping[int, set[int]]) -> dict[int, set
 
 def _assemble(
     nodes: list[fx.Node], edges: Edges, sets: _DisjointSets, costs: Costs, memory: AliasInfo
-) -> tuple[tuple[Task, ...], tuple[dict[int, frozenset[Hazard]], ...]]:
+) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]]:
     """Tasks in topological order, and the dependencies of each."""
     place = {node: index for index, node in enumerate(nodes)}
     tasks: list[Task] = []
@@ -366,9 +364,7 @@ def _assemble(
         chosen = tuple(sorted(sets.members[key], key=place.__getitem__))
         tasks.append(Task(chosen, costs.of(chosen, memory.views)))
         index_of.update(dict.fromkeys(chosen, index))
-    dependencies: list[dict[int, frozenset[Hazard]]] = [{} for _ in tasks]
-    for (first, second), why in edges.items():
-        earlier, later = index_of[first], index_of[second]
-        if earlier != later:
-            dependencies[later][earlier] = dependencies[later].get(earlier, frozenset()) | why
-    return tuple(tasks), tuple(dependencies)
+    dependencies: list[set[int]] = [set() for _ in tasks]
+    for first, second in edges:
+        dependencies[index_of[second]].add(index_of[first])
+    return tuple(tasks), tuple(tuple(sorted(each - {task})) for task, each in enumerate(dependencies))

@@ -74,17 +74,16 @@ class LinearShape:
         return format_choices((*below, *measured))
 
 
-def letters(around: LinearFusion) -> str:
-    """The letters of `LinearShape.around` for a fusion."""
-    fused = [("n", around.norm), ("g", around.activation), ("r", around.residual)]
-    return "".join(letter for letter, thing in fused if thing is not None)
+def letters(norm: object, activation: object, residual: object) -> str:
+    """The letters of `LinearShape.around` for the parts of a fusion that are not None."""
+    fused = [("n", norm), ("g", activation), ("r", residual)]
+    return "".join(letter for letter, part in fused if part is not None)
 
 
 def called_shape(args: Sequence[Any], weight: Tensor) -> LinearShape:
     """Shape of a call of `torchweave::linear`, or of `torchweave::fused_linear`, whose choices are its tenth argument."""
     norm, residual, activation = (args[3], args[7], args[8]) if len(args) > 9 else (None, None, None)
-    fusion = LinearFusion(norm=norm, residual=residual, activation=activation)
-    return LinearShape(weight.shape[0], weight.shape[1], letters(fusion))
+    return LinearShape(weight.shape[0], weight.shape[1], letters(norm, activation, residual))
 
 
 def candidates(tokens: int, around: str) -> list[LinearConfig]:

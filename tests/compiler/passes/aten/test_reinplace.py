@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from tests.compiler.streams.stream_cases import accumulate, random_piece
 from torchweave.compiler import GraphPass, PassResult, compile_graph
 from torchweave.compiler.codegen.lower import LoweringError, lower
 from torchweave.compiler.partition.split import Piece
-from torchweave.compiler.passes.aten.reinplace import V1, V2, Reinplace, SafetyCheck
+from torchweave.compiler.passes.aten import reinplace
+from torchweave.compiler.passes.aten.reinplace import FUNCTIONALIZED, Reinplace
 from torchweave.compiler.passes.manager import default_passes
 from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.compiler.runtime.forward import call_op
@@ -57,7 +58,7 @@ def test_reinplace_writes_to_temporaries_of_the_piece() -> None:
     check(Reinplace(), filled, [X, Y], matches=2)
     piece = graph_of(filled, [X, Y])
     Reinplace().run(piece)
-    assert V2 not in targets(piece) and targets(piece).count(accumulate._opoverload) == 2
+    assert FUNCTIONALIZED not in targets(piece) and targets(piece).count(accumulate._opoverload) == 2
 
 
 def test_reinplace_reads_mutated_arguments_from_the_schema() -> None:
@@ -85,7 +86,7 @@ def test_reinplace_writes_to_an_input_that_the_piece_writes_to() -> None:
 def shaped(view: str) -> Piece:
     """`accumulate` writes to a view, which torch records by size and stride, slice or alias."""
     piece = graph_of(filled, [torch.randn(6, 8), torch.randn(6, 8)])
-    call = next(node for node in reversed(piece.module.graph.nodes) if node.target is V2)
+    call = next(node for node in reversed(piece.module.graph.nodes) if node.target is FUNCTIONALIZED)
     forms = {
         "as_strided": {"_out_size": [6, 8], "_out_stride": [1, 6], "_out_storage_offset": 0},
         "slice": {"_out_slice_dim": 0, "_out_slice_start": 1, "_out_slice_end": 6},
@@ -110,23 +111,6 @@ def test_reinplace_views_keep_size_stride_and_offset(view: str) -> None:
     piece.module.recompile()
     assert torch.equal(piece.module(x, y)[0], want)
     assert torch.equal(want, filled(x, y)) is (view == "alias"), "the views look at other elements than the base"
-
-
-def test_reinplace_the_first_version() -> None:
-    piece = graph_of(lambda x, y: (x * 3, y + 1), [X, Y])
-    graph = piece.module.graph
-    (output,) = graph.find_nodes(op="output")
-    out, x = output.args[0]
-    with graph.inserting_before(output):
-        call = graph.call_function(V1, (accumulate._opoverload,), {"x": x, "out": out})
-        result = graph.call_function(operator.getitem, (call, 1))
-    call.meta["val"], result.meta["val"] = (None, out.meta["val"]), out.meta["val"]
-    output.args = ((result,),)
-    piece.module.recompile()
-    (want,) = piece.module(X, Y)
-    assert Reinplace().run(piece).matches == 1 and V1 not in targets(piece)
-    piece.module.recompile()
-    assert torch.equal(piece.module(X, Y)[0], want)
 
 
 def without_clones(function: Any, *examples: Tensor) -> Piece:
@@ -198,14 +182,14 @@ def test_reinplace_rejects_observable_writes(function: Any, why: str) -> None:
     piece = without_clones(function, X, Y)
     result = Reinplace().run(piece)
     assert any(why in miss.why for miss in result.near_misses), [miss.why for miss in result.near_misses]
-    assert V2 in targets(piece)
+    assert FUNCTIONALIZED in targets(piece)
     piece.module.recompile()
     want = function(X.clone(), Y.clone())
     for got, expected in zip(piece.module(X, Y), want if isinstance(want, tuple) else (want,), strict=True):
         assert torch.equal(got, expected)
 
 
-def differs(picks: list[Any], returned: list[int], safety_check: SafetyCheck | None) -> tuple[bool, int]:
+def differs(picks: list[Any], returned: list[int]) -> tuple[bool, int]:
     """Whether results or inputs of a random graph change once its ops write in place, and the number of such ops."""
     piece = random_piece(picks, returned)
     try:
@@ -214,7 +198,7 @@ def differs(picks: list[Any], returned: list[int], safety_check: SafetyCheck | N
         return False, 0
     drop_clones(functional)
     drop_clones(rewritten)
-    matches = Reinplace(safety_check).run(rewritten).matches
+    matches = Reinplace().run(rewritten).matches
     rewritten.module.graph.lint()
     rewritten.module.recompile()
     inputs, others = (
@@ -235,7 +219,7 @@ random_graphs = st.tuples(
 @settings(max_examples=80, deadline=None)
 @given(random_graphs)
 def test_reinplace_is_unobservable_on_random_graphs(drawn: Any) -> None:
-    assert not differs(*drawn, safety_check=None)[0]
+    assert not differs(*drawn)[0]
 
 
 def test_weakened_reinplace_check_is_detected() -> None:
@@ -244,8 +228,9 @@ def test_weakened_reinplace_check_is_detected() -> None:
     seen, matches = 0, 0
     while not (seen and matches):
         picks = [(draw.choice([0, 2, 10, 10, 10, 12]), draw.randrange(9), draw.randrange(9)) for _ in range(7)]
-        seen += differs(picks, [3, 4], safety_check=lambda *_: None)[0]
-        matches += differs(picks, [3, 4], safety_check=None)[1]
+        with mock.patch.object(reinplace, "find_observer", lambda *_: None):
+            seen += differs(picks, [3, 4])[0]
+        matches += differs(picks, [3, 4])[1]
 
 
 class _Twice(GraphPass):

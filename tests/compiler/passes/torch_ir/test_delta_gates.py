@@ -13,7 +13,7 @@ from torchweave.compiler import compile_graph
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.passes.manager import default_passes, run_pass
-from torchweave.compiler.passes.torch_ir.delta_gates import DELTA, DeltaGates
+from torchweave.compiler.passes.torch_ir.delta_gates import DeltaGates
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import DynamicShapes, TorchCompileConfig
 from torchweave.report import Report
@@ -78,8 +78,8 @@ def test_delta_gates_keeps_every_bit(repeat: bool, dtype: torch.dtype) -> None:
     module, config = Layer(repeat=repeat, dtype=dtype), TorchCompileConfig(enable_inductor=False, compile_cache=False)
     report = Report(show=False)
     compiled = compile_graph(
-        module, {"x": torch.zeros(5, 32, dtype=dtype)}, {"x": {0: "T"}}, boundary_ops={DELTA}, config=config, report=report,
-        passes=(PASS,),
+        module, {"x": torch.zeros(5, 32, dtype=dtype)}, {"x": {0: "T"}}, boundary_ops={"torchweave::gated_delta"}, config=config,
+        report=report, passes=(PASS,),
     )  # fmt: skip
     assert report.select("pass")[0]["matches"] == 1
     for tokens in (1, 2, 7, 64):

@@ -1,8 +1,7 @@
 """Capture each repeated layer as one opaque node, a placeholder, and replace it by a clone of the first layer of its kind.
 
-The first layer of each kind is traced between two marks; the others are only called, and the tail of a list is one call
-behind the last layer before it. The classes of the layers' instances are exchanged inside a `with`; nothing else of them
-changes.
+The first layer of each kind is traced between two marks; the others are only called. The classes of the layers' instances are
+exchanged inside a `with`; nothing else of them changes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 from torchweave.compiler.capture.trace_once.layer_recorder import LayerRecord, own_tensors
-from torchweave.compiler.capture.trace_once.repeated_layers import (
-    Layer,
-    LayerKind,
-    RepeatedLayers,
-    Tail,
-    Wire,
-    skipped_paths,
-)
-from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, TensorGeometry, geometry
+from torchweave.compiler.capture.trace_once.repeated_layers import Layer, LayerKind
+from torchweave.compiler.ir.fake_tensors import FakeTensorFactory, TensorGeometry
 from torchweave.compiler.ir.graph import CapturedGraph, Constant, SourceError, resolve, run_fake, same_geometry
 from torchweave.compiler.ir.mutation import op_overload, storage_id
 from torchweave.compiler.ir.symbols import SYMBOLIC, value
@@ -49,79 +41,36 @@ def clone_layers(graph: CapturedGraph, placeholders: PlaceholderMap) -> None:
     Raises:
         CloneError: the graph differs from the recorded run, and is unusable afterwards.
     """
-    stitcher = _Stitcher(graph, placeholders)
+    constants, traced = _Constants(graph), dict[int, _TracedLayer]()
     begins: dict[int, fx.Node] = {}
     for node in list(graph.graph.nodes):
         if node.target is begin:
             begins[node.args[0]] = node
         elif node.target is end:
-            stitcher.add_traced(begins.pop(node.args[0]), node)
+            kind, layer, _ = placeholders[node.args[0]]
+            traced[id(kind)] = _traced_layer(kind, layer, begins.pop(node.args[0]), node)
         elif node.target is layer_placeholder:
-            stitcher.replace(node)
+            kind, layer, record = placeholders[node.args[0]]
+            if id(kind) not in traced:
+                raise CloneError(f"{layer.path} is called before {kind.first.path}")
+            _replace(graph, node, _Clone(graph, constants, traced[id(kind)], layer, record))
     for node in list(graph.graph.nodes):
         if node.target in (begin, end):
             graph.graph.erase_node(node)
-    stitcher.constants.sort_by_use()
+    constants.sort_by_use()
 
 
-class _Stitcher:
-    """A walk through the graph in order, with the arguments and results of each layer so far."""
-
-    def __init__(self, graph: CapturedGraph, placeholders: PlaceholderMap) -> None:
-        self.constants = _Constants(graph)
-        self._graph, self._placeholders = graph, placeholders
-        self._traced: dict[int, _TracedLayer] = {}
-        self._arguments: dict[str, list[fx.Node]] = {}
-        self._results: dict[str, list[fx.Node]] = {}
-
-    def add_traced(self, first: fx.Node, last: fx.Node) -> None:
-        """Add the traced layer between these marks."""
-        meaning = self._placeholders[first.args[0]]  # type: ignore[index]
-        assert not isinstance(meaning, Tail), "tails have no marks"
-        kind, layer = meaning
-        traced = self._traced[id(kind)] = _traced_layer(kind, layer, first, last)
-        self._arguments[layer.path], self._results[layer.path] = traced.arguments, traced.results
-
-    def replace(self, node: fx.Node) -> None:
-        """Replace a placeholder by the layer or the tail that it stands for."""
-        meaning, given = self._placeholders[node.args[0]], list(node.args[2:])  # type: ignore[index]
-        readers = list(node.users)
-        assert all(reader.target is operator.getitem for reader in readers), "results of an opaque call are unpacked"
-        expected = {reader.args[1]: value(reader) for reader in readers}
-        with self._graph.graph.inserting_before(node):
-            if isinstance(meaning, Tail):
-                results = self._clone_tail(meaning, given, expected)
-            else:
-                kind, layer = meaning
-                record = next(record for other, record in kind.others if other is layer)
-                results = self._clone(kind, layer, record, given, expected)
-        for reader in readers:
-            reader.replace_all_uses_with(results[reader.args[1]])  # type: ignore[index]
-            self._graph.graph.erase_node(reader)
-        self._graph.graph.erase_node(node)
-
-    def _clone_tail(self, tail: Tail, given: Sequence[Any], expected: dict[Any, Any]) -> list[fx.Node]:
-        if list(given) != self._results.get(tail.last.path):
-            raise CloneError(f"the tail behind {tail.last.path} does not take its results")
-        results: list[fx.Node] = []
-        for each in tail.skipped_layers:
-            arguments = [self._node(wire) for wire in each.given]
-            is_last = each is tail.skipped_layers[-1]
-            results = self._clone(each.kind, each.layer, each.record, arguments, expected if is_last else {})
-        return results
-
-    def _node(self, wire: Wire) -> fx.Node:
-        origin, path, index = wire
-        return (self._results if origin == "result" else self._arguments)[path][index]
-
-    def _clone(
-        self, kind: LayerKind, layer: Layer, record: LayerRecord, given: Sequence[Any], expected: dict[Any, Any]
-    ) -> list[fx.Node]:
-        if id(kind) not in self._traced:
-            raise CloneError(f"{layer.path} is called before {kind.first.path}")
-        results = _Clone(self._graph, self.constants, self._traced[id(kind)], layer, record).write(given, expected)
-        self._arguments[layer.path], self._results[layer.path] = list(given), results
-        return results
+def _replace(graph: CapturedGraph, node: fx.Node, clone: _Clone) -> None:
+    """Replace a placeholder by the layer that it stands for."""
+    readers = list(node.users)
+    assert all(reader.target is operator.getitem for reader in readers), "results of an opaque call are unpacked"
+    expected: dict[Any, Any] = {reader.args[1]: value(reader) for reader in readers}
+    with graph.graph.inserting_before(node):
+        results = clone.write(node.args[2:], expected)  # type: ignore[arg-type]
+    for reader in readers:
+        reader.replace_all_uses_with(results[reader.args[1]])  # type: ignore[index]
+        graph.graph.erase_node(reader)
+    graph.graph.erase_node(node)
 
 
 @dataclass(frozen=True)
@@ -267,7 +216,7 @@ class _Clone:
         if len(given) != len(traced.arguments):
             raise CloneError(f"{self._layer.path} is called with other arguments than {traced.layer.path}")
         for traced_arg, own_arg in zip(traced.arguments, given, strict=True):
-            if self._copies.setdefault(traced_arg, own_arg) is not own_arg or not _has_same_geometry(
+            if self._copies.setdefault(traced_arg, own_arg) is not own_arg or not same_geometry(
                 value(traced_arg), value(own_arg)
             ):
                 raise CloneError(f"{self._layer.path} is called with tensors of another geometry")
@@ -276,7 +225,7 @@ class _Clone:
         for node, name in zip(traced.body, traced.names, strict=True):
             self._copy(node, name)
         results = [self._copies[node] for node in traced.results]
-        if any(not _has_same_geometry(value(results[index]), fake) for index, fake in expected.items()):
+        if any(not same_geometry(value(results[index]), fake) for index, fake in expected.items()):
             raise CloneError(f"a result of {self._layer.path} has another geometry than its placeholder")
         return results
 
@@ -391,10 +340,6 @@ class _FreshFakes:
         return base is not None and base.dtype == thing.dtype
 
 
-def _has_same_geometry(one: Tensor, other: Tensor) -> bool:
-    return geometry(one) == geometry(other) or same_geometry(one, other)
-
-
 def _source_of(path: str) -> str:
     """Dynamo's source of the module at `path`."""
     return "L['self']" + "".join(f"._modules['{name}']" for name in path.split("."))
@@ -406,8 +351,8 @@ def _renamed(node: fx.Node, traced_layer: Layer, own_layer: Layer) -> str:
     return node.name.replace(f"self_modules_{old}_", f"self_modules_{new}_", 1)
 
 
-PlaceholderMap = dict[int, tuple[LayerKind, Layer] | Tail]
-"""The meaning of the numbers of marks and placeholders in a graph: a layer and its kind, or a tail."""
+PlaceholderMap = dict[int, tuple[LayerKind, Layer, LayerRecord]]
+"""The meaning of the numbers of marks and placeholders in a graph: a layer with its kind and its record."""
 
 
 def begin(number: int, *tensors: Tensor) -> None:
@@ -419,40 +364,30 @@ def end(number: int, *tensors: Tensor) -> None:
 
 
 def layer_placeholder(number: int, like: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The call of layer or tail `number`; result i has the geometry of argument `like[i]`."""
+    """The call of layer `number`; result i has the geometry of argument `like[i]`."""
     return tuple(torch.empty_like(tensors[index]) for index in like)
 
 
 @contextlib.contextmanager
-def placeholder_layers(repeated: RepeatedLayers) -> Iterator[PlaceholderMap]:
+def placeholder_layers(kinds: Sequence[LayerKind]) -> Iterator[PlaceholderMap]:
     """Replace the forwards of all layers but the first of each kind. Yields the meaning of the numbers in the graph."""
     from torch._dynamo import allow_in_graph
 
     for function in (begin, end, layer_placeholder):
         allow_in_graph(function)
     meanings: PlaceholderMap = {}
-    last = {tail.last.path: tail for tail in repeated.tails}
-    skipped = skipped_paths(repeated.tails)
     with contextlib.ExitStack() as patches:
-        for kind in repeated.kinds:
-            for layer in (kind.first, *(other for other, _ in kind.others)):
-                if layer.path in skipped:
-                    continue
+        for kind in kinds:
+            for layer, record in ((kind.first, kind.record), *kind.others):
                 number = len(meanings)
-                meanings[number] = (kind, layer)
-                if layer is not kind.first:
-                    patches.enter_context(_patched_forward(layer, _placeholder_forward(number, kind)))
-                    continue
-                tail_call = _identity
-                if layer.path in last:  # always the first of its kind: otherwise it would be in the tail itself
-                    tail_call = _tail_call(len(meanings), last[layer.path].record)
-                    meanings[len(meanings)] = last[layer.path]
-                patches.enter_context(_patched_forward(layer, _traced_forward(number, kind, tail_call)))
+                meanings[number] = (kind, layer, record)
+                forward = _traced_forward if layer is kind.first else _placeholder_forward
+                patches.enter_context(_patched_forward(layer, forward(number, kind)))
         yield meanings
 
 
-def _traced_forward(number: int, kind: LayerKind, tail_call: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The first layer of a kind between its marks, followed by the tail of its list, a function of the layer's result."""
+def _traced_forward(number: int, kind: LayerKind) -> Callable[..., Any]:
+    """The first layer of a kind between its marks."""
     arguments, results = _tuple_of(kind.record.tensors, "args, kwargs"), _tuple_of(kind.record.outputs, "out")
     module = kind.first.module
     own = vars(module).get("forward")
@@ -462,7 +397,7 @@ def _traced_forward(number: int, kind: LayerKind, tail_call: Callable[[Any], Any
         begin(number, *arguments(args, kwargs))
         out = original(self, *args, **kwargs) if own is None else own(*args, **kwargs)
         end(number, *results(out))
-        return tail_call(out)
+        return out
 
     return forward
 
@@ -476,17 +411,6 @@ def _placeholder_forward(number: int, kind: LayerKind) -> Callable[..., Any]:
         return rebuild(layer_placeholder(number, like, *arguments(args, kwargs)))
 
     return forward
-
-
-def _tail_call(number: int, record: LayerRecord) -> Callable[[Any], Any]:
-    """The tail of a list as one call on the result of the layer before it, which has this record."""
-    results, like = _tuple_of(record.outputs, "out"), tuple(range(len(record.outputs)))
-    rebuild = eval(f"lambda t: {record.rebuild}")
-    return lambda out: rebuild(layer_placeholder(number, like, *results(out)))
-
-
-def _identity(out: Any) -> Any:
-    return out
 
 
 def _tuple_of(expressions: Sequence[str], names: str) -> Callable[..., tuple[Tensor, ...]]:

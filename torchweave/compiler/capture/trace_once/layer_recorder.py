@@ -16,14 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _META = torch.device("meta")
-_METADATA = frozenset(
-    {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "requires_grad", "grad_fn"}
-)
-"""Attributes of a tensor that are not operations."""
 _TORCH_NAMESPACES = ("aten", "prims", "prim")
 
 
@@ -43,7 +38,6 @@ class LayerRecord:
         outputs: Python expressions over `out` for the tensors of the result.
         rebuild: Python expression of the result over `t`, the tuple of those tensors.
         like: for each tensor of the result, the index of a tensor argument with the same geometry.
-        given: for each tensor argument, its origin in the whole forward; see `Outline`.
         refusal: the reason why no placeholder can replace the layer, or "".
     """
 
@@ -56,7 +50,6 @@ class LayerRecord:
     rebuild: str = ""
     like: tuple[int, ...] = ()
     refusal: str = ""
-    given: list[Any] = field(default_factory=list)
 
     def difference(self, other: LayerRecord, position_offset: int) -> str:
         """The first difference from a layer `position_offset` positions earlier; "" when there is none."""
@@ -75,44 +68,8 @@ class LayerRecord:
         return ""
 
 
-class Outline:
-    """Operations of a forward outside its layers, and its calls of layers with their arguments, in order.
-
-    Attributes:
-        entries: `("layer", path, arguments)`, `("op", name, arguments, geometry of the results)`, `("function", name)` and last
-            `("returns", result)`. A tensor is named by its origin (an input, the result of an operation or of a layer), else by
-            its identity.
-    """
-
-    def __init__(self) -> None:
-        self.entries: list[Any] = []
-        self.labels: dict[int, Any] = {}
-        self._num_operations = 0
-
-    def add_operation(self, name: str, arguments: Any, out: Any) -> None:
-        self.entries.append(("op", name, arguments, _geometry(out)))
-        for index, result in enumerate(_flat(out)):
-            if isinstance(result, Tensor):
-                self.labels.setdefault(id(result), ("result", self._num_operations, index))
-        self._num_operations += 1
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The result of one recorded run.
-
-    Attributes:
-        records: of the layers that were called, by path, in the order of the calls.
-        keep_alive: the tensors that the outline names by identity; while they live no other object has the same id.
-    """
-
-    records: dict[str, LayerRecord]
-    outline: Outline
-    keep_alive: list[Tensor]
-
-
-def record_layers(module: nn.Module, inputs: Sequence[Any], layers: Mapping[str, nn.Module]) -> Recording:
-    """Record every layer that forward calls, and the operations between the calls.
+def record_layers(module: nn.Module, inputs: Sequence[Any], layers: Mapping[str, nn.Module]) -> dict[str, LayerRecord]:
+    """Record every layer that forward calls; returns the records by path.
 
     Args:
         inputs: the arguments of forward; of tensors only the geometry is read.
@@ -131,14 +88,13 @@ def record_layers(module: nn.Module, inputs: Sequence[Any], layers: Mapping[str,
             hooks.callback(layer.register_forward_hook(recorder.leave, prepend=True).remove)
         try:
             meta_inputs = [each.to("meta") if isinstance(each, Tensor) else each for each in inputs]
-            recorder.begin(meta_inputs)
-            with recorder, _OuterFunctions(recorder):
-                recorder.end(module(*meta_inputs))
+            with recorder:
+                module(*meta_inputs)
         except NotRepeatableError:
             raise
         except Exception as error:  # forward may raise anything; the capture that follows reports it in full
             raise NotRepeatableError(f"forward cannot run on meta tensors ({type(error).__name__})") from error
-    return Recording(recorder.records, recorder.outline, recorder.keep_alive)
+    return recorder.records
 
 
 @contextlib.contextmanager
@@ -153,31 +109,12 @@ def _restored_buffers(module: nn.Module) -> Iterator[None]:
             owner._buffers.update(buffers)
 
 
-class _OuterFunctions(TorchFunctionMode):
-    """Add functions of torch that are called between layers to the outline: some of them dispatch no operation."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not self._recorder.is_in_layer():
-            name = getattr(func, "__name__", repr(func))
-            if name == "__get__":
-                name = getattr(getattr(func, "__self__", None), "__name__", name)
-            if name not in _METADATA:
-                self._recorder.outline.entries.append(("function", name))
-        return func(*args, **(kwargs or {}))
-
-
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.records: dict[str, LayerRecord] = {}
-        self.outline = Outline()
-        self.keep_alive: list[Tensor] = []  # an id names a tensor only while the tensor lives
+        self._keep_alive: list[Tensor] = []  # an id names a tensor only while the tensor lives
         self._current: LayerRecord | None = None
-        self._path = ""
         self._inputs: list[Tensor] = []
         self._labels: dict[int, Any] = {}
         self._results: dict[Any, Any] = {}
@@ -188,11 +125,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         record, name = self._current, str(func)
         if record is None:
-            arguments = self._describe((args, kwargs))
-            out = self._on_meta(func, args, kwargs)
-            self.outline.add_operation(name, arguments, out)
-            self.keep_alive += [result for result in _flat(out) if isinstance(result, Tensor)]
-            return out
+            return self._on_meta(func, args, kwargs)
         is_custom = func.namespace not in _TORCH_NAMESPACES
         arguments = self._describe(self._without_numbers(name, record, args, kwargs) if is_custom else (args, kwargs))
         out = self._on_meta(func, args, kwargs) if is_custom else self._run(func, (name, arguments), args, kwargs)
@@ -226,31 +159,18 @@ class _Recorder(TorchDispatchMode):
     def _to_meta(self, thing: Any) -> Any:
         if isinstance(thing, Tensor) and thing.device.type != "meta":
             if id(thing) not in self._meta_copies:
-                self.keep_alive.append(thing)
+                self._keep_alive.append(thing)
                 self._meta_copies[id(thing)] = torch.empty_strided(
                     thing.size(), thing.stride(), dtype=thing.dtype, device=_META
                 )
             return self._meta_copies[id(thing)]
         return [self._to_meta(item) for item in thing] if isinstance(thing, (tuple, list)) else thing
 
-    def is_in_layer(self) -> bool:
-        return self._current is not None
-
-    def begin(self, inputs: Sequence[Any]) -> None:
-        self.keep_alive += inputs
-        labels = {id(each): ("input", index) for index, each in enumerate(inputs) if isinstance(each, Tensor)}
-        self.outline.labels.update(labels)
-
-    def end(self, out: Any) -> None:
-        self.outline.entries.append(("returns", self._describe(out), _geometry(out)))
-
     def enter(self, path: str, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Begin the record of a layer: its forward pre-hook."""
         if self._current is not None:
             raise NotRepeatableError(f"{path} is called inside another layer")
-        self.outline.entries.append(("layer", path, self._describe((args, dict(kwargs)))))
         record = self._current = LayerRecord()
-        self._path = path
         if path in self.records:
             record.refusal = f"{path} is called more than once"
         self.records[path] = record
@@ -264,7 +184,6 @@ class _Recorder(TorchDispatchMode):
         record.tensors = [where for where, leaf in leaves if isinstance(leaf, Tensor)]
         record.arguments = (self._describe((args, dict(kwargs))), _geometry([leaf for _, leaf in leaves]))
         self._inputs = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        record.given = [self.outline.labels.get(id(tensor), ("other", id(tensor))) for tensor in self._inputs]
 
     def leave(self, module: nn.Module, args: tuple, out: Any) -> None:
         """Complete the record of the current layer: its forward hook."""
@@ -284,22 +203,19 @@ class _Recorder(TorchDispatchMode):
         else:
             record.rebuild = _rebuild(out, iter(range(len(results))))
             record.like = tuple(geometries.index(_geometry(tensor)) for tensor in results)
-        for index, tensor in enumerate(results):  # an input that is returned keeps its label
-            self.outline.labels.setdefault(id(tensor), ("layer", self._path, index))
-        self.keep_alive += results
         self._current, self._labels = None, {}
 
     def _label(self, thing: Any, label: Any) -> None:
         if isinstance(thing, Tensor):
             self._labels.setdefault(id(thing), label)
-            self.keep_alive.append(thing)
+            self._keep_alive.append(thing)
 
     def _describe(self, thing: Any) -> Any:
         """A value that is equal for two layers exactly when the two things play the same role in them."""
         if isinstance(thing, Tensor):
-            label = self._labels.get(id(thing)) or self.outline.labels.get(id(thing))
+            label = self._labels.get(id(thing))
             if label is None:
-                self.keep_alive.append(thing)
+                self._keep_alive.append(thing)
             return label or ("other", id(thing))
         if isinstance(thing, (tuple, list)):
             return (type(thing).__name__, *map(self._describe, thing))

@@ -12,6 +12,7 @@ Pays      a launch and two passes over the hidden state in an FX build; see benc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,22 +26,19 @@ aten = torch.ops.aten
 torchweave_ops = torch.ops.torchweave
 
 
-def sum_unused(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Any:
-    h = aten.add.Tensor(x, residual)
-    return torchweave_ops.rms_norm.default(h, weight, eps, offset, wide)
+def _variant(total: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Pattern and replacement; `total`: other operations read h."""
+    op = torchweave_ops.add_rms_norm.default if total else torchweave_ops.rms_norm_of_sum.default
 
+    def pattern(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Any:
+        h = aten.add.Tensor(x, residual)
+        y = torchweave_ops.rms_norm.default(h, weight, eps, offset, wide)
+        return (y, h) if total else y
 
-def sum_used(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Any:
-    h = aten.add.Tensor(x, residual)
-    return torchweave_ops.rms_norm.default(h, weight, eps, offset, wide), h
+    def replacement(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Any:
+        return op(x, residual, weight, eps, offset, wide)
 
-
-def only_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Any:
-    return torchweave_ops.rms_norm_of_sum.default(x, residual, weight, eps, offset, wide)
-
-
-def norm_and_sum(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool) -> Any:
-    return torchweave_ops.add_rms_norm.default(x, residual, weight, eps, offset, wide)
+    return pattern, replacement
 
 
 def extra_check(match: Match) -> str | None:
@@ -52,4 +50,6 @@ def extra_check(match: Match) -> str | None:
     return None
 
 
-FUSION = Fusion("add_rms_norm", (sum_unused, sum_used), (only_norm, norm_and_sum), extra_check=extra_check)
+FUSION = Fusion(
+    "add_rms_norm", *zip(*(_variant(total) for total in (False, True)), strict=True), extra_check=extra_check
+)

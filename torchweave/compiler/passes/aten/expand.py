@@ -47,16 +47,15 @@ class Expand(GraphPass):
 
     Args:
         ops: names of the ops to expand.
-        devices: device types on which they are expanded.
     """
 
     name = "expand"
     stage: Stage = "aten"
     builds: tuple[Build, ...] = ("inductor",)
+    devices = frozenset({"cpu"})
 
-    def __init__(self, ops: Iterable[str] = EXPANDED_OPS, devices: Iterable[str] = ("cpu",)) -> None:
+    def __init__(self, ops: Iterable[str] = EXPANDED_OPS) -> None:
         self.ops = frozenset(ops)
-        self.devices = frozenset(devices)
 
     def run(self, graph: FakeGraph) -> PassResult:
         matches = 0

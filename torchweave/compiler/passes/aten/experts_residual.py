@@ -16,7 +16,6 @@ Pays      up to 32 tokens on a GPU, where the norm behind the add runs inside a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ import torchweave.ops.moe.experts
 import torchweave.ops.moe.quantized_experts  # noqa: F401 (both define the ops)
 from torchweave.compiler.ir.graph import FakeGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, Stage, near_misses_by_reason
+from torchweave.compiler.passes.base import DevicePass, GraphPass, Mismatch, PassResult, Stage, near_misses_by_reason
 from torchweave.compiler.tuning.linears import FUSED_TOKENS
 
 aten = torch.ops.aten
@@ -34,19 +33,12 @@ _OPS = (torch.ops.torchweave.experts.default, torch.ops.torchweave.quantized_exp
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-class ExpertsResidual(GraphPass):
-    """See the module's text.
-
-    Args:
-        devices: device types on which the residual is fused.
-    """
+class ExpertsResidual(DevicePass):
+    """See the module's text."""
 
     name = "experts_residual"
     stage: Stage = "aten"
     token_range: tuple[int | None, int | None] = (1, FUSED_TOKENS)
-
-    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
-        self.devices = frozenset(devices)
 
     def run(self, graph: FakeGraph) -> PassResult:
         matches = 0

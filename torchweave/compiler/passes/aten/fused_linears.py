@@ -32,9 +32,9 @@ from torch import Tensor, fx
 import torchweave.ops.linear  # noqa: F401 (defines the ops)
 from torchweave.compiler.ir.graph import FakeGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, Stage, near_misses_by_reason
+from torchweave.compiler.passes.base import DevicePass, GraphPass, Mismatch, PassResult, Stage, near_misses_by_reason
 from torchweave.compiler.passes.torch_ir.small_linears import describe_weight, linear_choices
-from torchweave.compiler.tuning.linears import FUSED_TOKENS
+from torchweave.compiler.tuning.linears import FUSED_TOKENS, letters
 from torchweave.compiler.tuning.table import Table
 from torchweave.ops.linear_config import supported
 
@@ -61,11 +61,10 @@ class _FusableLinear:
 
     @property
     def letters(self) -> str:
-        parts = (("n", self.norm), ("g", self.activation), ("r", self.residual))
-        return "".join(letter for letter, part in parts if part is not None)
+        return letters(self.norm, self.activation, self.residual)
 
 
-class FusedLinears(GraphPass):
+class FusedLinears(DevicePass):
     """See the module's text.
 
     Args:
@@ -78,7 +77,7 @@ class FusedLinears(GraphPass):
     token_range: tuple[int | None, int | None] = (1, FUSED_TOKENS)
 
     def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
-        self.devices = frozenset(devices)
+        super().__init__(devices)
         self._table, self.table = table, "shipped" if table is None else table.digest
 
     def run(self, graph: FakeGraph) -> PassResult:
@@ -142,7 +141,8 @@ def _prologue_norm(x: fx.Node) -> tuple[tuple[Any, ...] | None, str | None]:
     arguments = GraphPass.bind(x, "x", "weight", "eps", offset=0.0, wide=False)
     if arguments[1] is None:
         return None, "its norm has no weight"
-    return (None, f"its norm is also read by {_other_readers(x)}") if len(x.users) > 1 else (arguments, None)
+    others = list(x.users)[1:]
+    return (None, f"its norm is also read by {', '.join(map(str, others))}") if others else (arguments, None)
 
 
 def _epilogue(node: fx.Node) -> tuple[fx.Node, str | None, fx.Node | None, str | None]:
@@ -172,10 +172,6 @@ def _second_add(add: fx.Node, residual: fx.Node) -> tuple[fx.Node, fx.Node | Non
         return add, None, residual
     last, _, outer, _ = _epilogue(add)
     return (add, None, residual) if outer is None else (last, residual, outer)
-
-
-def _other_readers(x: fx.Node) -> str:
-    return ", ".join(user.name for user in list(x.users)[1:])
 
 
 def _replace(graph: FakeGraph, fusable: _FusableLinear, choices: str) -> bool:

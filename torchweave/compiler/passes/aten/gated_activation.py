@@ -27,7 +27,7 @@ from torchweave.compiler.passes.pattern import Fusion
 aten = torch.ops.aten
 torchweave_ops = torch.ops.torchweave
 
-_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "silu": lambda x: aten.silu.default(x),
     "gelu": lambda x: aten.gelu.default(x),
     "gelu_tanh": lambda x: aten.gelu.default(x, approximate="tanh"),
@@ -39,7 +39,7 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 def _merged(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def pattern(gate_up: Tensor, sizes: list, size: int, dim: int) -> Any:
         parts = either(aten.split_with_sizes.default(gate_up, sizes, dim), aten.split.Tensor(gate_up, size, dim))
-        return aten.mul.Tensor(_ACTIVATIONS[name](parts[0]), parts[1])
+        return aten.mul.Tensor(ACTIVATIONS[name](parts[0]), parts[1])
 
     def replacement(gate_up: Tensor) -> Any:
         return torchweave_ops.gated_activation.default(gate_up, name)
@@ -49,7 +49,7 @@ def _merged(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def _pair(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def pattern(gate: Tensor, up: Tensor) -> Any:
-        return aten.mul.Tensor(_ACTIVATIONS[name](gate), up)
+        return aten.mul.Tensor(ACTIVATIONS[name](gate), up)
 
     def replacement(gate: Tensor, up: Tensor) -> Any:
         return torchweave_ops.gated_activation_pair.default(gate, up, name)
@@ -73,7 +73,7 @@ def extra_check(match: Match) -> str | None:
     return None
 
 
-_VARIANTS = [form(name) for form in (_merged, _pair) for name in _ACTIVATIONS]
+_VARIANTS = [form(name) for form in (_merged, _pair) for name in ACTIVATIONS]
 
 FUSION = Fusion(
     "gated_activation",

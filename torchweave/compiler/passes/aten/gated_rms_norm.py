@@ -24,16 +24,12 @@ from torch import Tensor
 
 import torchweave.ops.norm  # noqa: F401 (defines the ops)
 from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.passes.aten.gated_activation import ACTIVATIONS
 from torchweave.compiler.passes.matcher import Match, either
 from torchweave.compiler.passes.pattern import Fusion
 
 aten = torch.ops.aten
 torchweave_ops = torch.ops.torchweave
-
-_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
-    "silu": lambda x: aten.silu.default(x),
-    "sigmoid": lambda x: aten.sigmoid.default(x),
-}
 
 
 def _variant(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -43,7 +39,7 @@ def _variant(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         y = torchweave_ops.rms_norm.default(x, weight, eps, offset, wide)
         copied = aten.clone.default(gate, memory_format=torch.contiguous_format)
         flat = either(aten._unsafe_view.default(copied, rows), gate)
-        active = _ACTIVATIONS[name](either(aten._to_copy.default(flat, dtype=torch.float32), flat))
+        active = ACTIVATIONS[name](either(aten._to_copy.default(flat, dtype=torch.float32), flat))
         product = aten.mul.Tensor(y, active)
         return either(aten._to_copy.default(product, dtype=dtype), product)
 
@@ -76,6 +72,6 @@ def extra_check(match: Match) -> str | None:
 
 FUSION = Fusion(
     "gated_rms_norm",
-    *zip(*(_variant(name) for name in _ACTIVATIONS), strict=True),
+    *zip(*(_variant(name) for name in ("silu", "sigmoid")), strict=True),
     extra_check=extra_check,
 )

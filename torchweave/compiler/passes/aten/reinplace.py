@@ -17,7 +17,7 @@ Pays      in FX builds: one copy less for each written tensor. Inductor does the
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 from torchweave.compiler.ir.aliasing import AliasAnalysisError, AliasInfo, analyze_aliasing, computes_sizes
 from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import normalize_call
 from torchweave.compiler.passes.base import Build, GraphPass, NearMiss, PassResult, Stage
 
-V1, V2 = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2
+FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 
 
 @dataclass(frozen=True)
@@ -71,38 +72,28 @@ class ViewOfBase:
     arguments: tuple[Any, ...] = ()
 
 
-SafetyCheck = Callable[[FunctionalCall, MutatedTensor, AliasInfo], str | None]
-
-
 class NotReinplaceable(Exception):
     """A functional call must stay functional; the message gives the reason."""
 
 
 class Reinplace(GraphPass):
-    """See the module's text.
-
-    Args:
-        safety_check: returns the reason why an in-place write would be observable, or None.
-    """
+    """See the module's text."""
 
     name = "reinplace"
     stage: Stage = "aten"
     builds: tuple[Build, ...] = ("fx",)
 
-    def __init__(self, safety_check: SafetyCheck | None = None) -> None:
-        self.safety_check = safety_check or find_observer
-
     def run(self, graph: Any) -> PassResult:
         matches, near_misses = 0, []
         # Last call first: each check then sees the later calls in their final form.
         for node in reversed(list(graph.graph.nodes)):
-            if node.op != "call_function" or node.target not in (V1, V2):
+            if node.op != "call_function" or node.target is not FUNCTIONALIZED:
                 continue
             try:
                 call = _decompose(node)
                 memory = analyze_aliasing(graph.graph, inputs_may_alias=False)
                 for each in call.written:
-                    why = self.safety_check(call, each, memory)
+                    why = find_observer(call, each, memory)
                     if why is not None:
                         raise NotReinplaceable(why)
             except (NotReinplaceable, AliasAnalysisError) as refusal:
@@ -154,17 +145,11 @@ def _decompose(node: fx.Node) -> FunctionalCall:
         raise NotReinplaceable(f"{op} is not an op with a schema")
     names, types = functional.get_mutable_args(op)
     offset = max(1, len(op._schema.returns))
-    if node.target is V2:
-        if "_all_bases" not in given:
-            raise NotReinplaceable("its functional form lists no base tensors")
-        bases = list(given.pop("_all_bases"))
-        infos = functional.read_view_information_from_args(names, types, given, bases)
-        given |= {name: _views(infos[name], bases) for name in names}
-    else:
-        bases = [given[name] for name in names]
-        if any(isinstance(each, (list, tuple)) for each in bases):
-            raise NotReinplaceable("it writes to a list of tensors")
-        given |= {name: None if given[name] is None else ViewOfBase(given[name]) for name in names}
+    if "_all_bases" not in given:
+        raise NotReinplaceable("its functional form lists no base tensors")
+    bases = list(given.pop("_all_bases"))
+    infos = functional.read_view_information_from_args(names, types, given, bases)
+    given |= {name: _views(infos[name], bases) for name in names}
     written = tuple(
         MutatedTensor(base, tuple(_items(node, offset + index))) for index, base in enumerate(bases) if base is not None
     )
@@ -202,7 +187,7 @@ def _rewrite(graph: fx.Graph, call: FunctionalCall) -> None:
     node = call.node
     with graph.inserting_before(node):
         given = {name: _materialize(graph, each) for name, each in call.arguments.items()}
-        new = graph.call_function(call.op, *_positional(call.op, given))
+        new = graph.call_function(call.op, *normalize_call(call.op, (), given))
     results = [value(node)[index] for index in range(len(call.outputs))]
     new.meta = dict(node.meta)
     new.meta["val"] = None if not results else results[0] if len(results) == 1 else tuple(results)
@@ -235,15 +220,3 @@ def _materialize(graph: fx.Graph, thing: Any) -> Any:
     with base.fake_mode:
         view.meta["val"] = thing.op(base, *numbers)
     return view
-
-
-def _positional(op: torch._ops.OpOverload, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments by the schema."""
-    args, kwargs = [], {}
-    for argument in op._schema.arguments:
-        if argument.kwarg_only:
-            if argument.name in given:
-                kwargs[argument.name] = given[argument.name]
-        else:
-            args.append(given.get(argument.name, argument.default_value))
-    return tuple(args), kwargs

@@ -56,20 +56,15 @@ def softmax() -> tuple[Function, Function]:
 def biased(score: str) -> tuple[Function, Function]:
     """MiniMax, AFMoE, ERNIE: a bias affects the selection, not the weights."""
 
-    def by_sigmoid(logits: Tensor, bias: Tensor, k: int, ranked: bool) -> Any:
-        scores = aten.sigmoid.default(logits)
-        index = aten.topk.default(aten.add.Tensor(scores, bias), k, -1, True, ranked)[1]
-        return aten.gather.default(scores, -1, index), index
-
-    def by_softmax(logits: Tensor, bias: Tensor, k: int, in_dtype: Any, ranked: bool) -> Any:
-        scores = aten.softmax.int(logits, -1, in_dtype)
+    def pattern(logits: Tensor, bias: Tensor, k: int, in_dtype: Any, ranked: bool) -> Any:
+        scores = aten.sigmoid.default(logits) if score == "sigmoid" else aten.softmax.int(logits, -1, in_dtype)
         index = aten.topk.default(aten.add.Tensor(scores, bias), k, -1, True, ranked)[1]
         return aten.gather.default(scores, -1, index), index
 
     def replacement(logits: Tensor, bias: Tensor, k: int) -> Any:
         return op(logits, bias, k, score, _F32, *_NO_GROUPS, *_NOT_SCALED)
 
-    return by_sigmoid if score == "sigmoid" else by_softmax, replacement
+    return pattern, replacement
 
 
 def _mask(best: Any, groups: Any, top_groups: Any, size: Any, rows: Any, experts: Any, pin: Any) -> Any:
@@ -195,52 +190,42 @@ def scaled() -> tuple[Function, Function]:
 
 
 def cast(like: bool) -> tuple[Function, Function]:
-    """Weights cast to the model's dtype."""
+    """Weights cast to the model's dtype, or to that of a tensor (`like`)."""
 
-    def to_dtype(
+    def pattern(
         logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
-        over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype,
+        over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype, other: Tensor,
     ) -> Any:  # fmt: skip
         routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, over_sum, epsilon, factor)
         weights, index = routed[0], routed[1]
+        if like:
+            return aten.type_as.default(weights, other), index
         return aten._to_copy.default(weights, dtype=dtype), index
 
-    def to_dtype_of(
+    def replacement(
         logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
-        over_sum: bool, epsilon: float, factor: float, other: Tensor,
+        over_sum: bool, epsilon: float, factor: float, dtype: Any = None, other: Any = None,
     ) -> Any:  # fmt: skip
-        routed = op(logits, bias, k, score, _F32, groups, top_groups, best, fill, over_sum, epsilon, factor)
-        weights, index = routed[0], routed[1]
-        return aten.type_as.default(weights, other), index
+        dtype = other.dtype if like else dtype
+        return op(logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
 
-    def replacement_like(
-        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
-        over_sum: bool, epsilon: float, factor: float, other: Tensor,
-    ) -> Any:  # fmt: skip
-        return op(logits, bias, k, score, other.dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
-
-    return (to_dtype_of, replacement_like) if like else (to_dtype, _routed)
+    return pattern, replacement
 
 
 def with_shared(gated: bool) -> tuple[Function, Function]:
     """A column for a shared expert, whose weight is the sigmoid of a gate, or 1."""
 
-    def by_gate(
+    def pattern(
         logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
         over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype, expert: float, shared_gate: Tensor,
         to_dtype: torch.dtype,
     ) -> Any:  # fmt: skip
         routed = op(logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
-        own = aten.sigmoid.default(shared_gate)
-        weights = aten.cat.default([routed[0], either(own, aten._to_copy.default(own, dtype=to_dtype))], -1)
-        return weights, aten.pad.default(routed[1], [0, 1], "constant", expert)
-
-    def of_one(
-        logits: Tensor, bias: Tensor | None, k: int, score: str, groups: int, top_groups: int, best: int, fill: float,
-        over_sum: bool, epsilon: float, factor: float, dtype: torch.dtype, expert: float,
-    ) -> Any:  # fmt: skip
-        routed = op(logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor)
-        weights = aten.pad.default(routed[0], [0, 1], "constant", 1.0)
+        if gated:
+            own = aten.sigmoid.default(shared_gate)
+            weights = aten.cat.default([routed[0], either(own, aten._to_copy.default(own, dtype=to_dtype))], -1)
+        else:
+            weights = aten.pad.default(routed[0], [0, 1], "constant", 1.0)
         return weights, aten.pad.default(routed[1], [0, 1], "constant", expert)
 
     def replacement(
@@ -251,7 +236,7 @@ def with_shared(gated: bool) -> tuple[Function, Function]:
             logits, bias, k, score, dtype, groups, top_groups, best, fill, over_sum, epsilon, factor, True, shared_gate
         )  # fmt: skip
 
-    return by_gate if gated else of_one, replacement
+    return pattern, replacement
 
 
 def extra_check(match: Match) -> str | None:

@@ -36,20 +36,13 @@ _norm = ops.rms_norm.default
 _fused = ops.all_reduce_add_rms_norm.default
 
 
-def _variant(residual: bool, total: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _variant(has_residual: bool, total: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Pattern and replacement with or without a residual; `total`: other operations read h."""
 
     def pattern(
         x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
     ) -> Any:
-        h = aten.add.Tensor(_reduce(x, group), residual)
-        y = _norm(h, weight, eps, offset, wide)
-        return (y, h) if total else y
-
-    def pattern_without_residual(
-        x: Tensor, weight: Tensor | None, eps: float, offset: float, wide: bool, group: str
-    ) -> Any:
-        h = _reduce(x, group)
+        h = aten.add.Tensor(_reduce(x, group), residual) if has_residual else _reduce(x, group)
         y = _norm(h, weight, eps, offset, wide)
         return (y, h) if total else y
 
@@ -59,14 +52,14 @@ def _variant(residual: bool, total: bool) -> tuple[Callable[..., Any], Callable[
         results = _fused(x, residual, weight, eps, offset, wide, total, group)
         return results if total else results[0]
 
-    return pattern if residual else pattern_without_residual, replacement
+    return pattern, replacement
 
 
 def extra_check(match: Match) -> str | None:
     return same_residual_kind(match) if "residual" in match.bindings else None
 
 
-_VARIANTS = [_variant(residual, total) for residual in (True, False) for total in (False, True)]
+_VARIANTS = [_variant(has_residual, total) for has_residual in (True, False) for total in (False, True)]
 
 FUSION = Fusion(
     "all_reduce_norm",

@@ -24,10 +24,9 @@ from torchweave.compiler.passes.pattern import Fusion
 
 ops = torch.ops.torchweave
 _reduced = ops.all_reduce_add_rms_norm.default
-Rewrite = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-def _fp8(norm: bool, total: bool) -> Rewrite:
+def _variant(fp8: bool, norm: bool, total: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Pattern and replacement; `norm`, `total`: other operations read the norm, or the sum before it."""
 
     def pattern(
@@ -35,44 +34,24 @@ def _fp8(norm: bool, total: bool) -> Rewrite:
     ) -> Any:
         reduced = _reduced(x, r, w, eps, offset, wide, summed, group)
         read = [reduced[0], *([reduced[1]] if total else [])]
-        quantized = ops.fp8_quant.default(read[0], by, scale)
+        quantized = ops.fp8_quant.default(read[0], by, scale) if fp8 else ops.fp4_quant.default(read[0], scale)
         return quantized[0], quantized[1], *read[0 if norm else 1 :]
 
     def replacement(
-        x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, by: int, scale: Any, group: str
+        x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, scale: Any, group: str, by: int = 0
     ) -> Any:
-        fused = ops.all_reduce_add_rms_norm_fp8.default
-        return _read_outputs(fused(x, r, w, eps, offset, wide, by, scale, norm, total, group), norm, total)
+        fused = ops.all_reduce_add_rms_norm_fp8.default if fp8 else ops.all_reduce_add_rms_norm_fp4.default
+        q, s, y, h = fused(x, r, w, eps, offset, wide, *((by, scale) if fp8 else (scale,)), norm, total, group)
+        return [q, s, *([y] if norm else []), *([h] if total else [])]
 
     return pattern, replacement
 
 
-def _fp4(norm: bool, total: bool) -> Rewrite:
-    def pattern(
-        x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, summed: bool, scale: Tensor, group: str
-    ) -> Any:
-        reduced = _reduced(x, r, w, eps, offset, wide, summed, group)
-        read = [reduced[0], *([reduced[1]] if total else [])]
-        quantized = ops.fp4_quant.default(read[0], scale)
-        return quantized[0], quantized[1], *read[0 if norm else 1 :]
-
-    def replacement(x: Tensor, r: Any, w: Any, eps: float, offset: float, wide: bool, scale: Tensor, group: str) -> Any:
-        fused = ops.all_reduce_add_rms_norm_fp4.default
-        return _read_outputs(fused(x, r, w, eps, offset, wide, scale, norm, total, group), norm, total)
-
-    return pattern, replacement
-
-
-def _read_outputs(results: tuple[Tensor, ...], norm: bool, total: bool) -> list[Tensor]:
-    q, s, y, h = results
-    return [q, s, *([y] if norm else []), *([h] if total else [])]
-
-
-def _fusion(name: str, variant: Callable[..., Rewrite]) -> Fusion:
-    variants = [variant(norm, total) for norm in (False, True) for total in (False, True)]
+def _fusion(name: str, fp8: bool) -> Fusion:
+    variants = [_variant(fp8, norm, total) for norm in (False, True) for total in (False, True)]
     patterns, replacements = zip(*variants, strict=True)
     return Fusion(name, patterns, replacements, needs=("ranks",))
 
 
-FP8 = _fusion("all_reduce_norm_fp8", _fp8)
-FP4 = _fusion("all_reduce_norm_fp4", _fp4)
+FP8 = _fusion("all_reduce_norm_fp8", fp8=True)
+FP4 = _fusion("all_reduce_norm_fp4", fp8=False)

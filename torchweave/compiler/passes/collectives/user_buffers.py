@@ -15,7 +15,16 @@ import torchweave.ops.collectives.user_buffers  # noqa: F401 (defines the ops)
 from torchweave.compiler.ir.graph import FakeGraph, same_geometry
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import normalize_call
-from torchweave.compiler.passes.base import GraphPass, Mismatch, NearMiss, Need, PassResult, Stage, TokenRange
+from torchweave.compiler.passes.base import (
+    DevicePass,
+    GraphPass,
+    Mismatch,
+    NearMiss,
+    Need,
+    PassResult,
+    Stage,
+    TokenRange,
+)
 from torchweave.compiler.passes.rewrite import erase
 from torchweave.compiler.tuning.table import Table
 
@@ -31,7 +40,7 @@ BUFFERED = {
 """Collectives, and their forms with a producer of the operand."""
 
 
-class UserBuffersConvert(GraphPass):
+class UserBuffersConvert(DevicePass):
     """Let consecutive collectives read their operand from symmetric memory.
 
     Before                                             After
@@ -47,9 +56,6 @@ class UserBuffersConvert(GraphPass):
     name = "userbuffers_convert"
     stage: Stage = "aten"
     needs: tuple[Need, ...] = ("ranks", "userbuffers")
-
-    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
-        self.devices = frozenset(devices)
 
     def run(self, graph: FakeGraph) -> PassResult:
         near_misses: list[NearMiss] = []

@@ -24,12 +24,12 @@ from torch import Tensor, fx
 import torchweave.ops.recurrent.op  # noqa: F401 (defines torchweave::gated_delta)
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import boundary_op, normalize_call
+from torchweave.compiler.partition.split import calls_of
 from torchweave.compiler.passes.base import GraphPass, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.matcher import Match, PartialMatch, Pattern, either
 from torchweave.compiler.passes.rewrite import erase
 
-DELTA = "torchweave::gated_delta"
+_DELTA = torch.ops.torchweave.gated_delta.default
 _Q, _K, _V, _G, _BETA, _A_LOG = 0, 1, 2, 3, 4, 8
 """Positions in the op's arguments."""
 
@@ -58,11 +58,7 @@ class DeltaGates(GraphPass):
     def run(self, graph: CapturedGraph) -> PassResult:
         matches, before = 0, graph.num_calls()
         rejected: dict[str, list[str]] = {}
-        for node in list(graph.graph.nodes):
-            op = boundary_op(node.target, frozenset({DELTA})) if node.op == "call_function" else None
-            if op is None:
-                continue
-            given, _ = normalize_call(op, node.args, node.kwargs)
+        for node, given in calls_of(graph, _DELTA):
             arguments = list(given)
             found, why = _heads(graph, node, arguments), None
             if arguments[_A_LOG] is None:
@@ -114,6 +110,4 @@ def _gates(arguments: list[Any]) -> tuple[Match, Match] | str:
 def _first(graph: CapturedGraph, node: fx.Node, source: fx.Node) -> fx.Node:
     """`source[0]`, inserted before `node`."""
     with graph.graph.inserting_before(node):
-        new = graph.graph.call_method("select", (source, 0, 0))
-    new.meta["example_value"] = graph.fake_ops.run("select", (value(source), 0, 0), {})
-    return new
+        return graph.call("select", source, 0, 0)

@@ -23,8 +23,9 @@ from torch import fx
 import torchweave.ops.attention.op  # noqa: F401  (defines torchweave::attention)
 from torchweave.compiler.ir.graph import CapturedGraph, update_fake_values
 from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import calls_of
 from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
-from torchweave.compiler.passes.torch_ir.merge_fp8_linears import QUANT, calls_of
+from torchweave.compiler.passes.torch_ir.merge_fp8_linears import QUANT
 from torchweave.ops.quant.fp8 import FP8, GROUP
 
 _ATTENTION = torch.ops.torchweave.attention.default
@@ -42,7 +43,7 @@ class Fp8Attention(GraphPass):
         quants = dict(calls_of(graph, QUANT))
         near_misses: list[NearMiss] = []
         matches = 0
-        for node, arguments in list(calls_of(graph, _ATTENTION)):
+        for node, arguments in calls_of(graph, _ATTENTION):
             out = arguments[_NAMES.index("out")]
             quant = _single_reader(out, node)
             if quant is None or quant not in quants:
@@ -88,8 +89,9 @@ def _rewrite(
     out = arguments[_NAMES.index("out")]
     sizes = tuple(out.args[0]) if isinstance(out.args[0], (tuple, list)) else out.args
     with graph.graph.inserting_before(out):
-        q = _empty(graph, sizes, FP8, value(out).device)
-        scale = _empty(graph, (sizes[1], sizes[0]), torch.float32, value(out).device) if given is None else given
+        q, scale = graph.call(torch.empty, *sizes, dtype=FP8, device=value(out).device), given
+        if scale is None:
+            scale = graph.call(torch.empty, sizes[1], sizes[0], dtype=torch.float32, device=value(out).device)
     named = {**dict(zip(_NAMES, arguments, strict=True)), "out": q, "given_scale": given, "out_scale": scale}
     op = _ATTENTION_FP8 if given is None else _ATTENTION
     with graph.graph.inserting_before(node):
@@ -104,12 +106,3 @@ def _rewrite(
         graph.graph.erase_node(part)
     graph.graph.erase_node(quant)
     update_fake_values(graph, {q: value(q)})
-
-
-def _empty(graph: CapturedGraph, sizes: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
-    """Insert a call of `empty`, with its fake value."""
-    node = graph.graph.call_function(torch.empty, sizes, {"dtype": dtype, "device": device})
-    with graph.enable_fake_mode():
-        real = [value(size) if isinstance(size, fx.Node) else size for size in sizes]
-        node.meta["example_value"] = torch.empty(real, dtype=dtype, device=device)
-    return node

@@ -12,7 +12,6 @@ Pays      one kernel a layer that reads and writes the widest activation: 25 of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,26 +19,20 @@ import torch.nn.functional as F
 from torch import fx
 
 import torchweave.ops.linear  # noqa: F401 (defines torchweave::linear_gelu)
-from torchweave.compiler.ir.graph import CapturedGraph, same_geometry
+from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import GraphPass, Mismatch, Numerics, PassResult, near_misses_by_reason
+from torchweave.compiler.passes.base import DevicePass, GraphPass, Mismatch, Numerics, PassResult, near_misses_by_reason
+from torchweave.compiler.passes.rewrite import replace_call
 from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR
 
 _GELU = F.gelu
 
 
-class LinearGelu(GraphPass):
-    """See the module's text.
-
-    Args:
-        devices: device types on which the pass runs; on others the op is its reference, which only tests use.
-    """
+class LinearGelu(DevicePass):
+    """See the module's text."""
 
     name = "linear_gelu"
     numerics: Numerics = "tolerance"
-
-    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
-        self.devices = frozenset(devices)
 
     def run(self, graph: CapturedGraph) -> PassResult:
         matches = 0
@@ -64,17 +57,10 @@ def _replace(graph: CapturedGraph, gelu: fx.Node, linear: fx.Node, formula: str)
     why = _reject_reason(graph, linear, weight, bias, formula)
     if why is not None:
         return why
-    op = torch.ops.torchweave.linear_gelu.default
-    result = graph.fake_ops.run(op, (value(x), value(weight), value(bias)), {})
-    if not same_geometry(result, value(gelu)):
-        return "its result has another layout or dtype than the op's"
-    with graph.graph.inserting_before(gelu):
-        new = graph.graph.call_function(op, (x, weight, bias))
-    new.meta = dict(gelu.meta)
-    gelu.replace_all_uses_with(new)
-    graph.graph.erase_node(gelu)
-    graph.graph.erase_node(linear)
-    return None
+    why = replace_call(graph, gelu, torch.ops.torchweave.linear_gelu.default, (x, weight, bias))
+    if why is None:
+        graph.graph.erase_node(linear)
+    return why
 
 
 def _reject_reason(graph: CapturedGraph, linear: fx.Node, weight: Any, bias: Any, formula: str) -> str | None:

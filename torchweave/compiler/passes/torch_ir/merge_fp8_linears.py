@@ -28,7 +28,7 @@ import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_l
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.mutation import storage_id
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import normalize_call
+from torchweave.compiler.partition.split import calls_of
 from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
 from torchweave.compiler.passes.torch_ir.stacking import StackableCall, find_barrier, merge_groups, mergeable_groups
 from torchweave.ops.quant.fp8 import GROUP
@@ -49,13 +49,6 @@ class MergeFp8Linears(GraphPass):
             matches, rewritten = matches + 1, rewritten + num_erased
         merged, calls = merge_groups(graph, _groups(graph, near_misses), near_misses)
         return PassResult(matches + merged, rewritten + calls, tuple(near_misses))
-
-
-def calls_of(graph: CapturedGraph, op: Any) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
-    """Yield each call of a custom op, by packet or overload, with its arguments in schema order."""
-    for node in list(graph.graph.nodes):
-        if node.op == "call_function" and node.target in (op, op.overloadpacket):
-            yield node, normalize_call(op, node.args, node.kwargs)[0]
 
 
 def _share_quants(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[int]:

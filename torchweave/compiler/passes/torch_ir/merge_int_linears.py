@@ -26,8 +26,8 @@ import torchweave.ops.quant.int8_linear
 import torchweave.ops.quant.int_linear  # noqa: F401  (defines torchweave::int_linear)
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
+from torchweave.compiler.partition.split import calls_of
 from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
-from torchweave.compiler.passes.torch_ir.merge_fp8_linears import calls_of
 from torchweave.compiler.passes.torch_ir.stacking import StackableCall, merge_groups, mergeable_groups
 
 _LINEAR = torch.ops.torchweave.int_linear.default

@@ -53,19 +53,13 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
     read one node and have aligned rows, then of the others."""
     by_input: dict[fx.Node, dict[tuple[Any, ...], list[StackableCall]]] = {}
     for node, x, weight, bias in _linears(graph, near_misses):
-        tensor = graph.constant(weight)
-        if tensor is None or (bias is not None and graph.constant(bias) is None):
-            near_misses.append(NearMiss(node.name, "its weight or bias is computed, not a parameter"))
+        if (why := unsupported_weight(graph, weight, bias)) is not None:
+            near_misses.append(NearMiss(node.name, why))
             continue
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            near_misses.append(NearMiss(node.name, f"its weight is a {type(tensor).__name__}"))
-            continue
-        if tensor.ndim != 2:
-            near_misses.append(NearMiss(node.name, f"its weight has {tensor.ndim} dimensions"))
-            continue
-        kind = (bias is not None, tensor.dtype, tensor.device)
+        fake = value(weight)
+        kind = (bias is not None, fake.dtype, fake.device)
         constants = (weight,) if bias is None else (weight, bias)
-        call = StackableCall(node, x, constants, (x, weight, bias), -tensor.shape[0] % _ALIGNED)
+        call = StackableCall(node, x, constants, (x, weight, bias), -fake.shape[0] % _ALIGNED)
         by_input.setdefault(_source(x), {}).setdefault(kind, []).append(call)
     for x, kinds in by_input.items():
         largest = max(kinds.values(), key=len)
@@ -76,6 +70,16 @@ def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[
                     NearMiss(group[0].node.name, f"reads {x.name} like {largest_names}, but differs in bias or dtype")
                 )
             yield from _mergeable_by_node(graph, group, near_misses)
+
+
+def unsupported_weight(graph: CapturedGraph, weight: Any, bias: Any) -> str | None:
+    """Why the weight of a linear is not a plain matrix of the module, or its bias not a tensor of it, or None."""
+    tensor = graph.constant(weight)
+    if tensor is None or (bias is not None and graph.constant(bias) is None):
+        return "its weight or bias is computed, not a parameter"
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return f"its weight is a {type(tensor).__name__}"
+    return None if tensor.ndim == 2 else f"its weight has {tensor.ndim} dimensions"
 
 
 def _mergeable_by_node(

@@ -14,7 +14,6 @@ Pays      one launch a layer in a decode graph of more than a few rows, two with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +23,14 @@ from torch import Tensor, fx
 import torchweave.ops.attention.op  # noqa: F401 (defines torchweave::attention)
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import boundary_op, normalize_call
+from torchweave.compiler.partition.split import calls_of
 from torchweave.compiler.passes import norm_dialects as norm
 from torchweave.compiler.passes import rope_dialects as rope
-from torchweave.compiler.passes.base import GraphPass, PassResult, near_misses_by_reason
+from torchweave.compiler.passes.base import DevicePass, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.matcher import Match, PartialMatch, Pattern, either, same_value
 from torchweave.compiler.passes.rewrite import erase
 
-ATTENTION = "torchweave::attention"
+_ATTENTION = torch.ops.torchweave.attention.default
 _ROTARY = 10
 """Position of `cos` in the op's arguments."""
 
@@ -70,23 +69,15 @@ class _Heads:
     covered: tuple[fx.Node, ...] = ()
 
 
-class RotaryAttention(GraphPass):
+class RotaryAttention(DevicePass):
     __doc__ = __doc__
     name = "rotary_attention"
-
-    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
-        """`devices`: device types on which the kernels of attention rotate queries and keys."""
-        self.devices = frozenset(devices)
 
     def run(self, graph: CapturedGraph) -> PassResult:
         matches, before = 0, graph.num_calls()
         rejected: dict[str, list[str]] = {}
-        for node in list(graph.graph.nodes):
-            op = boundary_op(node.target, frozenset({ATTENTION})) if node.op == "call_function" else None
-            if op is None or value(node.args[0]).device.type not in self.devices:
-                continue
-            arguments, _ = normalize_call(op, node.args, node.kwargs)
-            if arguments[_ROTARY] is not None:
+        for node, arguments in calls_of(graph, _ATTENTION):
+            if value(arguments[0]).device.type not in self.devices or arguments[_ROTARY] is not None:
                 continue
             why = _rewrite(graph, node, list(arguments))
             if why is None:
@@ -131,9 +122,7 @@ def _both_halves(graph: CapturedGraph, angles: fx.Node) -> fx.Node:
         if reader.target is torch.cat and reader.args == ([angles, angles], -1):
             return reader
     with graph.graph.inserting_after(angles):
-        node = graph.graph.call_function(torch.cat, ([angles, angles], -1))
-    node.meta["example_value"] = graph.fake_ops.run(torch.cat, ([value(angles)] * 2, -1), {})
-    return node
+        return graph.call(torch.cat, [angles, angles], -1)
 
 
 def _heads_dim(match: Match) -> int:
@@ -180,11 +169,5 @@ def _over_heads(match: Match) -> bool:
 
 def _tokens_first(graph: CapturedGraph, heads: _Heads) -> fx.Node:
     """`[T, H, D]`, a view."""
-    node = _method(graph, "squeeze", heads.node, 0)
-    return _method(graph, "transpose", node, 0, 1) if heads.transposed else node
-
-
-def _method(graph: CapturedGraph, name: str, source: fx.Node, *arguments: int) -> fx.Node:
-    node = graph.graph.call_method(name, (source, *arguments))
-    node.meta["example_value"] = graph.fake_ops.run(name, (value(source), *arguments), {})
-    return node
+    node = graph.call("squeeze", heads.node, 0)
+    return graph.call("transpose", node, 0, 1) if heads.transposed else node

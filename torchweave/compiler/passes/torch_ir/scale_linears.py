@@ -140,7 +140,7 @@ def _remove(graph: CapturedGraph, found: _Factor, linear: fx.Node) -> str | None
         return "it is multiplied by a number that is not constant"
     source = value(found.source)
     if not same_geometry(source, value(found.node)):
-        (output,) = graph.graph.find_nodes(op="output")
+        output = graph.graph.output_node()
         if output in found.node.users:
             return "its result is returned, and its source has another layout"
         try:
@@ -163,7 +163,5 @@ def _scaling(graph: CapturedGraph, found: _Factor, linear: fx.Node) -> tuple[Any
     factors = found.by
     if value(factors).ndim > 1:
         with graph.graph.inserting_before(linear):
-            new = graph.graph.call_method("view", (factors, -1))
-        new.meta["example_value"] = graph.fake_ops.run("view", (value(factors), -1), {})
-        factors = new
+            factors = graph.call("view", factors, -1)
     return factors, 1.0

@@ -23,15 +23,16 @@ from torch import Tensor, fx
 
 import torchweave.ops.recurrent.op  # noqa: F401 (defines the ops)
 from torchweave.compiler.ir.graph import CapturedGraph, same_geometry
+from torchweave.compiler.ir.mutation import op_overload
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import boundary_op, normalize_call
+from torchweave.compiler.partition.split import calls_of
 from torchweave.compiler.passes.base import GraphPass, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.matcher import Match, PartialMatch, Pattern, either
 from torchweave.compiler.passes.rewrite import erase
 
-SSD, SCAN = "torchweave::ssd", "torchweave::selective_scan"
-_A, _OUT, _Z = 2, {SSD: 7, SCAN: 8}, 12
-"""Positions in the ops' arguments."""
+_SSD, _SCAN = torch.ops.torchweave.ssd.default, torch.ops.torchweave.selective_scan.default
+_A, _OUT, _Z = 2, 7, 12
+"""Positions in the arguments of `ssd`; the first is that of `selective_scan`, too."""
 _VIEWS = (operator.getitem, "view", "reshape")
 
 
@@ -51,14 +52,11 @@ class ScanGates(GraphPass):
     def run(self, graph: CapturedGraph) -> PassResult:
         matches, before = 0, graph.num_calls()
         rejected: dict[str, list[str]] = {}
-        for node in list(graph.graph.nodes):
-            op = boundary_op(node.target, frozenset({SSD, SCAN})) if node.op == "call_function" else None
-            if op is None:
-                continue
-            arguments = list(normalize_call(op, node.args, node.kwargs)[0])
+        for node, given in calls_of(graph, _SSD, _SCAN):
+            arguments = list(given)
             wide = not arguments[-1] and value(arguments[_A]).dtype == torch.float32
             decay = _DECAY.match_at(arguments[_A]) if wide else None
-            gate = _gate(node, arguments) if op._schema.name == SSD and arguments[_Z] is None else None
+            gate = _gate(node, arguments) if op_overload(node.target) is _SSD and arguments[_Z] is None else None
             for why in (
                 decay.why if isinstance(decay, PartialMatch) else None,
                 gate if isinstance(gate, str) else None,
@@ -68,7 +66,7 @@ class ScanGates(GraphPass):
             if isinstance(decay, Match):
                 arguments[_A], arguments[-1] = decay["A_log"], True
             if isinstance(gate, tuple):
-                arguments[_Z] = _by_head(graph, node, gate[0], arguments[_OUT[SSD]])
+                arguments[_Z] = _by_head(graph, node, gate[0], arguments[_OUT])
             if isinstance(decay, Match) or isinstance(gate, tuple):
                 node.args, node.kwargs = tuple(arguments), {}
             if isinstance(decay, Match):
@@ -85,7 +83,7 @@ class ScanGates(GraphPass):
 
 def _gate(node: fx.Node, arguments: list[Any]) -> tuple[fx.Node, fx.Node, fx.Node] | str | None:
     """The gate of an op's result, its activation and the product; the reason why it stays, None where there is none."""
-    readers = [user for user in arguments[_OUT[SSD]].users if user is not node]
+    readers = [user for user in arguments[_OUT].users if user is not node]
     while len(readers) == 1 and readers[0].target in _VIEWS:
         readers = list(readers[0].users)
     if len(readers) != 1 or readers[0].target not in (operator.mul, torch.mul):
@@ -108,9 +106,5 @@ def _gate(node: fx.Node, arguments: list[Any]) -> tuple[fx.Node, fx.Node, fx.Nod
 
 def _by_head(graph: CapturedGraph, node: fx.Node, gate: fx.Node, out: fx.Node) -> fx.Node:
     """A gate `[1, T, H * P]` as `[T, H, P]`, inserted before `node`."""
-    for method, arguments in (("select", (0, 0)), ("unflatten", (-1, tuple(value(out).shape[1:])))):
-        with graph.graph.inserting_before(node):
-            new = graph.graph.call_method(method, (gate, *arguments))
-        new.meta["example_value"] = graph.fake_ops.run(method, (value(gate), *arguments), {})
-        gate = new
-    return gate
+    with graph.graph.inserting_before(node):
+        return graph.call("unflatten", graph.call("select", gate, 0, 0), -1, tuple(value(out).shape[1:]))

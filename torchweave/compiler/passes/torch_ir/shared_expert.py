@@ -31,7 +31,7 @@ import torchweave.ops.moe.experts  # noqa: F401  (defines torchweave::experts)
 from torchweave.compiler.ir.graph import CapturedGraph, same_geometry
 from torchweave.compiler.ir.mutation import storage_id
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.partition.split import normalize_call
+from torchweave.compiler.partition.split import call_name, normalize_call
 from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, near_misses_by_reason
 from torchweave.compiler.passes.torch_ir.stacking import find_barrier
 
@@ -108,10 +108,8 @@ def _calls(node: Any, *targets: Any) -> bool:
 
 
 def _op_name(node: Any) -> str:
-    """The name of the custom op that a node calls, or nothing."""
-    target = node.target if isinstance(node, fx.Node) else None
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    return packet._qualified_op_name if isinstance(packet, torch._ops.OpOverloadPacket) else ""
+    """The name of the op that a node calls, or nothing."""
+    return call_name(node) if isinstance(node, fx.Node) else ""
 
 
 def _is_product(node: Any) -> bool:
@@ -265,17 +263,17 @@ def _rewrite(graph: CapturedGraph, found: _Mixture, stacked: StackedExperts) -> 
     if key not in stacked:
         stacked[key] = _stack(graph, *key)
     with graph.graph.inserting_before(found.sum):
-        index = _call(graph, F.pad, index, (0, 1), value=value(up).shape[0])
+        index = graph.call(F.pad, index, (0, 1), value=value(up).shape[0])
         if found.weight is None:
-            weight = _call(graph, F.pad, weight, (0, 1), value=1.0)
+            weight = graph.call(F.pad, weight, (0, 1), value=1.0)
         else:
             own = found.weight
             if value(own).dim() != 2:
-                own = _call(graph, torch.reshape, own, (-1, 1))
+                own = graph.call(torch.reshape, own, (-1, 1))
             if value(own).dtype != value(weight).dtype:
-                own = _call(graph, torch.Tensor.to, own, value(weight).dtype)
-            weight = _call(graph, torch.cat, [weight, own], -1)
-        result = _call(graph, _op, x, index, weight, *stacked[key], *rest[:-2], True)
+                own = graph.call(torch.Tensor.to, own, value(weight).dtype)
+            weight = graph.call(torch.cat, [weight, own], -1)
+        result = graph.call(_op, x, index, weight, *stacked[key], *rest[:-2], True)
     result.meta["stack_trace"] = found.routed.meta.get("stack_trace")
     found.routed.replace_all_uses_with(result)
     for view in found.views:
@@ -283,13 +281,6 @@ def _rewrite(graph: CapturedGraph, found: _Mixture, stacked: StackedExperts) -> 
     found.sum.replace_all_uses_with((result, *found.views)[-1])
     _erase_unused(graph, found.sum)
     _erase_unused(graph, found.routed)
-
-
-def _call(graph: CapturedGraph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    node = graph.graph.call_function(target, args, kwargs)
-    values = fx.map_arg((args, kwargs), value)
-    node.meta["example_value"] = graph.fake_ops.run(target, *values)
-    return node
 
 
 def _stack(

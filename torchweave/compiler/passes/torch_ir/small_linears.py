@@ -20,16 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchweave.compiler.ir.graph import CapturedGraph, same_geometry
+from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.symbols import value
-from torchweave.compiler.passes.base import GraphPass, Mismatch, PassResult, near_misses_by_reason
-from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR
+from torchweave.compiler.passes.base import DevicePass, GraphPass, Mismatch, PassResult, near_misses_by_reason
+from torchweave.compiler.passes.rewrite import replace_call
+from torchweave.compiler.passes.torch_ir.merge_linears import LINEAR, unsupported_weight
 from torchweave.compiler.tuning.linears import LinearShape
 from torchweave.compiler.tuning.table import Table, device_kind, shipped_table
 from torchweave.ops.linear_config import supported
 
 
-class SmallLinears(GraphPass):
+class SmallLinears(DevicePass):
     """See the module's text.
 
     Args:
@@ -40,7 +41,7 @@ class SmallLinears(GraphPass):
     name = "small_linears"
 
     def __init__(self, devices: Iterable[str] = ("cuda",), table: Table | None = None) -> None:
-        self.devices = frozenset(devices)
+        super().__init__(devices)
         self._table, self.table = table, "shipped" if table is None else table.digest
 
     def run(self, graph: CapturedGraph) -> PassResult:
@@ -70,15 +71,7 @@ def _replace(graph: CapturedGraph, node: fx.Node, table: Table | None) -> str | 
     choices = linear_choices(w, table)
     if not choices:
         return f"for {describe_weight(w)} the BLAS measured fastest"
-    result = graph.fake_ops.run(op, (value(x), value(weight), None if bias is None else value(bias), choices), {})
-    if not same_geometry(result, value(node)):
-        return "its result has another layout or dtype than the op's"
-    with graph.graph.inserting_before(node):
-        new = graph.graph.call_function(op, (x, weight, bias, choices))
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    graph.graph.erase_node(node)
-    return None
+    return replace_call(graph, node, op, (x, weight, bias, choices))
 
 
 def linear_choices(weight: Tensor, table: Table | None, fused: str = "") -> str:
@@ -93,13 +86,9 @@ def describe_weight(weight: Tensor) -> str:
 
 def _reject_reason(graph: CapturedGraph, x: Any, weight: Any, bias: Any) -> str | None:
     """Why the op does not support the arguments, or has only the BLAS for them; else None."""
-    w, b = graph.constant(weight), graph.constant(bias)
-    if w is None or (bias is not None and b is None):
-        return "its weight or bias is computed, not a parameter"
-    if type(w) not in (Tensor, torch.nn.Parameter):
-        return f"its weight is a {type(w).__name__}"
-    if w.ndim != 2:
-        return f"its weight has {w.ndim} dimensions"
+    if (why := unsupported_weight(graph, weight, bias)) is not None:
+        return why
+    w, b = value(weight), graph.constant(bias)
     if b is not None and (b.shape != w.shape[:1] or not b.is_contiguous()):
         return "its bias is not contiguous with one number a row"
     *batch, tokens, _ = (1, *value(x).shape)

@@ -149,7 +149,7 @@ def _fake_outputs(graph: CapturedGraph, group: Sequence[StackableCall]) -> _Fake
 
 def _is_returned(graph: CapturedGraph, node: fx.Node) -> bool:
     """Whether forward returns a node's result or a view of it, which its caller may view as eager code could."""
-    (output,) = graph.graph.find_nodes(op="output")
+    output = graph.graph.output_node()
     return storage_id(node) in map(storage_id, output.all_input_nodes)
 
 
