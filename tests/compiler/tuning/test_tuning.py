@@ -281,7 +281,9 @@ def test_every_linear_shape_is_measured_once() -> None:
         ("small_linears", 8, ""),
     } | {("fused_linears", 8, "split,16,64,4,4,1,1")}, "with a norm before it, the product at 8 tokens norms apart"
     assert len(report.select("tuned")) == len(table.entries) == 15
-    assert not tune_module(MODULE, FX, clock, table, report, tokens=(1, 8, 48)).entries, "what is known is not asked again"
+    assert not tune_module(MODULE, FX, clock, table, report, tokens=(1, 8, 48)).entries, (
+        "what is known is not asked again"
+    )
 
 
 def test_piece_is_measured_in_two_builds_over_all_layers() -> None:

@@ -78,7 +78,9 @@ def meeting_places(pid: int) -> set[Path]:
 def test_sockets_of_a_killed_server_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a temporary folder whose path is longer than that of a socket may be: they are in /tmp."""
     built = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", built)  # with the C++ kernel of attention, which takes seconds to build
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", built
+    )  # with the C++ kernel of attention, which takes seconds to build
     monkeypatch.setenv("TMPDIR", str(tmp_path / ("deeper-than-the-path-of-a-socket-may-be-" * 3)))
     Path(os.environ["TMPDIR"]).mkdir()
     with serving("--api_server_count", "3") as running:

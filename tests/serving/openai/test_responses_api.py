@@ -89,7 +89,9 @@ def test_functions_are_called_and_their_results_returned(server: ServerProcess) 
         done = next(e for e in events if e.type == "response.function_call_arguments.done")
         assert "".join(arguments) == done.arguments == call.arguments and done.name == "now"
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
-    after = responses.create(model="demo", input=[result], previous_response_id=made.id, tools=[TOOL], max_output_tokens=60)
+    after = responses.create(
+        model="demo", input=[result], previous_response_id=made.id, tools=[TOOL], max_output_tokens=60
+    )
     assert after.output[0].type == "message"
     other = TOOL | {"name": "then"}
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "then"}]}

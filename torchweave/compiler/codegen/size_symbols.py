@@ -20,9 +20,9 @@ def bind_size_symbols() -> Iterator[None]:
 
     codegen_inputs = PythonWrapperCodegen.codegen_inputs
 
-    def codegen_inputs_with_sizes(wrapper: Any) -> None:
+    def codegen_inputs_with_sizes(self: Any) -> None:
         with config.patch(size_asserts=True):
-            codegen_inputs(wrapper)
+            codegen_inputs(self)
 
     with mock.patch.object(PythonWrapperCodegen, "codegen_inputs", codegen_inputs_with_sizes):
         yield

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchweave.engine.detokenizer import Detokenizer
 from torchweave.serving.openai.tools.base import ParserDelta, ReasoningDelta, TextDelta, split_at
+from torchweave.tokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _initial_state(form: ReasoningFormat, prompt_tail: str) -> str:
 
 
 def num_reasoning_tokens(
-    ids: Sequence[int], form: ReasoningFormat, closing_token: int | None, text: Detokenizer
+    ids: Sequence[int], form: ReasoningFormat, closing_token: int | None, text: IncrementalDetokenizer
 ) -> int:
     """Number of tokens up to the end of the reasoning; all if it has not ended.
 
