@@ -1,6 +1,6 @@
-"""Let Inductor's code read sizes from its tensors' shapes.
+"""Let the code that Inductor generates read sizes from the shapes of its inputs.
 
-The sizes of a piece are no inputs of it. From torch 2.14 on Inductor takes a size from the shape of an input only where it asserts
+A piece has no inputs for sizes. From torch 2.14 on Inductor takes a size from the shape of an input only where it asserts
 that shape (`config.size_asserts`), which costs a microsecond for each input of a call.
 """
 

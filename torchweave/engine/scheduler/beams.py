@@ -84,7 +84,7 @@ class BeamSearches:
     """All running searches.
 
     Args:
-        has_recurrent_states: of the model.
+        has_recurrent_states: the model has recurrent layers.
 
     Attributes:
         groups: searches by their first slot.

@@ -32,7 +32,7 @@ class Limits:
         token_shift: 1 for a head, whose position p takes token p + 1.
         max_logprobs: most likely tokens that a request may ask for; -1: all.
         run_ahead: most steps in flight.
-        has_recurrent_states: of the model; beams share no blocks for certain.
+        has_recurrent_states: the model has recurrent layers, whose beams may share no blocks after a pause.
         no_images: why prompts have no images, as a clause.
         pooling: of a model that pools; None: requests generate tokens.
         priority_order: 1: waiting requests with a higher priority are first, -1: those with a lower one, 0: priorities are ignored.

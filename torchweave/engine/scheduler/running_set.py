@@ -21,7 +21,7 @@ class RunningSet:
     Args:
         max_slots: number of slots.
         reuse: requests with a common prefix share KV cache blocks.
-        has_recurrent_states: of the model.
+        has_recurrent_states: the model has recurrent layers.
 
     Attributes:
         slots: arrays over slots.
