@@ -55,3 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_sessionfinish() -> None:
+    """Keep the collections of garbage in which pytest and Python end from looking at all that the tests have left."""
+    gc.freeze()
