@@ -39,10 +39,12 @@ LONGEST_FIRST = (
     "e2e/test_demo_quantized.py",
     "models/weights/test_packed_checkpoint.py",
     "distributed/test_launchers.py",
+    "engine/ranks/test_ranks.py",
+    "serving/test_ray_serve.py",
     "serving/engine_client/test_replicas.py",
     "compiler/test_foreign_modules.py",
     "compiler/runtime/test_compiled_graph.py",
-    "serving/test_ray_serve.py",
+    "doctor/test_doctor.py",
 )
 
 

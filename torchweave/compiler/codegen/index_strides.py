@@ -18,7 +18,7 @@ def skip_sizes() -> Iterator[None]:
     import sympy
     from torch._inductor.codegen import cpp
 
-    stride_at = cpp.stride_at_vec_range
+    stride_at = cpp.stride_at_vec_range  # pyright: ignore[reportPrivateImportUsage]
 
     def stride(index: Any, symbol: Any, *lanes: Any) -> Any:
         return stride_at(index, symbol, *lanes) if index.has(symbol) else sympy.S.Zero
