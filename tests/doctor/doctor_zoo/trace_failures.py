@@ -110,10 +110,9 @@ class NotForEverySize(nn.Module):
     doctor_inputs = X
 
     def forward(self, x: Tensor) -> Tensor:
-        try:
+        if torch.compiler.is_compiling():  # from torch 2.14 on Dynamo traces the handler of an exception that an op raises
             return x.view(-1, 7)  # FIND fake_run
-        except RuntimeError:
-            return x
+        return x
 
 
 class TwoBadOps(nn.Module):
