@@ -20,6 +20,7 @@ from torchweave.ops.kernels.attention.paged_decode import (
     load_blocks,
     softcap_log2,
 )
+from torchweave.ops.kernels.find_row import find_row
 
 
 @triton.jit
@@ -43,17 +44,6 @@ def write_kv(
     source = v + token * v_stride + offset // VALUE_DIM * v_head_stride + offset % VALUE_DIM
     value = quantize_kv(tl.load(source, mask=mask), v_scale, v_cache.dtype.element_ty, KV_FP8_MAX)
     tl.store(v_cache + cache_slot * (KV_HEADS * VALUE_DIM) + offset, value, mask=mask)
-
-
-@triton.jit
-def find_row(query_start, tile, num_rows, BQ: tl.constexpr, CHUNK: tl.constexpr):
-    """The last row whose tiles begin at or before `tile`; `num_rows` means the padded tokens."""
-    row = -1
-    for start in range(0, num_rows + 1, CHUNK):
-        rows = start + tl.arange(0, CHUNK)
-        first = tl.load(query_start + rows, mask=rows <= num_rows, other=0)
-        row += tl.sum(((first // BQ + rows <= tile) & (rows <= num_rows)).to(tl.int32), 0)
-    return row
 
 
 @triton.jit
@@ -127,7 +117,7 @@ def paged_prefill(
     BQ: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first: a row's last tiles have the most keys
-    row = find_row(query_start, tile, num_rows, BQ, 128)
+    row = find_row(query_start, tile, num_rows, BQ)
     start = tl.load(query_start + row)
     stop = tl.load(query_start + tl.minimum(row + 1, num_rows))
     stop = tl.where(row == num_rows, num_tokens, stop)
