@@ -14,14 +14,21 @@ _LANES = tl.constexpr(32)
 
 
 @triton.jit
+def uniform(number):
+    """A number that is the same in all threads, as one that the assembler knows to be the same.
+
+    It knows that of a maximum over a warp, not of a sum or maximum over several warps, from Triton 3.8 on. Loop counters and the
+    addresses of products that follow from such a number take a fifth more registers.
+    """
+    return tl.max(tl.zeros([_LANES], number.dtype) + number, 0)
+
+
+@triton.jit
 def find_row(query_start, tile, num_rows, SIZE: tl.constexpr):
     """The last row whose tiles begin at or before `tile`; `num_rows` means the padded tokens."""
     row = -1
     for start in range(0, num_rows + 1, _ROWS):
         rows = start + tl.arange(0, _ROWS)
         first = tl.load(query_start + rows, mask=rows <= num_rows, other=0)
-        count = tl.sum(((first // SIZE + rows <= tile) & (rows <= num_rows)).to(tl.int32), 0)
-        # The maximum over a warp is known to be uniform, a sum over warps is not from Triton 3.8 on: loop counters and the
-        # addresses of products then take a quarter more registers.
-        row += tl.max(tl.zeros([_LANES], tl.int32) + count, 0)
+        row += uniform(tl.sum(((first // SIZE + rows <= tile) & (rows <= num_rows)).to(tl.int32), 0))
     return row

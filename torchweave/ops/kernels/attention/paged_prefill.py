@@ -20,7 +20,7 @@ from torchweave.ops.kernels.attention.paged_decode import (
     load_blocks,
     softcap_log2,
 )
-from torchweave.ops.kernels.find_row import find_row
+from torchweave.ops.kernels.find_row import find_row, uniform
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def paged_prefill(
     end = last_position + 1
     if LOOKAHEAD:
         last_visible += tl.load(lookahead + token, mask=valid_rows, other=0)
-        end = tl.minimum(tl.max(tl.where(valid_rows, last_visible, 0), 0) + 1, cached + count)
+        end = tl.minimum(uniform(tl.max(tl.where(valid_rows, last_visible, 0), 0)) + 1, cached + count)
     table_row = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     maximum = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
