@@ -98,8 +98,8 @@ def _nibble_pair(word, J: tl.constexpr, shape: tl.constexpr, FORMAT: tl.constexp
 def input_numbers(tile, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """16-bit numbers of input J of the words `tile`.
 
-    An instruction of one result lets Triton choose the layout of its words. Of eight results, Triton 3.8 chooses one's and copies the
-    others through shared memory.
+    An instruction of one result lets Triton choose the layout of its words. Where one instruction has eight results, Triton 3.8
+    chooses the layout of one of them and copies the others through shared memory.
     """
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         code: tl.constexpr = INT_BFLOAT_PAIRS[J] if FORMAT == "int" else E2M1_BFLOAT_PAIRS[J]
