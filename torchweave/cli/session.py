@@ -33,7 +33,8 @@ def start_llm(config: EngineConfig, report: Report) -> LLM:
         with report.stage("imports"), gc.gc_frozen_after():
             import_module("torchweave.engine.startup.open")
             from torchweave.engine.llm import LLM
-        for name in ("transformers", "torch"):  # their advice does not concern users of a command; imports reset the levels
+        # Their advice does not concern users of a command. Imports reset the levels.
+        for name in ("transformers", "torch"):
             logging.getLogger(name).setLevel(logging.ERROR)
         return LLM.from_config(config, report, worker_pool)
 
