@@ -26,7 +26,8 @@ def _after_products(tile):
     """The words `tile`, when no product of an earlier block reads its registers any more.
 
     Triton waits for the first part of a product only, of eight in Triton 3.6 and of two in Triton 3.8, before it writes the
-    registers that all parts read (github.com/triton-lang/triton/issues/9433). Where programs share a multiprocessor, products were wrong.
+    registers that all parts read (github.com/triton-lang/triton/issues/9433). Where programs share a
+    multiprocessor, products were wrong.
     """
     code: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;"
     return tl.inline_asm_elementwise(code, "=r,r", [tile], dtype=tl.int32, is_pure=True, pack=1)
