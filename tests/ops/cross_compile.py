@@ -108,7 +108,7 @@ def spilled_bytes(compiled: Any, folder: Path) -> int:
 def products_that_lose_registers(ttgir: str) -> list[str]:
     """Products of registers that are in flight when the next iteration writes the registers.
 
-    Triton 3.6 waits for the first of several products only (github.com/triton-lang/triton/issues/9433); then the kernel must wait
+    Triton waits for the first of several products only (github.com/triton-lang/triton/issues/9433); then the kernel must wait
     in assembly before it computes the registers.
     """
     found = re.findall(r"(%\S+) = ttng\.warp_group_dot .* : tensor<[^>]*#ttg\.dot_op", ttgir)

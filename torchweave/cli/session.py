@@ -33,6 +33,9 @@ def start_llm(config: EngineConfig, report: Report) -> LLM:
         with report.stage("imports"), gc.gc_frozen_after():
             import_module("torchweave.engine.startup.open")
             from torchweave.engine.llm import LLM
+        # Their advice does not concern users of a command. Imports reset the levels.
+        for name in ("transformers", "torch"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         return LLM.from_config(config, report, worker_pool)
 
 
@@ -73,8 +76,6 @@ def engine(args: argparse.Namespace, needs: Literal["", "tokenizer", "chat templ
     check_config(config)
     if needs:
         _check_tokenizer(config, needs == "chat template")
-    for name in ("transformers", "torch"):  # their start-up advice does not concern users of a command
-        logging.getLogger(name).setLevel(logging.ERROR)
     llm = start_llm(config, Report(show=False if args.quiet else None))
     try:
         pooling = llm.engine.loaded.module.pooling

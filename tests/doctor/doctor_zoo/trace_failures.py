@@ -110,10 +110,10 @@ class NotForEverySize(nn.Module):
     doctor_inputs = X
 
     def forward(self, x: Tensor) -> Tensor:
-        try:
+        # No exception that is handled: from torch 2.14 on Dynamo traces the handler of an op's exception.
+        if torch.compiler.is_compiling():
             return x.view(-1, 7)  # FIND fake_run
-        except RuntimeError:
-            return x
+        return x
 
 
 class TwoBadOps(nn.Module):

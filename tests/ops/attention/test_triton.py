@@ -87,6 +87,10 @@ def test_kernels_build_for_hopper(name: str) -> None:
         assert kernel.metadata.shared <= HOPPER_SMEM, f"{launch.kernel.fn.__name__} takes too much shared memory"
         if launch.kernel.fn.__name__ == "paged_prefill" and dtype != torch.float32:
             assert "wgmma" in kernel.asm["ptx"], "the prefill kernel does not use the tensor cores of Hopper"
+            sass = kernel.asm["sass"]
+            products, moves, groups = (sass.count(word) for word in ("HGMMA", "R2UR", "WARPGROUP.ARRIVE"))
+            assert moves < products, "addresses of products are computed by each thread"
+            assert groups < products, "the assembler runs products one by one"
 
 
 def test_a_decode_step_is_one_launch() -> None:

@@ -20,6 +20,7 @@ from torchweave.ops.kernels.attention.paged_decode import (
     load_blocks,
     softcap_log2,
 )
+from torchweave.ops.kernels.find_row import find_row, uniform
 
 
 @triton.jit
@@ -46,19 +47,8 @@ def write_kv(
 
 
 @triton.jit
-def find_row(query_start, tile, num_rows, BQ: tl.constexpr, CHUNK: tl.constexpr):
-    """The last row whose tiles begin at or before `tile`; `num_rows` means the padded tokens."""
-    row = -1
-    for start in range(0, num_rows + 1, CHUNK):
-        rows = start + tl.arange(0, CHUNK)
-        first = tl.load(query_start + rows, mask=rows <= num_rows, other=0)
-        row += tl.sum(((first // BQ + rows <= tile) & (rows <= num_rows)).to(tl.int32), 0)
-    return row
-
-
-@triton.jit
 def _attend_tiles(
-    acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, head, begin, end,
+    acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, begin, end,
     scale, softcap, slope, window, chunk, first_visible,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -76,9 +66,8 @@ def _attend_tiles(
         in_range = (keys < end) & (keys >= first_visible)
         key_slots = cache_slots(blocks, tile, BLOCK_SIZE, BLOCK_N)
         blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        key_slots = key_slots[:, None] * KV_HEADS + head
-        k_at = k_cache + key_slots * HEAD_DIM + dim[None, :]
-        v_at = v_cache + key_slots * VALUE_DIM + value_dim[None, :]
+        k_at = k_cache + key_slots[:, None] * (KV_HEADS * HEAD_DIM) + dim[None, :]
+        v_at = v_cache + key_slots[:, None] * (KV_HEADS * VALUE_DIM) + value_dim[None, :]
         if MASKED:
             k = tl.load(k_at, mask=in_range[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
         elif HEAD_PAD == HEAD_DIM:
@@ -127,7 +116,7 @@ def paged_prefill(
     BQ: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first: a row's last tiles have the most keys
-    row = find_row(query_start, tile, num_rows, BQ, 128)
+    row = find_row(query_start, tile, num_rows, BQ)
     start = tl.load(query_start + row)
     stop = tl.load(query_start + tl.minimum(row + 1, num_rows))
     stop = tl.where(row == num_rows, num_tokens, stop)
@@ -162,8 +151,10 @@ def paged_prefill(
     end = last_position + 1
     if LOOKAHEAD:
         last_visible += tl.load(lookahead + token, mask=valid_rows, other=0)
-        end = tl.minimum(tl.max(tl.where(valid_rows, last_visible, 0), 0) + 1, cached + count)
+        end = tl.minimum(uniform(tl.max(tl.where(valid_rows, last_visible, 0), 0)) + 1, cached + count)
     table_row = block_table + tl.load(slots + row).to(tl.int64) * table_stride
+    k_cache += head * HEAD_DIM
+    v_cache += head * VALUE_DIM
     maximum = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
@@ -184,17 +175,17 @@ def paged_prefill(
         reached = tl.cdiv(first_visible_key(last_position, window, chunk), BLOCK_N) * BLOCK_N
         edge = tl.maximum(tl.minimum(reached, diagonal), base)
         acc, maximum, total = _attend_tiles(
-            acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, head, base, edge,
+            acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, base, edge,
             scale, softcap, slope, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
             BLOCK_N, SOFTCAP, ALIBI, LOCAL, True,
         )  # fmt: skip
     acc, maximum, total = _attend_tiles(
-        acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, head, edge, diagonal,
+        acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, edge, diagonal,
         scale, softcap, slope, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
         BLOCK_N, SOFTCAP, ALIBI, LOCAL, False,
     )  # fmt: skip
     acc, maximum, total = _attend_tiles(
-        acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, head, diagonal, end,
+        acc, maximum, total, query, positions, last_visible, table_row, k_cache, v_cache, diagonal, end,
         scale, softcap, slope, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
         BLOCK_N, SOFTCAP, ALIBI, LOCAL, True,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.attention.paged_decode import LOWEST
-from torchweave.ops.kernels.attention.paged_prefill import find_row
+from torchweave.ops.kernels.find_row import find_row
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def varlen_attention_kernel(
     """
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    row = find_row(cu_seqlens, tile, num_sequences, BLOCK_M, 128)
+    row = find_row(cu_seqlens, tile, num_sequences, BLOCK_M)
     if row == num_sequences:
         return
     start = tl.load(cu_seqlens + row).to(tl.int64)

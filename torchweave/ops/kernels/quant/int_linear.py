@@ -30,53 +30,37 @@ BLOCK: tl.constexpr = tl.constexpr(128)
 WORDS: tl.constexpr = tl.constexpr(16)
 
 
-def _half_pair(to: str, word: str, magic: int, kind: str, j: int) -> str:
-    return f"shr.u32 t, {word}, {j % 4 * 4}; lop3.b32 t, t, m, {magic:#x}, 0xEA; sub.rn.{kind} {to}, t, o;\n"
-
-
-def half_code(magic: int, offset: int, kind: str) -> str:
-    """Of two words, an even and an odd one, 8 pairs of 16-bit numbers q - 8: nibbles below a magic exponent, less an offset."""
-    lines = (_half_pair(f"${j}", f"${8 + j // 4}", magic, kind, j) for j in range(8))
-    return f"{{ .reg .b32 t, m, o; mov.b32 m, 0x000F000F; mov.b32 o, {offset:#x};\n{''.join(lines)}}}"
-
-
-def half_pair_code(magic: int, offset: int, kind: str, j: int) -> str:
-    """The same for pair j alone."""
-    line = _half_pair("$0", f"${1 + j // 4}", magic, kind, j)
-    return f"{{ .reg .b32 t, m, o; mov.b32 m, 0x000F000F; mov.b32 o, {offset:#x};\n{line}}}"
-
-
+_HALF = {"bf16x2": (0x43004300, 0x43084308), "f16x2": (0x64006400, 0x64086408)}
+"""A magic exponent for nibbles below it, and the same with an 8, whose difference is q - 8."""
 _E2M1 = {"bf16x2": (0x01C001C0, 6, 0x7E807E80), "f16x2": (0x0E000E00, 9, 0x74007400)}
 """Bits of an exponent and a mantissa, the first of them, and the power of two that they lack."""
 
 
-def _e2m1_pair(to: str, word: str, kind: str, j: int, scaled: bool = True) -> str:
-    mask, first, _ = _E2M1[kind]
-    left = first - j % 4 * 4
-    bits = (
-        f"{'shl' if left > 0 else 'shr'}.b32 t, {word}, {abs(left)}; shl.b32 u, {word}, {12 - j % 4 * 4}; "
-        f"and.b32 t, t, {mask:#x}; lop3.b32 {'t' if scaled else to}, u, 0x80008000, t, 0xEA;"
+def half_pair_code(kind: str, j: int) -> str:
+    """Of two words, an even and an odd one: pair j of 16-bit numbers q - 8."""
+    magic, offset = _HALF[kind]
+    return (
+        f"{{ .reg .b32 t, m, o; mov.b32 m, 0x000F000F; mov.b32 o, {offset:#x};\n"
+        f"shr.u32 t, ${1 + j // 4}, {j % 4 * 4}; lop3.b32 t, t, m, {magic:#x}, 0xEA; sub.rn.{kind} $0, t, o;\n}}"
     )
-    return f"{bits} mul.rn.{kind} {to}, t, f;\n" if scaled else f"{bits}\n"
-
-
-def e2m1_code(kind: str) -> str:
-    """Of two words, an even and an odd one, 8 pairs of e2m1 numbers in 16 bits: bits of an exponent, times a power of two."""
-    lines = (_e2m1_pair(f"${j}", f"${8 + j // 4}", kind, j) for j in range(8))
-    return f"{{ .reg .b32 t, u, f; mov.b32 f, {_E2M1[kind][2]:#x};\n{''.join(lines)}}}"
 
 
 def e2m1_pair_code(kind: str, j: int, scaled: bool = True) -> str:
-    """The same for pair j alone; not scaled: without the power of two."""
-    pair = _e2m1_pair("$0", f"${1 + j // 4}", kind, j, scaled)
-    return f"{{ .reg .b32 t, u, f; mov.b32 f, {_E2M1[kind][2]:#x};\n{pair}}}"
+    """Of two words, an even and an odd one: pair j of e2m1 numbers in 16 bits; not scaled: without the power of two."""
+    mask, first, power = _E2M1[kind]
+    word, left = f"${1 + j // 4}", first - j % 4 * 4
+    bits = (
+        f"{'shl' if left > 0 else 'shr'}.b32 t, {word}, {abs(left)}; shl.b32 u, {word}, {12 - j % 4 * 4}; "
+        f"and.b32 t, t, {mask:#x}; lop3.b32 {'t' if scaled else '$0'}, u, 0x80008000, t, 0xEA;"
+    )
+    product = f" mul.rn.{kind} $0, t, f;" if scaled else ""
+    return f"{{ .reg .b32 t, u, f; mov.b32 f, {power:#x};\n{bits}{product}\n}}"
 
 
-E2M1_BFLOAT: tl.constexpr = tl.constexpr(e2m1_code("bf16x2"))
-E2M1_HALF: tl.constexpr = tl.constexpr(e2m1_code("f16x2"))
-HALVES_BFLOAT: tl.constexpr = tl.constexpr(half_code(0x43004300, 0x43084308, "bf16x2"))
-HALVES: tl.constexpr = tl.constexpr(half_code(0x64006400, 0x64086408, "f16x2"))
-_8_OUTPUTS: tl.constexpr = tl.constexpr(",".join(["=r"] * 8) + ",r,r")
+INT_BFLOAT_PAIRS: tl.constexpr = tl.constexpr(tuple(half_pair_code("bf16x2", j) for j in range(8)))
+INT_HALF_PAIRS: tl.constexpr = tl.constexpr(tuple(half_pair_code("f16x2", j) for j in range(8)))
+E2M1_BFLOAT_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("bf16x2", j) for j in range(8)))
+E2M1_HALF_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("f16x2", j) for j in range(8)))
 
 
 @triton.jit
@@ -111,18 +95,33 @@ def _nibble_pair(word, J: tl.constexpr, shape: tl.constexpr, FORMAT: tl.constexp
 
 
 @triton.jit
+def input_numbers(tile, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """16-bit numbers of input J of the words `tile`.
+
+    An instruction of one result lets Triton choose the layout of its words. Where one instruction has eight results, Triton 3.8
+    chooses the layout of one of them and copies the others through shared memory.
+    """
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        code: tl.constexpr = INT_BFLOAT_PAIRS[J] if FORMAT == "int" else E2M1_BFLOAT_PAIRS[J]
+        return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:  # noqa: RET505
+        code: tl.constexpr = INT_HALF_PAIRS[J] if FORMAT == "int" else E2M1_HALF_PAIRS[J]
+        return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
 def nibbles(
     tile, FORMAT: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Eight tiles of the shape of `tile`, of q - 8 or of e2m1 numbers: of word c of a block, input `16 * j + c`."""
-    if ASSEMBLY and DTYPE == tl.bfloat16:  # noqa: SIM300
-        code: tl.constexpr = HALVES_BFLOAT if FORMAT == "int" else E2M1_BFLOAT
-        return tl.inline_asm_elementwise(code, _8_OUTPUTS, [tile], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
-    elif ASSEMBLY:  # noqa: RET505
-        code: tl.constexpr = HALVES if FORMAT == "int" else E2M1_HALF
-        return tl.inline_asm_elementwise(code, _8_OUTPUTS, [tile], dtype=(tl.float16,) * 8, is_pure=True, pack=2)
-    else:
+    if ASSEMBLY:
+        a0, a1 = input_numbers(tile, 0, FORMAT, DTYPE), input_numbers(tile, 1, FORMAT, DTYPE)
+        a2, a3 = input_numbers(tile, 2, FORMAT, DTYPE), input_numbers(tile, 3, FORMAT, DTYPE)
+        a4, a5 = input_numbers(tile, 4, FORMAT, DTYPE), input_numbers(tile, 5, FORMAT, DTYPE)
+        a6, a7 = input_numbers(tile, 6, FORMAT, DTYPE), input_numbers(tile, 7, FORMAT, DTYPE)
+        return a0, a1, a2, a3, a4, a5, a6, a7
+    else:  # noqa: RET505
         pairs: tl.constexpr = [SPLIT, BLOCK_N, COUNT // 2, 2] if SPLIT > 1 else [BLOCK_N, COUNT // 2, 2]
         shape: tl.constexpr = [SPLIT, BLOCK_N, COUNT] if SPLIT > 1 else [BLOCK_N, COUNT]
         even, odd = tl.split(tl.reshape(tile, pairs))

@@ -16,33 +16,18 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_wait
-from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, e2m1_pair_code, half_pair_code, nibbles, scale_value
+from torchweave.ops.kernels.quant.int_linear import BLOCK, WORDS, e2m1_pair_code, input_numbers, nibbles, scale_value
 
-_HALF = {"bf16x2": (0x43004300, 0x43084308), "f16x2": (0x64006400, 0x64086408)}
-INT_BFLOAT_PAIRS: tl.constexpr = tl.constexpr(tuple(half_pair_code(*_HALF["bf16x2"], "bf16x2", j) for j in range(8)))
-INT_HALF_PAIRS: tl.constexpr = tl.constexpr(tuple(half_pair_code(*_HALF["f16x2"], "f16x2", j) for j in range(8)))
-E2M1_BFLOAT_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("bf16x2", j) for j in range(8)))
-E2M1_HALF_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("f16x2", j) for j in range(8)))
 UNSCALED_E2M1_PAIRS: tl.constexpr = tl.constexpr(tuple(e2m1_pair_code("bf16x2", j, False) for j in range(8)))
-
-
-@triton.jit
-def _input_numbers(tile, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """16-bit numbers of input J of the words `tile`; an instruction of one result lets Triton choose the layout of its words."""
-    if DTYPE == tl.bfloat16:  # noqa: SIM300
-        code: tl.constexpr = INT_BFLOAT_PAIRS[J] if FORMAT == "int" else E2M1_BFLOAT_PAIRS[J]
-        return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:  # noqa: RET505
-        code: tl.constexpr = INT_HALF_PAIRS[J] if FORMAT == "int" else E2M1_HALF_PAIRS[J]
-        return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
 def _after_products(tile):
     """The words `tile`, when no product of an earlier block reads its registers any more.
 
-    Triton 3.6 waits for the first of the eight instructions of a product before it writes the registers that all of them read
-    (github.com/triton-lang/triton/issues/9433). Where programs share a multiprocessor, products were wrong.
+    Triton waits for the first part of a product only, of eight in Triton 3.6 and of two in Triton 3.8, before it writes the
+    registers that all parts read (github.com/triton-lang/triton/issues/9433). Where programs share a
+    multiprocessor, products were wrong.
     """
     code: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;"
     return tl.inline_asm_elementwise(code, "=r,r", [tile], dtype=tl.int32, is_pure=True, pack=1)
@@ -51,13 +36,7 @@ def _after_products(tile):
 @triton.jit
 def block_numbers(tile, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """`[BLOCK_N, 128]` of the words `tile [BLOCK_N, 16]` of a block: q - 8, or e2m1 numbers, in the order of the inputs."""
-    if ASSEMBLY:
-        a0, a4 = _input_numbers(tile, 0, FORMAT, DTYPE), _input_numbers(tile, 4, FORMAT, DTYPE)
-        a2, a6 = _input_numbers(tile, 2, FORMAT, DTYPE), _input_numbers(tile, 6, FORMAT, DTYPE)
-        a1, a5 = _input_numbers(tile, 1, FORMAT, DTYPE), _input_numbers(tile, 5, FORMAT, DTYPE)
-        a3, a7 = _input_numbers(tile, 3, FORMAT, DTYPE), _input_numbers(tile, 7, FORMAT, DTYPE)
-    else:
-        a0, a1, a2, a3, a4, a5, a6, a7 = nibbles(tile, FORMAT, 1, BLOCK_N, WORDS, DTYPE, ASSEMBLY)
+    a0, a1, a2, a3, a4, a5, a6, a7 = nibbles(tile, FORMAT, 1, BLOCK_N, WORDS, DTYPE, ASSEMBLY)
     even, odd = tl.join(tl.join(a0, a4), tl.join(a2, a6)), tl.join(tl.join(a1, a5), tl.join(a3, a7))
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), [BLOCK_N, BLOCK])
 
@@ -101,7 +80,7 @@ def _numbers(
     if not ASSEMBLY:
         return nibbles(tile, FORMAT, 1, BLOCK_N, WORDS, DTYPE, ASSEMBLY)[J]
     elif SCALED:  # noqa: RET505
-        return _input_numbers(tile, J, FORMAT, DTYPE)
+        return input_numbers(tile, J, FORMAT, DTYPE)
     else:
         code: tl.constexpr = UNSCALED_E2M1_PAIRS[J]
         return tl.inline_asm_elementwise(code, "=r,r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=2)

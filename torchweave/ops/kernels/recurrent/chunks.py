@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_ROWS = tl.constexpr(128)  # rows that one load reads
+from torchweave.ops.kernels.find_row import find_row
+
 READ, COMMIT = tl.constexpr(1), tl.constexpr(2)  # of `StateAccess`
 
 
@@ -17,11 +18,7 @@ READ, COMMIT = tl.constexpr(1), tl.constexpr(2)  # of `StateAccess`
 def find_chunk(query_start, chunk, num_rows, num_tokens, CHUNK: tl.constexpr):
     """Row of chunk `chunk`, the row's first and last + 1 token, and the chunk's first token, which is not below the last + 1 if
     the row has no such chunk. Row `num_rows` means the padded tokens."""
-    row = -1
-    for start in range(0, num_rows + 1, _ROWS):
-        rows = start + tl.arange(0, _ROWS)
-        first = tl.load(query_start + rows, mask=rows <= num_rows, other=0)
-        row += tl.sum(((first // CHUNK + rows <= chunk) & (rows <= num_rows)).to(tl.int32), 0)
+    row = find_row(query_start, chunk, num_rows, CHUNK)
     first = tl.load(query_start + row)
     end = num_tokens
     if row < num_rows:
