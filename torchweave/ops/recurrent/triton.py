@@ -34,7 +34,7 @@ from torchweave.ops.kernels.recurrent.ssd import (
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall, StateAccess
 
-CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 8, 256, 4
+CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 16, 1024, 4
 SSD_CHUNK, SSD_BLOCK = 128, 128
 SCAN_TILE, LRU_TILE = 16, 32
 DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as long
