@@ -188,7 +188,7 @@ def _launch_delta_chunks(
     """Rows of more than DELTA_FEW tokens: what does not depend on states, then the states and results."""
     q, k, v, g, beta, *gates = inputs
     value_heads, value_dim = v.shape[1:]
-    key_heads, key_dim = k.shape[1:]
+    key_dim = k.shape[2]
     narrow = q.element_size() == 2 and gated["NORMALIZE"]  # then entries of the matrices are small
     chunk = DELTA_CHUNK if narrow else 32
     stages = DELTA_STAGES if narrow and q.dtype == torch.bfloat16 else 1  # float32 fills the shared memory
@@ -200,7 +200,7 @@ def _launch_delta_chunks(
     strides = {
         name: each.stride()[:2] for name, each in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out}.items()
     }
-    delta_solve[chunks, key_heads](
+    delta_solve[value_heads, chunks](
         q, k, g, beta, *gates, *matrices, factors, meta.query_start, meta.num_rows, meta.num_tokens, key_dim**-0.5,
         *strides["q"], *strides["k"], *strides["g"], *strides["beta"], **sizes, **gated, CHUNK=chunk,
         **_options(q.device, SOLVE_WARPS),

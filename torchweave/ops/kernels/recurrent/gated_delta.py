@@ -137,28 +137,19 @@ def delta_scan(
 def _invert_unit_lower(below, dtype: tl.constexpr, CHUNK: tl.constexpr):
     """(I + below)^-1 of a strictly lower triangular matrix in float32, by products of matrices of `dtype`.
 
-    Powers of `below` would need fewer steps, and lose all digits where keys repeat. So its diagonal blocks of 16 are inverted by
-    forward substitution, and the blocks below them by products: with D the inverted blocks and B the rest, `X = D - D B X`, and a
-    step of this iteration solves one more line of blocks.
+    Powers of `below` would need fewer products, and lose all digits where keys repeat. So blocks on the diagonal are inverted.
+    That of two rows is I - below. With X, the inverse of blocks of one size, X - X B X is that of blocks twice as large, where B is
+    what these have below the smaller ones.
     """
-    BLOCKS: tl.constexpr = CHUNK // 16
-    block, at = tl.arange(0, CHUNK) // 16, tl.arange(0, 16)
-    on_diagonal = block[:, None] == block[None, :]
-    blocks = tl.sum(tl.reshape(tl.where(on_diagonal, below, 0.0), [BLOCKS, 16, BLOCKS, 16]), 2)
-    blocks = tl.permute(blocks, (0, 2, 1))  # so that a row of `below` comes out along the rows of `inverse`
-    row, column = at[None, :, None], at[None, None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros([BLOCKS, 16, 16], tl.float32)
-    for i in range(1, 16):
-        factors = tl.sum(tl.where(column == i, blocks, 0.0), 2)
-        known = tl.sum(factors[:, :, None] * inverse, 1)
-        inverse = tl.where(row == i, inverse - known[:, None, :], inverse)
-    wide = tl.broadcast_to(tl.expand_dims(inverse, 2), [BLOCKS, 16, BLOCKS, 16])
-    diagonal = tl.where(on_diagonal, tl.reshape(wide, [CHUNK, CHUNK]), 0.0)
-    left, right = diagonal.to(dtype), tl.where(on_diagonal, 0.0, below).to(dtype)
-    step = tl.dot(left, right, input_precision="tf32x3").to(dtype)
-    result = diagonal
-    for _ in tl.static_range(BLOCKS - 1):
-        result = diagonal - tl.dot(step, result.to(dtype), input_precision="tf32x3")
+    at = tl.arange(0, CHUNK)
+    row, column = at[:, None], at[None, :]
+    result = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, below, 0.0)
+    for bit in tl.static_range(1, 6):
+        if CHUNK >> bit > 1:
+            in_block = (row >> (bit + 1) == column >> (bit + 1)) & (row >> bit != column >> bit)
+            known = result.to(dtype)
+            added = tl.dot(tl.where(in_block, below, 0.0).to(dtype), known, input_precision="tf32x3")
+            result -= tl.dot(known, added.to(dtype), input_precision="tf32x3")
     return result
 
 
@@ -169,14 +160,14 @@ def delta_solve(
     VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, CHUNK: tl.constexpr,
     NORMALIZE: tl.constexpr, FEW: tl.constexpr, GATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`inverse` and `scores` `[chunks, VALUE_HEADS, CHUNK, CHUNK]` and `factors` `[chunks, VALUE_HEADS, 4, CHUNK]` of chunk
-    `program_id(0)` and the value heads of key head `program_id(1)`, for rows of more than FEW tokens.
+    """`inverse` and `scores` `[chunks, VALUE_HEADS, CHUNK, CHUNK]` and `factors` `[chunks, VALUE_HEADS, 4, CHUNK]` of value head
+    `program_id(0)` and chunk `program_id(1)`, for rows of more than FEW tokens.
 
     The factors are for products of keys with the state before the chunk, of queries with it, of keys with corrections for the state
     behind the chunk, and the chunk's decay.
     """
     pdl_wait(DEPENDENT)
-    chunk, key_head = tl.program_id(0), tl.program_id(1)
+    head, chunk = tl.program_id(0), tl.program_id(1)
     row, first, end, begin = find_chunk(query_start, chunk, num_rows, num_tokens, CHUNK)
     if row == num_rows:
         return
@@ -186,31 +177,30 @@ def delta_solve(
     token = (begin + at).to(tl.int64)
     valid = token < end
     by_key = valid[:, None] & (key_dim < KEY_DIM)[None, :]
-    k_place = k + key_head * k_head_stride + token[:, None] * k_stride + key_dim[None, :]
-    q_place = q + key_head * q_head_stride + token[:, None] * q_stride + key_dim[None, :]
+    k_place = k + head // GROUP * k_head_stride + token[:, None] * k_stride + key_dim[None, :]
+    q_place = q + head // GROUP * q_head_stride + token[:, None] * q_stride + key_dim[None, :]
     keys, query = tl.load(k_place, mask=by_key, other=0.0), tl.load(q_place, mask=by_key, other=0.0)
+    log_rate, bias = _gate_parameters(A_log, dt_bias, head, GATES)
+    g_place = g + token * g_stride + head * g_head_stride
+    beta_place = beta + token * beta_stride + head * beta_head_stride
+    decay, rate = _load_gates(g_place, beta_place, log_rate, bias, valid, GATES)
     k_factor, q_factor = _inverse_lengths(keys, NORMALIZE), _inverse_lengths(query, NORMALIZE) * scale
-    k_to_k = tl.dot(keys, tl.trans(keys), input_precision="tf32x3") * (k_factor[:, None] * k_factor[None, :])
-    q_to_k = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * (q_factor[:, None] * k_factor[None, :])
-    for member in range(GROUP):
-        head = key_head * GROUP + member
-        log_rate, bias = _gate_parameters(A_log, dt_bias, head, GATES)
-        g_place = g + token * g_stride + head * g_head_stride
-        beta_place = beta + token * beta_stride + head * beta_head_stride
-        decay, rate = _load_gates(g_place, beta_place, log_rate, bias, valid, GATES)
-        total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
-        between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
-        place = chunk.to(tl.int64) * VALUE_HEADS + head
-        element = place * CHUNK * CHUNK + at[:, None] * CHUNK + at[None, :]
-        tl.store(scores + element, (q_to_k * between).to(scores.dtype.element_ty))
-        below = tl.where(at[:, None] > at[None, :], k_to_k * between * rate[:, None], 0.0)
-        system = _invert_unit_lower(below, inverse.dtype.element_ty, CHUNK) * rate[None, :]
-        tl.store(inverse + element, system.to(inverse.dtype.element_ty))
-        factor = factors + place * 4 * CHUNK + at
-        tl.store(factor, tl.exp(total) * k_factor)
-        tl.store(factor + CHUNK, tl.exp(total) * q_factor)
-        tl.store(factor + 2 * CHUNK, tl.exp(whole - total) * k_factor)
-        tl.store(factor + 3 * CHUNK, tl.exp(tl.zeros([CHUNK], tl.float32) + whole))
+    total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
+    place = chunk.to(tl.int64) * VALUE_HEADS + head
+    factor = factors + place * 4 * CHUNK + at
+    tl.store(factor, tl.exp(total) * k_factor)
+    tl.store(factor + CHUNK, tl.exp(total) * q_factor)
+    tl.store(factor + 2 * CHUNK, tl.exp(whole - total) * k_factor)
+    tl.store(factor + 3 * CHUNK, tl.exp(tl.zeros([CHUNK], tl.float32) + whole))
+    between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
+    between *= k_factor[None, :]
+    element = place * CHUNK * CHUNK + at[:, None] * CHUNK + at[None, :]
+    local = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * between * q_factor[:, None]
+    tl.store(scores + element, local.to(scores.dtype.element_ty))
+    below = tl.dot(keys, tl.trans(keys), input_precision="tf32x3") * between * (k_factor * rate)[:, None]
+    below = tl.where(at[:, None] > at[None, :], below, 0.0)
+    system = _invert_unit_lower(below, inverse.dtype.element_ty, CHUNK) * rate[None, :]
+    tl.store(inverse + element, system.to(inverse.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize_on_alignment=["query_start"])
@@ -267,7 +257,10 @@ def delta_prefill(
         result = tl.dot(before, tl.trans(query), input_precision="tf32x3") * (of_query[None, :] * shrink)
         result = tl.dot(delta.to(narrow), tl.trans(local), result, input_precision="tf32x3") * largest
         delta *= of_delta[None, :] * largest
-        matrix = tl.dot(delta.to(wide), keys, matrix * decay, input_precision="tf32x3")
+        added = delta.to(wide)
+        matrix = tl.dot(added, keys, matrix * decay, input_precision="tf32x3")
+        if wide == tl.bfloat16:  # where keys repeat, roundings of corrections exceed their sum
+            matrix = tl.dot((delta - added.to(tl.float32)).to(wide), keys, matrix)
         tl.store(out_head + token * out_stride, tl.trans(result.to(out.dtype.element_ty)), mask=by_value)
         element += VALUE_HEADS * CHUNK * CHUNK
         factor += VALUE_HEADS * 4 * CHUNK
