@@ -34,12 +34,12 @@ from torchweave.ops.kernels.recurrent.ssd import (
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall, StateAccess
 
-CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 16, 1024, 4
+CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 8, 512, 4
 SSD_CHUNK, SSD_BLOCK = 128, 128
 SCAN_TILE, LRU_TILE = 16, 32
 DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as long
 DELTA_CHUNK, DELTA_BLOCK, DELTA_WARPS, DELTA_STAGES = 64, 64, 4, 2
-SOLVE_WARPS = 4
+SOLVE_WARPS, SOLVE_REGISTERS = 4, 168  # three programs on a multiprocessor, where more registers admit two
 ALL = 1 << 30  # for FEW: every row is walked token by token
 COPY_BLOCK = 1024
 _MAX_COPIES = 4
@@ -203,7 +203,7 @@ def _launch_delta_chunks(
     delta_solve[value_heads, chunks](
         q, k, g, beta, *gates, *matrices, factors, meta.query_start, meta.num_rows, meta.num_tokens, key_dim**-0.5,
         *strides["q"], *strides["k"], *strides["g"], *strides["beta"], **sizes, **gated, CHUNK=chunk,
-        **_options(q.device, SOLVE_WARPS),
+        **_options(q.device, SOLVE_WARPS), **({"maxnreg": SOLVE_REGISTERS} if narrow else {}),
     )  # fmt: skip
     block = max(16, min(DELTA_BLOCK, next_power_of_2(value_dim)))
     delta_prefill[cdiv(value_dim, block), value_heads, meta.num_rows](

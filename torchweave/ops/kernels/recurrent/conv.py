@@ -73,7 +73,7 @@ def conv_mixed(
 ):  # fmt: skip
     """CHUNK tokens of a row, BLOCK channels. The program of a row's first chunk alone reads and writes the row's state.
 
-    All inputs are loaded before the first result, 16 bytes a thread, and each once: results share them in registers.
+    All inputs are loaded before the first result, several channels a thread, and each once: results share them in registers.
     """
     pdl_wait(DEPENDENT)
     row, first, end, begin = find_chunk(query_start, tl.program_id(0), num_rows, num_tokens, CHUNK)
