@@ -39,10 +39,12 @@ LONGEST_FIRST = (
     "e2e/test_demo_quantized.py",
     "models/weights/test_packed_checkpoint.py",
     "distributed/test_launchers.py",
+    "engine/ranks/test_ranks.py",
+    "serving/test_ray_serve.py",
     "serving/engine_client/test_replicas.py",
     "compiler/test_foreign_modules.py",
     "compiler/runtime/test_compiled_graph.py",
-    "serving/test_ray_serve.py",
+    "doctor/test_doctor.py",
 )
 
 
@@ -55,3 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_sessionfinish() -> None:
+    """Keep the collections of garbage in which pytest and Python end from looking at all that the tests have left."""
+    gc.freeze()

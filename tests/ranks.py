@@ -21,6 +21,10 @@ _PRELOAD = [
     "torchweave.engine.startup.build",
     "torchweave.verify.zoo",
     "torchweave.distributed.symmetric_memory",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.codecache",
+    "torch.utils.cpp_extension",
+    "transformers.tokenization_utils_tokenizers",
     "pytest",
 ]
 """What most ranks import, which takes 5 s of CPU time: imported once, by the process that ranks on a CPU are forked from."""

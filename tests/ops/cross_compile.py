@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -90,6 +92,17 @@ def compile_for_hopper(launch: Launch) -> Any:
     early = products_that_lose_registers(compiled.asm["ttgir"])
     assert not early, f"registers of products in flight are written: {early}"
     return compiled
+
+
+def spilled_bytes(compiled: Any, folder: Path) -> int:
+    """Bytes of registers that the assembler stores to memory; `folder` is a temporary one."""
+    from triton import knobs
+
+    source = folder / "kernel.ptx"
+    source.write_text(compiled.asm["ptx"])
+    command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(source), "-o", str(folder / "kernel.cubin")]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return sum(int(stored) for stored in re.findall(r"(\d+) bytes spill stores", told))
 
 
 def products_that_lose_registers(ttgir: str) -> list[str]:

@@ -33,9 +33,9 @@ REASONING_TEMPLATE = """{{ bos_token }}
 
 @pytest.fixture(scope="session")
 def reasoning_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The built-in model behind a chat template that opens reasoning, in two HTTP processes."""
+    """The built-in model behind a chat template that opens reasoning and a path of a proxy, in two HTTP processes."""
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(REASONING_TEMPLATE, encoding="utf-8")
     options = ("--chat_template", str(template), "--trust_request_chat_template", "--api_server_count", "2")
-    with serving(*options) as running:
+    with serving(*options, "--root_path", "/llm", "--max_logprobs", "-1") as running:
         yield running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.ops.recurrent.recurrent_cases import SIZES, STATE, Case, build, case
 
 pytest.importorskip("triton")
 
-from tests.ops.cross_compile import Launch, compile_for_hopper, recorded
+from tests.ops.cross_compile import Launch, compile_for_hopper, recorded, spilled_bytes
 from torchweave.ops.recurrent import triton as recurrent_triton
 from torchweave.ops.recurrent.call import StateAccess
 from torchweave.ops.recurrent.op import _CALLS
@@ -123,6 +124,14 @@ def test_kernels_build_for_hopper(model: str, dtype: torch.dtype) -> None:
                 and dtype != torch.float32
             ):
                 assert "mma" in kernel.asm["ptx"], "the chunked form does not use the tensor cores"
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "falcon_h1", "nemotron_h"])
+def test_states_of_decode_steps_stay_in_registers(model: str, tmp_path: Path) -> None:
+    name, sizes = PUBLISHED[model]
+    many = case(name, "decode", dtype=torch.bfloat16, rows=((1, 5),) * 32)
+    (launch,) = launches(dataclasses.replace(many, sizes=sizes))
+    assert spilled_bytes(compile_for_hopper(launch), tmp_path) == 0
 
 
 def test_every_size_is_a_case() -> None:

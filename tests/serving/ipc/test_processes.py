@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,38 +11,12 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from tests.serving.ipc.children import end_a_child, fail_behind, stand_apart
 from tests.serving.running import serving, wait_until
 from torchweave.config.options import EngineConfig
 from torchweave.serving.engine_client import engine_supervisor as own_engine
 from torchweave.serving.ipc import messages, processes
-from torchweave.serving.ipc.processes import critical_task, spawn
-
-
-def end_a_child() -> None:
-    """Ends with 0 where a process can be started and ended from here, as the builders of kernels are."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
-    assert child.stdout is not None
-    child.stdout.readline()
-    child.terminate()
-    assert child.wait(20) == -signal.SIGTERM
-
-
-def stand_apart(group: int) -> None:
-    assert os.getpgid(0) == os.getpid() != group
-    for each in (signal.SIGINT, signal.SIGTERM):
-        os.kill(os.getpid(), each)
-
-
-def fail_behind() -> None:
-    async def fail() -> None:
-        raise RuntimeError("nobody awaits this")
-
-    async def wait() -> None:
-        task = critical_task(fail())
-        await asyncio.sleep(60)
-        await task
-
-    asyncio.run(wait())
+from torchweave.serving.ipc.processes import spawn
 
 
 @pytest.mark.parametrize("number", [1, 2])

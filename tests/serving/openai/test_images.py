@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -116,6 +115,8 @@ def test_the_responses_api_takes_input_images(llava: ServerProcess) -> None:
 
 
 def test_anthropics_api_takes_image_blocks(llava: ServerProcess) -> None:
+    import anthropic
+
     http = anthropic.DefaultHttpxClient(verify=False)
     client = anthropic.Anthropic(base_url=llava.url, api_key="none", max_retries=0, timeout=60, http_client=http)
     messages = client.messages

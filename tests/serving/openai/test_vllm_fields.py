@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.serving.running import ServerProcess, serving
+from tests.serving.running import ServerProcess
 
 SUM: Any = [{"role": "user", "content": "12+30="}]
 LONG: Any = {"prompt": "copy: abc def", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def prefixed() -> Iterator[ServerProcess]:
-    with serving("--root_path", "/llm", "--max_logprobs", "-1", "--api_server_count", "2") as running:
-        yield running
 
 
 def test_tokens_of_logprobs_are_ids_where_asked(server: ServerProcess) -> None:
@@ -137,26 +130,28 @@ def test_the_tokenizer_describes_itself(server: ServerProcess) -> None:
     assert not [name for name in info if name.endswith(("_file", "_path"))]
 
 
-def test_the_vocabulary_is_scored_where_the_server_allows_it(server: ServerProcess, prefixed: ServerProcess) -> None:
+def test_the_vocabulary_is_scored_where_the_server_allows_it(
+    server: ServerProcess, reasoning_server: ServerProcess
+) -> None:
     body = {"prompt": "12+30=", "temperature": 0, "max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}
     refused = server.post("/v1/completions", body)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
-    choice = prefixed.post("/v1/completions", body).json()["choices"][0]
+    choice = reasoning_server.post("/v1/completions", body).json()["choices"][0]
     assert len(choice["prompt_logprobs"][1]) == 104 and len(choice["logprobs"]["top_logprobs"][0]) >= 100
     chat = {"messages": SUM, "max_tokens": 1, "logprobs": True, "top_logprobs": -1}
-    content = prefixed.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    content = reasoning_server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
     assert len(content[0]["top_logprobs"]) == 104
 
 
-def test_a_server_behind_a_prefix_answers_with_it_and_without(prefixed: ServerProcess) -> None:
+def test_a_server_behind_a_prefix_answers_with_it_and_without(reasoning_server: ServerProcess) -> None:
     for number in range(8):  # connections reach both HTTP processes
         for prefix in ("", "/llm"):
-            assert prefixed.get(f"{prefix}/v1/models").json()["data"][0]["id"] == "demo", number
+            assert reasoning_server.get(f"{prefix}/v1/models").json()["data"][0]["id"] == "demo", number
             body = {"prompt": "12+30=", "temperature": 0}
-            assert prefixed.post(f"{prefix}/v1/completions", body).json()["choices"][0]["text"] == "42"
-    assert prefixed.get("/llm").status_code == prefixed.get("/llm/").status_code == 200
-    assert "/llm/openapi.json" in prefixed.get("/llm/docs").text
-    assert prefixed.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
-    assert prefixed.get("/llmx/health").status_code == 404
-    metrics = prefixed.get("/llm/metrics").text
+            assert reasoning_server.post(f"{prefix}/v1/completions", body).json()["choices"][0]["text"] == "42"
+    assert reasoning_server.get("/llm").status_code == reasoning_server.get("/llm/").status_code == 200
+    assert "/llm/openapi.json" in reasoning_server.get("/llm/docs").text
+    assert reasoning_server.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    assert reasoning_server.get("/llmx/health").status_code == 404
+    metrics = reasoning_server.get("/llm/metrics").text
     assert 'path="/v1/completions"' in metrics and "/llm/" not in metrics
