@@ -122,7 +122,7 @@ def test_a_recorded_step_with_drafts_keeps_other_tokens(name: str) -> None:
         built.check(TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("name", ["delta", "delta_by_channel", "ssd"])
+@pytest.mark.parametrize("name", ["delta", "delta_alike", "delta_by_channel", "ssd"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_chunks_of_a_prompt_keep_its_accuracy(name: str, dtype: torch.dtype) -> None:
     """A prompt of 600 tokens in one step, whose state passes ten chunks."""

@@ -120,7 +120,7 @@ def test_kernels_build_for_hopper(model: str, dtype: torch.dtype) -> None:
             kernel = compile_for_hopper(launch)
             assert kernel.metadata.shared <= HOPPER_SMEM, f"{launch.kernel.fn.__name__} takes too much shared memory"
             if (
-                launch.kernel.fn.__name__ in ("delta_prefill", "ssd_chunk_states", "ssd_chunk_scan")
+                launch.kernel.fn.__name__ in ("delta_solve", "delta_prefill", "ssd_chunk_states", "ssd_chunk_scan")
                 and dtype != torch.float32
             ):
                 assert "mma" in kernel.asm["ptx"], "the chunked form does not use the tensor cores"

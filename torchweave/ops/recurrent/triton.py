@@ -2,9 +2,9 @@
 
 Grids depend on the number of rows and tokens only, so that a CUDA graph may hold them for any rows. A decode step is one launch a
 call. A mixed step of SSD is two: its chunked kernel skips rows with one token, which a step of the recurrence serves. A mixed
-step of the gated delta rule is three: the systems of the chunks, the chunks, and the rows with few tokens. The other ops serve all
-rows in one launch. A step with drafts, whose rows are short, is one launch a call to read the state, one to copy what the state
-depends on, and one to advance it.
+step of the gated delta rule is three: what chunks compute without states, the chunks, and the rows with few tokens. The other ops
+serve all rows in one launch. A step with drafts, whose rows are short, is one launch a call to read the state, one to copy what
+the state depends on, and one to advance it.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -34,12 +34,12 @@ from torchweave.ops.kernels.recurrent.ssd import (
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall, StateAccess
 
-CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 8, 256, 4
+CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 8, 512, 4
 SSD_CHUNK, SSD_BLOCK = 128, 128
 SCAN_TILE, LRU_TILE = 16, 32
 DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as long
-DELTA_CHUNK, DELTA_BLOCK, DELTA_WARPS = 32, 64, 8
-SOLVE_WARPS = 1  # reductions inside a warp need no barrier
+DELTA_CHUNK, DELTA_BLOCK, DELTA_WARPS, DELTA_STAGES = 64, 64, 4, 2
+SOLVE_WARPS, SOLVE_REGISTERS = 4, 168  # three programs on a multiprocessor, where more registers admit two
 ALL = 1 << 30  # for FEW: every row is walked token by token
 COPY_BLOCK = 1024
 _MAX_COPIES = 4
@@ -162,32 +162,54 @@ def _launch_delta(call: DeltaCall, out: Tensor, state: Tensor, rows: Rows) -> No
     strides = [stride for each in (q, k, v, g, beta, out) for stride in each.stride()[:2]]
     sizes = {
         "VALUE_HEADS": value_heads, "GROUP": value_heads // heads, "KEY_DIM": key_dim,
-        "KEY_PAD": max(16, next_power_of_2(key_dim)), "NORMALIZE": call.normalize,
-        "GATES": call.A_log is not None,
+        "KEY_PAD": max(16, next_power_of_2(key_dim)),
     }  # fmt: skip
+    gated = {"NORMALIZE": call.normalize, "GATES": call.A_log is not None}
     chunked = not meta.decode_only and not by_channel and rows.access == StateAccess.ADVANCE
+    sizes["FEW"] = DELTA_FEW if chunked else ALL
     if chunked:
-        sizes |= {"FEW": DELTA_FEW, "PRECISION": _precision(q.dtype), "CHUNK": DELTA_CHUNK}
-        chunks = meta.num_tokens // DELTA_CHUNK + meta.num_rows + 1
-        inverse = torch.empty(chunks, value_heads, DELTA_CHUNK, DELTA_CHUNK, device=q.device)
-        delta_solve[chunks, value_heads](
-            k, g, beta, *gates, inverse, meta.query_start, meta.num_rows, meta.num_tokens,
-            *(stride for each in (k, g, beta) for stride in each.stride()[:2]), **sizes, **_options(q.device, SOLVE_WARPS),
-        )  # fmt: skip
-        block = max(16, min(DELTA_BLOCK, next_power_of_2(value_dim)))
-        delta_prefill[cdiv(value_dim, block), value_heads, meta.num_rows](
-            q, k, v, g, beta, *gates, inverse, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows,
-            meta.num_tokens, key_dim**-0.5, *strides, **sizes, VALUE_DIM=value_dim, BLOCK=block,
-            **_options(q.device, DELTA_WARPS),
-        )  # fmt: skip
-        del sizes["PRECISION"], sizes["CHUNK"]
-    else:
-        sizes["FEW"] = ALL
+        _launch_delta_chunks((q, k, v, g, beta, *gates), out, state, meta, sizes, gated)
     block = _block(value_dim, value_heads * meta.num_rows, 32, 16)
     delta_scan[cdiv(value_dim, block), value_heads, rows.programs](
         q, k, v, g, beta, *gates, out, state, meta.slots, meta.query_start, meta.seq_lens, rows.position, meta.num_rows,
-        meta.num_tokens, key_dim**-0.5, *strides, **sizes, VALUE_DIM=value_dim, BLOCK=block, BY_CHANNEL=by_channel,
+        meta.num_tokens, key_dim**-0.5, *strides, **sizes, **gated, VALUE_DIM=value_dim, BLOCK=block, BY_CHANNEL=by_channel,
         DECODE_ONLY=meta.decode_only, ACCESS=int(rows.access), **_options(q.device, 2 if block > 16 else 1),
+    )  # fmt: skip
+
+
+def _launch_delta_chunks(
+    inputs: Sequence[Tensor],
+    out: Tensor,
+    state: Tensor,
+    meta: AttentionMetadata,
+    sizes: dict[str, int],
+    gated: dict[str, bool],
+) -> None:
+    """Rows of more than DELTA_FEW tokens: what does not depend on states, then the states and results."""
+    q, k, v, g, beta, *gates = inputs
+    value_heads, value_dim = v.shape[1:]
+    key_dim = k.shape[2]
+    narrow = q.element_size() == 2 and gated["NORMALIZE"]  # then entries of the matrices are small
+    chunk = DELTA_CHUNK if narrow else 32
+    stages = DELTA_STAGES if narrow and q.dtype == torch.bfloat16 else 1  # float32 fills the shared memory
+    chunks = meta.num_tokens // chunk + meta.num_rows + 1
+    matrices = torch.empty(
+        2, chunks, value_heads, chunk, chunk, device=q.device, dtype=torch.float16 if narrow else torch.float32
+    )
+    factors = torch.empty(chunks, value_heads, 4, chunk, device=q.device)
+    strides = {
+        name: each.stride()[:2] for name, each in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out}.items()
+    }
+    delta_solve[value_heads, chunks](
+        q, k, g, beta, *gates, *matrices, factors, meta.query_start, meta.num_rows, meta.num_tokens, key_dim**-0.5,
+        *strides["q"], *strides["k"], *strides["g"], *strides["beta"], **sizes, **gated, CHUNK=chunk,
+        **_options(q.device, SOLVE_WARPS), **({"maxnreg": SOLVE_REGISTERS} if narrow else {}),
+    )  # fmt: skip
+    block = max(16, min(DELTA_BLOCK, next_power_of_2(value_dim)))
+    delta_prefill[cdiv(value_dim, block), value_heads, meta.num_rows](
+        q, k, v, *matrices, factors, out, state, meta.slots, meta.query_start, meta.seq_lens,
+        *strides["q"], *strides["k"], *strides["v"], *strides["out"], **sizes, VALUE_DIM=value_dim, BLOCK=block, CHUNK=chunk,
+        STAGES=stages, **_options(q.device, DELTA_WARPS),
     )  # fmt: skip
 
 

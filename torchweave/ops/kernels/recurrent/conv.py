@@ -71,19 +71,21 @@ def conv_mixed(
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
     ACCESS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK tokens of a row, BLOCK channels. The program of a row's first chunk alone reads and writes the row's state."""
+    """CHUNK tokens of a row, BLOCK channels. The program of a row's first chunk alone reads and writes the row's state.
+
+    All inputs are loaded before the first result, several channels a thread, and each once: results share them in registers.
+    """
     pdl_wait(DEPENDENT)
     row, first, end, begin = find_chunk(query_start, tl.program_id(0), num_rows, num_tokens, CHUNK)
     if begin >= end:
         return
-    token = (begin + tl.arange(0, CHUNK)).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    valid_channel = channel < channels
-    valid = (token < end)[:, None] & valid_channel[None, :]
-    target = out + token[:, None] * out_stride + channel[None, :]
+    valid = channel < channels
+    target = out + begin.to(tl.int64) * out_stride + channel
     if row == num_rows:
         if ACCESS != COMMIT:
-            tl.store(target, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
+            for i in range(tl.minimum(end - begin, CHUNK)):
+                tl.store(target + i * out_stride, tl.zeros([BLOCK], out.dtype.element_ty), mask=valid)
         return
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(seq_lens + row)
@@ -92,25 +94,32 @@ def conv_mixed(
     if ACCESS == COMMIT:
         if begin == first:
             end = row_end(end, length, position, slot, ACCESS)
-            _write_inputs(x + channel, inputs, first, end, continued, valid_channel, x_stride, WIDTH)
+            _write_inputs(x + channel, inputs, first, end, continued, valid, x_stride, WIDTH)
         return
-    weights = weight + channel * weight_stride
-    result = tl.zeros([CHUNK, BLOCK], tl.float32)
-    if BIAS:
-        result += tl.load(bias + channel, mask=valid_channel, other=0.0).to(tl.float32)[None, :]
+    source = x + (begin.to(tl.int64) - (WIDTH - 1)) * x_stride + channel
+    window = ()
+    for j in tl.static_range(WIDTH - 1):
+        if begin == first:
+            value = tl.load(inputs + j, mask=valid & continued, other=0.0)
+        else:
+            value = tl.load(source + j * x_stride, mask=valid, other=0.0)
+        window += (value,)
+    for i in tl.static_range(CHUNK):
+        window += (tl.load(source + (WIDTH - 1 + i) * x_stride, mask=valid & (begin + i < end), other=0.0),)
+    factors = ()
     for j in tl.static_range(WIDTH):
-        source = token - (WIDTH - 1) + j
-        before = (source < first)[:, None]
-        value = tl.load(x + source[:, None] * x_stride + channel[None, :], mask=valid & ~before, other=0.0)
-        if begin == first:  # the addresses of the state are much of the work
-            column = (source - first + (WIDTH - 1))[:, None]
-            old = tl.load(inputs[None, :] + column, mask=valid & before & continued, other=0.0)
-            value = tl.where(before, old, value)
-        factor = tl.load(weights + j * width_stride, mask=valid_channel, other=0.0).to(tl.float32)
-        result += value.to(tl.float32) * factor[None, :]
-    if SILU:
-        result = silu(result)
-    tl.store(target, result.to(out.dtype.element_ty), mask=valid)
+        factor = tl.load(weight + channel * weight_stride + j * width_stride, mask=valid, other=0.0)
+        factors += (factor.to(tl.float32),)
+    added = tl.zeros([BLOCK], tl.float32)
+    if BIAS:
+        added += tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)
+    for i in tl.static_range(CHUNK):
+        result = added
+        for j in tl.static_range(WIDTH):
+            result += window[i + j].to(tl.float32) * factors[j]
+        if SILU:
+            result = silu(result)
+        tl.store(target + i * out_stride, result.to(out.dtype.element_ty), mask=valid & (begin + i < end))
     if (ACCESS != READ) & (begin == first):
         tl.debug_barrier()  # every thread has read the state before it changes
-        _write_inputs(x + channel, inputs, first, end, continued, valid_channel, x_stride, WIDTH)
+        _write_inputs(x + channel, inputs, first, end, continued, valid, x_stride, WIDTH)

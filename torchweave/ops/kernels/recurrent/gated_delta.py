@@ -6,8 +6,11 @@ of the state in registers. Rows with more tokens: the chunked form of Yang et al
 
     (I + A) delta = beta (v - exp(G) k S),    A[i, j] = beta[i] exp(G[i] - G[j]) k[i] k[j] for j < i
 
-`delta_solve` inverts I + A for all chunks at once, by forward substitution: powers of A, which need fewer steps, lose all digits
-where keys repeat. `delta_prefill` then walks the chunks of its row on the tensor cores.
+`delta_solve` computes what does not depend on states, for all chunks at once: `(I + A)^-1 beta`, the products of queries and keys
+with their decays, and the factors of the tokens. `delta_prefill` then walks the chunks of its row by five products.
+
+Keys and queries enter the products as they are, and the results are divided by their lengths. With keys of length 1 both matrices
+have small entries, so they are float16, which has eight times the precision of bfloat16.
 """
 
 # Triton's decorators are untyped.
@@ -23,12 +26,12 @@ from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, is
 
 
 @triton.jit
-def _unit_rows(rows, NORMALIZE: tl.constexpr):
-    """Rows in float32, of length 1 if NORMALIZE."""
+def _inverse_lengths(rows, NORMALIZE: tl.constexpr):
+    """What rows are multiplied by to have length 1; ones without NORMALIZE."""
     rows = rows.to(tl.float32)
     if NORMALIZE:
-        rows *= tl.rsqrt(tl.sum(rows * rows, 1) + 1e-6)[:, None]
-    return rows
+        return tl.rsqrt(tl.sum(rows * rows, 1) + 1e-6)
+    return tl.full([rows.shape[0]], 1.0, tl.float32)
 
 
 @triton.jit
@@ -110,7 +113,8 @@ def delta_scan(
             decay, rate = _load_gates(decay_place, rate_place, log_rate, bias, True, GATES)
         # One load of both: each is followed by an exchange between threads, which later loads would wait for.
         both = tl.where(is_query, q_row + token * q_stride, k_row + token * k_stride) + key_dim[None, :]
-        rows = _unit_rows(tl.load(both, mask=valid_key[None, :], other=0.0), NORMALIZE)
+        rows = tl.load(both, mask=valid_key[None, :], other=0.0).to(tl.float32)
+        rows *= _inverse_lengths(rows, NORMALIZE)[:, None]
         query, key = tl.sum(tl.where(is_query, rows, 0.0), 0), tl.sum(tl.where(is_query, 0.0, rows), 0)
         value = tl.load(v + token * v_stride + head * v_head_stride + value_dim, mask=valid_value, other=0.0)
         if BY_CHANNEL:
@@ -130,30 +134,40 @@ def delta_scan(
 
 
 @triton.jit
-def _rounded(x):
-    """float32 with the 10 bits of tf32, to the nearest."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+def _invert_unit_lower(below, dtype: tl.constexpr, CHUNK: tl.constexpr):
+    """(I + below)^-1 of a strictly lower triangular matrix in float32, by products of matrices of `dtype`.
 
-
-@triton.jit
-def _product(a, b, PRECISION: tl.constexpr):
-    """a @ b. The tensor cores cut numbers to tf32, an error of one sign that adds up over a chunk, so they are rounded first."""
-    if PRECISION == "tf32":
-        a, b = _rounded(a), _rounded(b)
-    return tl.dot(a, b, input_precision=PRECISION)
+    Powers of `below` would need fewer products, and lose all digits where keys repeat. So blocks on the diagonal are inverted.
+    That of two rows is I - below. With X, the inverse of blocks of one size, X - X B X is that of blocks twice as large, where B is
+    what these have below the smaller ones.
+    """
+    at = tl.arange(0, CHUNK)
+    row, column = at[:, None], at[None, :]
+    result = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, below, 0.0)
+    for bit in tl.static_range(1, 6):
+        if CHUNK >> bit > 1:
+            in_block = (row >> (bit + 1) == column >> (bit + 1)) & (row >> bit != column >> bit)
+            known = result.to(dtype)
+            added = tl.dot(tl.where(in_block, below, 0.0).to(dtype), known, input_precision="tf32x3")
+            result -= tl.dot(known, added.to(dtype), input_precision="tf32x3")
+    return result
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def delta_solve(
-    k, g, beta, A_log, dt_bias, inverse, query_start, num_rows, num_tokens,
-    k_stride, k_head_stride, g_stride, g_head_stride, beta_stride, beta_head_stride,
+    q, k, g, beta, A_log, dt_bias, inverse, scores, factors, query_start, num_rows, num_tokens, scale,
+    q_stride, q_head_stride, k_stride, k_head_stride, g_stride, g_head_stride, beta_stride, beta_head_stride,
     VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    NORMALIZE: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr, GATES: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORMALIZE: tl.constexpr, FEW: tl.constexpr, GATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`inverse[chunk, head]` `[CHUNK, CHUNK]` of chunk `program_id(0)` and value head `program_id(1)`, for rows of more than FEW
-    tokens."""
+    """`inverse` and `scores` `[chunks, VALUE_HEADS, CHUNK, CHUNK]` and `factors` `[chunks, VALUE_HEADS, 4, CHUNK]` of value head
+    `program_id(0)` and chunk `program_id(1)`, for rows of more than FEW tokens.
+
+    The factors are for products of keys with the state before the chunk, of queries with it, of keys with corrections for the state
+    behind the chunk, and the chunk's decay.
+    """
     pdl_wait(DEPENDENT)
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    head, chunk = tl.program_id(0), tl.program_id(1)
     row, first, end, begin = find_chunk(query_start, chunk, num_rows, num_tokens, CHUNK)
     if row == num_rows:
         return
@@ -162,37 +176,45 @@ def delta_solve(
     at, key_dim = tl.arange(0, CHUNK), tl.arange(0, KEY_PAD)
     token = (begin + at).to(tl.int64)
     valid = token < end
-    place = k + head // GROUP * k_head_stride + token[:, None] * k_stride + key_dim[None, :]
-    keys = _unit_rows(tl.load(place, mask=valid[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0), NORMALIZE)
+    by_key = valid[:, None] & (key_dim < KEY_DIM)[None, :]
+    k_place = k + head // GROUP * k_head_stride + token[:, None] * k_stride + key_dim[None, :]
+    q_place = q + head // GROUP * q_head_stride + token[:, None] * q_stride + key_dim[None, :]
+    keys, query = tl.load(k_place, mask=by_key, other=0.0), tl.load(q_place, mask=by_key, other=0.0)
     log_rate, bias = _gate_parameters(A_log, dt_bias, head, GATES)
-    g_place, beta_place = (
-        g + token * g_stride + head * g_head_stride,
-        beta + token * beta_stride + head * beta_head_stride,
-    )
+    g_place = g + token * g_stride + head * g_head_stride
+    beta_place = beta + token * beta_stride + head * beta_head_stride
     decay, rate = _load_gates(g_place, beta_place, log_rate, bias, valid, GATES)
-    total = tl.cumsum(decay, 0)
-    # Transposed: entry [j, i] is A[i, j], so that a row of A comes out along the rows of `result`.
-    between = tl.exp(tl.where(at[:, None] < at[None, :], total[None, :] - total[:, None], float("-inf")))
-    entries = _product(keys, tl.trans(keys), PRECISION) * between * rate[None, :]
-    result = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
-    for i in range(1, CHUNK):
-        factors = tl.sum(tl.where(at[None, :] == i, entries, 0.0), 1)
-        known = tl.sum(factors[:, None] * result, 0)
-        result = tl.where(at[:, None] == i, result - known[None, :], result)
-    place = inverse + (chunk.to(tl.int64) * VALUE_HEADS + head) * CHUNK * CHUNK
-    tl.store(place + at[:, None] * CHUNK + at[None, :], result)
+    k_factor, q_factor = _inverse_lengths(keys, NORMALIZE), _inverse_lengths(query, NORMALIZE) * scale
+    total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
+    place = chunk.to(tl.int64) * VALUE_HEADS + head
+    factor = factors + place * 4 * CHUNK + at
+    tl.store(factor, tl.exp(total) * k_factor)
+    tl.store(factor + CHUNK, tl.exp(total) * q_factor)
+    tl.store(factor + 2 * CHUNK, tl.exp(whole - total) * k_factor)
+    tl.store(factor + 3 * CHUNK, tl.exp(tl.zeros([CHUNK], tl.float32) + whole))
+    between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
+    between *= k_factor[None, :]
+    element = place * CHUNK * CHUNK + at[:, None] * CHUNK + at[None, :]
+    local = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * between * q_factor[:, None]
+    tl.store(scores + element, local.to(scores.dtype.element_ty))
+    below = tl.dot(keys, tl.trans(keys), input_precision="tf32x3") * between * (k_factor * rate)[:, None]
+    below = tl.where(at[:, None] > at[None, :], below, 0.0)
+    system = _invert_unit_lower(below, inverse.dtype.element_ty, CHUNK) * rate[None, :]
+    tl.store(inverse + element, system.to(inverse.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
+@triton.jit(do_not_specialize_on_alignment=["query_start"])
 def delta_prefill(
-    q, k, v, g, beta, A_log, dt_bias, inverse, out, state, slots, query_start, seq_lens, num_rows, num_tokens, scale,
-    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, g_stride, g_head_stride,
-    beta_stride, beta_head_stride, out_stride, out_head_stride,
+    q, k, v, inverse, scores, factors, out, state, slots, query_start, seq_lens,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, out_stride, out_head_stride,
     VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, NORMALIZE: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
-    GATES: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, if it has more than FEW tokens, chunk after chunk."""
+    """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, if it has more than FEW tokens, chunk after chunk.
+
+    All is transposed: what depends on the state is then the left operand of each product, which the tensor cores read from
+    registers, and the right ones are read from shared memory as they were loaded.
+    """
     pdl_wait(DEPENDENT)
     head, row = tl.program_id(1), tl.program_id(2)
     first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
@@ -202,33 +224,44 @@ def delta_prefill(
     value_dim = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid_key, valid_value = key_dim < KEY_DIM, value_dim < VALUE_DIM
     slot = tl.load(slots + row).to(tl.int64)
-    place = state + ((slot * VALUE_HEADS + head) * KEY_DIM + key_dim[:, None]) * VALUE_DIM + value_dim[None, :]
-    valid_state = valid_key[:, None] & valid_value[None, :]
+    place = state + ((slot * VALUE_HEADS + head) * KEY_DIM + key_dim[None, :]) * VALUE_DIM + value_dim[:, None]
+    valid_state = valid_key[None, :] & valid_value[:, None]
     matrix = tl.load(place, mask=valid_state & (tl.load(seq_lens + row) > end - first), other=0.0)
-    inverse += ((first // CHUNK + row).to(tl.int64) * VALUE_HEADS + head) * CHUNK * CHUNK
-    inverse_place = inverse + at[:, None] * CHUNK + at[None, :]
-    k_head, q_head = k + head // GROUP * k_head_stride, q + head // GROUP * q_head_stride
-    log_rate, bias = _gate_parameters(A_log, dt_bias, head, GATES)
-    v_head, g_head, beta_head = v + head * v_head_stride, g + head * g_head_stride, beta + head * beta_head_stride
-    for begin in tl.range(first, end, CHUNK):
-        token = (begin + at).to(tl.int64)
-        valid = token < end
-        by_key, by_value = valid[:, None] & valid_key[None, :], valid[:, None] & valid_value[None, :]
-        keys = tl.load(k_head + token[:, None] * k_stride + key_dim[None, :], mask=by_key, other=0.0)
-        query = tl.load(q_head + token[:, None] * q_stride + key_dim[None, :], mask=by_key, other=0.0)
-        keys, query = _unit_rows(keys, NORMALIZE), _unit_rows(query, NORMALIZE) * scale
-        values = tl.load(v_head + token[:, None] * v_stride + value_dim[None, :], mask=by_value, other=0.0)
-        g_place, beta_place = g_head + token * g_stride, beta_head + token * beta_stride
-        decay, rate = _load_gates(g_place, beta_place, log_rate, bias, valid, GATES)
-        total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
-        before = _product(keys, matrix, PRECISION) * tl.exp(total)[:, None]
-        delta = _product(tl.load(inverse_place), (values.to(tl.float32) - before) * rate[:, None], PRECISION)
-        between = tl.exp(tl.where(at[:, None] >= at[None, :], total[:, None] - total[None, :], float("-inf")))
-        scores = _product(query, tl.trans(keys), PRECISION) * between
-        result = _product(query, matrix, PRECISION) * tl.exp(total)[:, None] + _product(scores, delta, PRECISION)
-        target = out + token[:, None] * out_stride + head * out_head_stride + value_dim[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=by_value)
-        keys_at_end = keys * tl.exp(whole - total)[:, None]
-        matrix = matrix * tl.exp(whole) + _product(tl.trans(keys_at_end), delta, PRECISION)
-        inverse_place += VALUE_HEADS * CHUNK * CHUNK
+    k_head = k + head // GROUP * k_head_stride + key_dim[None, :]
+    q_head = q + head // GROUP * q_head_stride + key_dim[None, :]
+    v_head = v + head * v_head_stride + value_dim[None, :]
+    out_head = out + head * out_head_stride + value_dim[None, :]
+    chunk = (first // CHUNK + row).to(tl.int64) * VALUE_HEADS + head
+    element, factor = chunk * CHUNK * CHUNK + at[:, None] * CHUNK + at[None, :], factors + chunk * 4 * CHUNK
+    wide: tl.constexpr = tl.bfloat16 if k.dtype.element_ty == tl.bfloat16 else tl.float32
+    narrow: tl.constexpr = scores.dtype.element_ty
+    for begin in tl.range(first, end, CHUNK, num_stages=STAGES):
+        token = (begin + at).to(tl.int64)[:, None]
+        by_key, by_value = (token < end) & valid_key[None, :], (token < end) & valid_value[None, :]
+        keys = tl.load(k_head + token * k_stride, mask=by_key, other=0.0).to(wide)
+        query = tl.load(q_head + token * q_stride, mask=by_key, other=0.0).to(wide)
+        values = tl.load(v_head + token * v_stride, mask=by_value, other=0.0)
+        system, local = tl.load(inverse + element), tl.load(scores + element)
+        of_keys, of_query, of_delta = (
+            tl.load(factor + at),
+            tl.load(factor + CHUNK + at),
+            tl.load(factor + 2 * CHUNK + at),
+        )
+        decay = tl.load(factor + 3 * CHUNK)
+        before = matrix.to(wide)
+        known = tl.dot(before, tl.trans(keys), input_precision="tf32x3") * of_keys[None, :]
+        missing = tl.trans(values).to(tl.float32) - known
+        largest = tl.maximum(tl.max(tl.abs(missing), 1), 1e-20)[:, None]  # float16 holds quotients of any values
+        shrink = 1.0 / largest
+        delta = tl.dot((missing * shrink).to(narrow), tl.trans(system), input_precision="tf32x3")
+        result = tl.dot(before, tl.trans(query), input_precision="tf32x3") * (of_query[None, :] * shrink)
+        result = tl.dot(delta.to(narrow), tl.trans(local), result, input_precision="tf32x3") * largest
+        delta *= of_delta[None, :] * largest
+        added = delta.to(wide)
+        matrix = tl.dot(added, keys, matrix * decay, input_precision="tf32x3")
+        if wide == tl.bfloat16:  # where keys repeat, roundings of corrections exceed their sum
+            matrix = tl.dot((delta - added.to(tl.float32)).to(wide), keys, matrix)
+        tl.store(out_head + token * out_stride, tl.trans(result.to(out.dtype.element_ty)), mask=by_value)
+        element += VALUE_HEADS * CHUNK * CHUNK
+        factor += VALUE_HEADS * 4 * CHUNK
     tl.store(place, matrix, mask=valid_state)
