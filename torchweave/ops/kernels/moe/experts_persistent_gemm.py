@@ -1,0 +1,152 @@
+"""Triton kernels for routed experts with many tokens: products at the rate of the tensor cores.
+
+Pairs are sorted by expert, and a list names the tiles of BLOCK_M rows that each expert has (`launch_sort_tiles`). A program for each
+multiprocessor computes one tile of rows and columns after another: the columns of the same rows side by side, so that rows and
+weights come from the L2 cache. Weights come by the copy engine (tensor descriptors), and so do the rows of the second product; those
+of the first are gathered by asynchronous copies. Grids depend on sizes only, and every sum has a fixed order.
+"""
+
+# Triton's decorators and constexpr arguments are untyped.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from torchweave.ops.kernels.moe.experts_gemv import activation, gated_activation
+from torchweave.ops.kernels.moe.sort_pairs import SortedPairs
+from torchweave.ops.kernels.sizes import cdiv
+
+
+@triton.jit
+def _weight_tile(weight, expert, column, start, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[BLOCK_K, COLUMNS] of an expert's weight, zeros outside it; see `_weight`."""
+    if TRANSPOSED:
+        return weight.load([expert, start, 0, column]).reshape(BLOCK_K, COLUMNS)
+    else:  # noqa: RET505
+        return weight.load([expert, 0, column, start]).reshape(COLUMNS, BLOCK_K).T
+
+
+@triton.jit
+def grouped_up_kernel(
+    x, up, bias, h, ends, rows, tiles, inner, most, x_stride,
+    WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """h[row, I]: BLOCK_N activated columns of BLOCK_M pairs of one expert, at a time.
+
+    Columns of gate and up share a tile of twice BLOCK_N, in the layout of the weight: two blocks, or alternating.
+    """
+    COLUMNS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    dtype = h.dtype.element_ty
+    blocks = tl.cdiv(inner, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    for number in tl.range(tl.program_id(0), tl.load(tiles) * blocks, tl.num_programs(0)):
+        tile = tiles + 1 + number // blocks
+        column = number % blocks * BLOCK_N
+        expert, begin = tl.load(tile), tl.load(tile + most + 1)
+        end = tl.load(ends + expert)
+        row = begin + tl.arange(0, BLOCK_M)
+        # Behind the expert's last row its own is computed again, and not stored.
+        token = tl.load(rows + tl.minimum(row, end - 1)) // TOP
+        inputs = x + token.to(tl.int64) * x_stride
+        first = column * 2 if GATED and INTERLEAVED else column
+        total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+        for start in range(0, WIDTH, BLOCK_K):
+            here = inputs[:, None] + (start + k)[None, :]
+            if WIDTH % BLOCK_K == 0:
+                a = tl.load(here)
+            else:
+                a = tl.load(here, mask=(start + k < WIDTH)[None, :], other=0.0)
+            total = tl.dot(a, _weight_tile(up, expert, first, start, COLUMNS, BLOCK_K, TRANSPOSED), total)
+        n = column + tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            c = tl.arange(0, COLUMNS)
+            at = first + c if INTERLEAVED or not GATED else c // BLOCK_N * inner + column + c % BLOCK_N
+            columns = inner * 2 if GATED else inner
+            total += tl.load(bias + expert * columns + at, mask=at < columns, other=0.0).to(tl.float32)[None, :]
+        total = total.to(dtype).to(tl.float32)
+        if GATED:
+            if INTERLEAVED:
+                gate, value = tl.reshape(total, [BLOCK_M, BLOCK_N, 2]).split()
+            else:
+                gate, value = tl.reshape(total, [BLOCK_M, 2, BLOCK_N]).permute(0, 2, 1).split()
+            result = gated_activation(gate, value, ACTIVATION, ALPHA, LIMIT, dtype)
+        else:
+            result = activation(total, ACTIVATION)
+        at = h + row.to(tl.int64)[:, None] * inner + n[None, :]
+        tl.store(at, result.to(dtype), mask=(row < end)[:, None] & (n < inner)[None, :])
+
+
+@triton.jit
+def grouped_down_kernel(
+    h, down, y, ends, rows, tiles, num_outputs, most,
+    INNER: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y[pair, K], unweighted: BLOCK_N columns of BLOCK_M pairs of one expert, at a time."""
+    blocks = tl.cdiv(num_outputs, BLOCK_N)
+    for number in tl.range(tl.program_id(0), tl.load(tiles) * blocks, tl.num_programs(0)):
+        tile = tiles + 1 + number // blocks
+        column = number % blocks * BLOCK_N
+        expert, begin = tl.load(tile), tl.load(tile + most + 1)
+        end = tl.load(ends + expert)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, INNER, BLOCK_K):
+            b = _weight_tile(down, expert, column, start, BLOCK_N, BLOCK_K, TRANSPOSED)
+            total = tl.dot(h.load([begin, start]), b, total)
+        row, n = begin + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+        pair = tl.load(rows + row, mask=row < end, other=0).to(tl.int64)
+        at = y + pair[:, None] * num_outputs + n[None, :]
+        tl.store(at, total.to(y.dtype.element_ty), mask=(row < end)[:, None] & (n < num_outputs)[None, :])
+
+
+def _weight(weight: Tensor, halves: int, columns: int, block_k: int, transposed: bool) -> TensorDescriptor:
+    """Tiles of a weight [E, N, K], or [E, K, N] if transposed: `columns` of its N, a part in each of `halves`, and block_k of K."""
+    weight = weight.unflatten(2 if transposed else 1, (halves, -1))
+    part = columns // halves
+    block = [1, block_k, halves, part] if transposed else [1, halves, part, block_k]
+    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
+
+
+def _grid(tiles: Tensor, blocks: int) -> tuple[int]:
+    """As many programs as run at once, or as there can be tiles; programs: of a multiprocessor."""
+    most = (tiles.shape[1] - 1) * blocks
+    if tiles.is_cuda:
+        most = min(most, torch.cuda.get_device_properties(tiles.device).multi_processor_count)
+    return (most,)
+
+
+def launch_grouped_up(
+    x: Tensor, up: Tensor, bias: Tensor | None, h: Tensor, pairs: SortedPairs, top: int,
+    *, gated: bool, interleaved: bool, transposed: bool, activation: str, alpha: float, limit: float, block_m: int, block_n: int,
+    block_k: int, num_warps: int, depth: int,
+) -> None:  # fmt: skip
+    """x [T, K], up as [E, 2 I or I, K] or transposed [E, K, 2 I or I], rows of 16 bytes' multiples; h [T k, I] by row of pairs."""
+    inner = h.shape[1]
+    halves = 2 if gated and not interleaved else 1
+    grouped_up_kernel[_grid(pairs.tiles, cdiv(inner, block_n))](
+        x, _weight(up, halves, 2 * block_n if gated else block_n, block_k, transposed), x if bias is None else bias, h, *pairs,
+        inner, pairs.tiles.shape[1] - 1, x.stride(0), WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved,
+        TRANSPOSED=transposed, HAS_BIAS=bias is not None, ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=depth,
+    )  # fmt: skip
+
+
+def launch_grouped_down(
+    h: Tensor, down: Tensor, y: Tensor, pairs: SortedPairs,
+    *, transposed: bool, block_m: int, block_n: int, block_k: int, num_warps: int, depth: int,
+) -> None:  # fmt: skip
+    """h [T k, I] by row of pairs, down as [E, K, I] or transposed [E, I, K], y [T k, K] by pair."""
+    rows = TensorDescriptor(h, list(h.shape), list(h.stride()), [block_m, block_k])
+    grouped_down_kernel[_grid(pairs.tiles, cdiv(y.shape[1], block_n))](
+        rows, _weight(down, 1, block_n, block_k, transposed), y, *pairs, y.shape[1], pairs.tiles.shape[1] - 1,
+        INNER=h.shape[1], TRANSPOSED=transposed, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps,
+        num_stages=depth,
+    )  # fmt: skip
