@@ -1,8 +1,8 @@
 """Triton kernels for routed experts with more tokens: pairs of token and expert are grouped by expert, see `sort_pairs`.
 
-A program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time: by `wgmma`, or
-with fewer than four warps by `mma.sync`. Grids depend on sizes only, never on the routing, and every sum has a fixed order, so CUDA
-graphs replay them with the same bits.
+A program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time: by
+`wgmma`, or with fewer than four warps by `mma.sync`. Grids depend on sizes only, never on the routing, and every sum has a fixed
+order, so CUDA graphs replay them with the same bits.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -414,7 +414,8 @@ def launch_tiles_down(
 
 
 def launch_combine(
-    y: Tensor, index: Tensor, weight: Tensor, num_experts: int, bias: Tensor | None, out: Tensor, own: Tensor | None = None, residual: Tensor | None = None, *, dependent: bool = False,
+    y: Tensor, index: Tensor, weight: Tensor, num_experts: int, bias: Tensor | None, out: Tensor, own: Tensor | None = None,
+    residual: Tensor | None = None, *, dependent: bool = False,
 ) -> None:  # fmt: skip
     """y [T k, K] by pair; index and weight [T, k]; out [T, K].
 
@@ -426,9 +427,9 @@ def launch_combine(
     # Few tokens need small blocks to fill the device.
     block = min(256 if tokens <= 64 else 1024, next_power_of_2(width))
     combine_kernel[(tokens, cdiv(width, block))](
-        y, index, weight, y if bias is None else bias, y if own is None else own,
-        out if residual is None else residual, out, num_experts, width, y.stride(0), 0 if own is None else own.stride(0),
-        0 if residual is None else residual.stride(0), out.stride(0), TOP=top,
-        TOP_BLOCK=next_power_of_2(top if own is None else top - 1), SHARED=own is not None, HAS_BIAS=bias is not None, ADD=residual is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4,
+        y, index, weight, y if bias is None else bias, y if own is None else own, out if residual is None else residual, out,
+        num_experts, width, y.stride(0), 0 if own is None else own.stride(0), 0 if residual is None else residual.stride(0),
+        out.stride(0), TOP=top, TOP_BLOCK=next_power_of_2(top if own is None else top - 1), SHARED=own is not None,
+        HAS_BIAS=bias is not None, ADD=residual is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4,
         **pdl_options(dependent),
     )  # fmt: skip

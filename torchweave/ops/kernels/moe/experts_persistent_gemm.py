@@ -1,17 +1,15 @@
 """Triton kernels for routed experts with many tokens: products at the rate of the tensor cores.
 
-Pairs are sorted by expert, and a list names the tiles of BLOCK_M rows that each expert has (`launch_sort_tiles`). A program for each
-multiprocessor computes one tile of rows and columns after another: the columns of the same rows side by side, so that rows and
-weights come from the L2 cache. Weights come by the copy engine (tensor descriptors), and so do the rows of the second product; those
-of the first are gathered by asynchronous copies. Grids depend on sizes only, and every sum has a fixed order.
+Pairs are sorted by expert, and a list names the tiles of BLOCK_M rows that each expert has (`launch_sort_tiles`). A program for
+each multiprocessor computes one tile of rows and columns after another: the columns of the same rows side by side, so that rows
+and weights come from the L2 cache. Weights are read by tensor descriptors, and so are the rows of the second product; those of the
+first are gathered by asynchronous copies. Grids depend on sizes only, and every sum has a fixed order.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
 # pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -61,7 +59,7 @@ def grouped_up_kernel(
         total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
         for start in range(0, WIDTH, BLOCK_K):
             here = inputs[:, None] + (start + k)[None, :]
-            if WIDTH % BLOCK_K == 0:
+            if WIDTH % BLOCK_K == 0:  # noqa: SIM108
                 a = tl.load(here)
             else:
                 a = tl.load(here, mask=(start + k < WIDTH)[None, :], other=0.0)

@@ -1,6 +1,6 @@
 """Triton kernels that sort pairs of token and expert by expert on the device, always in the same order.
 
-`rows` holds the pairs grouped by expert, those of expert e in `[ends[e - 1], ends[e])`, and those of other ranks' experts at its end.
+`rows` holds the pairs grouped by expert, those of expert e in `[ends[e - 1], ends[e])`; at its end those of other ranks' experts.
 Few pairs take one launch. Many take two, of programs that each sort a block of them, and get a list of the tiles of BLOCK_M rows.
 """
 
@@ -116,7 +116,7 @@ def place_pairs_kernel(
         number = tl.where(real, tl.cdiv(total, BLOCK_M), 0)
         at = tiles + 1 + tl.cumsum(number, 0) - number
         tl.store(tiles, tl.sum(number))
-        for i in range(0, tl.max(number)):
+        for i in range(tl.max(number)):
             tl.store(at + i, e, mask=i < number)
             tl.store(at + most + 1 + i, end - total + i * BLOCK_M, mask=i < number)
 
