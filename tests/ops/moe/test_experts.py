@@ -121,6 +121,10 @@ def test_skewed_and_foreign_routing_in_the_interpreter() -> None:
     run_interpreted("tests.ops.moe.interpreted_experts", "follow_skewed_and_foreign_routing")
 
 
+def test_many_pairs_are_sorted_by_blocks() -> None:
+    run_interpreted("tests.ops.moe.interpreted_experts", "sort_many_pairs")
+
+
 @pytest.mark.parametrize(
     ("form", "tokens"),
     [
