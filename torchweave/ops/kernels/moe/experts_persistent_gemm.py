@@ -32,55 +32,76 @@ def _weight_tile(weight, expert, column, start, COLUMNS: tl.constexpr, BLOCK_K: 
 
 
 @triton.jit
+def _up_tile(
+    x, up, bias, h, rows, inner, x_stride, expert, begin, end, column,
+    WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N activated columns of rows `[begin, end)` of an expert's, up to BLOCK_M.
+
+    Columns of gate and up share a tile of twice BLOCK_N, in the layout of the weight: two blocks, or alternating.
+    """
+    COLUMNS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    dtype = h.dtype.element_ty
+    k = tl.arange(0, BLOCK_K)
+    row = begin + tl.arange(0, BLOCK_M)
+    # Behind the expert's last row its own is computed again, and not stored.
+    token = tl.load(rows + tl.minimum(row, end - 1)) // TOP
+    inputs = x + token.to(tl.int64) * x_stride
+    first = column * 2 if GATED and INTERLEAVED else column
+    total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        here = inputs[:, None] + (start + k)[None, :]
+        if WIDTH % BLOCK_K == 0:  # noqa: SIM108
+            a = tl.load(here)
+        else:
+            a = tl.load(here, mask=(start + k < WIDTH)[None, :], other=0.0)
+        total = tl.dot(a, _weight_tile(up, expert, first, start, COLUMNS, BLOCK_K, TRANSPOSED), total)
+    if HAS_BIAS:
+        c = tl.arange(0, COLUMNS)
+        at = first + c if INTERLEAVED or not GATED else c // BLOCK_N * inner + column + c % BLOCK_N
+        columns = inner * 2 if GATED else inner
+        total += tl.load(bias + expert * columns + at, mask=at < columns, other=0.0).to(tl.float32)[None, :]
+    total = total.to(dtype).to(tl.float32)
+    if GATED:
+        if INTERLEAVED:
+            gate, value = tl.reshape(total, [BLOCK_M, BLOCK_N, 2]).split()
+        else:
+            gate, value = tl.reshape(total, [BLOCK_M, 2, BLOCK_N]).permute(0, 2, 1).split()
+        result = gated_activation(gate, value, ACTIVATION, ALPHA, LIMIT, dtype)
+    else:
+        result = activation(total, ACTIVATION)
+    row, n = begin + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    at = h + row.to(tl.int64)[:, None] * inner + n[None, :]
+    tl.store(at, result.to(dtype), mask=(row < end)[:, None] & (n < inner)[None, :])
+
+
+@triton.jit
 def grouped_up_kernel(
     x, up, bias, h, ends, rows, tiles, inner, most, x_stride,
     WIDTH: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """h[row, I]: BLOCK_N activated columns of BLOCK_M pairs of one expert, at a time.
-
-    Columns of gate and up share a tile of twice BLOCK_N, in the layout of the weight: two blocks, or alternating.
-    """
-    COLUMNS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    dtype = h.dtype.element_ty
+    """h[row, I]: BLOCK_N activated columns of BLOCK_M pairs of one expert, at a time; of its last pairs half as many may suffice."""
+    HALF: tl.constexpr = BLOCK_M // 2
     blocks = tl.cdiv(inner, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     for number in tl.range(tl.program_id(0), tl.load(tiles) * blocks, tl.num_programs(0)):
         tile = tiles + 1 + number // blocks
         column = number % blocks * BLOCK_N
         expert, begin = tl.load(tile), tl.load(tile + most + 1)
         end = tl.load(ends + expert)
-        row = begin + tl.arange(0, BLOCK_M)
-        # Behind the expert's last row its own is computed again, and not stored.
-        token = tl.load(rows + tl.minimum(row, end - 1)) // TOP
-        inputs = x + token.to(tl.int64) * x_stride
-        first = column * 2 if GATED and INTERLEAVED else column
-        total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
-        for start in range(0, WIDTH, BLOCK_K):
-            here = inputs[:, None] + (start + k)[None, :]
-            if WIDTH % BLOCK_K == 0:  # noqa: SIM108
-                a = tl.load(here)
-            else:
-                a = tl.load(here, mask=(start + k < WIDTH)[None, :], other=0.0)
-            total = tl.dot(a, _weight_tile(up, expert, first, start, COLUMNS, BLOCK_K, TRANSPOSED), total)
-        n = column + tl.arange(0, BLOCK_N)
-        if HAS_BIAS:
-            c = tl.arange(0, COLUMNS)
-            at = first + c if INTERLEAVED or not GATED else c // BLOCK_N * inner + column + c % BLOCK_N
-            columns = inner * 2 if GATED else inner
-            total += tl.load(bias + expert * columns + at, mask=at < columns, other=0.0).to(tl.float32)[None, :]
-        total = total.to(dtype).to(tl.float32)
-        if GATED:
-            if INTERLEAVED:
-                gate, value = tl.reshape(total, [BLOCK_M, BLOCK_N, 2]).split()
-            else:
-                gate, value = tl.reshape(total, [BLOCK_M, 2, BLOCK_N]).permute(0, 2, 1).split()
-            result = gated_activation(gate, value, ACTIVATION, ALPHA, LIMIT, dtype)
+        if end - begin > HALF:
+            _up_tile(
+                x, up, bias, h, rows, inner, x_stride, expert, begin, end, column, WIDTH, TOP, GATED, INTERLEAVED, TRANSPOSED,
+                HAS_BIAS, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
         else:
-            result = activation(total, ACTIVATION)
-        at = h + row.to(tl.int64)[:, None] * inner + n[None, :]
-        tl.store(at, result.to(dtype), mask=(row < end)[:, None] & (n < inner)[None, :])
+            _up_tile(
+                x, up, bias, h, rows, inner, x_stride, expert, begin, end, column, WIDTH, TOP, GATED, INTERLEAVED, TRANSPOSED,
+                HAS_BIAS, ACTIVATION, ALPHA, LIMIT, HALF, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -90,7 +111,8 @@ def grouped_down_kernel(
 ):  # fmt: skip
     """y[pair, K], unweighted: BLOCK_N columns of BLOCK_M pairs of one expert, at a time."""
     blocks = tl.cdiv(num_outputs, BLOCK_N)
-    for number in tl.range(tl.program_id(0), tl.load(tiles) * blocks, tl.num_programs(0)):
+    # One loop over all tiles loads the next tile while it stores the sums of one.
+    for number in tl.range(tl.program_id(0), tl.load(tiles) * blocks, tl.num_programs(0), flatten=True):
         tile = tiles + 1 + number // blocks
         column = number % blocks * BLOCK_N
         expert, begin = tl.load(tile), tl.load(tile + most + 1)
