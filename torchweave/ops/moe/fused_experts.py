@@ -78,7 +78,7 @@ class Tiles:
 class Grouped:
     """Tokens sorted by expert, `block_m` of them and `block_n` columns at a time, see `experts_persistent_gemm`."""
 
-    up: GemmConfig = GemmConfig(128, 64, 8, 3)
+    up: GemmConfig = GemmConfig(128, 64, 8, 4)
     down: GemmConfig = GemmConfig(256, 64, 8, 3)
     block_m: int = 128
 

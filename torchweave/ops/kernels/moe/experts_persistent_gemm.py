@@ -1,9 +1,9 @@
 """Triton kernels for routed experts with many tokens: products at the rate of the tensor cores.
 
 Pairs are sorted by expert, and a list names the tiles of BLOCK_M rows that each expert has (`launch_sort_tiles`). A program for
-each multiprocessor computes one tile of rows and columns after another: the columns of the same rows side by side, so that rows
-and weights come from the L2 cache. Weights are read by tensor descriptors, and so are the rows of the second product; those of the
-first are gathered by asynchronous copies. Grids depend on sizes only, and every sum has a fixed order.
+each multiprocessor computes one tile of rows and columns after another; of the first product, whose tiles differ in size, there is
+a program for each. Weights are read by tensor descriptors, and so are the rows of the second product; those of the first are
+gathered by asynchronous copies. Grids depend on sizes only, and every sum has a fixed order.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -23,12 +23,29 @@ from torchweave.ops.kernels.sizes import cdiv
 
 
 @triton.jit
-def _weight_tile(weight, expert, column, start, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _weight_tile(
+    weight, expert, half, column, start, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr
+):
     """[BLOCK_K, COLUMNS] of an expert's weight, zeros outside it; see `_weight`."""
     if TRANSPOSED:
-        return weight.load([expert, start, 0, column]).reshape(BLOCK_K, COLUMNS)
+        return weight.load([expert, start, half, column]).reshape(BLOCK_K, COLUMNS)
     else:  # noqa: RET505
-        return weight.load([expert, 0, column, start]).reshape(COLUMNS, BLOCK_K).T
+        return weight.load([expert, half, column, start]).reshape(COLUMNS, BLOCK_K).T
+
+
+@triton.jit
+def _tile(ends, tiles, number, blocks, most, BLOCK_M: tl.constexpr):
+    """Expert, first row, end of the expert's rows, and block of columns of a tile; numbers of an expert are contiguous.
+
+    All rows of an expert come before its next columns: its weights are read once, and its rows stay in the L2 cache.
+    """
+    entry = tiles + 1 + number // blocks
+    expert = tl.load(entry)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    number -= tl.load(entry + most + 1) * blocks
+    count = tl.cdiv(end - begin, BLOCK_M)
+    return expert, begin + number % count * BLOCK_M, end, number // count
 
 
 @triton.jit
@@ -57,7 +74,7 @@ def _up_tile(
             a = tl.load(here)
         else:
             a = tl.load(here, mask=(start + k < WIDTH)[None, :], other=0.0)
-        total = tl.dot(a, _weight_tile(up, expert, first, start, COLUMNS, BLOCK_K, TRANSPOSED), total)
+        total = tl.dot(a, _weight_tile(up, expert, 0, first, start, COLUMNS, BLOCK_K, TRANSPOSED), total)
     if HAS_BIAS:
         c = tl.arange(0, COLUMNS)
         at = first + c if INTERLEAVED or not GATED else c // BLOCK_N * inner + column + c % BLOCK_N
@@ -88,10 +105,8 @@ def grouped_up_kernel(
     HALF: tl.constexpr = BLOCK_M // 2
     blocks = tl.cdiv(inner, BLOCK_N)
     for number in tl.range(tl.program_id(0), tl.load(tiles) * blocks, tl.num_programs(0)):
-        tile = tiles + 1 + number // blocks
-        column = number % blocks * BLOCK_N
-        expert, begin = tl.load(tile), tl.load(tile + most + 1)
-        end = tl.load(ends + expert)
+        expert, begin, end, block = _tile(ends, tiles, number, blocks, most, BLOCK_M)
+        column = block * BLOCK_N
         if end - begin > HALF:
             _up_tile(
                 x, up, bias, h, rows, inner, x_stride, expert, begin, end, column, WIDTH, TOP, GATED, INTERLEAVED, TRANSPOSED,
@@ -113,13 +128,11 @@ def grouped_down_kernel(
     blocks = tl.cdiv(num_outputs, BLOCK_N)
     # One loop over all tiles loads the next tile while it stores the sums of one.
     for number in tl.range(tl.program_id(0), tl.load(tiles) * blocks, tl.num_programs(0), flatten=True):
-        tile = tiles + 1 + number // blocks
-        column = number % blocks * BLOCK_N
-        expert, begin = tl.load(tile), tl.load(tile + most + 1)
-        end = tl.load(ends + expert)
+        expert, begin, end, block = _tile(ends, tiles, number, blocks, most, BLOCK_M)
+        column = block * BLOCK_N
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, INNER, BLOCK_K):
-            b = _weight_tile(down, expert, column, start, BLOCK_N, BLOCK_K, TRANSPOSED)
+            b = _weight_tile(down, expert, 0, column, start, BLOCK_N, BLOCK_K, TRANSPOSED)
             total = tl.dot(h.load([begin, start]), b, total)
         row, n = begin + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         pair = tl.load(rows + row, mask=row < end, other=0).to(tl.int64)
@@ -135,12 +148,8 @@ def _weight(weight: Tensor, halves: int, columns: int, block_k: int, transposed:
     return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
 
 
-def _grid(tiles: Tensor, blocks: int) -> tuple[int]:
-    """As many programs as run at once, or as there can be tiles; programs: of a multiprocessor."""
-    most = (tiles.shape[1] - 1) * blocks
-    if tiles.is_cuda:
-        most = min(most, torch.cuda.get_device_properties(tiles.device).multi_processor_count)
-    return (most,)
+def _most_tiles(pairs: SortedPairs) -> int:
+    return pairs.tiles.shape[1] - 1
 
 
 def launch_grouped_up(
@@ -151,9 +160,9 @@ def launch_grouped_up(
     """x [T, K], up as [E, 2 I or I, K] or transposed [E, K, 2 I or I], rows of 16 bytes' multiples; h [T k, I] by row of pairs."""
     inner = h.shape[1]
     halves = 2 if gated and not interleaved else 1
-    grouped_up_kernel[_grid(pairs.tiles, cdiv(inner, block_n))](
+    grouped_up_kernel[(_most_tiles(pairs) * cdiv(inner, block_n),)](
         x, _weight(up, halves, 2 * block_n if gated else block_n, block_k, transposed), x if bias is None else bias, h, *pairs,
-        inner, pairs.tiles.shape[1] - 1, x.stride(0), WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved,
+        inner, _most_tiles(pairs), x.stride(0), WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved,
         TRANSPOSED=transposed, HAS_BIAS=bias is not None, ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=depth,
     )  # fmt: skip
@@ -165,8 +174,11 @@ def launch_grouped_down(
 ) -> None:  # fmt: skip
     """h [T k, I] by row of pairs, down as [E, K, I] or transposed [E, I, K], y [T k, K] by pair."""
     rows = TensorDescriptor(h, list(h.shape), list(h.stride()), [block_m, block_k])
-    grouped_down_kernel[_grid(pairs.tiles, cdiv(y.shape[1], block_n))](
-        rows, _weight(down, 1, block_n, block_k, transposed), y, *pairs, y.shape[1], pairs.tiles.shape[1] - 1,
+    programs = _most_tiles(pairs) * cdiv(y.shape[1], block_n)
+    if h.is_cuda:
+        programs = min(programs, torch.cuda.get_device_properties(h.device).multi_processor_count)
+    grouped_down_kernel[(programs,)](
+        rows, _weight(down, 1, block_n, block_k, transposed), y, *pairs, y.shape[1], _most_tiles(pairs),
         INNER=h.shape[1], TRANSPOSED=transposed, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps,
         num_stages=depth,
     )  # fmt: skip

@@ -19,6 +19,8 @@ from torch import Tensor
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_wait
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 
+MANY_PAIRS = 8192
+"""Pairs above which two launches are faster: 4,608 of 257 experts take 11.4 us in one and 12.0 in two, 73,728 take 93 and 17."""
 BLOCK_PAIRS = 1024
 """Pairs of a program of `place_pairs_kernel`, which sorts them in registers and shared memory."""
 COUNTS = 8192
@@ -31,7 +33,7 @@ class SortedPairs(NamedTuple):
     Attributes:
         ends: `[E]`, the end of each expert's pairs.
         rows: `[T k]`, the pairs.
-        tiles: `[2, 1 + most]`: how many tiles there are, then the expert of each; below, from the second on, its first row.
+        tiles: `[2, 1 + most]`: how many tiles there are, then the expert of each; below, from the second on, the expert's first tile.
     """
 
     ends: Tensor
@@ -114,16 +116,19 @@ def place_pairs_kernel(
         real = e < num_experts
         tl.store(ends + e, end, mask=real)
         number = tl.where(real, tl.cdiv(total, BLOCK_M), 0)
-        at = tiles + 1 + tl.cumsum(number, 0) - number
+        first = tl.cumsum(number, 0) - number
+        at = tiles + 1 + first
         tl.store(tiles, tl.sum(number))
         for i in range(tl.max(number)):
             tl.store(at + i, e, mask=i < number)
-            tl.store(at + most + 1 + i, end - total + i * BLOCK_M, mask=i < number)
+            tl.store(at + most + 1 + i, first, mask=i < number)
 
 
 def launch_sort_pairs(index: Tensor, num_experts: int, *, dependent: bool = False) -> tuple[Tensor, Tensor]:
     """Ends int32 [E] and rows int32 [T k] of index [T, k]."""
     pairs = index.numel()
+    if pairs > MANY_PAIRS:
+        return launch_sort_tiles(index, num_experts, BLOCK_PAIRS)[:2]
     ends, rows = (torch.empty(n, dtype=torch.int32, device=index.device) for n in (num_experts, pairs))
     block = min(4096, max(32, next_power_of_2(pairs)))
     sort_pairs_kernel[(num_experts + 1,)](
