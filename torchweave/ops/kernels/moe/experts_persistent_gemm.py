@@ -8,6 +8,7 @@ gathered by asynchronous copies. Grids depend on sizes only, and every sum has a
 
 # Triton's decorators and constexpr arguments are untyped.
 # pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -57,9 +58,11 @@ def _up_tile(
 ):  # fmt: skip
     """BLOCK_N activated columns of rows `[begin, end)` of an expert's, up to BLOCK_M.
 
-    Columns of gate and up share a tile of twice BLOCK_N, in the layout of the weight: two blocks, or alternating.
+    Columns of gate and up share a tile of twice BLOCK_N, in the layout of the weight: two blocks, or alternating. Two blocks of a
+    transposed weight are two products: Triton would copy a tile of both in shared memory.
     """
-    COLUMNS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    APART: tl.constexpr = GATED and TRANSPOSED and not INTERLEAVED
+    COLUMNS: tl.constexpr = 2 * BLOCK_N if GATED and not APART else BLOCK_N
     dtype = h.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
     row = begin + tl.arange(0, BLOCK_M)
@@ -68,6 +71,7 @@ def _up_tile(
     inputs = x + token.to(tl.int64) * x_stride
     first = column * 2 if GATED and INTERLEAVED else column
     total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    value = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     for start in range(0, WIDTH, BLOCK_K):
         here = inputs[:, None] + (start + k)[None, :]
         if WIDTH % BLOCK_K == 0:  # noqa: SIM108
@@ -75,14 +79,21 @@ def _up_tile(
         else:
             a = tl.load(here, mask=(start + k < WIDTH)[None, :], other=0.0)
         total = tl.dot(a, _weight_tile(up, expert, 0, first, start, COLUMNS, BLOCK_K, TRANSPOSED), total)
+        if APART:
+            value = tl.dot(a, _weight_tile(up, expert, 1, first, start, COLUMNS, BLOCK_K, TRANSPOSED), value)
     if HAS_BIAS:
         c = tl.arange(0, COLUMNS)
         at = first + c if INTERLEAVED or not GATED else c // BLOCK_N * inner + column + c % BLOCK_N
         columns = inner * 2 if GATED else inner
         total += tl.load(bias + expert * columns + at, mask=at < columns, other=0.0).to(tl.float32)[None, :]
+        if APART:
+            at += inner
+            value += tl.load(bias + expert * columns + at, mask=at < columns, other=0.0).to(tl.float32)[None, :]
     total = total.to(dtype).to(tl.float32)
     if GATED:
-        if INTERLEAVED:
+        if APART:
+            gate, value = total, value.to(dtype).to(tl.float32)
+        elif INTERLEAVED:
             gate, value = tl.reshape(total, [BLOCK_M, BLOCK_N, 2]).split()
         else:
             gate, value = tl.reshape(total, [BLOCK_M, 2, BLOCK_N]).permute(0, 2, 1).split()
@@ -101,7 +112,7 @@ def grouped_up_kernel(
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """h[row, I]: BLOCK_N activated columns of BLOCK_M pairs of one expert, at a time; of its last pairs half as many may suffice."""
+    """h[row, I]: BLOCK_N activated columns of BLOCK_M pairs of one expert at a time, or of its last, half as many."""
     HALF: tl.constexpr = BLOCK_M // 2
     blocks = tl.cdiv(inner, BLOCK_N)
     for number in tl.range(tl.program_id(0), tl.load(tiles) * blocks, tl.num_programs(0)):
@@ -141,10 +152,12 @@ def grouped_down_kernel(
 
 
 def _weight(weight: Tensor, halves: int, columns: int, block_k: int, transposed: bool) -> TensorDescriptor:
-    """Tiles of a weight [E, N, K], or [E, K, N] if transposed: `columns` of its N, a part in each of `halves`, and block_k of K."""
+    """Tiles of a weight [E, N, K], or [E, K, N] if transposed: columns of each of `halves` of its N, and block_k of K.
+
+    A tile of a transposed weight has columns of one half.
+    """
     weight = weight.unflatten(2 if transposed else 1, (halves, -1))
-    part = columns // halves
-    block = [1, block_k, halves, part] if transposed else [1, halves, part, block_k]
+    block = [1, block_k, 1, columns] if transposed else [1, halves, columns, block_k]
     return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
 
 
@@ -161,8 +174,8 @@ def launch_grouped_up(
     inner = h.shape[1]
     halves = 2 if gated and not interleaved else 1
     grouped_up_kernel[(_most_tiles(pairs) * cdiv(inner, block_n),)](
-        x, _weight(up, halves, 2 * block_n if gated else block_n, block_k, transposed), x if bias is None else bias, h, *pairs,
-        inner, _most_tiles(pairs), x.stride(0), WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved,
+        x, _weight(up, halves, 2 * block_n if gated and interleaved else block_n, block_k, transposed),
+        x if bias is None else bias, h, *pairs, inner, _most_tiles(pairs), x.stride(0), WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved,
         TRANSPOSED=transposed, HAS_BIAS=bias is not None, ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=depth,
     )  # fmt: skip

@@ -33,7 +33,7 @@ class SortedPairs(NamedTuple):
     Attributes:
         ends: `[E]`, the end of each expert's pairs.
         rows: `[T k]`, the pairs.
-        tiles: `[2, 1 + most]`: how many tiles there are, then the expert of each; below, from the second on, the expert's first tile.
+        tiles: `[2, 1 + most]`: how many tiles there are, then the expert of each; below, from the second on, its first tile.
     """
 
     ends: Tensor
