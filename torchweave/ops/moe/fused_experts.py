@@ -22,7 +22,7 @@ from torchweave.ops.quant.fp8 import FP8
 WORKSPACE_BYTES = 512 << 20
 """Temporaries of one chunk of tokens; a larger step runs in chunks, which leaves the memory to the KV cache.
 
-A chunk reads all weights again. For 128 experts of 2048 x 768 a chunk has 9000 tokens, whose arithmetic takes at least twice as
+A chunk reads all weights again. For 128 experts of 2048 x 768 a chunk has 11,900 tokens, whose arithmetic takes at least twice as
 long as that reading.
 """
 
@@ -124,8 +124,8 @@ def choose(
 
     Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading
     the weights dominates; then grouped, or wide tiles if the weights are quantized. On an H100, experts of Qwen3-30B-A3B
-    (bench/results/experts_h100_202611.json): rows 27.5 against tiles 36.1 us at one token, tiles 362 against grouped 436 at 32,
-    458 against 509 at 512; 1910 against 944 at 4096. One token in FP8: rows 21.3 against tiles 44.3; in 4 bits 15.3 against 31.8;
+    (bench/results/experts_h100_202611.json): rows 27.5 against tiles 36.1 us at one token; tiles 449 against grouped 470 at 256
+    and 470 against 480 at 512 (decision 0040). One token in FP8: rows 21.3 against tiles 44.3; in 4 bits 15.3 against 31.8;
     gpt-oss-20b in MXFP4 43.1 against 66.8 (experts-fp8, -int4 and -mxfp4 there). Since decision 0210 4 bits take 12.8 at one token,
     and at four 40 against 51 in tiles (74 against 71 at eight); gpt-oss-20b 33.4, and 117 against 133 (226 against 181).
     Narrow tiles (decision 0218) at 32 tokens: 112 against 134 in 4 bits, 186 against 207 in FP8; gpt-oss-20b 225 against 258, but

@@ -175,9 +175,9 @@ def launch_grouped_up(
     halves = 2 if gated and not interleaved else 1
     grouped_up_kernel[(_most_tiles(pairs) * cdiv(inner, block_n),)](
         x, _weight(up, halves, 2 * block_n if gated and interleaved else block_n, block_k, transposed),
-        x if bias is None else bias, h, *pairs, inner, _most_tiles(pairs), x.stride(0), WIDTH=x.shape[1], TOP=top, GATED=gated, INTERLEAVED=interleaved,
-        TRANSPOSED=transposed, HAS_BIAS=bias is not None, ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=depth,
+        x if bias is None else bias, h, *pairs, inner, _most_tiles(pairs), x.stride(0), WIDTH=x.shape[1], TOP=top, GATED=gated,
+        INTERLEAVED=interleaved, TRANSPOSED=transposed, HAS_BIAS=bias is not None, ACTIVATION=activation, ALPHA=alpha,
+        LIMIT=limit, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=depth,
     )  # fmt: skip
 
 
