@@ -44,8 +44,7 @@ def moved(case: dict[str, Any]) -> dict[str, Any]:
 def strategies(call: ExpertsCall) -> list[Strategy]:
     few = ROWS if call.num_tokens <= 2 and not call.form.transposed else []
     early = [replace(each, up=replace(each.up, block_k=256), early=True) for each in few if call.shared]
-    grouped = [Grouped()] if call.x.dtype == torch.bfloat16 else []
-    return [*few, *early, *TILES, *grouped]
+    return [*few, *early, *TILES, Grouped()]
 
 
 def close(got: torch.Tensor, right: torch.Tensor) -> None:

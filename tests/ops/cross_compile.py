@@ -64,6 +64,7 @@ def compile_for_hopper(launch: Launch) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     kernel = launch.kernel
     parameters = list(inspect.signature(kernel.fn).parameters)
@@ -81,6 +82,8 @@ def compile_for_hopper(launch: Launch) -> Any:
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, int):
             signature[parameter.name] = "i32"
             if special and value % 16 == 0:

@@ -74,8 +74,8 @@ def test_strategy_choice() -> None:
     assert isinstance(choose(520, 8, QWEN3_30B, BF16), Grouped) and isinstance(
         choose(4096, 8, QWEN3_30B, BF16), Grouped
     )
-    assert isinstance(choose(4096, 8, QWEN3_30B, torch.float16), Tiles), "the grouped matmul takes bfloat16 alone"
-    assert isinstance(choose(4096, 8, (128, 2048, 765), BF16), Tiles), "the grouped matmul takes rows of 16 bytes"
+    assert isinstance(choose(4096, 8, QWEN3_30B, torch.float16), Grouped)
+    assert isinstance(choose(4096, 8, (128, 2048, 765), BF16), Tiles), "tensor descriptors take rows of 16 bytes"
 
 
 def meta_call(tokens: int, form: dict[str, Any]) -> ExpertsCall:
@@ -106,7 +106,7 @@ def test_chunks_have_one_size_and_stay_within_the_workspace() -> None:
         size = tokens_per_chunk(call, strategy, WORKSPACE_BYTES)
         assert size * 8 * bytes_per_pair(call, strategy) <= WORKSPACE_BYTES
         chunks = -(-tokens // size)
-        assert (tokens > 9400) == (chunks > 1) and chunks * size - tokens < chunks
+        assert (tokens > 11_900) == (chunks > 1) and chunks * size - tokens < chunks
 
 
 def test_chunks_bound_the_memory_and_change_nothing() -> None:
@@ -119,6 +119,10 @@ def test_every_strategy_in_the_interpreter() -> None:
 
 def test_skewed_and_foreign_routing_in_the_interpreter() -> None:
     run_interpreted("tests.ops.moe.interpreted_experts", "follow_skewed_and_foreign_routing")
+
+
+def test_many_pairs_are_sorted_by_blocks() -> None:
+    run_interpreted("tests.ops.moe.interpreted_experts", "sort_many_pairs")
 
 
 @pytest.mark.parametrize(
@@ -135,25 +139,28 @@ def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
     """Launches of each strategy; weights are read 16 bytes at a time."""
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels.moe import experts_gemv as experts_rows
-    from torchweave.ops.kernels.moe import experts_grouped_gemm as experts_tiles
+    from torchweave.ops.kernels.moe import experts_gemv, experts_grouped_gemm, experts_persistent_gemm, sort_pairs
 
-    names = ("sort_pairs_kernel", "tiles_up_kernel", "tiles_down_kernel", "combine_kernel", "activate_kernel")
     for count in tokens:
         with (
-            recorded(experts_rows, "rows_up_kernel", "rows_down_kernel") as rows,
-            recorded(experts_tiles, *names) as tiles,
+            recorded(experts_gemv, "rows_up_kernel", "rows_down_kernel") as rows,
+            recorded(sort_pairs, "sort_pairs_kernel", "count_pairs_kernel", "place_pairs_kernel") as sort,
+            recorded(experts_grouped_gemm, "tiles_up_kernel", "tiles_down_kernel", "combine_kernel") as tiles,
+            recorded(experts_persistent_gemm, "grouped_up_kernel", "grouped_down_kernel") as grouped,
         ):
             call = meta_call(count, FORMS[form])
             run(call, choose(count, 8, QWEN3_30B, BF16, call.form.transposed))
-        assert len(rows + tiles) == {1: 2, 64: 4, 4096: 3}[count]
-        for launch in rows + tiles:
+        launches = rows + sort + tiles + grouped
+        assert len(launches) == {1: 2, 64: 4, 4096: 5}[count]
+        for launch in launches:
             name = launch.kernel.fn.__name__
             ptx = compile_for_hopper(launch).asm["ptx"]
             assert ("griddepcontrol.wait" in ptx) == (count < 4096), name
             assert "fma.rn.bf16" not in ptx, f"{name} leaves out a rounding of the model"
             if name.startswith("rows"):
                 assert "v4.b32" in ptx, name
-            if name.startswith("tiles"):
+            if name.startswith(("tiles", "grouped_up")):
                 # cp.async.ca copies 4 or 8 bytes, cp.async.cg 16.
                 assert "cp.async.cg" in ptx and "cp.async.ca" not in ptx, name
+            if name.startswith("grouped"):
+                assert "cp.async.bulk.tensor" in ptx and "wgmma.mma_async" in ptx and ".local" not in ptx, name

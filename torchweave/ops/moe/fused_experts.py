@@ -4,7 +4,8 @@ rows     one or two tokens, up to four with 4-bit weights: each chosen expert's 
          bandwidth. Two launches. Not for 8-bit integers.
 tiles    up to a few tokens an expert: pairs are grouped by expert on the device, and a program multiplies rows of one expert's
          weight by all of its tokens on tensor cores, 8 at a time where there are few. Four launches.
-grouped  many tokens an expert: `torch._grouped_mm` between fused gathers. Six launches. For weights that are not quantized.
+grouped  many tokens an expert: a program multiplies tiles of tokens and columns of different experts, one after another, at the
+         rate of the tensor cores. Five launches. For weights that are not quantized.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torchweave.ops.quant.fp8 import FP8
 WORKSPACE_BYTES = 512 << 20
 """Temporaries of one chunk of tokens; a larger step runs in chunks, which leaves the memory to the KV cache.
 
-A chunk reads all weights again. For 128 experts of 2048 x 768 a chunk has 9000 tokens, whose arithmetic takes at least twice as
+A chunk reads all weights again. For 128 experts of 2048 x 768 a chunk has 11,900 tokens, whose arithmetic takes at least twice as
 long as that reading.
 """
 
@@ -75,7 +76,11 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Grouped:
-    """`torch._grouped_mm` over rows sorted by expert: bfloat16 only."""
+    """Tokens sorted by expert, `block_m` of them and `block_n` columns at a time, see `experts_persistent_gemm`."""
+
+    up: GemmConfig = GemmConfig(128, 64, 8, 4)
+    down: GemmConfig = GemmConfig(256, 64, 8, 3)
+    block_m: int = 128
 
 
 Strategy = Rows | Tiles | Grouped
@@ -100,6 +105,7 @@ _MIDDLE_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block
 _WIDE_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=64)
 _WIDE_FP8_TILES = Tiles(GemmConfig(64, 128, 8, 3), GemmConfig(64, 64, 4, 4), block_m=128)
 _WIDE_WORD_TILES = Tiles(GemmConfig(64, 64, 8, 3), GemmConfig(128, 64, 8, 3), block_m=128)
+_GROUPED = Grouped()
 _NARROW_PAIRS, _FEW_PAIRS, _MORE_PAIRS = 4, 8, 32
 """Pairs of token and expert for each expert, up to which its tokens fill one narrow tile, or reading weights dominates."""
 
@@ -118,8 +124,8 @@ def choose(
 
     Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading
     the weights dominates; then grouped, or wide tiles if the weights are quantized. On an H100, experts of Qwen3-30B-A3B
-    (bench/results/experts_h100_202611.json): rows 27.5 against tiles 36.1 us at one token, tiles 362 against grouped 436 at 32,
-    458 against 509 at 512; 1910 against 944 at 4096. One token in FP8: rows 21.3 against tiles 44.3; in 4 bits 15.3 against 31.8;
+    (bench/results/experts_h100_202611.json): rows 27.5 against tiles 36.1 us at one token; tiles 449 against grouped 470 at 256
+    and 470 against 480 at 512 (decision 0040). One token in FP8: rows 21.3 against tiles 44.3; in 4 bits 15.3 against 31.8;
     gpt-oss-20b in MXFP4 43.1 against 66.8 (experts-fp8, -int4 and -mxfp4 there). Since decision 0210 4 bits take 12.8 at one token,
     and at four 40 against 51 in tiles (74 against 71 at eight); gpt-oss-20b 33.4, and 117 against 133 (226 against 181).
     Narrow tiles (decision 0218) at 32 tokens: 112 against 134 in 4 bits, 186 against 207 in FP8; gpt-oss-20b 225 against 258, but
@@ -139,8 +145,8 @@ def choose(
         return _MIDDLE_TILES
     if weight_dtype is not None:
         return _WIDE_FP8_TILES if weight_dtype == FP8 else _WIDE_WORD_TILES
-    if dtype == torch.bfloat16 and width % 8 == 0 and inner % 8 == 0:
-        return Grouped()
+    if width % 8 == 0 and inner % 8 == 0:
+        return _GROUPED
     return _WIDE_TILES
 
 
@@ -166,9 +172,17 @@ def _supported_strategy(strategy: Strategy, call: ExpertsCall) -> Strategy:
 
     if isinstance(strategy, Rows) and not call.up.stride(2) == call.down.stride(2) == 1:
         strategy = _TILES
-    if isinstance(strategy, Grouped) or supports_pdl(call.x.device):
-        return strategy
-    return replace(strategy, dependent=0)
+    hopper = supports_pdl(call.x.device)
+    if isinstance(strategy, Grouped):
+        return strategy if hopper and all(map(_copy_engine_reads, (call.up, call.down))) else _WIDE_TILES
+    return strategy if hopper else replace(strategy, dependent=0)
+
+
+def _copy_engine_reads(weight: Tensor) -> bool:
+    """Whether tensor descriptors describe a weight: contiguous rows at multiples of 16 bytes."""
+    return weight.stride(2) == 1 and not any(
+        bytes % 16 for bytes in (weight.data_ptr(), *(stride * weight.element_size() for stride in weight.stride()[:2]))
+    )
 
 
 def _with_contiguous_rows(call: ExpertsCall) -> ExpertsCall:
@@ -182,8 +196,7 @@ def bytes_per_pair(call: ExpertsCall, strategy: Strategy) -> int:
     """Bytes of temporaries of one pair of token and expert that live at once."""
     width, inner, size = call.x.shape[1], call.inner, call.x.element_size()
     if isinstance(strategy, Grouped):
-        columns = inner * (2 if call.form.gated else 1)
-        return size * max(width + columns, columns + inner, inner + width) + 16  # 16 for the sorted pairs
+        return size * (inner + width) + 5  # the sorted pairs, and less than a byte of tiles
     return size * inner + (4 * width + 4 if isinstance(strategy, Tiles) else 0)
 
 
@@ -200,7 +213,7 @@ def _run_chunk(call: ExpertsCall, strategy: Strategy) -> None:
     elif isinstance(strategy, Tiles):
         _tiles(call, strategy)
     else:
-        _grouped(call)
+        _grouped(call, strategy)
 
 
 def _activation(call: ExpertsCall) -> dict[str, Any]:
@@ -228,13 +241,13 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
 
 def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
     from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
+    from torchweave.ops.kernels.moe.sort_pairs import launch_sort_pairs
 
     own = None
     if call.shared and call.num_tokens > strategy.block_m:
         call, own = _apart(call)
     up, down = (w.transpose(1, 2) if call.form.transposed else w for w in (call.up, call.down))
-    ends, rows = _sorted_pair_buffers(call)
-    kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, None, dependent=strategy.dependent)
+    ends, rows = launch_sort_pairs(call.index, call.num_experts, dependent=strategy.dependent)
     h = call.x.new_empty(call.index.numel(), call.inner)
     tile = {"block_m": strategy.block_m, "dependent": strategy.dependent}
     kernels.launch_tiles_up(
@@ -273,33 +286,23 @@ def _combine(call: ExpertsCall, y: Tensor, own: Tensor | None = None, *, depende
     """Sum rows `[T k, K]` of pairs, weighted, a shared expert's output and the residual."""
     from torchweave.ops.kernels.moe.experts_grouped_gemm import launch_combine
 
-    pairs = (y, call.index, call.weight, call.num_experts, None, call.down_bias, call.out)
+    pairs = (y, call.index, call.weight, call.num_experts, call.down_bias, call.out)
     launch_combine(*pairs, own, call.residual, dependent=dependent)
 
 
-def _grouped(call: ExpertsCall) -> None:
-    from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
+def _grouped(call: ExpertsCall, strategy: Grouped) -> None:
+    from torchweave.ops.kernels.moe import experts_persistent_gemm as kernels
+    from torchweave.ops.kernels.moe.sort_pairs import launch_sort_tiles
 
-    call, own = _apart(call) if call.shared else (call, None)
-    up, down = (w if call.form.transposed else w.transpose(1, 2) for w in (call.up, call.down))
-    ends, rows = _sorted_pair_buffers(call)
-    positions = torch.empty_like(rows)
-    kernels.launch_sort_pairs(call.index, call.num_experts, ends, rows, positions)
-    z = torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
-        call.x.index_select(0, rows // call.top_k), up, offs=ends
-    )  # frees the gathered rows
-    h = z.new_empty(call.index.numel(), call.inner)
-    kernels.launch_activate(z, call.index, rows, call.num_experts, call.up_bias, h, **_activation(call))
-    del z
-    y = torch._grouped_mm(h, down, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
-    pairs = (y, call.index, call.weight, call.num_experts, positions, call.down_bias, call.out)
-    kernels.launch_combine(*pairs, own, call.residual)
-
-
-def _sorted_pair_buffers(call: ExpertsCall) -> tuple[Tensor, Tensor]:
-    """Buffers for the end of each expert's pairs, and for the pairs sorted by expert."""
-    ends = torch.empty(call.num_experts, dtype=torch.int32, device=call.x.device)
-    return ends, torch.empty(call.index.numel(), dtype=torch.int32, device=call.x.device)
+    tile = {"transposed": call.form.transposed, "block_m": strategy.block_m}
+    pairs = launch_sort_tiles(call.index, call.num_experts, strategy.block_m)
+    h = call.x.new_empty(call.index.numel(), call.inner)
+    up = _activation(call) | _row_launch(strategy.up) | tile
+    kernels.launch_grouped_up(call.x, call.up, call.up_bias, h, pairs, call.top_k, **up)
+    y = call.x.new_empty(call.index.numel(), call.x.shape[1])
+    kernels.launch_grouped_down(h, call.down, y, pairs, **_row_launch(strategy.down), **tile)
+    own = y.unflatten(0, call.index.shape)[:, -1] if call.shared else None
+    _combine(call, y, own, dependent=False)
 
 
 def _launch(product: GemmConfig) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Triton kernels for routed experts with more tokens: pairs of token and expert are grouped by expert on the device.
+"""Triton kernels for routed experts with more tokens: pairs of token and expert are grouped by expert, see `sort_pairs`.
 
-`sort_pairs_kernel` sorts the pairs: `rows` holds them grouped by expert, those of expert e in `[ends[e - 1], ends[e])`. Then a
-program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time: by `wgmma`, or
-with fewer than four warps by `mma.sync`. Grids depend on sizes only, never on the routing, and every sum has a fixed order, so CUDA
-graphs replay them with the same bits.
+A program owns rows of one expert's weight and multiplies them by all of its tokens on tensor cores, BLOCK_M at a time: by
+`wgmma`, or with fewer than four warps by `mma.sync`. Grids depend on sizes only, never on the routing, and every sum has a fixed
+order, so CUDA graphs replay them with the same bits.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -24,42 +23,6 @@ from torchweave.ops.kernels.moe.packing import PLAIN, Packing, fp8_scales, packe
 from torchweave.ops.kernels.quant.int_linear import scale_value
 from torchweave.ops.kernels.quant.int_tiles import add_tile, part_numbers
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def sort_pairs_kernel(
-    index, ends, rows, positions, num_pairs, num_experts,
-    BLOCK: tl.constexpr, POSITIONS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """A stable counting sort: program e finds the pairs of expert e; the last program those of other ranks' experts.
-
-    rows[position] = pair and, with POSITIONS, positions[pair] = position.
-    """
-    own_expert = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    pdl_wait(DEPENDENT)
-    below = tl.zeros([BLOCK], tl.int32)
-    equal = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        real = start + lane < num_pairs
-        expert = tl.minimum(tl.load(index + start + lane, mask=real, other=0), num_experts)
-        below += (real & (expert < own_expert)).to(tl.int32)
-        equal += (real & (expert == own_expert)).to(tl.int32)
-    position = tl.sum(below)
-    count = tl.sum(equal)
-    if own_expert < num_experts:
-        tl.store(ends + own_expert, position + count)
-    if count > 0:
-        for start in range(0, num_pairs, BLOCK):
-            pair = start + lane
-            real = pair < num_pairs
-            expert = tl.minimum(tl.load(index + pair, mask=real, other=0), num_experts)
-            selected = (real & (expert == own_expert)).to(tl.int32)
-            at = position + tl.cumsum(selected, 0) - 1
-            tl.store(rows + at, pair, mask=selected == 1)
-            if POSITIONS:
-                tl.store(positions + pair, at, mask=selected == 1)
-            position += tl.sum(selected)
 
 
 @triton.jit
@@ -358,12 +321,12 @@ def tiles_down_kernel(
 
 @triton.jit
 def combine_kernel(
-    y, index, weight, positions, bias, own, residual, out, num_experts, num_outputs, y_stride, own_stride, residual_stride,
+    y, index, weight, bias, own, residual, out, num_experts, num_outputs, y_stride, own_stride, residual_stride,
     out_stride,
-    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SHARED: tl.constexpr, POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = sum_j weight[token, j] * (y[row of pair (token, j)] + bias of its expert), in float32, rounded once.
+    """out[token] = sum_j weight[token, j] * (y[pair (token, j)] + bias of its expert), in float32, rounded once.
 
     SHARED: a token's last pair is the shared expert's, whose output is own[token]. ADD: plus residual[token].
     """
@@ -381,11 +344,8 @@ def combine_kernel(
         places = residual + token.to(tl.int64) * residual_stride + n
         added = tl.load(places, mask=inside, other=0.0, cache_modifier=".cg")
     pdl_wait(DEPENDENT)
-    row = pair
-    if POSITIONS:
-        row = tl.load(positions + pair, mask=chosen, other=0)
     valid = chosen[:, None] & inside[None, :]
-    value = tl.load(y + row.to(tl.int64)[:, None] * y_stride + n[None, :], mask=valid, other=0.0).to(tl.float32)
+    value = tl.load(y + pair.to(tl.int64)[:, None] * y_stride + n[None, :], mask=valid, other=0.0).to(tl.float32)
     if HAS_BIAS:
         biases = bias + expert.to(tl.int64)[:, None] * num_outputs + n[None, :]
         value += tl.load(biases, mask=valid, other=0.0).to(tl.float32)
@@ -397,50 +357,6 @@ def combine_kernel(
     if ADD:
         result = add_residual(result, added, out.dtype.element_ty)
     tl.store(out + token.to(tl.int64) * out_stride + n, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def activate_kernel(
-    z, index, rows, bias, h, num_experts, inner, z_stride,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """h[position, I] = activation of z[position, 2 I], a grouped matmul's product; rows of other ranks' experts are skipped."""
-    position = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = column < inner
-    expert = tl.load(index + tl.load(rows + position)).to(tl.int64)
-    if expert < num_experts:
-        gate_at = column * 2 if GATED and INTERLEAVED else column
-        up_at = column * 2 + 1 if INTERLEAVED else column + inner
-        dtype = h.dtype.element_ty
-        biases = bias + expert * (inner * 2 if GATED else inner)
-        gate = tl.load(z + position * z_stride + gate_at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            gate = (gate + tl.load(biases + gate_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-        if GATED:
-            up_value = tl.load(z + position * z_stride + up_at, mask=inside, other=0.0).to(tl.float32)
-            if HAS_BIAS:
-                up_value = (
-                    (up_value + tl.load(biases + up_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-                )
-            gate = gated_activation(gate, up_value, ACTIVATION, ALPHA, LIMIT, dtype)
-        else:
-            gate = activation(gate, ACTIVATION)
-        tl.store(h + position * inner + column, gate.to(dtype), mask=inside)
-
-
-def launch_sort_pairs(
-    index: Tensor, num_experts: int, ends: Tensor, rows: Tensor, positions: Tensor | None, *, dependent: bool = False
-) -> None:
-    """index [T, k], ends int32 [E], rows and positions int32 [T k]."""
-    pairs = index.numel()
-    block = min(4096, max(32, next_power_of_2(pairs)))
-    sort_pairs_kernel[(num_experts + 1,)](
-        index, ends, rows, rows if positions is None else positions, pairs, num_experts, BLOCK=block,
-        POSITIONS=positions is not None, DEPENDENT=dependent, num_warps=1 if block <= 128 else 4 if block <= 1024 else 8,
-        **pdl_options(dependent),
-    )  # fmt: skip
 
 
 def _format(weight: Tensor, scales: Tensor | None, packing: Packing, width: int, block_k: int) -> dict[str, Any]:
@@ -498,10 +414,10 @@ def launch_tiles_down(
 
 
 def launch_combine(
-    y: Tensor, index: Tensor, weight: Tensor, num_experts: int, positions: Tensor | None, bias: Tensor | None, out: Tensor,
-    own: Tensor | None = None, residual: Tensor | None = None, *, dependent: bool = False,
+    y: Tensor, index: Tensor, weight: Tensor, num_experts: int, bias: Tensor | None, out: Tensor, own: Tensor | None = None,
+    residual: Tensor | None = None, *, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """y [T k, K] by position if `positions` are given, else by pair; index and weight [T, k]; out [T, K].
+    """y [T k, K] by pair; index and weight [T, k]; out [T, K].
 
     own: `[T, K]`, rows contiguous: the output of a shared expert, the last of each token.
     residual: `[T, K]`, rows contiguous.
@@ -511,24 +427,9 @@ def launch_combine(
     # Few tokens need small blocks to fill the device.
     block = min(256 if tokens <= 64 else 1024, next_power_of_2(width))
     combine_kernel[(tokens, cdiv(width, block))](
-        y, index, weight, index if positions is None else positions, y if bias is None else bias, y if own is None else own,
-        out if residual is None else residual, out, num_experts, width, y.stride(0), 0 if own is None else own.stride(0),
-        0 if residual is None else residual.stride(0), out.stride(0), TOP=top,
-        TOP_BLOCK=next_power_of_2(top if own is None else top - 1), SHARED=own is not None, POSITIONS=positions is not None,
+        y, index, weight, y if bias is None else bias, y if own is None else own, out if residual is None else residual, out,
+        num_experts, width, y.stride(0), 0 if own is None else own.stride(0), 0 if residual is None else residual.stride(0),
+        out.stride(0), TOP=top, TOP_BLOCK=next_power_of_2(top if own is None else top - 1), SHARED=own is not None,
         HAS_BIAS=bias is not None, ADD=residual is not None, BLOCK_N=block, DEPENDENT=dependent, num_warps=4,
         **pdl_options(dependent),
-    )  # fmt: skip
-
-
-def launch_activate(
-    z: Tensor, index: Tensor, rows: Tensor, num_experts: int, bias: Tensor | None, h: Tensor,
-    *, gated: bool, interleaved: bool, activation: str, alpha: float, limit: float,
-) -> None:  # fmt: skip
-    """z [T k, 2 I or I] and h [T k, I] by position."""
-    inner = h.shape[1]
-    block = min(1024, next_power_of_2(inner))
-    activate_kernel[(h.shape[0], cdiv(inner, block))](
-        z, index, rows, z if bias is None else bias, h, num_experts, inner, z.stride(0), GATED=gated,
-        INTERLEAVED=interleaved, HAS_BIAS=bias is not None, ACTIVATION=activation, ALPHA=alpha, LIMIT=limit,
-        BLOCK_N=block, num_warps=4,
     )  # fmt: skip
