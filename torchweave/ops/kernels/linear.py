@@ -246,9 +246,7 @@ def split_kernel(
     total = tl.zeros([SPLIT, BLOCK_N, TOKENS], tl.float32)
     for start in range(0, WIDTH, SPLIT * BLOCK_K):
         left = column < WIDTH - start
-        a = tl.load(
-            weights + start, mask=inside[:, None] & left[None, :], other=0.0, eviction_policy="evict_first"
-        )
+        a = tl.load(weights + start, mask=inside[:, None] & left[None, :], other=0.0, eviction_policy="evict_first")
         b = tl.load(inputs + start, mask=left[:, None] & real, other=0.0)
         if NORM:
             weight = tl.load(norm + start + column, mask=left, other=0.0)[:, None]
