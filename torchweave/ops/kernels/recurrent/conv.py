@@ -1,7 +1,7 @@
 """Triton: depthwise causal convolution over the rows of a step, with the last inputs of each row as its state."""
 
 # Triton's decorators and loops are untyped.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
