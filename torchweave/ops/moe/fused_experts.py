@@ -174,11 +174,11 @@ def _supported_strategy(strategy: Strategy, call: ExpertsCall) -> Strategy:
         strategy = _TILES
     hopper = supports_pdl(call.x.device)
     if isinstance(strategy, Grouped):
-        return strategy if hopper and all(map(_copy_engine_reads, (call.up, call.down))) else _WIDE_TILES
+        return strategy if hopper and all(map(_fits_tensor_descriptor, (call.up, call.down))) else _WIDE_TILES
     return strategy if hopper else replace(strategy, dependent=0)
 
 
-def _copy_engine_reads(weight: Tensor) -> bool:
+def _fits_tensor_descriptor(weight: Tensor) -> bool:
     """Whether tensor descriptors describe a weight: contiguous rows at multiples of 16 bytes."""
     return weight.stride(2) == 1 and not any(
         bytes % 16 for bytes in (weight.data_ptr(), *(stride * weight.element_size() for stride in weight.stride()[:2]))
