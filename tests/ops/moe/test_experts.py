@@ -139,14 +139,14 @@ def test_kernels_build_for_hopper(form: str, tokens: tuple[int, ...]) -> None:
     """Launches of each strategy; weights are read 16 bytes at a time."""
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels.moe import experts_gemv, experts_grouped_gemm, experts_persistent_gemm, sort_pairs
+    from torchweave.ops.kernels.moe import experts_gemv, experts_grouped_gemm, experts_tiles, sort_pairs
 
     for count in tokens:
         with (
             recorded(experts_gemv, "rows_up_kernel", "rows_down_kernel") as rows,
             recorded(sort_pairs, "sort_pairs_kernel", "count_pairs_kernel", "place_pairs_kernel") as sort,
-            recorded(experts_grouped_gemm, "tiles_up_kernel", "tiles_down_kernel", "combine_kernel") as tiles,
-            recorded(experts_persistent_gemm, "grouped_up_kernel", "grouped_down_kernel") as grouped,
+            recorded(experts_tiles, "tiles_up_kernel", "tiles_down_kernel", "combine_kernel") as tiles,
+            recorded(experts_grouped_gemm, "grouped_up_kernel", "grouped_down_kernel") as grouped,
         ):
             call = meta_call(count, FORMS[form])
             run(call, choose(count, 8, QWEN3_30B, BF16, call.form.transposed))

@@ -198,7 +198,7 @@ def test_kernels_in_the_interpreter() -> None:
 def test_kernels_build_for_hopper(kind: str) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
+    from torchweave.ops.kernels.moe import experts_tiles as kernels
     from torchweave.ops.kernels.moe import sort_pairs
 
     call, _ = packed(cases(8, **(GPT_OSS | {"width": 1408, "inner": 640, "dtype": torch.bfloat16})), kind)
@@ -219,7 +219,7 @@ def test_narrow_tiles_build_for_hopper(kind: str) -> None:
     """Products of two warps keep e4m3 numbers away from the conversion by single numbers, and scales away from shared memory."""
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
+    from torchweave.ops.kernels.moe import experts_tiles as kernels
     from torchweave.ops.kernels.moe import sort_pairs
 
     call, _ = packed(cases(8, **(GPT_OSS | {"width": 1408, "inner": 640, "dtype": torch.bfloat16})), kind)
@@ -236,12 +236,12 @@ def test_narrow_tiles_build_for_hopper(kind: str) -> None:
 def test_kernels_of_few_tokens_build_for_hopper(kind: str) -> None:
     pytest.importorskip("triton")
     from tests.ops.cross_compile import compile_for_hopper, recorded
-    from torchweave.ops.kernels.moe import experts_gemv, experts_grouped_gemm
+    from torchweave.ops.kernels.moe import experts_gemv, experts_tiles
 
     call, _ = packed(cases(1, **(GPT_OSS | {"width": 1408, "inner": 640, "dtype": torch.bfloat16})), kind)
     strategy = choose(1, 4, (32, 2880, 2880), torch.bfloat16, weight_dtype=call.up.dtype)
     names = (f"{name}_{side}_kernel" for name in ("rows", "words") for side in ("up", "down"))
-    with recorded(experts_gemv, *names) as launches, recorded(experts_grouped_gemm, "combine_kernel"):
+    with recorded(experts_gemv, *names) as launches, recorded(experts_tiles, "combine_kernel"):
         run(call, strategy)
     assert len(launches) == 2
     for launch in launches:

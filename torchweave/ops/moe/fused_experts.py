@@ -76,7 +76,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Tokens sorted by expert, `block_m` of them and `block_n` columns at a time, see `experts_persistent_gemm`."""
+    """Tokens sorted by expert, `block_m` of them and `block_n` columns at a time, see `experts_grouped_gemm`."""
 
     up: GemmConfig = GemmConfig(128, 64, 8, 4)
     down: GemmConfig = GemmConfig(256, 64, 8, 3)
@@ -240,7 +240,7 @@ def _rows(call: ExpertsCall, strategy: Rows) -> None:
 
 
 def _tiles(call: ExpertsCall, strategy: Tiles) -> None:
-    from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
+    from torchweave.ops.kernels.moe import experts_tiles as kernels
     from torchweave.ops.kernels.moe.sort_pairs import launch_sort_pairs
 
     own = None
@@ -284,14 +284,14 @@ def _apart(call: ExpertsCall) -> tuple[ExpertsCall, Tensor]:
 
 def _combine(call: ExpertsCall, y: Tensor, own: Tensor | None = None, *, dependent: bool) -> None:
     """Sum rows `[T k, K]` of pairs, weighted, a shared expert's output and the residual."""
-    from torchweave.ops.kernels.moe.experts_grouped_gemm import launch_combine
+    from torchweave.ops.kernels.moe.experts_tiles import launch_combine
 
     pairs = (y, call.index, call.weight, call.num_experts, call.down_bias, call.out)
     launch_combine(*pairs, own, call.residual, dependent=dependent)
 
 
 def _grouped(call: ExpertsCall, strategy: Grouped) -> None:
-    from torchweave.ops.kernels.moe import experts_persistent_gemm as kernels
+    from torchweave.ops.kernels.moe import experts_grouped_gemm as kernels
     from torchweave.ops.kernels.moe.sort_pairs import launch_sort_tiles
 
     tile = {"transposed": call.form.transposed, "block_m": strategy.block_m}
