@@ -9,7 +9,7 @@ of the state in registers. Rows with more tokens: the chunked form of Yang et al
 `delta_solve` computes what does not depend on states, for all chunks at once: `(I + A)^-1 beta`, the products of queries and keys
 with their decays, and the factors of the tokens. `delta_prefill` then walks the chunks of its row by five products.
 
-Keys and queries enter the products as they are, and the results are divided by their lengths. With keys of length 1 both matrices
+Keys and queries enter the products as they are, and the results are divided by their norms. With keys of norm 1 both matrices
 have small entries, so they are float16, which has eight times the precision of bfloat16.
 """
 
@@ -26,8 +26,8 @@ from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, is
 
 
 @triton.jit
-def _inverse_lengths(rows, NORMALIZE: tl.constexpr):
-    """What rows are multiplied by to have length 1; ones without NORMALIZE."""
+def _inverse_norms(rows, NORMALIZE: tl.constexpr):
+    """Inverse L2 norms of rows, float32; ones without NORMALIZE."""
     rows = rows.to(tl.float32)
     if NORMALIZE:
         return tl.rsqrt(tl.sum(rows * rows, 1) + 1e-6)
@@ -114,7 +114,7 @@ def delta_scan(
         # One load of both: each is followed by an exchange between threads, which later loads would wait for.
         both = tl.where(is_query, q_row + token * q_stride, k_row + token * k_stride) + key_dim[None, :]
         rows = tl.load(both, mask=valid_key[None, :], other=0.0).to(tl.float32)
-        rows *= _inverse_lengths(rows, NORMALIZE)[:, None]
+        rows *= _inverse_norms(rows, NORMALIZE)[:, None]
         query, key = tl.sum(tl.where(is_query, rows, 0.0), 0), tl.sum(tl.where(is_query, 0.0, rows), 0)
         value = tl.load(v + token * v_stride + head * v_head_stride + value_dim, mask=valid_value, other=0.0)
         if BY_CHANNEL:
@@ -184,7 +184,7 @@ def delta_solve(
     g_place = g + token * g_stride + head * g_head_stride
     beta_place = beta + token * beta_stride + head * beta_head_stride
     decay, rate = _load_gates(g_place, beta_place, log_rate, bias, valid, GATES)
-    k_factor, q_factor = _inverse_lengths(keys, NORMALIZE), _inverse_lengths(query, NORMALIZE) * scale
+    k_factor, q_factor = _inverse_norms(keys, NORMALIZE), _inverse_norms(query, NORMALIZE) * scale
     total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
     place = chunk.to(tl.int64) * VALUE_HEADS + head
     factor = factors + place * 4 * CHUNK + at
@@ -249,12 +249,12 @@ def delta_prefill(
         )
         decay = tl.load(factor + 3 * CHUNK)
         before = matrix.to(wide)
-        known = tl.dot(before, tl.trans(keys), input_precision="tf32x3") * of_keys[None, :]
-        missing = tl.trans(values).to(tl.float32) - known
-        largest = tl.maximum(tl.max(tl.abs(missing), 1), 1e-20)[:, None]  # float16 holds quotients of any values
-        shrink = 1.0 / largest
-        delta = tl.dot((missing * shrink).to(narrow), tl.trans(system), input_precision="tf32x3")
-        result = tl.dot(before, tl.trans(query), input_precision="tf32x3") * (of_query[None, :] * shrink)
+        predicted = tl.dot(before, tl.trans(keys), input_precision="tf32x3") * of_keys[None, :]
+        error = tl.trans(values).to(tl.float32) - predicted
+        largest = tl.maximum(tl.max(tl.abs(error), 1), 1e-20)[:, None]  # float16 holds quotients of any values
+        inverse_largest = 1.0 / largest
+        delta = tl.dot((error * inverse_largest).to(narrow), tl.trans(system), input_precision="tf32x3")
+        result = tl.dot(before, tl.trans(query), input_precision="tf32x3") * (of_query[None, :] * inverse_largest)
         result = tl.dot(delta.to(narrow), tl.trans(local), result, input_precision="tf32x3") * largest
         delta *= of_delta[None, :] * largest
         added = delta.to(wide)
