@@ -194,6 +194,37 @@ def _fetch_ahead(rows, row_stride, wanted, AHEAD: tl.constexpr, LINE: tl.constex
 
 
 @triton.jit
+def _tile_product(
+    weights, weight_scales, packed, scales, zeros, row_scales, packed_row, inputs, inside, real, k_stride,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, BY_ROW: tl.constexpr,
+    ASSEMBLY: tl.constexpr, NARROW: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, BLOCK_M] in float32: rows of an expert's weight in any format times its tokens."""
+    if FORMAT == "fp8":
+        total = _fp8_product(
+            weights, weight_scales, inputs, inside, real, GROUPS, WIDTH, ROWS, BLOCK_M, BLOCK_K, ASSEMBLY
+        )
+    elif FORMAT == "byte":
+        total = _byte_product(
+            packed, scales, zeros, packed_row, inputs, real, GROUP, GROUPS, ZERO, WIDTH, ROWS, BLOCK_M, BLOCK_K
+        )
+    elif FORMAT != "" and NARROW:
+        total = _narrow_word_product(
+            packed, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS, ZERO, BY_ROW, WIDTH, ROWS,
+            BLOCK_M, BLOCK_K // 128, ASSEMBLY,
+        )  # fmt: skip
+    elif FORMAT != "":
+        total = _word_product(
+            packed, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS, ZERO, BY_ROW, WIDTH, ROWS,
+            BLOCK_M, ASSEMBLY,
+        )  # fmt: skip
+    else:
+        total = _product(weights, inputs, inside, real, k_stride, WIDTH, ROWS, BLOCK_M, BLOCK_K)
+    return total
+
+
+@triton.jit
 def tiles_up_kernel(
     x, up, scales, zeros, row_scales, bias, h, ends, rows, inner, x_stride, expert_stride, row_stride, k_stride, scale_rows,
     FORMAT: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr,
@@ -231,27 +262,10 @@ def tiles_up_kernel(
         real = position < end
         token = tl.load(rows + position, mask=real, other=0) // TOP
         inputs = x + token.to(tl.int64) * x_stride
-        if FORMAT == "fp8":
-            total = _fp8_product(
-                weights, weight_scales, inputs, inside, real, GROUPS, WIDTH, ROWS, BLOCK_M, BLOCK_K, ASSEMBLY
-            )
-        elif FORMAT == "byte":
-            total = _byte_product(
-                up + packed_row * row_stride, scales, zeros, packed_row, inputs, real, GROUP, GROUPS, ZERO, WIDTH, ROWS,
-                BLOCK_M, BLOCK_K,
-            )  # fmt: skip
-        elif FORMAT != "" and NARROW:
-            total = _narrow_word_product(
-                up + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS, ZERO,
-                BY_ROW, WIDTH, ROWS, BLOCK_M, BLOCK_K // 128, ASSEMBLY,
-            )  # fmt: skip
-        elif FORMAT != "":
-            total = _word_product(
-                up + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS, ZERO,
-                BY_ROW, WIDTH, ROWS, BLOCK_M, ASSEMBLY,
-            )  # fmt: skip
-        else:
-            total = _product(weights, inputs, inside, real, k_stride, WIDTH, ROWS, BLOCK_M, BLOCK_K)
+        total = _tile_product(
+            weights, weight_scales, up + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, inside, real,
+            k_stride, FORMAT, GROUP, GROUPS, ZERO, BY_ROW, ASSEMBLY, NARROW, WIDTH, ROWS, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
         if HAS_BIAS:
             biases = bias + expert * (inner * 2 if GATED else inner) + weight_row
             total += tl.load(biases, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -293,27 +307,10 @@ def tiles_down_kernel(
         position = start + tl.arange(0, BLOCK_M)
         real = position < end
         inputs = h + position.to(tl.int64) * INNER
-        if FORMAT == "fp8":
-            total = _fp8_product(
-                weights, weight_scales, inputs, inside, real, GROUPS, INNER, BLOCK_N, BLOCK_M, BLOCK_K, ASSEMBLY
-            )
-        elif FORMAT == "byte":
-            total = _byte_product(
-                down + packed_row * row_stride, scales, zeros, packed_row, inputs, real, GROUP, GROUPS, ZERO, INNER, BLOCK_N,
-                BLOCK_M, BLOCK_K,
-            )  # fmt: skip
-        elif FORMAT != "" and NARROW:
-            total = _narrow_word_product(
-                down + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS,
-                ZERO, BY_ROW, INNER, BLOCK_N, BLOCK_M, BLOCK_K // 128, ASSEMBLY,
-            )  # fmt: skip
-        elif FORMAT != "":
-            total = _word_product(
-                down + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, real, FORMAT, GROUP, GROUPS,
-                ZERO, BY_ROW, INNER, BLOCK_N, BLOCK_M, ASSEMBLY,
-            )  # fmt: skip
-        else:
-            total = _product(weights, inputs, inside, real, k_stride, INNER, BLOCK_N, BLOCK_M, BLOCK_K)
+        total = _tile_product(
+            weights, weight_scales, down + packed_row * row_stride, scales, zeros, row_scales, packed_row, inputs, inside, real,
+            k_stride, FORMAT, GROUP, GROUPS, ZERO, BY_ROW, ASSEMBLY, NARROW, INNER, BLOCK_N, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
         pair = tl.load(rows + position, mask=real, other=0).to(tl.int64)
         at = y + pair[None, :] * num_outputs + n[:, None]
         tl.store(at, total.to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
