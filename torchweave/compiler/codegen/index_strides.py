@@ -1,4 +1,4 @@
-"""Let Inductor's C++ backend answer at once that an index without a loop's symbol has the stride 0 in that loop.
+"""Strides of indices without the loop's symbol in Inductor's C++ backend: 0, without simplification by sympy.
 
 Inductor (2.13) simplifies an index by sympy before it looks for the symbol. An index is a size alone where code multiplies by
 it: TensorRT-LLM's next power of two of a number of tokens is six shifts, each inside the next, for which sympy takes 100 s.
@@ -13,8 +13,8 @@ from unittest import mock
 
 
 @contextmanager
-def skip_sizes() -> Iterator[None]:
-    """Do not simplify indices without the loop's symbol in code that is generated in the body; strides are the same."""
+def zero_strides_early() -> Iterator[None]:
+    """Return 0 at once for such an index while code is generated in the body; the strides stay the same."""
     import sympy
     from torch._inductor.codegen import cpp
 

@@ -162,7 +162,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     from torch._inductor import standalone_compile
 
     from torchweave.compiler.codegen.copy_before_write import CopyBeforeWrite
-    from torchweave.compiler.codegen.index_strides import skip_sizes
+    from torchweave.compiler.codegen.index_strides import zero_strides_early
     from torchweave.compiler.codegen.overlaps import exact_overlap
     from torchweave.compiler.codegen.row_reductions import keep_rows_in_registers
     from torchweave.compiler.codegen.size_symbols import bind_size_symbols
@@ -180,7 +180,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
         exact_overlap(),
         keep_rows_in_registers(),
         bind_size_symbols(),
-        skip_sizes(),
+        zero_strides_early(),
         tracing(context),
         warnings.catch_warnings(),
     ):
