@@ -27,6 +27,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64, "intermediate_size": 8192,
         "tie_word_embeddings": True, "rope_parameters": _LLAMA_3["rope_parameters"] | {"factor": 32.0},
     },
+    "shape:llama-3b": _LLAMA_3 | {
+        "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128, "intermediate_size": 8192,
+        "tie_word_embeddings": True, "rope_parameters": _LLAMA_3["rope_parameters"] | {"factor": 32.0},
+    },
     "shape:llama-8b": _LLAMA_3 | {
         "hidden_size": 4096, "num_hidden_layers": 32, "head_dim": 128, "intermediate_size": 14336,
         "tie_word_embeddings": False,
