@@ -94,16 +94,46 @@ def test_a_prompt_is_hashed_and_published_as_it_is_read() -> None:
     for read in range(1, 26):
         step = scheduler.schedule()
         assert step is not None
-        assert len(waiting._hashes) == len(known) == read * 4
+        assert len(known) == (read - 1) * 4 and len(waiting._hashes) == max(len(known), 1), (
+            "a chunk follows at the next step"
+        )
         scheduler.update(step, runner.collect(runner.launch(step)))
     assert known.looks <= 100 + 2, "each block once, and the first one also at admission and start"
 
 
 def test_prefix_lookup_resumes_from_an_earlier_hit() -> None:
     """Lookups with and without an earlier hit agree, in a cache that is far too small."""
+    assert scheduler.schedule() is not None and len(waiting._hashes) == len(known) == 100
     rng = np.random.default_rng(0)
     kv = BlockManager(num_blocks=24, block_size=4, max_slots=3, max_blocks_per_slot=12)
     texts = [[bytes([text, block_idx]) for block_idx in range(10)] for text in range(3)]
+def test_the_next_step_finds_a_prompt_whose_step_is_in_flight() -> None:
+    scheduler, runner = make(max_num_tokens=64)
+    scheduler.add(request(0, [1] * 20, max_tokens=4), seed=0)
+    first = scheduler.schedule()
+    assert first is not None and scheduler.kv.num_cached == 0, "the blocks are cached while the device computes"
+    scheduler.add(request(1, [1] * 20, max_tokens=4), seed=0)
+    second = scheduler.schedule()
+    assert second is not None and second.chunks[0].start == 16 and scheduler.kv.num_cached == 5
+    for step in (first, second):
+        scheduler.update(step, runner.collect(runner.launch(step)))
+    scheduler.check()
+
+
+def test_a_chunk_of_invalid_logits_is_never_cached() -> None:
+    """Its request has ended when the next step would cache the chunk, though another step in flight still holds the blocks."""
+    scheduler, runner = make(max_num_tokens=8)
+    scheduler.add(request(0, [1] * 16, max_tokens=4), seed=0)
+    steps = [step for _ in range(2) if (step := scheduler.schedule()) is not None]
+    assert scheduler.kv.num_cached == 2, "of the first chunk"
+    scheduler.add(request(1, [2] * 8, max_tokens=4), seed=0)
+    scheduler._end_invalid(steps[0].slots)
+    assert scheduler.schedule() is not None and scheduler.kv.num_cached == 0
+    for step in steps:
+        scheduler.update(step, runner.collect(runner.launch(step)))
+    scheduler.check()
+
+
     texts += [texts[0][:6] + texts[1][6:], texts[2][:3]]
     before: list[PrefixHit] = [PrefixHit()] * len(texts)
     kept = changed = 0

@@ -239,6 +239,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step; None if no request can run before a step in flight has completed."""
         running, build = self._running, self._step_builder.build
+        self._step_builder.cache_chunks(running, self.kv)
         only_decode = not (self._waiting or running.prefill or running.beams.groups)
         if only_decode and self._step_builder.steps_before_alloc:
             decoding = self._rows_of_step(running.decoding, alone=True)

@@ -50,6 +50,7 @@ class StepBuilder:
         self._image_rows = image_rows
         self._adaptive_drafts = adaptive_drafts
         self._device_decode_slots = NO_SLOTS  # decode slots as the device has them
+        self._chunk_slots: list[int] = []  # slots with a chunk in the last step; see `cache_chunks`
         self.next_index = 0
 
     def write_blocks(self, grant: BlockGrant) -> None:
@@ -160,18 +161,32 @@ class StepBuilder:
         return copies
 
     def _finish_chunk(self, running: RunningSet, kv: BlockManager, slot: int) -> bool:
-        """Cache the full blocks of a prompt up to its new chunk, and its state; returns whether this was the last one."""
+        """Cache the full blocks of a prompt up to its new chunk, now or later; returns whether this was the last one."""
+        is_beam, is_last = running.slots.group[slot] >= 0, running.slots.remaining_prefill(slot) == 0
+        if not (is_beam or kv.has_windows or kv.snapshots is not None):
+            self._chunk_slots.append(slot)
+            return is_last
         num_computed = int(running.slots.num_computed[slot])
         hashes = running.cache_full_blocks(kv, slot, num_computed)
-        if kv.snapshots is not None and running.slots.group[slot] < 0:
+        if kv.snapshots is not None and not is_beam:
             kv.snapshots.save(slot, hashes, num_computed)
-        is_last = running.slots.remaining_prefill(slot) == 0
         if is_last:
             span = self._limits.decode_span + LOOKAHEAD_TOKENS
             kv.shrink_reservation(slot, num_computed, int(running.slots.limit[slot]), span)
         return is_last
 
     def _query_len(self, table: SlotTable, decoding: np.ndarray) -> int:
+    def cache_chunks(self, running: RunningSet, kv: BlockManager) -> None:
+        """Cache the full blocks of the last step's chunks, before the next decision looks them up.
+
+        Hashing a prompt takes longer than its launch, and the device computes the step meanwhile. Requests that have ended since
+        cache their blocks when they are released.
+        """
+        for slot in self._chunk_slots:
+            if not running.slots.done[slot]:
+                running.cache_full_blocks(kv, slot, int(running.slots.num_computed[slot]))
+        self._chunk_slots.clear()
+
         """Most tokens of a row in a step of `decoding`: 1 without a request that may have drafts, or with too many rows."""
         limits = self._limits
         if limits.query_len == 1 or len(decoding) > limits.max_drafting_rows:
@@ -260,6 +275,7 @@ class StepBuilder:
     def clear(self) -> None:
         """Discard the pending updates."""
         self.steps_before_alloc = 0
+        self._chunk_slots.clear()
         self._updates.take()
 
 
