@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.engine.fake import expected, make
-from torchweave.engine.batch_manager import BatchManager
+from torchweave.engine.batch_manager import BatchManager, WakeUp
 from torchweave.engine.request import InferenceRequest, Output, Response, SamplingParams
 
 
@@ -302,3 +302,19 @@ def test_a_manager_that_is_shut_down_twice_or_idle_ends() -> None:
     h.manager.shutdown(timeout=10)
     h.manager.shutdown(drain=False, timeout=10)
     assert not h.manager.alive and not h.received
+
+
+def test_a_wake_up_is_cleared_by_the_wait_that_it_ends() -> None:
+    event, ended = WakeUp(), threading.Event()
+    event.set()
+    event.set()
+    event.wait(None)
+    begin = time.monotonic()
+    event.wait(0.05)  # not set: two of them before a wait are one
+    assert time.monotonic() - begin >= 0.04
+    waiter = threading.Thread(target=lambda: (event.wait(None), ended.set()))
+    waiter.start()
+    assert not ended.wait(0.05), "nobody has set it"
+    event.set()
+    assert ended.wait(10)
+    waiter.join()

@@ -247,9 +247,10 @@ class SlotUpdates:
         blocks = np.asarray(blocks, dtype=np.int32)
         _check_range("block_table", slots, state.num_tables * state.max_batch)
         _check_range("block_table column", columns, state.max_blocks_per_seq)
-        flat = slots * np.int32(state.max_blocks_per_seq) + columns + np.int32(state.layout["block_table"])
-        flat, blocks = np.broadcast_arrays(np.atleast_1d(flat), blocks)
-        self._add(flat, blocks)
+        flat = np.atleast_1d(
+            slots * np.int32(state.max_blocks_per_seq) + columns + np.int32(state.layout["block_table"])
+        )
+        self._add(flat, blocks if blocks.shape == flat.shape else np.broadcast_to(blocks, flat.shape))
 
     def set_decode_slots(self, slots: IntArray) -> None:
         """Make `slots` the running decode batch, in this order; the rest of the region becomes padding (-1)."""
@@ -279,7 +280,7 @@ class SlotUpdates:
 
 
 def _check_range(what: str, indices: np.ndarray, end: int) -> None:
-    if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= end):
+    if indices.size and int(indices.view(np.uint32).max()) >= end:  # negative ones exceed every `end`
         raise IndexError(f"{what}: index out of 0..{end - 1} in {indices.tolist()}")
 
 

@@ -11,18 +11,23 @@ import pytest
 from tests.engine.fake import make
 from tests.engine.scheduler.test_scheduler import request
 from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.kv_cache.prefix_index import BlockHashes, PrefixHit
+from torchweave.engine.kv_cache.prefix_index import BlockGrant, BlockHashes, PrefixHit
+
+
+def grant_tokens(kv: BlockManager, slots: list[int], num_tokens: list[int]) -> BlockGrant:
+    """Grant each slot the blocks that it still needs for so many tokens."""
+    return kv.grant(np.array(slots), kv.blocks_needed(np.array(slots), np.array(num_tokens)))
 
 
 def test_grants_fill_the_table_in_order() -> None:
     kv = BlockManager(num_blocks=10, block_size=4, max_slots=3, max_blocks_per_slot=5)
     for slot in range(3):
         kv.reserve(slot, 64)
-    grant = kv.grant(np.array([0, 2]), np.array([5, 9]))
+    grant = grant_tokens(kv, [0, 2], [5, 9])
     assert grant.slots.tolist() == [0, 0, 2, 2, 2] and grant.block_indices.tolist() == [0, 1, 0, 1, 2]
     assert len(set(grant.blocks.tolist())) == 5 and kv.num_free == 5
-    assert kv.grant(np.array([0]), np.array([8])).blocks.size == 0, "the second block still has room"
-    more = kv.grant(np.array([0, 1]), np.array([9, 1]))
+    assert grant_tokens(kv, [0], [8]).blocks.size == 0, "the second block still has room"
+    more = grant_tokens(kv, [0, 1], [9, 1])
     assert more.slots.tolist() == [0, 1] and more.block_indices.tolist() == [2, 0]
     assert kv.blocks_needed(np.array([0, 1]), np.array([12, 5])).tolist() == [0, 1]
     kv.check()
@@ -41,7 +46,7 @@ def test_random_grants_and_frees_lose_nothing() -> None:
             lengths[slot] = 0
         else:
             kv.reserve(slot, 64)
-            kv.grant(np.array([slot]), np.array([wanted]))
+            grant_tokens(kv, [slot], [wanted])
             lengths[slot] = wanted
         kv.check()
     for slot in range(8):
@@ -53,7 +58,7 @@ def test_check_detects_a_block_allocated_twice() -> None:
     kv = BlockManager(num_blocks=4, block_size=4, max_slots=2, max_blocks_per_slot=2)
     kv.reserve(0, 8)
     kv.reserve(1, 8)
-    kv.grant(np.array([0, 1]), np.array([4, 4]))
+    grant_tokens(kv, [0, 1], [4, 4])
     kv.table[0, 1, 0] = kv.table[0, 0, 0]
     with pytest.raises(AssertionError, match="held by more or fewer"):
         kv.check()
@@ -94,9 +99,39 @@ def test_a_prompt_is_hashed_and_published_as_it_is_read() -> None:
     for read in range(1, 26):
         step = scheduler.schedule()
         assert step is not None
-        assert len(waiting._hashes) == len(known) == read * 4
+        assert len(known) == (read - 1) * 4 and len(waiting._hashes) == max(len(known), 1), (
+            "a chunk follows at the next step"
+        )
         scheduler.update(step, runner.collect(runner.launch(step)))
+    assert scheduler.schedule() is not None and len(waiting._hashes) == len(known) == 100
     assert known.looks <= 100 + 2, "each block once, and the first one also at admission and start"
+
+
+def test_the_next_step_finds_a_prompt_whose_step_is_in_flight() -> None:
+    scheduler, runner = make(max_num_tokens=64)
+    scheduler.add(request(0, [1] * 20, max_tokens=4), seed=0)
+    first = scheduler.schedule()
+    assert first is not None and scheduler.kv.num_cached == 0, "the blocks are cached while the device computes"
+    scheduler.add(request(1, [1] * 20, max_tokens=4), seed=0)
+    second = scheduler.schedule()
+    assert second is not None and second.chunks[0].start == 16 and scheduler.kv.num_cached == 5
+    for step in (first, second):
+        scheduler.update(step, runner.collect(runner.launch(step)))
+    scheduler.check()
+
+
+def test_a_chunk_of_invalid_logits_is_never_cached() -> None:
+    """Its request has ended when the next step would cache the chunk, though another step in flight still holds the blocks."""
+    scheduler, runner = make(max_num_tokens=8)
+    scheduler.add(request(0, [1] * 16, max_tokens=4), seed=0)
+    steps = [step for _ in range(2) if (step := scheduler.schedule()) is not None]
+    assert scheduler.kv.num_cached == 2, "of the first chunk"
+    scheduler.add(request(1, [2] * 8, max_tokens=4), seed=0)
+    scheduler._end_invalid(steps[0].slots)
+    assert scheduler.schedule() is not None and scheduler.kv.num_cached == 0
+    for step in steps:
+        scheduler.update(step, runner.collect(runner.launch(step)))
+    scheduler.check()
 
 
 def test_prefix_lookup_resumes_from_an_earlier_hit() -> None:
@@ -128,7 +163,7 @@ def test_prefix_lookup_resumes_from_an_earlier_hit() -> None:
                 kv.reserve(slot, num_blocks * 4)
                 if found.num_blocks:
                     kv.attach(slot, found)
-                kv.grant(np.array([slot]), np.array([num_blocks * 4]))
+                grant_tokens(kv, [slot], [num_blocks * 4])
                 kv.cache_full_blocks(slot, texts[text][:num_blocks], first=found.num_blocks)
         kv.check()
     assert kept > 100 and changed > 100, "both happen"

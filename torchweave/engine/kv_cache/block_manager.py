@@ -17,11 +17,12 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
-from torchweave.engine.kv_cache.prefix_index import NO_BLOCK, BlockGrant, PrefixHit, PrefixIndex
+from torchweave.engine.kv_cache.prefix_index import NO_BLOCK, NO_HIT, BlockGrant, PrefixHit, PrefixIndex
 from torchweave.engine.kv_cache.state_snapshots import StateSnapshots
 
 OFFLOAD_AHEAD_BLOCKS = 64  # below this many empty blocks, the next ones to be evicted are copied to the host in advance
@@ -34,7 +35,7 @@ class AttentionWindow:
     window: int = 0
     chunk: int = 0
 
-    @property
+    @cached_property
     def max_keys(self) -> int:
         """Most keys that a query attends to; 0: no bound."""
         return min((size for size in (self.window, self.chunk) if size), default=0)
@@ -57,11 +58,11 @@ class AttentionWindow:
         return min(num_tokens, self.max_keys + longest_step) if self.max_keys else num_tokens
 
 
-def max_blocks_needed(windows: Sequence[AttentionWindow], num_tokens: int, step: int, block_size: int) -> np.ndarray:
-    """Most blocks `[groups]` that a sequence of `num_tokens` tokens holds at a time, if a step adds at most `step`."""
+def max_blocks_needed(windows: Sequence[AttentionWindow], num_tokens: int, step: int, block_size: int) -> list[int]:
+    """Most blocks, by group, that a sequence of `num_tokens` tokens holds at a time, if a step adds at most `step`."""
     num_logical_blocks = -(-num_tokens // block_size)
     tokens = (window.most_tokens(num_tokens, step) for window in windows)
-    return np.array([min(-(-each // block_size) + 1, num_logical_blocks) for each in tokens])
+    return [min(-(-each // block_size) + 1, num_logical_blocks) for each in tokens]
 
 
 class BlockManager:
@@ -158,8 +159,8 @@ class BlockManager:
         own = np.maximum(self.held_blocks - np.maximum(self.first, self.num_shared), 0)
         return own[0] if self.num_groups == 1 else own.sum(0) // self.num_groups
 
-    def max_blocks_needed(self, num_tokens: int, step: int | None = None) -> np.ndarray:
-        """Most blocks `[groups]` that a sequence of up to `num_tokens` tokens holds at a time, if a step adds at most `step`."""
+    def max_blocks_needed(self, num_tokens: int, step: int | None = None) -> list[int]:
+        """Most blocks, by group, that a sequence of up to `num_tokens` tokens holds at a time, if a step adds at most `step`."""
         step = self.longest_step if step is None else min(step, self.longest_step)
         return max_blocks_needed(self.windows, num_tokens, step, self.block_size)
 
@@ -174,7 +175,7 @@ class BlockManager:
 
     def max_blocks_of_forks(self, num_tokens: int, width: int, num_shared: int) -> int:
         """Most blocks that `width` sequences hold at a time if they share their first `num_shared` logical blocks."""
-        total = int(self.max_blocks_needed(num_tokens).sum()) * width
+        total = sum(self.max_blocks_needed(num_tokens)) * width
         return total - (width - 1) * num_shared * len(self._full_groups)
 
     def shrink_reservation(self, slot: int, num_computed: int, num_tokens: int, step: int) -> None:
@@ -187,20 +188,20 @@ class BlockManager:
 
     def blocks_needed(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Logical blocks that each of `slots` still needs for `num_tokens` tokens."""
-        return np.maximum(-(-num_tokens // self.block_size) - self.held_blocks[slots], 0)
+        return np.maximum((num_tokens + self.block_size - 1) // self.block_size - self.held_blocks[slots], 0)
 
-    def grant(self, slots: np.ndarray, num_tokens: np.ndarray) -> BlockGrant:
-        """Grant each slot the blocks that it still needs for `num_tokens` tokens; the caller ensures that they are free."""
-        need = self.blocks_needed(slots, num_tokens)
-        total = int(need.sum())
+    def grant(self, slots: np.ndarray, num_blocks: np.ndarray) -> BlockGrant:
+        """Grant each slot further logical blocks; the caller ensures that they are free."""
+        total, held = int(num_blocks.sum()), self.held_blocks[slots]
         blocks = self._allocate(total * self.num_groups).reshape(self.num_groups, total)
-        owners = np.repeat(slots, need)
-        first = np.repeat(np.cumsum(need) - need, need)
-        block_indices = np.arange(total) - first + np.repeat(self.held_blocks[slots], need)
-        self.table[:, owners, block_indices] = blocks
-        self.held_blocks[slots] += need
+        owners = slots.repeat(num_blocks)
+        block_indices = np.arange(total) + (held + num_blocks - num_blocks.cumsum()).repeat(num_blocks)
+        held += num_blocks
+        self.held_blocks[slots] = held
         self._num_held += total
-        self.reserved[:, slots] = np.maximum(self.reserved[:, slots], self.held_blocks[slots] - self.first[:, slots])
+        for table, reserved, first, new in zip(self.table, self.reserved, self.first, blocks, strict=True):
+            table[owners, block_indices] = new
+            reserved[slots] = np.maximum(reserved[slots], held - first[slots])
         self.allocated_total += total * self.num_groups
         if self.host is not None and total:
             self._offload_ahead(self.host)
@@ -290,10 +291,10 @@ class BlockManager:
 
     def _match_blocks(self, hashes: Sequence[bytes], before: PrefixHit | None) -> PrefixHit:
         """The longest prefix whose blocks are cached."""
-        before = before if before is not None and self._still_valid(before, len(hashes)) else PrefixHit()
+        before = before if before is not None and self._still_valid(before, len(hashes)) else NO_HIT
         num_blocks = self._longest_prefix(hashes, before.num_blocks)
         if not num_blocks:
-            return PrefixHit()
+            return NO_HIT
         blocks = np.full((self.num_groups, num_blocks), NO_BLOCK, np.int32)
         if before.blocks is not None:
             blocks[:, : before.num_blocks] = before.blocks
@@ -438,7 +439,7 @@ class BlockManager:
         for group in range(self.num_groups):
             begin = max(first, int(self.first[group, slot]))
             blocks = self.table[group, slot, begin : len(hashes)]
-            new = np.flatnonzero(self._prefix_index.version[blocks] == 0)  # most blocks of a long sequence are cached
+            new = (self._prefix_index.version[blocks] == 0).nonzero()[0]  # most blocks of a long sequence are cached
             for block_idx, block in zip((begin + new).tolist(), blocks[new].tolist(), strict=True):
                 key = group, hashes[block_idx]
                 if key not in self._prefix_index:

@@ -23,7 +23,7 @@ def longest_sequence(
     low, high = 0, -(-limit // block_size)  # in logical blocks
     while low < high:
         middle = (low + high + 1) // 2
-        needed = int(max_blocks_needed(windows, middle * block_size, step, block_size).sum())
+        needed = sum(max_blocks_needed(windows, middle * block_size, step, block_size))
         low, high = (middle, high) if -(-needed // len(windows)) <= num_blocks // len(windows) else (low, middle - 1)
     return min(low * block_size, limit)
 

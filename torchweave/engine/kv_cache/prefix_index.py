@@ -40,6 +40,9 @@ class PrefixHit:
     longest: PrefixHit | None = None
 
 
+NO_HIT = PrefixHit()
+
+
 @dataclass(frozen=True)
 class BlockGrant:
     """New entries of the block tables: row `slots[i]` has `blocks[i]` at index `block_indices[i]`.

@@ -212,7 +212,7 @@ def longest_step(plan: Plan) -> int:
 
 def _blocks_of_longest(plan: Plan, windows: Sequence[AttentionWindow]) -> int:
     """Most blocks that a request of `max_model_len` tokens holds at once; the same number in every group."""
-    needed = int(max_blocks_needed(windows, plan.max_model_len, longest_step(plan), plan.block_size).sum())
+    needed = sum(max_blocks_needed(windows, plan.max_model_len, longest_step(plan), plan.block_size))
     return -(-needed // len(windows)) * len(windows)
 
 

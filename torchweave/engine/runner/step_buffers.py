@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -51,19 +52,18 @@ def pack(step: Step, rows: int, tokens: int, out: np.ndarray, rope_axes: int = 0
     num_rows, num_decode_rows = step.num_rows, step.num_decode_rows
     slots[:num_rows] = step.slots
     slots[num_rows:] = -1
-    sizes = [len(chunk.tokens) for chunk in step.chunks]
-    starts[1 : num_decode_rows + 1] = np.arange(1, num_decode_rows + 1)
-    starts[num_decode_rows + 1 : num_rows + 1] = num_decode_rows + np.cumsum(sizes)
-    starts[num_rows + 1 :] = step.num_tokens
+    ends = list(accumulate((len(chunk.tokens) for chunk in step.chunks), initial=num_decode_rows))
+    starts[:num_decode_rows] = np.arange(num_decode_rows)
+    starts[num_decode_rows : num_rows + 1] = ends
+    starts[num_rows + 1 :] = ends[-1]
     emit[:num_rows] = step.emits
     index[:num_rows] = starts[1 : num_rows + 1] - 1
     ids[:num_decode_rows] = -1  # the device has the last token, which the host may not have yet
     positions[:num_decode_rows] = step.starts
-    at = num_decode_rows
-    for chunk, size in zip(step.chunks, sizes, strict=True):
-        ids[at : at + size] = chunk.tokens
-        positions[at : at + size] = np.arange(chunk.start, chunk.start + size)
-        at += size
+    for chunk, (begin, end) in zip(step.chunks, pairwise(ends), strict=True):
+        ids[begin:end] = chunk.tokens
+        positions[begin:end] = np.arange(chunk.start, chunk.start + end - begin)
+    at = ends[-1]
     ids[at:] = 0
     positions[at:] = 0
     if rope_axes:
@@ -81,7 +81,7 @@ def _sizes(rows: int, tokens: int, rope_axes: int, both_ways: bool) -> tuple[int
 
 
 def _split(flat: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:
-    return [flat[end - size : end] for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
+    return [flat[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
 
 class StepBuffers:

@@ -19,7 +19,7 @@ import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.image_rows import ImageRows, PromptImages
-from torchweave.engine.kv_cache.prefix_index import PrefixHit
+from torchweave.engine.kv_cache.prefix_index import NO_HIT, PrefixHit
 from torchweave.engine.kv_cache.state_snapshots import StateSnapshots
 from torchweave.engine.request import (
     INVALID_LOGITS,
@@ -239,8 +239,9 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step; None if no request can run before a step in flight has completed."""
         running, build = self._running, self._step_builder.build
+        self._step_builder.cache_chunks(running, self.kv)
         only_decode = not (self._waiting or running.prefill or running.beams.groups)
-        if only_decode and self._step_builder.steps_before_alloc:
+        if only_decode and (self._step_builder.steps_before_alloc or not running.decoding.size):
             decoding = self._rows_of_step(running.decoding, alone=True)
             return build(running, self.kv, decoding) if decoding.size else None
         while True:
@@ -338,7 +339,7 @@ class Scheduler:
         return replace(decision, chunks=(0,) * len(snapshot.prefill), admitted=())
 
     def _find_prefix(self, state: RequestState) -> PrefixHit:
-        return state.find_prefix(self.kv) if self._running.reuse else PrefixHit()
+        return state.find_prefix(self.kv) if self._running.reuse else NO_HIT
 
     def _start(self, state: RequestState) -> int:
         """Give a waiting request a slot, the blocks of its cached prefix, and its state on the device."""
@@ -399,7 +400,7 @@ class Scheduler:
             store_prompt_logprobs(step.prompt_targets, result.prompt_logprobs, table.state)
         if result.pooled is not None:
             store_pooled(step, result.pooled, table, self.limits.pooling)
-        rows = np.flatnonzero(step.emits & ~table.done[step.slots])
+        rows = (step.emits & ~table.done[step.slots]).nonzero()[0]
         if (invalid := result.tokens[rows] == INVALID_TOKEN).any():
             self._end_invalid(step.slots[rows[invalid if invalid.ndim == 1 else invalid.any(axis=1)]])
             rows = rows[~table.done[step.slots[rows]]]
@@ -412,17 +413,16 @@ class Scheduler:
         )
 
         if step.chunks:
-            first_tokens = table.ids[slots[counts == 0]].tolist()
-            self.state_changes.extend((request_id, "answering") for request_id in first_tokens)
+            self.state_changes.extend((each, "answering") for each in table.ids[slots[counts == 0]].tolist())
         needs_host_work = table.needs_host_work[slots]
-        if needs_host_work.any():
+        if any_host_work := bool(needs_host_work.any()):
             stopped = stopped | self._update_on_host(slots, tokens, needs_host_work, rows, result.logprobs)
         ended = stopped | (table.prompt_len[slots] + table.num_generated[slots] > table.limit[slots])
         for slot, by_stop in zip(slots[ended], stopped[ended], strict=True):
             self._finish(int(slot), "stop" if by_stop else "length")
         if step.query_len > 1 and self._running.take_back(step.slots, unused_tokens(step, result, table)):
             self._step_builder.steps_before_alloc = 0
-        if needs_host_work.any() and self._running.logits_processors.constraints:
+        if any_host_work and self._running.logits_processors.constraints:
             self._advance_grammars(slots[needs_host_work & ~ended], tokens[needs_host_work & ~ended])
 
         streamed = table.streaming[slots] & ~ended
@@ -458,7 +458,7 @@ class Scheduler:
         """Append the token of each row to its slot's; returns the tokens, and the rows that the device has stopped."""
         table, tokens = self._running.slots, result.tokens[rows]
         stopped = tokens < 0
-        tokens = np.where(stopped, -1 - tokens, tokens)
+        tokens = np.maximum(tokens, -1 - tokens)
         counts = table.num_generated[slots]
         table.grow_tokens(int(counts.max(initial=0)) + 1)
         table.tokens[slots, counts] = tokens

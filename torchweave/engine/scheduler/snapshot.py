@@ -46,6 +46,8 @@ def blocks_needed(running: RunningSet, kv: BlockManager, query_len: int) -> np.n
         query_len: most tokens of a row.
     """
     decoding, slots, searches = running.decoding, running.slots, running.searches
+    if not (decoding.size or searches):
+        return np.zeros(0, np.int64)
     after = slots.num_computed[decoding] + 1
     if query_len > 1:
         sizes = np.where(slots.drafting[decoding], query_len, 1)
@@ -98,6 +100,8 @@ def take_snapshot(
 def _decode_requests(
     running: RunningSet, kv: BlockManager, needed: np.ndarray, exclusive: np.ndarray, in_step: np.ndarray | None
 ) -> DecodeRequests:
+    if not needed.size:
+        return DecodeRequests()
     slots, decoding, searches = running.slots, running.decoding, running.searches
     held_blocks, start_order = exclusive[decoding], slots.start_order[decoding]
     rows = None if in_step is None else in_step.astype(np.int64)

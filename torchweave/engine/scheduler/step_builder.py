@@ -50,6 +50,7 @@ class StepBuilder:
         self._image_rows = image_rows
         self._adaptive_drafts = adaptive_drafts
         self._device_decode_slots = NO_SLOTS  # decode slots as the device has them
+        self._chunk_slots: list[int] = []  # slots with a chunk in the last step; see `cache_chunks`
         self.next_index = 0
 
     def write_blocks(self, grant: BlockGrant) -> None:
@@ -109,7 +110,8 @@ class StepBuilder:
         sizes = np.where(table.drafting[decode_rows], query_len, 1) if query_len > 1 else np.int64(1)
         if chunks:
             slots = np.concatenate([decode_rows, np.array([slot for slot, _ in chunks], np.int32)])
-            sizes = np.concatenate([np.ones(len(decode_rows), np.int64), [size for _, size in chunks]])
+            sizes = np.ones(len(slots), np.int64)
+            sizes[len(decode_rows) :] = [size for _, size in chunks]
         after = num_computed[slots] + sizes
         # Drafts end at the limit, but which of them are kept is not known yet.
         stored = np.minimum(after, table.limit[slots]) if self._limits.query_len > 1 else after
@@ -160,16 +162,30 @@ class StepBuilder:
         return copies
 
     def _finish_chunk(self, running: RunningSet, kv: BlockManager, slot: int) -> bool:
-        """Cache the full blocks of a prompt up to its new chunk, and its state; returns whether this was the last one."""
+        """Cache the full blocks of a prompt up to its new chunk, now or later; returns whether this was the last one."""
+        is_beam, is_last = running.slots.group[slot] >= 0, running.slots.remaining_prefill(slot) == 0
+        if not (is_beam or kv.has_windows or kv.snapshots is not None):
+            self._chunk_slots.append(slot)
+            return is_last
         num_computed = int(running.slots.num_computed[slot])
         hashes = running.cache_full_blocks(kv, slot, num_computed)
-        if kv.snapshots is not None and running.slots.group[slot] < 0:
+        if kv.snapshots is not None and not is_beam:
             kv.snapshots.save(slot, hashes, num_computed)
-        is_last = running.slots.remaining_prefill(slot) == 0
         if is_last:
             span = self._limits.decode_span + LOOKAHEAD_TOKENS
             kv.shrink_reservation(slot, num_computed, int(running.slots.limit[slot]), span)
         return is_last
+
+    def cache_chunks(self, running: RunningSet, kv: BlockManager) -> None:
+        """Cache the full blocks of the last step's chunks, before the next decision looks them up.
+
+        Hashing a prompt takes longer than its launch, and the device computes the step meanwhile. Requests that have ended since
+        cache their blocks when they are released.
+        """
+        for slot in self._chunk_slots:
+            if not running.slots.done[slot]:
+                running.cache_full_blocks(kv, slot, int(running.slots.num_computed[slot]))
+        self._chunk_slots.clear()
 
     def _query_len(self, table: SlotTable, decoding: np.ndarray) -> int:
         """Most tokens of a row in a step of `decoding`: 1 without a request that may have drafts, or with too many rows."""
@@ -202,12 +218,11 @@ class StepBuilder:
 
     def _allocate_blocks(self, kv: BlockManager, slots: np.ndarray, after: np.ndarray, limit: np.ndarray) -> None:
         """Allocate the blocks for `after` tokens per slot, and for some lookahead tokens if enough blocks are free."""
-        if not kv.blocks_needed(slots, after).any():
+        needed = kv.blocks_needed(slots, after)
+        if not needed.any():
             return
-        num_tokens = np.maximum(np.minimum(after + LOOKAHEAD_TOKENS, limit), after)
-        if kv.blocks_needed(slots, num_tokens).sum() > kv.free_logical_blocks:
-            num_tokens = after
-        self.write_blocks(kv.grant(slots, num_tokens))
+        ahead = kv.blocks_needed(slots, np.maximum(np.minimum(after + LOOKAHEAD_TOKENS, limit), after))
+        self.write_blocks(kv.grant(slots, ahead if ahead.sum() <= kv.free_logical_blocks else needed))
 
     def _take_updates(self, decode_rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
         """Take the pending updates, for a decode-only step (`decode_rows`) with the device's list of decode slots."""
@@ -260,12 +275,15 @@ class StepBuilder:
     def clear(self) -> None:
         """Discard the pending updates."""
         self.steps_before_alloc = 0
+        self._chunk_slots.clear()
         self._updates.take()
 
 
 def _logprob_rows(table: SlotTable, slots: np.ndarray, emits: np.ndarray) -> tuple[np.ndarray, int] | None:
     """Rows with log-probabilities, and the largest number of most likely tokens that one of them reports."""
-    rows = np.flatnonzero(table.needs_host_work[slots] & emits)
+    rows = (table.needs_host_work[slots] & emits).nonzero()[0]
+    if not rows.size:
+        return None
     counts = [table.state_of(int(slots[row])).num_logprobs for row in rows]
     entries = [(row, count) for row, count in zip(rows, counts, strict=True) if count >= 0]
     if not entries:
