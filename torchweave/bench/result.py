@@ -52,8 +52,10 @@ def engine_header(scenario: str, plan: Plan) -> dict[str, Any]:
 
 
 def _program(path: Path) -> list[str]:
-    """The program of a command line: a script of `bench/`, or `torchweave`."""
-    return ["python", f"bench/{path.name}"] if path.parent.name == "bench" else ["torchweave"]
+    """The program of a command line: a script below the checkout's `bench/`, or `torchweave`."""
+    checkout = Path(torchweave.__file__).resolve().parents[1]
+    is_script = path.is_relative_to(checkout / "bench")
+    return ["python", path.relative_to(checkout).as_posix()] if is_script else ["torchweave"]
 
 
 def commit() -> str | None:
