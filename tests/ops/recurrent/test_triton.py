@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.ops.interpreted import run_interpreted
-from tests.ops.recurrent.recurrent_cases import SIZES, STATE, Case, build, case
+from tests.ops.recurrent.recurrent_cases import CONV_ROWS, SIZES, STATE, Case, build, case, conv_of_block
 
 pytest.importorskip("triton")
 
@@ -124,6 +124,16 @@ def test_kernels_build_for_hopper(model: str, dtype: torch.dtype) -> None:
                 and dtype != torch.float32
             ):
                 assert "mma" in kernel.asm["ptx"], "the chunked form does not use the tensor cores"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block", CONV_ROWS)
+def test_a_convolution_of_few_rows_has_smaller_blocks(block: int, dtype: torch.dtype) -> None:
+    """A program a multiprocessor at one row of 8,192 channels; each block builds for sm_90."""
+    (launch,) = launches(conv_of_block(block, dtype=dtype))
+    assert launch.kwargs["BLOCK"] == block and launch.kwargs["num_warps"] == max(1, block // 128)
+    assert launch.grid == (-(-8200 // block), CONV_ROWS[block])
+    compile_for_hopper(launch)
 
 
 @pytest.mark.parametrize("model", ["qwen3_5", "falcon_h1", "nemotron_h"])

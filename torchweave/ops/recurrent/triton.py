@@ -34,7 +34,7 @@ from torchweave.ops.kernels.recurrent.ssd import (
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall, StateAccess
 
-CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 8, 512, 4
+CONV_CHUNK, CONV_BLOCK, CONV_FEW, CONV_WARPS = 8, 512, 64, 4
 SSD_CHUNK, SSD_BLOCK = 128, 128
 SCAN_TILE, LRU_TILE = 16, 32
 DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as long
@@ -134,7 +134,7 @@ def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, rows: Rows) -> None
     bias = weight if call.bias is None else call.bias
     strides = (x.stride(0), out.stride(0), *weight.stride())
     if meta.decode_only:
-        block = _block(channels, meta.num_rows, 512, 128)
+        block = _block(channels, meta.num_rows, CONV_BLOCK, CONV_FEW)
         conv_decode[cdiv(channels, block), meta.num_rows](
             x, weight, bias, out, state, meta.slots, meta.seq_lens, channels, *strides,
             **shared, BLOCK=block, **_options(x.device, max(1, block // 128)),
