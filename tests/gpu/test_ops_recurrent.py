@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.ops.recurrent.recurrent_cases import CONV_ROWS, SIZES, STEPS, Built, Case, build, case, conv_of_block
+from tests.ops.recurrent.recurrent_cases import SIZES, STEPS, Built, Case, build, case
 
 pytestmark = pytest.mark.gpu
 
@@ -61,14 +61,6 @@ def test_many_decode_rows(name: str) -> None:
     built = build(case(name, "decode", rows=tuple((1, i % 4) for i in range(300))), "cuda")
     built.run()
     built.check(TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("block", CONV_ROWS)
-def test_each_block_of_a_convolution_equals_float64(block: int, dtype: torch.dtype) -> None:
-    built = build(conv_of_block(block, dtype=dtype), "cuda")
-    built.run()
-    built.check(TOLERANCE[dtype])
 
 
 def load(target: Case, built: Built) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.ops.recurrent.recurrent_cases import CONV_ROWS, NAN, SIZES, STATE, STEPS, Case, build, case, conv_of_block
+from tests.ops.recurrent.recurrent_cases import NAN, SIZES, STATE, STEPS, Case, build, case
 from torchweave.ops.recurrent.call import StateAccess
 from torchweave.ops.recurrent.op import _CALLS
 from torchweave.ops.recurrent.triton import copy_on_triton, run_on_triton
@@ -37,9 +37,9 @@ def run(name: str, chosen: Case) -> None:
 
 def cases() -> dict[str, Case]:
     """Every step of each op, the mixed step of its other `SIZES`, and steps with strides, with more rows than one search of a
-    chunk's row reads, with every block of a convolution, and in float16 (the interpreter has no products of bfloat16)."""
+    chunk's row reads, and in float16 (the interpreter has no products of bfloat16)."""
     found = {f"{name}:mixed": case(name, "mixed") for name in SIZES}
-    for name in ("delta_by_channel", "delta_gates"):
+    for name in ("conv_wide", "delta_by_channel", "delta_gates"):
         found[f"{name}:decode"] = case(name, "decode")
     for name in ("conv", "delta", "ssd", "scan", "lru"):
         found |= {f"{name}:{step}": case(name, step) for step in STEPS}
@@ -48,7 +48,6 @@ def cases() -> dict[str, Case]:
         found[f"{name}:strided_decode"] = case(name, "decode", strided=True)
         found[f"{name}:float16"] = case(name, "mixed", dtype=torch.float16)
     found["conv:many_rows"] = case("conv", "mixed", rows=tuple((1 + i % 3, i % 5) for i in range(140)), padded_tokens=9)
-    found |= {f"conv:block_{block}": conv_of_block(block) for block in CONV_ROWS}
     found["delta_alike:continued"] = case("delta_alike", "continued")
     return found
 

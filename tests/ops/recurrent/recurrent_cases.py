@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -327,6 +327,7 @@ def build(case: Case, device: str = "cpu") -> Built:
 
 SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "conv": ((40, 4), {}),
+    "conv_wide": ((300, 4), {}),
     "conv_plain": ((24, 3), {"activation": "", "bias": False}),
     "delta": ((2, 4, 16, 32), {}),
     "delta_unnormalized": ((3, 3, 32, 16), {"normalize": False}),
@@ -362,13 +363,3 @@ STEPS: dict[str, dict[str, Any]] = {
 def case(name: str, step: str, **changes: Any) -> Case:
     sizes, options = SIZES[name]
     return Case(NAMES[name.split("_")[0]], sizes=sizes, options=options, **(STEPS[step] | changes))
-
-
-CONV_ROWS = {64: 1, 128: 8, 256: 16, 512: 32}
-"""Rows of a decode step with 8,200 channels at which a program computes so many of them; the last program computes fewer."""
-
-
-def conv_of_block(block: int, **changes: Any) -> Case:
-    """A decode step whose convolution takes `block` channels a program; with several rows, one is padding."""
-    rows = tuple(None if i == 1 else (1, (i + 2) % 3) for i in range(CONV_ROWS[block]))
-    return replace(case("conv", "decode", rows=rows, **changes), sizes=(8200, 4))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.ops.interpreted import run_interpreted
-from tests.ops.recurrent.recurrent_cases import CONV_ROWS, SIZES, STATE, Case, build, case, conv_of_block
+from tests.ops.recurrent.recurrent_cases import SIZES, STATE, Case, build, case
 
 pytest.importorskip("triton")
 
@@ -127,13 +127,20 @@ def test_kernels_build_for_hopper(model: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("block", CONV_ROWS)
-def test_a_convolution_of_few_rows_has_smaller_blocks(block: int, dtype: torch.dtype) -> None:
-    """A program a multiprocessor at one row of 8,192 channels; each block builds for sm_90."""
-    (launch,) = launches(conv_of_block(block, dtype=dtype))
-    assert launch.kwargs["BLOCK"] == block and launch.kwargs["num_warps"] == max(1, block // 128)
-    assert launch.grid == (-(-8200 // block), CONV_ROWS[block])
-    compile_for_hopper(launch)
+@pytest.mark.parametrize("num_rows", [1, 32])
+@pytest.mark.parametrize("model", ["qwen3_next_conv", "lfm2"])
+def test_a_thread_of_a_decode_convolution_has_one_channel(
+    model: str, num_rows: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """At every number of rows. Threads exchange nothing, so the thread that reads a channel's state also writes it."""
+    name, sizes = PUBLISHED[model]
+    chosen = dataclasses.replace(case(name, "decode", dtype=dtype, rows=((1, 5),) * num_rows), sizes=sizes)
+    (launch,) = launches(chosen)
+    assert launch.kwargs["BLOCK"] == 32 * launch.kwargs["num_warps"]
+    assert launch.grid == (sizes[0] // launch.kwargs["BLOCK"], num_rows)
+    kernel = compile_for_hopper(launch)
+    assert kernel.metadata.shared == 0
+    assert spilled_bytes(kernel, tmp_path) == 0
 
 
 @pytest.mark.parametrize("model", ["qwen3_5", "falcon_h1", "nemotron_h"])
