@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import torchweave.ops.activation  # noqa: F401 (registers the op)
 from tests.ops.attention.attention_cases import CASES, Built, Case, build
 from torchweave.ops.attention.op import AttentionBackend, LayerSpec, available_backends, get_backend
 
@@ -30,6 +31,8 @@ REALISTIC = {
     "phi_96": Case(((1, 300), (200, 70)), LayerSpec(8, 96, 96, 8), 64),
     "deepseek": Case(((1, 300), (200, 70)), LayerSpec(4, 192, 128, 4), 64),
     "llama4": Case(((1, 1100), (400, 900)), LayerSpec(2, 128, 128, 10, chunk=1024), 64),
+    "qwen_3_5": Case(((1, 900), (1, 3), (300, 500)), LayerSpec(2, 256, 256, 16), 64, padded_tokens=9, gated=True),
+    "qwen_3_5_decode": Case(((1, 128), (1, 900), None, (1, 7000)), LayerSpec(2, 256, 256, 16), 64, gated=True),
     "multi_query": Case(((1, 300), (200, 70)), LayerSpec(1, 64, 64, 71), 64),
 }
 
@@ -41,7 +44,7 @@ def backend_for(case: Case, name: str = "triton") -> AttentionBackend:
 
 
 def attend(backend: AttentionBackend, built: Built) -> None:
-    backend.begin(built.meta).forward(built.call, built.cache)
+    built.run(backend.begin(built.meta))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -56,7 +59,17 @@ def test_triton_backend_equals_float64(name: str, dtype: torch.dtype) -> None:
         built.check(TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", ["decode", "mixed", "mixed_sinks", "8b_mixed"])
+@pytest.mark.parametrize("name", ["qwen_3_5", "qwen_3_5_decode"])
+def test_gate_is_that_of_a_separate_kernel(name: str) -> None:
+    case = dataclasses.replace(REALISTIC[name], dtype=torch.bfloat16)
+    built = build(case, "cuda")
+    backend, plain = backend_for(case), torch.empty_like(built.out)
+    backend.begin(built.meta).forward(dataclasses.replace(built.call, out=plain, gate=None), built.cache)
+    attend(backend, built)
+    assert torch.equal(built.out, torch.ops.torchweave.gated_activation_pair(built.call.gate, plain, "sigmoid"))
+
+
+@pytest.mark.parametrize("name", ["decode", "mixed", "mixed_sinks", "mixed_gated", "8b_mixed"])
 def test_torch_backend_equals_float64(name: str) -> None:
     case = dataclasses.replace({**CASES, **REALISTIC}[name], dtype=torch.bfloat16)
     built = build(case, "cuda")

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.attention.kv_cache_dtype import as_indexable, dequantize_kv, quantize_kv
-from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, AttentionStep, LayerKVCache, LayerSpec
+from torchweave.ops.attention.op import (
+    AttentionCall,
+    AttentionMetadata,
+    AttentionStep,
+    LayerKVCache,
+    LayerSpec,
+    run_attention,
+)
 from torchweave.ops.rope import Rotary
 
 
@@ -18,6 +25,7 @@ class Case:
 
     rotary: how many numbers of each head the backend turns; 0: it is given heads that have been turned. norm: before that.
     spans: (row, first, last) of new tokens that see each other in both directions.
+    gated: with a gate that is half of each head of a projection.
     """
 
     rows: tuple[tuple[int, int] | None, ...]
@@ -30,6 +38,7 @@ class Case:
     norm: bool = False
     unused: float = float("nan")
     spans: tuple[tuple[int, int, int], ...] = ()
+    gated: bool = False
 
     @property
     def decode_only(self) -> bool:
@@ -53,7 +62,7 @@ class Built:
     def run(self, step: AttentionStep) -> None:
         """One layer of the step."""
         assert step.fuses_rope or self.call.cos is None
-        step.forward(self.call, self.cache)
+        run_attention(step, self.call, self.cache)
 
     def check(self, tolerance: float) -> None:
         """`out` and the cache have the expected values, padding included, and nothing else was written."""
@@ -142,7 +151,10 @@ def build(case: Case, device: str = "cpu") -> Built:
     out = torch.full((tokens, spec.num_heads, spec.value_dim), nan, dtype=case.dtype, device=device)
     scores = (spec.head_dim**-0.5, spec.window, spec.softcap, sinks, spec.chunk)
     tensors = (given_q.to(device), given_k.to(device), v.to(device), out)
-    call = AttentionCall(*tensors, 0, *scores, *(rotary or ()), alibi_slopes=slopes)
+    gate = draw(tokens, spec.num_heads, 2 * spec.value_dim)[..., spec.value_dim :] if case.gated else None
+    call = AttentionCall(
+        *tensors, 0, *scores, *(rotary or ()), alibi_slopes=slopes, gate=None if gate is None else gate.to(device)
+    )
     lookahead = torch.zeros(tokens, dtype=torch.int32)
     start, starts = 0, [0]
     for i, row in enumerate(case.rows):
@@ -167,6 +179,8 @@ def build(case: Case, device: str = "cpu") -> Built:
             )
             new = slice(start, start + count)
             expected[new] = reference(q[new], *seen, call, lookahead[new])
+            if gate is not None:
+                expected[new] *= gate[new].double().sigmoid()
             start += count
         starts.append(start)
     meta = AttentionMetadata(
@@ -225,6 +239,8 @@ CASES: dict[str, Case] = {
         LayerSpec(2, 32, 32, 4, window=12),
         spans=((1, 0, 30), (2, 5, 18)),
     ),
+    "decode_gated": Case(((1, 5), (1, 0), (1, 70), None), LayerSpec(2, 48, 32, 6), gated=True),
+    "mixed_gated": Case(((1, 44), (1, 0), (13, 0), (18, 25)), padded_tokens=3, gated=True),
     "only_padding": Case((None, None), padded_tokens=4),
 }
 ROTARY_CASES: dict[str, Case] = {

@@ -20,6 +20,7 @@ from tests.ops.attention.attention_cases import CASES, ROTARY_CASES, Case, build
 from torchweave.ops.attention.backends.triton import DecodeConfig, PrefillConfig, TritonBackend
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.ops.attention.op import LayerSpec
+from torchweave.ops.kernels.activation import launch_gated
 from torchweave.ops.quant.fp8 import FP8, GROUP, fp8_quant
 
 DECODE = DecodeConfig(block_n=16, programs_per_sm=4, min_tiles=1)
@@ -72,6 +73,19 @@ def run_quantized(name: str, case: Case) -> None:
     print("ok", name, flush=True)
 
 
+def run_gated(name: str, case: Case) -> None:
+    """The kernels' own product with the gate against the kernel that multiplies what they give without, in each bit."""
+    for dtype in (torch.float32, torch.bfloat16):
+        built = build(dataclasses.replace(case, dtype=dtype, gated=True))
+        step = TritonBackend(torch.device("cpu"), decode=DECODE, prefill=PREFILL, num_sms=8).begin(built.meta)
+        plain = torch.full_like(built.out, torch.nan)
+        step.forward(dataclasses.replace(built.call, out=plain, gate=None), built.cache)
+        built.run(step)
+        assert built.call.gate is not None and not torch.equal(built.out, plain)
+        assert torch.equal(built.out, launch_gated(built.call.gate, plain, "sigmoid")), dtype
+    print("ok", name, flush=True)
+
+
 def variants() -> dict[str, tuple]:
     """Launches that differ from the plain ones: forms of the kernels, and sizes of tiles against blocks."""
     mixed, decode = CASES["mixed"], CASES["decode"]
@@ -99,9 +113,14 @@ def variants() -> dict[str, tuple]:
 if __name__ == "__main__":
     extra = variants()
     quantized = Case(((1, 0), (1, 33), None, (1, 70)), LayerSpec(2, 32, 128, 6), rotary=32)
-    for wanted in sys.argv[1:] or [*CASES, *ROTARY_CASES, *extra, "quantized"]:
+    gated = dataclasses.replace(quantized, gated=True)
+    for wanted in sys.argv[1:] or [*CASES, *ROTARY_CASES, *extra, "quantized", "gated"]:
         if wanted == "quantized":
             run_quantized(wanted, quantized)
+            run_quantized("quantized, gated", gated)
+        elif wanted == "gated":
+            run_gated("decode, gated", quantized)
+            run_gated("mixed, gated", CASES["mixed"])
         elif wanted in CASES or wanted in ROTARY_CASES:
             run(wanted, (CASES | ROTARY_CASES)[wanted])
         else:

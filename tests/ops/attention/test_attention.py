@@ -24,7 +24,7 @@ from torchweave.ops.registry import boundary_ops, define, op_info
 def run(case: Case) -> None:
     built = build(case)
     step = get_backend("torch", "cpu").begin(built.meta)
-    step.forward(built.call, built.cache)
+    built.run(step)
     built.check(1e-5 if case.dtype == torch.float32 else 2e-2)
 
 
@@ -158,7 +158,8 @@ def test_call_has_the_arguments_of_both_ops() -> None:
     assert names[0] == fields[:-1]
     assert " ".join(fields[:10]) == "q k v out layer scale window softcap sinks chunk"
     assert (
-        " ".join(fields[10:-1]) == "cos sin q_weight k_weight norm_eps norm_offset norm_wide alibi_slopes given_scale"
+        " ".join(fields[10:-1])
+        == "cos sin q_weight k_weight norm_eps norm_offset norm_wide alibi_slopes gate given_scale"
     )
     assert names[1] == [*fields[:4], "out_scale", *fields[4:-2]]
     defaults = {

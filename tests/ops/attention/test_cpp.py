@@ -30,7 +30,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def run(built: Built) -> Tensor:
     step = get_backend("cpp", "cpu").begin(built.meta)
-    step.forward(built.call, built.cache)
+    built.run(step)
     return built.out
 
 

@@ -97,6 +97,17 @@ def test_a_decode_step_is_one_launch() -> None:
     assert names(launches(Case(DECODE, LayerSpec(8, 64, 64, 32)))) == ["paged_decode"]
 
 
+@pytest.mark.parametrize("spec", [LayerSpec(2, 256, 256, 16), LayerSpec(4, 128, 128, 32)], ids=["qwen_3_5", "afmoe"])
+def test_a_gate_takes_no_launch(spec: LayerSpec) -> None:
+    gated = {"block_size": 64, "dtype": torch.bfloat16, "gated": True}
+    decode, mixed = launches(Case(DECODE, spec, **gated)), launches(Case(MIXED, spec, **gated))
+    assert names(decode) == ["paged_decode"] and names(mixed) == ["write_kv", "paged_prefill", "paged_decode"]
+    for launch in (*decode, *mixed[1:]):
+        assert launch.kwargs["GATED"]
+        kernel = compile_for_hopper(launch)
+        assert kernel.metadata.shared <= HOPPER_SMEM and "ex2.approx" in kernel.asm["ptx"]
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
     "spec",

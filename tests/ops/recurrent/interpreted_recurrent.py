@@ -39,7 +39,7 @@ def cases() -> dict[str, Case]:
     """Every step of each op, the mixed step of its other `SIZES`, and steps with strides, with more rows than one search of a
     chunk's row reads, and in float16 (the interpreter has no products of bfloat16)."""
     found = {f"{name}:mixed": case(name, "mixed") for name in SIZES}
-    for name in ("delta_by_channel", "delta_gates"):
+    for name in ("conv_wide", "delta_by_channel", "delta_gates"):
         found[f"{name}:decode"] = case(name, "decode")
     for name in ("conv", "delta", "ssd", "scan", "lru"):
         found |= {f"{name}:{step}": case(name, step) for step in STEPS}

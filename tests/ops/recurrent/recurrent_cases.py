@@ -327,6 +327,7 @@ def build(case: Case, device: str = "cpu") -> Built:
 
 SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "conv": ((40, 4), {}),
+    "conv_wide": ((300, 4), {}),
     "conv_plain": ((24, 3), {"activation": "", "bias": False}),
     "delta": ((2, 4, 16, 32), {}),
     "delta_unnormalized": ((3, 3, 32, 16), {"normalize": False}),

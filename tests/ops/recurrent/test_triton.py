@@ -126,6 +126,23 @@ def test_kernels_build_for_hopper(model: str, dtype: torch.dtype) -> None:
                 assert "mma" in kernel.asm["ptx"], "the chunked form does not use the tensor cores"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 32])
+@pytest.mark.parametrize("model", ["qwen3_next_conv", "lfm2"])
+def test_a_thread_of_a_decode_convolution_has_one_channel(
+    model: str, num_rows: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """At every number of rows. Threads exchange nothing, so the thread that reads a channel's state also writes it."""
+    name, sizes = PUBLISHED[model]
+    chosen = dataclasses.replace(case(name, "decode", dtype=dtype, rows=((1, 5),) * num_rows), sizes=sizes)
+    (launch,) = launches(chosen)
+    assert launch.kwargs["BLOCK"] == 32 * launch.kwargs["num_warps"]
+    assert launch.grid == (sizes[0] // launch.kwargs["BLOCK"], num_rows)
+    kernel = compile_for_hopper(launch)
+    assert kernel.metadata.shared == 0
+    assert spilled_bytes(kernel, tmp_path) == 0
+
+
 @pytest.mark.parametrize("model", ["qwen3_5", "falcon_h1", "nemotron_h"])
 def test_states_of_decode_steps_stay_in_registers(model: str, tmp_path: Path) -> None:
     name, sizes = PUBLISHED[model]

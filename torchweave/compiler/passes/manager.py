@@ -46,6 +46,7 @@ from torchweave.compiler.passes.collectives.user_buffers import (
 )
 from torchweave.compiler.passes.torch_ir.delta_gates import DeltaGates
 from torchweave.compiler.passes.torch_ir.fp8_attention import Fp8Attention
+from torchweave.compiler.passes.torch_ir.gated_attention import GatedAttention
 from torchweave.compiler.passes.torch_ir.linear_gelu import LinearGelu
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import MergeFp8Linears
 from torchweave.compiler.passes.torch_ir.merge_int_linears import MergeIntLinears
@@ -75,6 +76,7 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         SharedExpert(),
         MergeLinears(),
         RotaryAttention(),
+        GatedAttention(),
         DeltaGates(),
         ScanGates(),
         SmallLinears(table=table),

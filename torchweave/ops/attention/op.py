@@ -44,6 +44,7 @@ class AttentionCall:
         q_weight, k_weight, norm_eps, norm_offset, norm_wide: the RMSNorm before it, as in `torchweave::qk_norm_rope`.
         alibi_slopes: float32 `[H]`: add `-slope * (q_pos - k_pos)` to the scaled scores (ALiBi, arXiv 2108.12409); None for none.
             Not with `softcap`.
+        gate: `[T, H, Dv]` of q's dtype: multiply the result, rounded to q's dtype, by its sigmoid; None for none.
         given_scale: float32 `[1]`, the static scale of an e4m3 `out`.
         out_scale: float32 `[ceil(H * Dv / 128), T]`, written whole: the group scales of an e4m3 `out`.
     """
@@ -66,6 +67,7 @@ class AttentionCall:
     norm_offset: float = 0.0
     norm_wide: bool = False
     alibi_slopes: Tensor | None = None
+    gate: Tensor | None = None
     given_scale: Tensor | None = None
     out_scale: Tensor | None = None
 
@@ -95,6 +97,10 @@ class AttentionCall:
         """The same call into a new `out` of q's dtype."""
         out = torch.empty(self.out.shape, dtype=self.q.dtype, device=self.q.device)
         return replace(self, out=out, given_scale=None, out_scale=None)
+
+    def apply_gate(self, result: Tensor) -> Tensor:
+        """`result` `[T, H, Dv]` of q's dtype, times the sigmoid of the gate if there is one."""
+        return result if self.gate is None else result * self.gate.sigmoid()
 
     def quantize(self, result: Tensor) -> None:
         """Quantize `result` `[T, H, Dv]` into `out`, as `torchweave::fp8_quant` does."""
@@ -130,10 +136,12 @@ class AttentionStep(Protocol):
     Attributes:
         fuses_rope: `forward` takes calls with `cos` and `sin` and applies the rotary embedding itself.
         fuses_quant: `forward` takes calls with a quantized result.
+        fuses_gate: `forward` takes calls with a gate.
     """
 
     fuses_rope: ClassVar[bool]
     fuses_quant: ClassVar[bool]
+    fuses_gate: ClassVar[bool]
 
     def forward(self, call: AttentionCall, cache: LayerKVCache) -> None:
         """Write this step's keys and values into `cache`, then the attention of its queries into `call.out`.
@@ -144,12 +152,16 @@ class AttentionStep(Protocol):
 
 
 def run_attention(step: AttentionStep, call: AttentionCall, cache: LayerKVCache) -> None:
-    """Run one layer of a step; apply the rotary embedding before it and quantize after it where the step does not fuse them."""
+    """Run one layer of a step; apply the rotary embedding before it, and gate and quantize after it, where the step does not fuse
+    them."""
     assert (call.out.dtype == FP8) == call.quantized, "attention writes e4m3 exactly where it is given a scale"
     if call.cos is not None and not step.fuses_rope:
         call = call.with_rope_applied()
     if call.quantized and not step.fuses_quant:
         forward_then_quantize(step, call, cache)
+    elif call.gate is not None and not step.fuses_gate:
+        step.forward(replace(call, gate=None), cache)
+        call.out.copy_(call.apply_gate(call.out))
     else:
         step.forward(call, cache)
 
@@ -157,7 +169,7 @@ def run_attention(step: AttentionStep, call: AttentionCall, cache: LayerKVCache)
 def forward_then_quantize(step: AttentionStep, call: AttentionCall, cache: LayerKVCache) -> None:
     """Run one layer in q's dtype and quantize its result by a kernel of its own."""
     wide = call.without_quantization()
-    step.forward(wide, cache)
+    run_attention(step, wide, cache)
     call.quantize(wide.out)
 
 

@@ -24,10 +24,11 @@ def causal_attention(call: AttentionCall) -> None:
         bias = bias + alibi_bias(positions, positions, wide.alibi_slopes, wide.q.dtype)
     q, k, v = wide.q[None], wide.k[None], wide.v[None]
     result = padded_attention(q, k, v, bias, scale=wide.scale, softcap=wide.softcap, sinks=wide.sinks)[0]
+    gated = call.apply_gate(result.flatten(1, 2).to(call.q.dtype))
     if call.quantized:
-        call.quantize(result.flatten(1, 2).to(call.q.dtype))
+        call.quantize(gated)
     else:
-        call.out.unflatten(1, result.shape[1:3]).copy_(result)
+        call.out.copy_(gated)
 
 
 def additive_mask(q_pos: Tensor, k_pos: Tensor, window: int, chunk: int, dtype: torch.dtype) -> Tensor:

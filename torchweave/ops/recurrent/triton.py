@@ -35,6 +35,7 @@ from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.recurrent.call import ConvCall, DeltaCall, LruCall, RecurrentCall, ScanCall, SsdCall, StateAccess
 
 CONV_CHUNK, CONV_BLOCK, CONV_WARPS = 8, 512, 4
+CONV_DECODE_BLOCK = 32 * CONV_WARPS  # a channel a thread
 SSD_CHUNK, SSD_BLOCK = 128, 128
 SCAN_TILE, LRU_TILE = 16, 32
 DELTA_FEW = 8  # tokens of a row that are walked one by one; a chunk takes as long
@@ -134,10 +135,9 @@ def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, rows: Rows) -> None
     bias = weight if call.bias is None else call.bias
     strides = (x.stride(0), out.stride(0), *weight.stride())
     if meta.decode_only:
-        block = _block(channels, meta.num_rows, 512, 128)
-        conv_decode[cdiv(channels, block), meta.num_rows](
+        conv_decode[cdiv(channels, CONV_DECODE_BLOCK), meta.num_rows](
             x, weight, bias, out, state, meta.slots, meta.seq_lens, channels, *strides,
-            **shared, BLOCK=block, **_options(x.device, max(1, block // 128)),
+            **shared, BLOCK=CONV_DECODE_BLOCK, **_options(x.device, CONV_WARPS),
         )  # fmt: skip
         return
     chunk = max(CONV_CHUNK, next_power_of_2(width))  # the first chunk of a row alone reads its state

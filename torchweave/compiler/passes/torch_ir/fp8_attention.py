@@ -29,7 +29,7 @@ from torchweave.compiler.passes.torch_ir.merge_fp8_linears import QUANT
 from torchweave.ops.quant.fp8 import FP8, GROUP
 
 _ATTENTION = torch.ops.torchweave.attention.default
-_VIEWS = frozenset({"unsqueeze", "squeeze", "reshape", "view", "flatten", "contiguous"})
+VIEWS = frozenset({"unsqueeze", "squeeze", "reshape", "view", "flatten", "contiguous"})
 _ATTENTION_FP8 = torch.ops.torchweave.attention_fp8.default
 _NAMES = [argument.name for argument in _ATTENTION._schema.arguments]
 
@@ -45,7 +45,7 @@ class Fp8Attention(GraphPass):
         matches = 0
         for node, arguments in calls_of(graph, _ATTENTION):
             out = arguments[_NAMES.index("out")]
-            quant = _single_reader(out, node)
+            quant = single_reader(out, node)
             if quant is None or quant not in quants:
                 continue
             x, group, given = quants[quant]
@@ -59,10 +59,10 @@ class Fp8Attention(GraphPass):
         return PassResult(matches, matches, tuple(near_misses))
 
 
-def _single_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
+def single_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
     """The only reader of `out` behind attention, past order-preserving views; None if several calls read it."""
     node, users = out, [user for user in out.users if user is not attention]
-    while len(users) == 1 and users[0].op == "call_method" and users[0].target in _VIEWS and users[0].args[0] is node:
+    while len(users) == 1 and users[0].op == "call_method" and users[0].target in VIEWS and users[0].args[0] is node:
         node = users[0]
         users = list(node.users)
     return users[0] if len(users) == 1 else None

@@ -32,6 +32,7 @@ class CppStep:
 
     fuses_rope: ClassVar[bool] = False
     fuses_quant: ClassVar[bool] = False
+    fuses_gate: ClassVar[bool] = False
 
     def __init__(self, meta: AttentionMetadata) -> None:
         self._meta = meta

@@ -71,6 +71,7 @@ class Fa3Step:
 
     fuses_rope: ClassVar[bool] = True
     fuses_quant: ClassVar[bool] = False
+    fuses_gate: ClassVar[bool] = False
 
     def forward(self, call: AttentionCall, cache: LayerKVCache) -> None:
         """See `AttentionStep.forward`; the kernel that writes the cache applies the rotary embedding."""

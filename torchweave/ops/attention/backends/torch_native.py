@@ -57,6 +57,7 @@ class TorchStep:
 
     fuses_rope: ClassVar[bool] = False
     fuses_quant: ClassVar[bool] = False
+    fuses_gate: ClassVar[bool] = False
 
     def __init__(self, meta: AttentionMetadata, skipped_rows: np.ndarray | None = None) -> None:
         self.device = meta.slot_mapping.device

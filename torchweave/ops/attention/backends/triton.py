@@ -206,6 +206,7 @@ class TritonStep:
 
     fuses_rope: ClassVar[bool] = True
     fuses_quant: ClassVar[bool] = True
+    fuses_gate: ClassVar[bool] = True
 
     def forward(self, call: AttentionCall, cache: LayerKVCache) -> None:
         """See `AttentionStep.forward`.
@@ -219,7 +220,9 @@ class TritonStep:
             return
         assert call.out.is_contiguous(), "attention writes into a contiguous tensor"
         rotary = call.rotary
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+        q, k, v = (_dense(x) for x in (call.q, call.k, call.v))
+        if call.gate is not None:
+            call = replace(call, gate=_dense(call.gate))
         if meta.decode_only:
             self._decode(call, rotary, q, k, v, cache)
             return
@@ -264,24 +267,25 @@ class TritonStep:
         optional = (rope_args.q_weight, rope_args.k_weight, rope_args.cos.contiguous(), rope_args.sin.contiguous())
         tensors = [q if tensor is None else tensor for tensor in optional]
         half = 0 if rotary is None else rotary.cos.shape[-1] // 2
+        gate = q if call.gate is None else call.gate
         paged_decode[(kv_heads, splits, meta.num_rows)](
             q, k, v, call.out, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, meta.slot_mapping, q if sinks is None else sinks,
             q if slopes is None else slopes,
             work.partial, work.maxima, work.sums, work.counters, *tensors,
-            q if call.out_scale is None else call.out_scale, q if call.given_scale is None else call.given_scale,
+            q if call.out_scale is None else call.out_scale, q if call.given_scale is None else call.given_scale, gate,
             call.scale * cache.k_scale, softcap, window, call.chunk, splits, config.min_tiles, rope_args.eps, rope_args.offset,
             cache.k_scale, cache.v_scale, meta.num_tokens,
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(next_power_of_2(group), 16 if config.dot else 1),
+            *gate.stride()[:2], KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(next_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=_padded_splits(splits),
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, ALIBI=slopes is not None,
             DOT=config.dot,
             HALF=half, NORM=rope_args.q_weight is not None, WIDE=rope_args.wide,
             QUANT=1 if call.given_scale is not None else 2 if call.out_scale is not None else 0,
-            DEPENDENT=config.dependent, KV_FP8_MAX=kv_fp8_max(cache.k.dtype), num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            GATED=call.gate is not None, DEPENDENT=config.dependent, KV_FP8_MAX=kv_fp8_max(cache.k.dtype),
+            num_warps=config.num_warps, num_stages=config.num_stages,
             enable_fp_fusion=half == 0 or q.dtype != torch.float32,  # the rotary embedding rounds every product
             **pdl_options(config.dependent),
         )  # fmt: skip
@@ -295,18 +299,25 @@ class TritonStep:
         if kv_fp8_max(cache.k.dtype) and pad(head_dim) != pad(value_dim):
             config = replace(config, block_n=32)  # with 64, Triton 3.6 reads the values of other keys from such a cache
         tiles = cdiv(meta.num_tokens, config.block_m // group) + meta.num_rows
+        gate = q if call.gate is None else call.gate
         paged_prefill[(kv_heads, tiles)](
             q, out, cache.k, cache.v,
             meta.slots, meta.query_start, meta.seq_lens, meta.block_table, q if sinks is None else sinks,
-            q if slopes is None else slopes, meta.slots if meta.lookahead is None else meta.lookahead,
+            q if slopes is None else slopes, meta.slots if meta.lookahead is None else meta.lookahead, gate,
             meta.num_rows, meta.num_tokens, call.scale * cache.k_scale, cache.v_scale, softcap, window, chunk,
-            meta.block_table.stride(0), q.stride(0), q.stride(1),
+            meta.block_table.stride(0), q.stride(0), q.stride(1), *gate.stride()[:2],
             KV_HEADS=kv_heads, GROUP=group,
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
             BLOCK_SIZE=cache.k.shape[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             SOFTCAP=softcap > 0.0, SINKS=sinks is not None, ALIBI=slopes is not None, LOCAL=window > 0 or chunk > 0,
-            LOOKAHEAD=meta.lookahead is not None, num_warps=config.num_warps, num_stages=config.num_stages,
+            LOOKAHEAD=meta.lookahead is not None, GATED=call.gate is not None,
+            num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, or a copy of it, whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _padded_splits(splits: int) -> int:

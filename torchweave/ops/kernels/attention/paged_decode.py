@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchweave.ops.kernels.activation import activate
 from torchweave.ops.kernels.attention.kv_cache_dtype import quantize_kv
 from torchweave.ops.kernels.dependent_launch import pdl_trigger, pdl_wait
 from torchweave.ops.kernels.quant.fp8_quant import FP8_MAX, MIN_AMAX
@@ -72,14 +73,25 @@ def _weighted(weights, v, DOT: tl.constexpr):
 
 
 @triton.jit
+def apply_gate(result, gate, mask, dtype: tl.constexpr):
+    """`result` times the sigmoid of the numbers at `gate`, each factor rounded to `dtype`; float32."""
+    active = activate(tl.load(gate, mask=mask, other=0.0).to(tl.float32), "sigmoid")
+    return active.to(dtype).to(tl.float32) * result.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _store_output(
-    result, head, valid, out, out_scale, static_scale, token, num_tokens, dtype: tl.constexpr,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, QUANT: tl.constexpr,
+    result, head, valid, out, out_scale, static_scale, gate, gate_stride, gate_head_stride, token, num_tokens,
+    dtype: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, QUANT: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
-    """Store the results `[N, VALUE_PAD]` of `head` `[N]` of a token. QUANT: 0 unquantized; 1 FP8 with `static_scale`; 2 FP8
-    with a scale for each head, of 128 channels. See `fp8_quant.store_fp8`."""
+    """Store the results `[N, VALUE_PAD]` of `head` `[N]` of a token. GATED: times the sigmoid of `gate`. QUANT: 0 unquantized;
+    1 FP8 with `static_scale`; 2 FP8 with a scale for each head, of 128 channels. See `fp8_quant.store_fp8`."""
     dim = tl.arange(0, VALUE_PAD)
     mask = valid[:, None] & (dim < VALUE_DIM)[None, :]
+    if GATED:
+        gates = gate + token * gate_stride + head[:, None] * gate_head_stride + dim[None, :]
+        result = apply_gate(result, gates, mask, dtype)
     if QUANT > 0:
         result = result.to(dtype).to(tl.float32)
         if QUANT == 1:
@@ -96,9 +108,9 @@ def _store_output(
 
 @triton.jit
 def _combine_splits(
-    head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, dtype: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    QUANT: tl.constexpr,
+    head, out, out_scale, static_scale, gate, gate_stride, gate_head_stride, token, num_tokens, partial, maxima, sums, first,
+    used_splits, dtype: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, QUANT: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results `[split, GROUP, VALUE_DIM]` of `used_splits` splits from `first` on into key head `head`."""
     split = tl.arange(0, SPLITS_PAD)
@@ -121,8 +133,8 @@ def _combine_splits(
             result = tl.sum(values * weight[:, None], 0) / tl.sum(total * weight, 0)
             one = head * GROUP + member + tl.zeros([1], tl.int32)
             _store_output(
-                result[None, :], one, one < (head + 1) * GROUP, out, out_scale, static_scale, token, num_tokens, dtype,
-                HEADS, VALUE_DIM, VALUE_PAD, QUANT,
+                result[None, :], one, one < (head + 1) * GROUP, out, out_scale, static_scale, gate, gate_stride,
+                gate_head_stride, token, num_tokens, dtype, HEADS, VALUE_DIM, VALUE_PAD, QUANT, GATED,
             )  # fmt: skip
 
 
@@ -212,16 +224,16 @@ def _attend_cached_tokens(
     do_not_specialize_on_alignment=["query_start"],  # a slice of a packed tensor: its alignment depends on the rows
 )
 def paged_decode(
-    q, k_new, v_new, out, k_cache, v_cache,
-    slots, query_start, seq_lens, block_table, slot_mapping, sinks, slopes,
-    partial, maxima, sums, counters, q_weight, k_weight, cos, sin, out_scale, static_scale,
+    q, k_new, v_new, out, k_cache, v_cache, slots, query_start, seq_lens, block_table, slot_mapping, sinks, slopes,
+    partial, maxima, sums, counters, q_weight, k_weight, cos, sin, out_scale, static_scale, gate,
     scale, softcap, window, chunk, num_splits, min_tiles, eps, offset, k_scale, v_scale, num_tokens,
-    table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
+    table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, gate_stride, gate_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr, DECODE_ONLY: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, DOT: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr, KV_FP8_MAX: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr, GATED: tl.constexpr,
+    KV_FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """One row, one key head, one split.
 
@@ -229,7 +241,7 @@ def paged_decode(
         are left to the prefill kernel, and K/V are in the cache already.
     HALF: half of the rotary channels of a head, rotated here, after the norm if NORM; 0: q and k are rotated already.
     SPLITS_PAD: a power of two, at least `num_splits`; 1 omits the combination. DEPENDENT: see `dependent_launch.py`.
-    QUANT: see `_store_output`. KV_FP8_MAX: see `quantize_kv`; `scale` then includes the scale of the cached keys.
+    QUANT, GATED: see `_store_output`. KV_FP8_MAX: see `quantize_kv`; `scale` then includes the scale of the cached keys.
     """
     pdl_wait(DEPENDENT)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -249,8 +261,8 @@ def paged_decode(
         if split == 0:
             _store_output(
                 tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32), query_head, group < GROUP, out, out_scale, static_scale,
-                token, num_tokens,
-                q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT,
+                gate, gate_stride, gate_head_stride, token, num_tokens, q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT,
+                False,
             )  # fmt: skip
         return
 
@@ -290,8 +302,8 @@ def paged_decode(
     pdl_trigger(DEPENDENT)
     if SPLITS_PAD == 1 or used_splits == 1:
         _store_output(
-            acc / total[:, None], query_head, group < GROUP, out, out_scale, static_scale, token, num_tokens,
-            q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT,
+            acc / total[:, None], query_head, group < GROUP, out, out_scale, static_scale, gate, gate_stride, gate_head_stride,
+            token, num_tokens, q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT, GATED,
         )  # fmt: skip
         return
     first = (row * KV_HEADS + head) * num_splits
@@ -305,6 +317,6 @@ def paged_decode(
     if arrived == used_splits - 1:
         tl.store(counters + row * KV_HEADS + head, 0)
         _combine_splits(
-            head, out, out_scale, static_scale, token, num_tokens, partial, maxima, sums, first, used_splits, q.dtype.element_ty,
-            HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT,
+            head, out, out_scale, static_scale, gate, gate_stride, gate_head_stride, token, num_tokens, partial, maxima, sums,
+            first, used_splits, q.dtype.element_ty, HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT, GATED,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from torchweave.ops.kernels.attention.kv_cache_dtype import quantize_kv
 from torchweave.ops.kernels.attention.paged_decode import (
     LOG2_E,
     LOWEST,
+    apply_gate,
     cache_slots,
     first_visible_key,
     load_blocks,
@@ -103,16 +104,17 @@ def _attend_tiles(
     do_not_specialize=["num_rows", "num_tokens", "window", "chunk"], do_not_specialize_on_alignment=["query_start"]
 )
 def paged_prefill(
-    q, out, k_cache, v_cache, slots, query_start, seq_lens, block_table, sinks, slopes, lookahead,
+    q, out, k_cache, v_cache, slots, query_start, seq_lens, block_table, sinks, slopes, lookahead, gate,
     num_rows, num_tokens, scale, v_scale, softcap, window, chunk, table_stride, q_stride, q_head_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    gate_stride, gate_head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, LOCAL: tl.constexpr, LOOKAHEAD: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """One tile of `BLOCK_M // GROUP` tokens of one row, for one key head; the decode kernel runs rows with one token.
     scale, v_scale: of the scores over cached keys, and of the cached values.
-    lookahead: see `AttentionMetadata`; read if LOOKAHEAD."""
+    lookahead: see `AttentionMetadata`; read if LOOKAHEAD. GATED: multiply the results by the sigmoid of `gate`."""
     BQ: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first: a row's last tiles have the most keys
@@ -189,4 +191,8 @@ def paged_prefill(
         scale, softcap, slope, window, chunk, first_visible, KV_HEADS, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
         BLOCK_N, SOFTCAP, ALIBI, LOCAL, True,
     )  # fmt: skip
-    tl.store(out_at, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=out_mask)
+    result = acc / total[:, None] * v_scale
+    if GATED:
+        gates = gate + (token * gate_stride + query_head * gate_head_stride)[:, None] + value_dim[None, :]
+        result = apply_gate(result, gates, out_mask, out.dtype.element_ty)
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=out_mask)
