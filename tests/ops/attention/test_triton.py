@@ -136,6 +136,17 @@ def test_few_decode_rows_use_a_separate_rope_launch(norm: bool) -> None:
     assert names(launches(Case(more, spec, rotary=64, norm=norm), dependent)) == ["paged_decode"]
 
 
+@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_only_what_earlier_kernels_wrote_is_read_before_the_wait(rows: tuple[tuple[int, int], ...]) -> None:
+    case = Case(rows, LayerSpec(8, 128, 128, 32), block_size=64, dtype=torch.bfloat16)
+    kernel = compile_for_hopper(launches(case, DecodeConfig(dependent=2))[-1])
+    before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
+    assert "prefetch.global.L2" in before and "prefetch" not in after
+    loads = [line for line in before.splitlines() if "ld.global" in line]
+    assert loads and all(".cg" in line for line in loads), "a line in L1 could be stale behind the wait"
+    assert "ld.global" in after and "st.global" not in before
+
+
 @pytest.mark.parametrize(
     ("rows", "kv_heads", "max_len"), [(1, 8, 8192), (1, 1, 100), (32, 8, 8192), (256, 8, 8192), (1, 200, 64)]
 )

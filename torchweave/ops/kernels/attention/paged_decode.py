@@ -17,7 +17,7 @@ import triton.language as tl
 
 from torchweave.ops.kernels.activation import activate
 from torchweave.ops.kernels.attention.kv_cache_dtype import quantize_kv
-from torchweave.ops.kernels.dependent_launch import pdl_trigger, pdl_wait
+from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_trigger, pdl_wait
 from torchweave.ops.kernels.quant.fp8_quant import FP8_MAX, MIN_AMAX
 from torchweave.ops.kernels.rope import load_heads_with_rope
 
@@ -40,14 +40,16 @@ def first_visible_key(position, window, chunk):
 
 
 @triton.jit
-def load_blocks(table_row, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_blocks(table_row, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PAST_L1: tl.constexpr):
     """Blocks of the keys of the tile that begins at `tile`: a scalar if a tile lies within a block, else one per key. Loops
-    load them one tile ahead: an address that waits for a load would halve the depth of the pipeline."""
+    load them one tile ahead: an address that waits for a load would halve the depth of the pipeline.
+    PAST_L1: do not keep them in L1."""
+    CACHE: tl.constexpr = ".cg" if PAST_L1 else ""
     if BLOCK_SIZE % BLOCK_N == 0:
-        return tl.load(table_row + tile // BLOCK_SIZE, mask=tile < end, other=0)
+        return tl.load(table_row + tile // BLOCK_SIZE, mask=tile < end, other=0, cache_modifier=CACHE)
     else:  # noqa: RET505 (Triton compiles only the branch that is taken when there are two)
         keys = tile + tl.arange(0, BLOCK_N)
-        return tl.load(table_row + keys // BLOCK_SIZE, mask=keys < end, other=0)
+        return tl.load(table_row + keys // BLOCK_SIZE, mask=keys < end, other=0, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -182,25 +184,34 @@ def _attend_new_token(
 
 
 @triton.jit
+def _prefetch_tile(
+    cache, key_slots, head, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """Bring the keys or values of a tile into the L2 cache, before the wait."""
+    LINE: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
+    lines = tl.minimum(tl.arange(0, (PAD + LINE - 1) // LINE) * LINE, DIM - 1)
+    pdl_prefetch(cache + (key_slots * KV_HEADS + head)[:, None] * DIM + lines[None, :], DEPENDENT)
+
+
+@triton.jit
 def _attend_cached_tokens(
-    maximum, total, acc, query, table_row, k_cache, v_cache, head, first_visible, begin, end, scale, softcap,
+    maximum, total, acc, query, blocks, table_row, k_cache, v_cache, head, first_visible, begin, end, scale, softcap,
     slopes, query_head, position,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Continue a running softmax over the cached keys `[begin, end)` from `first_visible` on; `begin` is a multiple of
-    BLOCK_N. ALIBI: bias scores by the slopes of `query_head` for a query at `position`."""
+    """Continue a running softmax over the cached keys `[begin, end)` from `first_visible` on; `begin` is a multiple of BLOCK_N.
+    blocks: of the first tile. ALIBI: bias scores by the slopes of `query_head` for a query at `position`."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
-    blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
     if ALIBI:
         slope = tl.load(slopes + query_head, mask=query_head < (head + 1) * GROUP, other=0.0) * LOG2_E
     for tile in tl.range(begin, end, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
         visible = (keys >= first_visible) & (keys < end)
         key_slots = cache_slots(blocks, tile, BLOCK_SIZE, BLOCK_N)[:, None] * KV_HEADS + head
-        blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, False)
         k_mask = visible[:, None] if HEAD_PAD == HEAD_DIM else visible[:, None] & (dim < HEAD_DIM)[None, :]
         v_mask = visible[:, None] if VALUE_PAD == VALUE_DIM else visible[:, None] & (value_dim < VALUE_DIM)[None, :]
         k = tl.load(k_cache + key_slots * HEAD_DIM + dim[None, :], mask=k_mask, other=0.0)
@@ -242,17 +253,36 @@ def paged_decode(
     HALF: half of the rotary channels of a head, rotated here, after the norm if NORM; 0: q and k are rotated already.
     SPLITS_PAD: a power of two, at least `num_splits`; 1 omits the combination. DEPENDENT: see `dependent_launch.py`.
     QUANT, GATED: see `_store_output`. KV_FP8_MAX: see `quantize_kv`; `scale` then includes the scale of the cached keys.
+
+    What only earlier kernels than the previous one have written is read before the wait (`dependent_launch.py`): the rows of the
+    step, their blocks, and a program's first tile of cached keys and values, which are prefetched.
     """
-    pdl_wait(DEPENDENT)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(slots + row).to(tl.int64)
-    length = tl.load(seq_lens + row)
-    token = row.to(tl.int64)
+    slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
+    length = tl.load(seq_lens + row, cache_modifier=".cg")
+    token, has_one_token = row.to(tl.int64), True
     if not DECODE_ONLY:
-        start = tl.load(query_start + row)
-        if tl.load(query_start + row + 1) - start != 1:
-            return
+        start = tl.load(query_start + row, cache_modifier=".cg")
+        has_one_token = tl.load(query_start + row + 1, cache_modifier=".cg") - start == 1
         token = start.to(tl.int64)
+    position = length - 1  # of the new token; the cache holds the keys before it
+    first_visible = first_visible_key(position, window, chunk)
+    base = first_visible // BLOCK_N * BLOCK_N
+    tiles = tl.cdiv(position - base, BLOCK_N)
+    # Combining costs as much as a few tiles: a short context is not split.
+    tiles_per_split = tl.where(tiles <= min_tiles, tl.maximum(tiles, 1), tl.cdiv(tiles, num_splits))
+    used_splits = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
+    begin = base + split * tiles_per_split * BLOCK_N
+    end = tl.minimum(begin + tiles_per_split * BLOCK_N, tl.where(has_one_token & (slot >= 0), position, 0))
+    table_row = block_table + slot * table_stride
+    blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N, True)
+    if begin < end:
+        key_slots = cache_slots(blocks, begin, BLOCK_SIZE, BLOCK_N)
+        _prefetch_tile(k_cache, key_slots, head, KV_HEADS, HEAD_DIM, HEAD_PAD, DEPENDENT)
+        _prefetch_tile(v_cache, key_slots, head, KV_HEADS, VALUE_DIM, VALUE_PAD, DEPENDENT)
+    pdl_wait(DEPENDENT)
+    if not has_one_token:
+        return
     group = tl.arange(0, GROUP_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -265,18 +295,8 @@ def paged_decode(
                 False,
             )  # fmt: skip
         return
-
-    position = length - 1  # of the new token; the cache holds the keys before it
-    first_visible = first_visible_key(position, window, chunk)
-    base = first_visible // BLOCK_N * BLOCK_N
-    tiles = tl.cdiv(position - base, BLOCK_N)
-    # Combining costs as much as a few tiles: a short context is not split.
-    tiles_per_split = tl.where(tiles <= min_tiles, tl.maximum(tiles, 1), tl.cdiv(tiles, num_splits))
-    used_splits = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
     if split >= used_splits:
         return
-    begin = base + split * tiles_per_split * BLOCK_N
-    end = tl.minimum(begin + tiles_per_split * BLOCK_N, position)
 
     cos, sin = cos + token * (2 * HALF), sin + token * (2 * HALF)
     query_rows = q + token * q_stride + (head * GROUP + group)[:, None] * q_head_stride
@@ -293,8 +313,8 @@ def paged_decode(
             HALF, NORM, WIDE, KV_FP8_MAX,
         )  # fmt: skip
     maximum, total, acc = _attend_cached_tokens(
-        maximum, total, acc, query, block_table + slot * table_stride, k_cache, v_cache, head, first_visible, begin, end,
-        scale, softcap, slopes, query_head, position, KV_HEADS, GROUP, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
+        maximum, total, acc, query, blocks, table_row, k_cache, v_cache, head, first_visible, begin, end, scale, softcap, slopes,
+        query_head, position, KV_HEADS, GROUP, HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK_SIZE,
         BLOCK_N, SOFTCAP, ALIBI, DOT,
     )  # fmt: skip
     if KV_FP8_MAX > 0:

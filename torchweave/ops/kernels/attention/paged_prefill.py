@@ -60,13 +60,13 @@ def _attend_tiles(
     Blocks of keys below `first_visible` may belong to another sequence."""
     dim = tl.arange(0, HEAD_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
-    blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
+    blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N, False)
     for tile in tl.range(begin, end, BLOCK_N):
         tile = tl.multiple_of(tile, BLOCK_N)
         keys = tile + tl.arange(0, BLOCK_N)
         in_range = (keys < end) & (keys >= first_visible)
         key_slots = cache_slots(blocks, tile, BLOCK_SIZE, BLOCK_N)
-        blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        blocks = load_blocks(table_row, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, False)
         k_at = k_cache + key_slots[:, None] * (KV_HEADS * HEAD_DIM) + dim[None, :]
         v_at = v_cache + key_slots[:, None] * (KV_HEADS * VALUE_DIM) + value_dim[None, :]
         if MASKED:
