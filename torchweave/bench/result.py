@@ -52,10 +52,9 @@ def engine_header(scenario: str, plan: Plan) -> dict[str, Any]:
 
 
 def _program(path: Path) -> list[str]:
-    """The program of a command line: a script below the checkout's `bench/`, or `torchweave`."""
-    checkout = Path(torchweave.__file__).resolve().parents[1]
-    is_script = path.is_relative_to(checkout / "bench")
-    return ["python", path.relative_to(checkout).as_posix()] if is_script else ["torchweave"]
+    """The program of a command line: a file below `bench/`, or `torchweave`."""
+    root = Path(torchweave.__file__).resolve().parents[1]
+    return ["python", path.relative_to(root).as_posix()] if path.is_relative_to(root / "bench") else ["torchweave"]
 
 
 def commit() -> str | None:

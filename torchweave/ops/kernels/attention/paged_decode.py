@@ -184,6 +184,18 @@ def _attend_new_token(
 
 
 @triton.jit
+def _keys_of_split(first_visible, position, has_keys, split, num_splits, min_tiles, BLOCK_N: tl.constexpr):
+    """Cached keys `[begin, end)` of a split, none unless `has_keys`, and the number of splits that have some, 1 at least."""
+    base = first_visible // BLOCK_N * BLOCK_N
+    tiles = tl.cdiv(position - base, BLOCK_N)
+    # Combining costs as much as a few tiles: a short context is not split.
+    tiles_per_split = tl.where(tiles <= min_tiles, tl.maximum(tiles, 1), tl.cdiv(tiles, num_splits))
+    used_splits = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
+    begin = base + split * tiles_per_split * BLOCK_N
+    return begin, tl.minimum(begin + tiles_per_split * BLOCK_N, tl.where(has_keys, position, 0)), used_splits
+
+
+@triton.jit
 def _prefetch_tile(
     cache, key_slots, head, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, DEPENDENT: tl.constexpr
 ):
@@ -267,13 +279,8 @@ def paged_decode(
         token = start.to(tl.int64)
     position = length - 1  # of the new token; the cache holds the keys before it
     first_visible = first_visible_key(position, window, chunk)
-    base = first_visible // BLOCK_N * BLOCK_N
-    tiles = tl.cdiv(position - base, BLOCK_N)
-    # Combining costs as much as a few tiles: a short context is not split.
-    tiles_per_split = tl.where(tiles <= min_tiles, tl.maximum(tiles, 1), tl.cdiv(tiles, num_splits))
-    used_splits = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
-    begin = base + split * tiles_per_split * BLOCK_N
-    end = tl.minimum(begin + tiles_per_split * BLOCK_N, tl.where(has_one_token & (slot >= 0), position, 0))
+    has_keys = has_one_token & (slot >= 0)
+    begin, end, used_splits = _keys_of_split(first_visible, position, has_keys, split, num_splits, min_tiles, BLOCK_N)
     table_row = block_table + slot * table_stride
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N, True)
     if begin < end:
