@@ -75,11 +75,15 @@ ROWS_UP = [
     (1, 2048, 4, 1),
     (2, 1024, 4, 2),
     (4, 1024, 4, 2),
+    (2, 1024, 2, 2),
+    (4, 1024, 2, 2),
     (4, 512, 4, 4),
     (8, 256, 4, 4),
 ]
 ROWS_DOWN = [
     (2, 128, 4, 3),
+    (2, 128, 4, 2),
+    (2, 128, 2, 3),
     (1, 256, 4, 3),
     (2, 256, 4, 2),
     (4, 128, 4, 2),
@@ -127,8 +131,24 @@ NARROW_WORDS_UP = [
     (8, 256, 1, 4),
 ]
 NARROW_WORDS_DOWN = [(2 * n, *rest) for n, *rest in NARROW_WORDS_UP]
-WORDS_UP = [(4, 2048, 1, 1), (2, 2048, 1, 1), (4, 1024, 1, 1), (2, 1024, 1, 1), (4, 1024, 2, 1), (2, 4096, 4, 1)]
-WORDS_DOWN = [(4, 4096, 4, 1), (2, 4096, 4, 1), (8, 4096, 4, 1), (4, 2048, 2, 1), (4, 8192, 8, 1)]
+WORDS_UP = [
+    (4, 2048, 1, 1),
+    (2, 2048, 1, 1),
+    (4, 1024, 1, 1),
+    (2, 1024, 1, 1),
+    (4, 1024, 2, 1),
+    (4, 2048, 2, 1),
+    (2, 4096, 4, 1),
+]
+WORDS_DOWN = [
+    (4, 4096, 4, 1),
+    (2, 4096, 4, 1),
+    (8, 4096, 4, 1),
+    (4, 2048, 2, 1),
+    (4, 4096, 2, 1),
+    (4, 8192, 4, 1),
+    (4, 8192, 8, 1),
+]
 WIDE_UP = [(64, 64, 8, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 3)]
 WIDE_DOWN = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3), (64, 64, 4, 4)]
 
@@ -324,9 +344,9 @@ class Bench:
     def _chosen(self, tokens: int) -> Strategy:
         shared = self.model.shared
         shape = (self.model.num_experts - shared, self.model.width, self.model.inner)
-        weight_dtype = None if self.weights == "bfloat16" else self.layers[0].up.dtype
+        weights = None if self.weights == "bfloat16" else self.weights
         top_k, transposed = self.model.top_k - shared, self.model.form.transposed
-        return choose(tokens, top_k, shape, torch.bfloat16, transposed, weight_dtype, shared)
+        return choose(tokens, top_k, shape, torch.bfloat16, transposed, weights, shared)
 
     def _best(self, tokens: int, calls: list[ExpertsCall], right: Tensor, ways: list[Strategy]) -> Strategy | None:
         timed = [

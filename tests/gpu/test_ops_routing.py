@@ -9,7 +9,7 @@ import torch
 
 import torchweave.ops.moe.experts  # noqa: F401 (defines torchweave::experts)
 from tests.ops.moe.routing_cases import FORMS, arguments, dense
-from torchweave.ops.moe.routing import route
+from torchweave.ops.moe.routing import SCORES, route
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +42,25 @@ def test_equal_scores_take_the_first_expert_and_every_token_gets_distinct_ones()
     order = torch.sort(logits.float(), dim=1, descending=True, stable=True)[1][:, :8]
     assert index.equal(order)
     torch.testing.assert_close(weights.sum(dim=1), torch.ones(500, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("score", SCORES)
+def test_logits_of_16_bits_choose_as_the_same_logits_in_float32(score: str, dtype: torch.dtype) -> None:
+    """A key of a logit and its expert chooses what two reductions over float32 do, among negative zeros and equal logits.
+
+    The two kernels add scores in different orders, so float32 weights differ by some 1e-7 of their size, and weights that are
+    rounded to 16 bits by at most one unit in the last place.
+    """
+    for experts, top in ((32, 4), (60, 4), (128, 8), (257, 8), (512, 10), (2048, 8)):
+        logits = torch.randn(300, experts, device="cuda").mul(16).round().div(8).to(dtype)
+        logits[:, ::7] = -0.0
+        logits[::2, 1::3] = -torch.inf
+        weights, index = route(logits, None, top, score, dtype, renormalize=True, scale=1.5)
+        wide, right = route(logits.float(), None, top, score, dtype, renormalize=True, scale=1.5)
+        assert index.equal(right)
+        units = weights.view(torch.int16).int() - wide.view(torch.int16).int()  # positive numbers sort like their bits
+        assert int(units.abs().max()) <= 1
 
 
 def test_routing_between_router_and_experts_in_a_graph() -> None:

@@ -1,12 +1,14 @@
-"""Run by test_routing with TRITON_INTERPRET=1: the kernel against the reference, equal scores, NaN, strided logits."""
+"""Run by test_routing with TRITON_INTERPRET=1: the kernel against the reference, logits in 16 bits, equal scores, NaN."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 
 from tests.ops.moe.routing_cases import FORMS, PLAIN, arguments, dense
-from torchweave.ops.kernels.moe.routing import launch_route
-from torchweave.ops.moe.routing import route
+from torchweave.ops.kernels.moe.routing import launch_route, supports_logit_keys
+from torchweave.ops.moe.routing import SCORES, route
 
 
 def by_kernel(logits, bias, top_k, **form):
@@ -30,6 +32,31 @@ def agree() -> None:
             assert at.equal(index), (form, at, index)
 
 
+def logits_of_16_bits_give_the_bits_of_float32() -> None:
+    """One reduction over keys of logit and expert against two over scores; here both add scores in one order."""
+    for dtype, (experts, top), score in itertools.product(
+        (torch.bfloat16, torch.float16), ((24, 3), (60, 4), (257, 8), (512, 10)), SCORES
+    ):
+        logits = (torch.randn(3, experts) * 3).to(dtype)
+        logits[1] = logits[1].round()  # few values, so many are equal
+        logits[:, ::5], logits[2, 1::3] = -0.0, -torch.inf
+        form = {"score": score, "renormalize": True, "scale": 1.5}
+        assert supports_logit_keys(logits, None, 1) and not supports_logit_keys(logits.float(), None, 1)
+        weights, index = by_kernel(logits, None, top, **form)
+        wide, right = by_kernel(logits.float(), None, top, **form)
+        assert index.equal(torch.sort(logits.float(), dim=1, descending=True, stable=True)[1][:, :top])
+        assert index.equal(right) and weights.equal(wide), (dtype, experts, score)
+
+
+def numbers_that_are_none_of_logits_of_16_bits() -> None:
+    logits = torch.tensor([[torch.nan] * 5, [1.0, torch.nan, 3.0, -torch.inf, 2.0]], dtype=torch.bfloat16)
+    weights, index = by_kernel(logits, None, 2, score="softmax")
+    assert index.tolist() == [[5, 5], [2, 4]] and bool(weights.isnan().all())
+    weights, index = by_kernel(logits, None, 4, score="sigmoid")
+    assert index.tolist() == [[5, 5, 5, 5], [2, 4, 0, 3]]
+    torch.testing.assert_close(weights[1], torch.tensor([3.0, 2.0, 1.0, -torch.inf]).sigmoid())
+
+
 def first_of_equals_and_nothing_out_of_range() -> None:
     logits = torch.tensor(
         [[1.0, 2.0, 2.0, 2.0, 0.0], [torch.nan] * 5, [-torch.inf, 3.0, -torch.inf, -torch.inf, -torch.inf]]
@@ -44,4 +71,6 @@ def first_of_equals_and_nothing_out_of_range() -> None:
 
 if __name__ == "__main__":
     agree()
+    logits_of_16_bits_give_the_bits_of_float32()
+    numbers_that_are_none_of_logits_of_16_bits()
     first_of_equals_and_nothing_out_of_range()

@@ -16,7 +16,7 @@ from tests.ops.moe.experts_cases import call_of, cases, expected
 from torchweave.models.weights.int_linear import MXFP4, NVFP4, IntScheme, quantize_int_weight
 from torchweave.ops.kernels.moe.packing import Packing
 from torchweave.ops.moe.experts import ExpertsCall
-from torchweave.ops.moe.fused_experts import GemmConfig, Rows, Tiles, choose, run
+from torchweave.ops.moe.fused_experts import GemmConfig, Rows, Tiles, choose, run, weight_format
 from torchweave.ops.moe.quantized_experts import quantized_experts
 from torchweave.ops.quant.int_linear import dequantize_int
 from torchweave.ops.quant.mxfp4 import quantize_mxfp4
@@ -132,24 +132,29 @@ def test_on_a_cpu(kind: str, tokens: int) -> None:
         torch.testing.assert_close(quantized_experts(*arguments(call)).double(), expected(plain), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.float8_e4m3fn])
-def test_rows_run_with_few_tokens_and_tiles_with_more(dtype: torch.dtype) -> None:
-    chosen = {
-        n: type(choose(n, 4, (32, 2880, 2880), torch.bfloat16, weight_dtype=dtype)) for n in (1, 2, 3, 4, 5, 8192)
-    }
-    few, four = Tiles if dtype == torch.int8 else Rows, Rows if dtype == torch.int32 else Tiles
+@pytest.mark.parametrize("weights", ["int4", "int8", "fp8"])
+def test_rows_run_with_few_tokens_and_tiles_with_more(weights: str) -> None:
+    chosen = {n: type(choose(n, 4, (32, 2880, 2880), torch.bfloat16, weights=weights)) for n in (1, 2, 3, 4, 5, 8192)}
+    few, four = Tiles if weights == "int8" else Rows, Rows if weights == "int4" else Tiles
     assert chosen == {1: few, 2: few, 3: four, 4: four, 5: Tiles, 8192: Tiles}
 
 
 def test_narrow_tiles_run_while_an_expert_has_few_tokens() -> None:
-    def block_m(tokens: int, dtype: torch.dtype) -> int:
-        strategy = choose(tokens, 8, (128, 2048, 768), torch.bfloat16, weight_dtype=dtype)
+    def block_m(tokens: int, weights: str) -> int:
+        strategy = choose(tokens, 8, (128, 2048, 768), torch.bfloat16, weights=weights)
         assert isinstance(strategy, Tiles)
         return strategy.block_m
 
-    assert [block_m(tokens, torch.int32) for tokens in (8, 64, 65)] == [8, 8, 16]
-    assert [block_m(tokens, torch.float8_e4m3fn) for tokens in (8, 64, 65)] == [8, 8, 16]
-    assert block_m(32, torch.int8) == 16
+    assert [block_m(tokens, "int4") for tokens in (8, 64, 65)] == [8, 8, 16]
+    assert [block_m(tokens, "fp8") for tokens in (8, 64, 65)] == [8, 8, 16]
+    assert block_m(32, "int8") == 16
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_formats_are_told_by_weights_and_scales(kind: str) -> None:
+    call, plain = packed(cases(1, **shapes(kind)[0]), kind)
+    assert weight_format(call) == kind.split("-")[0]
+    assert weight_format(plain) is None
 
 
 def test_opcheck() -> None:
@@ -239,7 +244,7 @@ def test_kernels_of_few_tokens_build_for_hopper(kind: str) -> None:
     from torchweave.ops.kernels.moe import experts_gemv, experts_tiles
 
     call, _ = packed(cases(1, **(GPT_OSS | {"width": 1408, "inner": 640, "dtype": torch.bfloat16})), kind)
-    strategy = choose(1, 4, (32, 2880, 2880), torch.bfloat16, weight_dtype=call.up.dtype)
+    strategy = choose(1, 4, (32, 2880, 2880), torch.bfloat16, weights=weight_format(call))
     names = (f"{name}_{side}_kernel" for name in ("rows", "words") for side in ("up", "down"))
     with recorded(experts_gemv, *names) as launches, recorded(experts_tiles, "combine_kernel"):
         run(call, strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,3 +47,18 @@ def test_kernel_builds_for_hopper(form: str) -> None:
     with recorded(routing, "route_kernel") as launches:
         routing.launch_route(logits, bias, weights, index, **PLAIN | given)
     assert "bar.sync" not in compile_for_hopper(launches[0]).asm["ptx"], "one warp a token has nobody to wait for"
+
+
+@pytest.mark.parametrize("experts", [512, 2048])
+def test_a_token_of_many_experts_is_one_warp_without_spills(experts: int, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded, spilled_bytes
+    from torchweave.ops.kernels.moe import routing
+
+    logits = torch.empty(4, experts, dtype=torch.bfloat16)
+    weights, index = torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(4, 8, dtype=torch.int64)
+    with recorded(routing, "route_kernel") as launches:
+        routing.launch_route(logits, None, weights, index, **PLAIN | {"score": "softmax", "renormalize": True})
+    compiled = compile_for_hopper(launches[0])
+    assert "bar.sync" not in compiled.asm["ptx"] and spilled_bytes(compiled, tmp_path) == 0
+    assert compiled.asm["ptx"].count("redux.sync") == 8, "one reduction of integers finds a logit and its expert"

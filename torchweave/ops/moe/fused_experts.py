@@ -85,15 +85,25 @@ class Grouped:
 
 Strategy = Rows | Tiles | Grouped
 
+FP8_FORMATS, WORD_FORMATS = ("fp8", "fp8_per_block"), ("int4", "mxfp4", "nvfp4")
 ROW_TOKENS, WORD_ROW_TOKENS = 2, 4
-_ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(2, 128, 4, 3), dependent=1)
+_ROW_WIDTH = 2048
+"""Inputs up to which an iteration of the first product of rows has all; a longer row takes several."""
+_ROWS = Rows(GemmConfig(1, 2048, 4, 1), GemmConfig(2, 128, 4, 2), dependent=1)
+_FP8_ROWS = Rows(GemmConfig(2, 2048, 4, 1), GemmConfig(4, 128, 4, 2), dependent=1)
+_WORD_ROWS = Rows(GemmConfig(4, 2048, 1, 1), GemmConfig(4, 4096, 4, 1), dependent=1)
+_MXFP4_ROWS = Rows(GemmConfig(4, 2048, 2, 1), GemmConfig(4, 2048, 2, 1), dependent=1)
+_NVFP4_ROWS = replace(_WORD_ROWS, up=_MXFP4_ROWS.up)
 _SHARED_ROWS = Rows(GemmConfig(1, 2048, 4, 1), GemmConfig(4, 128, 4, 2), dependent=1, early=True)
 """Qwen 3.5 35B on an H100, one token: 20.5 us, against 21.3 with (2, 2048) and (2, 128)
 (bench/results/experts-qwen3.5-shared_h100_202611.json)."""
-_FP8_ROWS = Rows(GemmConfig(4, 1024, 4, 2), GemmConfig(4, 128, 4, 2), dependent=1)
-_WORD_ROWS = Rows(GemmConfig(4, 2048, 1, 1), GemmConfig(4, 4096, 4, 1), dependent=1)
-_LONG_WORD_ROWS = Rows(GemmConfig(1, 1024, 1, 1), GemmConfig(4, 4096, 4, 1), dependent=1)
-"""Of more inputs than an iteration of `_WORD_ROWS` has."""
+_LONG_UP, _LONG_FP8_UP, _LONG_WORD_UP = GemmConfig(2, 2048, 4, 1), GemmConfig(4, 1024, 2, 2), GemmConfig(2, 1024, 1, 1)
+"""First products of more inputs than `_ROW_WIDTH`."""
+_BLOCK_FP8_UP = GemmConfig(4, 1024, 4, 2)
+_SHORT_DOWN, _LONG_DOWN = GemmConfig(2, 128, 2, 3), GemmConfig(2, 128, 4, 3)
+"""Second products in 16 bits of up to 512 inputs, and of more than 768."""
+_TWO_ITERATIONS_DOWN = GemmConfig(4, 4096, 2, 1)
+"""Second products of integers where all experts of a token have more than one iteration's inputs and at most two."""
 _TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4), dependent=True)
 _FP8_TILES = Tiles(GemmConfig(32, 128, 4, 4), GemmConfig(64, 64, 4, 5), dependent=True)
 _LONG_WORD_TILES = Tiles(GemmConfig(64, 128, 4, 3), GemmConfig(64, 128, 4, 4), dependent=True)
@@ -110,16 +120,26 @@ _NARROW_PAIRS, _FEW_PAIRS, _MORE_PAIRS = 4, 8, 32
 """Pairs of token and expert for each expert, up to which its tokens fill one narrow tile, or reading weights dominates."""
 
 
+def weight_format(call: ExpertsCall) -> str | None:
+    """The format of a call's weights: fp8, fp8_per_block, int8, int4, mxfp4 or nvfp4; None: not quantized."""
+    scale = call.up_scale
+    if scale is None:
+        return None
+    if call.up.dtype == FP8:
+        return "fp8" if scale.shape[2] == 1 else "fp8_per_block"
+    return "int8" if call.up.dtype == torch.int8 else {torch.uint8: "mxfp4", FP8: "nvfp4"}.get(scale.dtype, "int4")
+
+
 def choose(
     num_tokens: int,
     top_k: int,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     transposed: bool = False,
-    weight_dtype: torch.dtype | None = None,
+    weights: str | None = None,
     shared: bool = False,
 ) -> Strategy:
-    """The strategy for a number of tokens and routed experts of `shape`: their number, K and I; weight_dtype: of quantized weights;
+    """The strategy for a number of tokens and routed experts of `shape`: their number, K and I; weights: their `weight_format`;
     shared: a shared expert runs with them.
 
     Rows where a weight is used once or twice; narrow tiles while an expert's tokens do not fill one, wider tiles while reading
@@ -129,25 +149,41 @@ def choose(
     gpt-oss-20b in MXFP4 43.1 against 66.8 (experts-fp8, -int4 and -mxfp4 there). Since decision 0210 4 bits take 12.8 at one token,
     and at four 40 against 51 in tiles (74 against 71 at eight); gpt-oss-20b 33.4, and 117 against 133 (226 against 181).
     Narrow tiles (decision 0218) at 32 tokens: 112 against 134 in 4 bits, 186 against 207 in FP8; gpt-oss-20b 225 against 258, but
-    327 against 273 at 64.
+    327 against 273 at 64. Tiles of rows by format (decision 0182) take 0.1 to 3.0 us a layer less at one token.
     """
     num_experts, width, inner = shape
-    words, long = weight_dtype == torch.int32, width > _WORD_ROWS.up.block_k
-    if num_tokens <= (WORD_ROW_TOKENS if words else ROW_TOKENS) and not transposed and weight_dtype != torch.int8:
-        if words:
-            return _LONG_WORD_ROWS if long else _WORD_ROWS
-        return _FP8_ROWS if weight_dtype is not None else _SHARED_ROWS if shared else _ROWS
-    if num_tokens * top_k <= _NARROW_PAIRS * num_experts and (words or weight_dtype == FP8):
-        return _NARROW_FP8_TILES if not words else _LONG_NARROW_TILES if long else _NARROW_TILES
+    words, fp8, long = weights in WORD_FORMATS, weights in FP8_FORMATS, width > _ROW_WIDTH
+    if num_tokens <= (WORD_ROW_TOKENS if words else ROW_TOKENS) and not transposed and weights != "int8":
+        return _rows_for(num_tokens, top_k, width, inner, weights, shared)
+    if num_tokens * top_k <= _NARROW_PAIRS * num_experts and (words or fp8):
+        return _NARROW_FP8_TILES if fp8 else _LONG_NARROW_TILES if long else _NARROW_TILES
     if num_tokens * top_k <= _FEW_PAIRS * num_experts:
-        return _FP8_TILES if weight_dtype == FP8 else _LONG_WORD_TILES if words and long else _TILES
+        return _FP8_TILES if fp8 else _LONG_WORD_TILES if words and long else _TILES
     if num_tokens * top_k <= _MORE_PAIRS * num_experts and dtype.itemsize == 2:
         return _MIDDLE_TILES
-    if weight_dtype is not None:
-        return _WIDE_FP8_TILES if weight_dtype == FP8 else _WIDE_WORD_TILES
+    if weights is not None:
+        return _WIDE_FP8_TILES if fp8 else _WIDE_WORD_TILES
     if width % 8 == 0 and inner % 8 == 0:
         return _GROUPED
     return _WIDE_TILES
+
+
+def _rows_for(num_tokens: int, top_k: int, width: int, inner: int, weights: str | None, shared: bool) -> Rows:
+    """Rows by format and sizes as measured (decision 0182); a size between two measured ones has the tiles of the larger."""
+    long = width > _ROW_WIDTH
+    if weights is None:
+        if shared:
+            return _SHARED_ROWS
+        down = _SHORT_DOWN if inner <= 512 else _ROWS.down if inner <= 768 else _LONG_DOWN
+        return replace(_ROWS, up=_LONG_UP if long else _ROWS.up, down=down)
+    if weights in FP8_FORMATS:
+        up = _BLOCK_FP8_UP if weights == "fp8_per_block" else _LONG_FP8_UP if long else _FP8_ROWS.up
+        return replace(_FP8_ROWS, up=up)
+    rows = _MXFP4_ROWS if weights == "mxfp4" else _NVFP4_ROWS if weights == "nvfp4" else _WORD_ROWS
+    inputs = top_k * -(-inner // 128) * 128  # of the words of a token's experts
+    if weights == "int4" and num_tokens <= ROW_TOKENS and 1 < inputs / rows.down.block_k <= 2:
+        rows = replace(rows, down=_TWO_ITERATIONS_DOWN)
+    return replace(rows, up=_LONG_WORD_UP) if long else rows
 
 
 def run(call: ExpertsCall, strategy: Strategy | None = None, workspace: int = WORKSPACE_BYTES) -> None:
@@ -157,9 +193,8 @@ def run(call: ExpertsCall, strategy: Strategy | None = None, workspace: int = WO
     call = _with_contiguous_rows(call)
     if strategy is None:
         shape = (call.num_experts - call.shared, call.x.shape[1], call.inner)
-        weight_dtype = None if call.up_scale is None else call.up.dtype
-        top_k = call.top_k - call.shared
-        strategy = choose(call.num_tokens, top_k, shape, call.x.dtype, call.form.transposed, weight_dtype, call.shared)
+        top_k, weights = call.top_k - call.shared, weight_format(call)
+        strategy = choose(call.num_tokens, top_k, shape, call.x.dtype, call.form.transposed, weights, call.shared)
         strategy = _supported_strategy(strategy, call)
     size = tokens_per_chunk(call, strategy, workspace)
     for begin in range(0, call.num_tokens, size):

@@ -57,7 +57,10 @@ def route(
         shared: append a column, so that both results are `[T, k + 1]`: expert E, which every token has, of weight 1, or of the
             sigmoid of shared_gate `[T, 1]`, which is rounded to that dtype first.
 
-    Among equal scores the kernel takes the smaller expert index. `torch.topk`, and so the reference, does not specify it.
+    Among equal scores the kernel takes the smaller expert index. `torch.topk`, and so the reference, does not specify it. Logits in
+    16 bits, without bias and groups, are compared themselves: of different logits whose scores are equal in float32 the kernel
+    takes the larger. A NaN among such logits under softmax makes the token's weights NaN, as in torch; other NaN scores are not
+    chosen, and in place of a missing expert the index is E.
     """
     assert score in SCORES, f"score {score!r}: expected one of {SCORES}"
     if logits.is_cuda and logits.shape[1] <= MAX_EXPERTS and logits.stride(1) == 1:

@@ -184,25 +184,23 @@ def _attend_new_token(
 
 
 @triton.jit
-def _keys_of_split(first_visible, position, has_keys, split, num_splits, min_tiles, BLOCK_N: tl.constexpr):
-    """Cached keys `[begin, end)` of a split, none unless `has_keys`, and the number of splits that have some, 1 at least."""
+def _keys_of_split(first_visible, position, split, num_splits, min_tiles, BLOCK_N: tl.constexpr):
+    """Cached keys `[begin, end)` of a split, and the number of splits that have some, 1 at least."""
     base = first_visible // BLOCK_N * BLOCK_N
     tiles = tl.cdiv(position - base, BLOCK_N)
     # Combining costs as much as a few tiles: a short context is not split.
     tiles_per_split = tl.where(tiles <= min_tiles, tl.maximum(tiles, 1), tl.cdiv(tiles, num_splits))
     used_splits = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
     begin = base + split * tiles_per_split * BLOCK_N
-    return begin, tl.minimum(begin + tiles_per_split * BLOCK_N, tl.where(has_keys, position, 0)), used_splits
+    return begin, tl.minimum(begin + tiles_per_split * BLOCK_N, position), used_splits
 
 
 @triton.jit
-def _prefetch_tile(
-    cache, key_slots, head, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """Bring the keys or values of a tile into the L2 cache, before the wait."""
+def _prefetch_tile(cache, rows, DIM: tl.constexpr, PAD: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Bring rows of a cache of keys or values into the L2 cache, before the wait."""
     LINE: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
     lines = tl.minimum(tl.arange(0, (PAD + LINE - 1) // LINE) * LINE, DIM - 1)
-    pdl_prefetch(cache + (key_slots * KV_HEADS + head)[:, None] * DIM + lines[None, :], DEPENDENT)
+    pdl_prefetch(cache + rows[:, None] * DIM + lines[None, :], DEPENDENT)
 
 
 @triton.jit
@@ -277,16 +275,16 @@ def paged_decode(
         start = tl.load(query_start + row, cache_modifier=".cg")
         has_one_token = tl.load(query_start + row + 1, cache_modifier=".cg") - start == 1
         token = start.to(tl.int64)
-    position = length - 1  # of the new token; the cache holds the keys before it
-    first_visible = first_visible_key(position, window, chunk)
     has_keys = has_one_token & (slot >= 0)
-    begin, end, used_splits = _keys_of_split(first_visible, position, has_keys, split, num_splits, min_tiles, BLOCK_N)
+    position = tl.where(has_keys, length, 1) - 1  # of the new token; the cache holds the keys before it
+    first_visible = first_visible_key(position, window, chunk)
+    begin, end, used_splits = _keys_of_split(first_visible, position, split, num_splits, min_tiles, BLOCK_N)
     table_row = block_table + slot * table_stride
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N, True)
     if begin < end:
-        key_slots = cache_slots(blocks, begin, BLOCK_SIZE, BLOCK_N)
-        _prefetch_tile(k_cache, key_slots, head, KV_HEADS, HEAD_DIM, HEAD_PAD, DEPENDENT)
-        _prefetch_tile(v_cache, key_slots, head, KV_HEADS, VALUE_DIM, VALUE_PAD, DEPENDENT)
+        key_rows = cache_slots(blocks, begin, BLOCK_SIZE, BLOCK_N) * KV_HEADS + head
+        _prefetch_tile(k_cache, key_rows, HEAD_DIM, HEAD_PAD, DEPENDENT)
+        _prefetch_tile(v_cache, key_rows, VALUE_DIM, VALUE_PAD, DEPENDENT)
     pdl_wait(DEPENDENT)
     if not has_one_token:
         return
