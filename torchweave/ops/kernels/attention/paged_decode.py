@@ -22,6 +22,8 @@ from torchweave.ops.kernels.quant.fp8_quant import FP8_MAX, MIN_AMAX
 from torchweave.ops.kernels.rope import load_heads_with_rope
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+PREFETCH_MAX_ROWS = tl.constexpr(8)
+"""Up to this many rows, whose programs run at once, prefetches were measured (decision 0052)."""
 LOWEST = tl.constexpr(-1.0e30)
 """Start of a running maximum: finite, so that rows without a visible key do not compute inf - inf."""
 
@@ -44,12 +46,12 @@ def load_blocks(table_row, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
     """Blocks of the keys of the tile that begins at `tile`: a scalar if a tile lies within a block, else one per key. Loops
     load them one tile ahead: an address that waits for a load would halve the depth of the pipeline.
     PAST_L1: do not keep them in L1."""
-    CACHE: tl.constexpr = ".cg" if PAST_L1 else ""
     if BLOCK_SIZE % BLOCK_N == 0:
-        return tl.load(table_row + tile // BLOCK_SIZE, mask=tile < end, other=0, cache_modifier=CACHE)
-    else:  # noqa: RET505 (Triton compiles only the branch that is taken when there are two)
+        places, mask = table_row + tile // BLOCK_SIZE, tile < end
+    else:
         keys = tile + tl.arange(0, BLOCK_N)
-        return tl.load(table_row + keys // BLOCK_SIZE, mask=keys < end, other=0, cache_modifier=CACHE)
+        places, mask = table_row + keys // BLOCK_SIZE, keys < end
+    return tl.load(places, mask=mask, other=0, cache_modifier=".cg" if PAST_L1 else "")
 
 
 @triton.jit
@@ -281,15 +283,14 @@ def paged_decode(
     begin, end, used_splits = _keys_of_split(first_visible, position, split, num_splits, min_tiles, BLOCK_N)
     table_row = block_table + slot * table_stride
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N, True)
-    if begin < end:
+    if (begin < end) & (tl.num_programs(2) <= PREFETCH_MAX_ROWS):
         key_rows = cache_slots(blocks, begin, BLOCK_SIZE, BLOCK_N) * KV_HEADS + head
         _prefetch_tile(k_cache, key_rows, HEAD_DIM, HEAD_PAD, DEPENDENT)
         _prefetch_tile(v_cache, key_rows, VALUE_DIM, VALUE_PAD, DEPENDENT)
     pdl_wait(DEPENDENT)
     if not has_one_token:
         return
-    group = tl.arange(0, GROUP_PAD)
-    value_dim = tl.arange(0, VALUE_PAD)
+    group, value_dim = tl.arange(0, GROUP_PAD), tl.arange(0, VALUE_PAD)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     query_head = head * GROUP + group
     if slot < 0:
