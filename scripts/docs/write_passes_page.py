@@ -191,7 +191,7 @@ def _measured(each: Pass) -> list[str]:
     ):
         groups.setdefault((row.what, row.source), []).append(row)
     if not groups:
-        return ["", "Measured: not yet."]
+        return ["", "No result of whole engines with and without it."]
     lines = [
         "",
         "| measured | tokens | without, us | with, us | without / with | gain | source |",

@@ -23,7 +23,7 @@ from torchweave.ops.kernels.rope import load_heads_with_rope
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PREFETCH_MAX_ROWS = tl.constexpr(8)
-"""Up to this many rows, whose programs run at once, prefetches were measured (decision 0052)."""
+"""Most rows with prefetched keys: programs that start after others have ended hide nothing by it (decision 0052)."""
 LOWEST = tl.constexpr(-1.0e30)
 """Start of a running maximum: finite, so that rows without a visible key do not compute inf - inf."""
 
