@@ -13,6 +13,9 @@ from torchweave.compiler.ir.graph import CapturedGraph, FakeGraph, same_geometry
 from torchweave.compiler.ir.mutation import mutated_args
 from torchweave.compiler.ir.symbols import value
 
+VIEWS = frozenset({"unsqueeze", "squeeze", "reshape", "view", "flatten", "contiguous"})
+"""Methods of tensors that keep the order of elements."""
+
 
 def insert(graph: FakeGraph, before: fx.Node, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Insert the operations of `function(*arguments)` before a node; return the function's result as nodes.
@@ -145,3 +148,12 @@ def erase(graph: FakeGraph, nodes: Sequence[fx.Node]) -> int:
             graph.graph.erase_node(node)
             num_erased += 1
     return num_erased
+
+
+def single_reader(out: fx.Node, writer: fx.Node) -> fx.Node | None:
+    """The only reader of `out` besides its writer, past order-preserving views; None if several calls read it."""
+    node, users = out, [user for user in out.users if user is not writer]
+    while len(users) == 1 and users[0].op == "call_method" and users[0].target in VIEWS and users[0].args[0] is node:
+        node = users[0]
+        users = list(node.users)
+    return users[0] if len(users) == 1 else None

@@ -179,7 +179,7 @@ def tanh(y: Tensor, gate: Tensor) -> Tensor:
         (written, True, "writes to its gate"),
         (from_the_result, False, "its gate is computed behind attention"),
         (rows_of_heads, False, "which is not by heads"),
-        (tanh, False, "other numbers than a sigmoid"),
+        (tanh, False, "not a sigmoid"),
     ],
 )
 def test_near_misses_are_left_alone(gated: Any, by_heads: bool, why: str | None) -> None:

@@ -25,11 +25,11 @@ from torchweave.compiler.ir.graph import CapturedGraph, update_fake_values
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import calls_of
 from torchweave.compiler.passes.base import GraphPass, NearMiss, PassResult
+from torchweave.compiler.passes.rewrite import single_reader
 from torchweave.compiler.passes.torch_ir.merge_fp8_linears import QUANT
 from torchweave.ops.quant.fp8 import FP8, GROUP
 
 _ATTENTION = torch.ops.torchweave.attention.default
-VIEWS = frozenset({"unsqueeze", "squeeze", "reshape", "view", "flatten", "contiguous"})
 _ATTENTION_FP8 = torch.ops.torchweave.attention_fp8.default
 _NAMES = [argument.name for argument in _ATTENTION._schema.arguments]
 
@@ -57,15 +57,6 @@ class Fp8Attention(GraphPass):
                 near_misses.append(NearMiss(node.name, why))
         graph.drop_unused_constants()
         return PassResult(matches, matches, tuple(near_misses))
-
-
-def single_reader(out: fx.Node, attention: fx.Node) -> fx.Node | None:
-    """The only reader of `out` behind attention, past order-preserving views; None if several calls read it."""
-    node, users = out, [user for user in out.users if user is not attention]
-    while len(users) == 1 and users[0].op == "call_method" and users[0].target in VIEWS and users[0].args[0] is node:
-        node = users[0]
-        users = list(node.users)
-    return users[0] if len(users) == 1 else None
 
 
 def _reject_reason(graph: CapturedGraph, out: fx.Node, group: int, given: Any) -> str | None:

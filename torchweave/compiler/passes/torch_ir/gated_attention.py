@@ -29,8 +29,7 @@ from torchweave.compiler.ir.mutation import mutated_args, storage_id
 from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import calls_of
 from torchweave.compiler.passes.base import DevicePass, PassResult, near_misses_by_reason
-from torchweave.compiler.passes.rewrite import erase
-from torchweave.compiler.passes.torch_ir.fp8_attention import VIEWS, single_reader
+from torchweave.compiler.passes.rewrite import VIEWS, erase, single_reader
 
 _ATTENTION = torch.ops.torchweave.attention.default
 _NAMES = [argument.name for argument in _ATTENTION._schema.arguments]
@@ -66,7 +65,7 @@ def _rewrite(graph: CapturedGraph, attention: fx.Node, arguments: list[Any]) -> 
     if sigmoid.target not in _SIGMOID:
         x, sigmoid = sigmoid, x
     if sigmoid.target not in _SIGMOID or len(sigmoid.users) > 1:
-        return 0, "its result is multiplied by other numbers than a sigmoid that nothing else reads"
+        return 0, "its result is multiplied by a tensor that is not a sigmoid, or whose sigmoid has other readers"
     (gate,) = sigmoid.all_input_nodes
     source, views = _before_views(gate, _shape(out)[1:])
     why = _reject_reason(out, x, gate, product) or _moved_read_error(source, attention, product)

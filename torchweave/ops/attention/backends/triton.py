@@ -220,9 +220,9 @@ class TritonStep:
             return
         assert call.out.is_contiguous(), "attention writes into a contiguous tensor"
         rotary = call.rotary
-        q, k, v = (_dense(x) for x in (call.q, call.k, call.v))
-        if call.gate is not None:
-            call = replace(call, gate=_dense(call.gate))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+        if call.gate is not None and call.gate.stride(-1) != 1:
+            call = replace(call, gate=call.gate.contiguous())
         if meta.decode_only:
             self._decode(call, rotary, q, k, v, cache)
             return
@@ -313,11 +313,6 @@ class TritonStep:
             LOOKAHEAD=meta.lookahead is not None, GATED=call.gate is not None,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x, or a copy of it, whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _padded_splits(splits: int) -> int:
