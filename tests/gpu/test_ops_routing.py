@@ -46,7 +46,7 @@ def test_equal_scores_take_the_first_expert_and_every_token_gets_distinct_ones()
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("score", SCORES)
-def test_logits_of_16_bits_choose_as_the_same_logits_in_float32(score: str, dtype: torch.dtype) -> None:
+def test_16_bit_logits_choose_the_experts_of_float32(score: str, dtype: torch.dtype) -> None:
     """A key of a logit and its expert chooses what two reductions over float32 do, among negative zeros and equal logits.
 
     The two kernels add scores in different orders, so float32 weights differ by some 1e-7 of their size, and weights that are

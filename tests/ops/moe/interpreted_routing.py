@@ -32,7 +32,7 @@ def agree() -> None:
             assert at.equal(index), (form, at, index)
 
 
-def logits_of_16_bits_give_the_bits_of_float32() -> None:
+def routing_of_16_bit_logits_equals_float32() -> None:
     """One reduction over keys of logit and expert against two over scores; here both add scores in one order."""
     for dtype, (experts, top), score in itertools.product(
         (torch.bfloat16, torch.float16), ((24, 3), (60, 4), (257, 8), (512, 10)), SCORES
@@ -48,7 +48,7 @@ def logits_of_16_bits_give_the_bits_of_float32() -> None:
         assert index.equal(right) and weights.equal(wide), (dtype, experts, score)
 
 
-def numbers_that_are_none_of_logits_of_16_bits() -> None:
+def nans_among_16_bit_logits() -> None:
     logits = torch.tensor([[torch.nan] * 5, [1.0, torch.nan, 3.0, -torch.inf, 2.0]], dtype=torch.bfloat16)
     weights, index = by_kernel(logits, None, 2, score="softmax")
     assert index.tolist() == [[5, 5], [2, 4]] and bool(weights.isnan().all())
@@ -71,6 +71,6 @@ def first_of_equals_and_nothing_out_of_range() -> None:
 
 if __name__ == "__main__":
     agree()
-    logits_of_16_bits_give_the_bits_of_float32()
-    numbers_that_are_none_of_logits_of_16_bits()
+    routing_of_16_bit_logits_equals_float32()
+    nans_among_16_bit_logits()
     first_of_equals_and_nothing_out_of_range()

@@ -151,7 +151,7 @@ def test_narrow_tiles_run_while_an_expert_has_few_tokens() -> None:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_formats_are_told_by_weights_and_scales(kind: str) -> None:
+def test_weight_format_follows_from_dtype_and_scale(kind: str) -> None:
     call, plain = packed(cases(1, **shapes(kind)[0]), kind)
     assert weight_format(call) == kind.split("-")[0]
     assert weight_format(plain) is None

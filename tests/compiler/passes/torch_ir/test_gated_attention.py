@@ -192,7 +192,7 @@ def test_near_misses_are_left_alone(gated: Any, by_heads: bool, why: str | None)
     assert compiled_graph(call_op, given["x"]).equal(layer(given["x"]))
 
 
-def test_gated_attention_is_for_devices_whose_kernels_multiply() -> None:
+def test_gated_attention_runs_on_gpus_only() -> None:
     graph = capture(Layer().requires_grad_(False), {"x": torch.randn(9, 32).bfloat16()}, DYNAMIC, "backed")
     assert GatedAttention().run(graph) == PassResult()
 
