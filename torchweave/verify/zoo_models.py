@@ -441,7 +441,7 @@ MODELS: tuple[ZooModel, ...] = (
     }),
     ZooModel("inkling_text", _INKLING | {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_shared_experts": 1}),
     ZooModel("inkling2_text", _INKLING | {
-        "unpadded_vocab_size": 250, "log_scaling_n_floor": 16, "n_layers_per_attn_res_block": 2,
+        "vocab_size": VOCAB + 8, "unpadded_vocab_size": VOCAB, "log_scaling_n_floor": 16, "n_layers_per_attn_res_block": 2,
     }),
     ZooModel("deepseek_v4-sliding", _DEEPSEEK_V4 | _SLIDING, base="deepseek_v4"),
     # The text parts of models of several modalities.
