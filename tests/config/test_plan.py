@@ -62,7 +62,7 @@ def test_defaults_on_a_gpu():
     assert (plan.dtype, plan.max_batch_size, plan.max_num_tokens, plan.max_model_len) == ("bfloat16", 512, 8192, 4096)
     assert (plan.attention_backend, plan.block_size, plan.device) == ("triton", 16, "cuda:0")
     assert plan.token_buckets == DEFAULT_TOKEN_BUCKETS
-    assert plan.batch_sizes[:5] == (1, 2, 4, 8, 16) and plan.batch_sizes[-2:] == (448, 512)
+    assert plan.batch_sizes[:5] == (1, 2, 4, 8, 16) and plan.batch_sizes[-2:] == (384, 512)
     assert plan.decode_graphs and plan.piecewise_graphs and plan.full_mixed_graphs and plan.inductor and plan.fullgraph
 
 
@@ -136,7 +136,7 @@ def test_graphs_of_the_encoder_need_a_gpu():
 def test_default_batch_sizes_follow_the_rule(largest: int):
     sizes = default_batch_sizes(largest)
     assert sizes[-1] == largest and list(sizes) == sorted(set(sizes)) and min(sizes) == 1
-    rule = {1, 2, 4} | set(range(8, 129, 8)) | set(range(128, 2048, 64)) | {largest}
+    rule = {1, 2, 4} | set(range(8, 129, 8)) | set(range(128, 385, 64)) | set(range(384, 2048, 128)) | {largest}
     assert set(sizes) == {size for size in rule if size <= largest}
 
 

@@ -107,7 +107,7 @@ class CudaGraphConfig:
     Attributes:
         enable_padding: pad a decode batch to the next recorded size. Off: replay exact sizes only.
         max_batch_size: largest batch size to record. 0: the engine's `max_batch_size`; negative: none.
-        batch_sizes: batch sizes to record. None: 1, 2, 4, steps of 8 to 128, steps of 64 above, and the maximum.
+        batch_sizes: batch sizes to record. None: 1, 2, 4, steps of 8 to 128, of 64 to 384, of 128 above, and the maximum.
         capture_mixed: record mixed steps as whole-step graphs too, if the attention backend supports it.
         max_encoder_graphs: most sizes of images for which the image encoder is recorded. 0: none. vLLM: `cudagraph_mm_encoder`.
     """

@@ -32,8 +32,12 @@ def default_token_buckets(largest: int, hidden_size: int | None, num_ranks: int 
 
 
 def default_batch_sizes(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, steps of 8 to 128, steps of 64 above, and the largest."""
-    sizes = {1, 2, 4, *range(8, 129, 8), *range(192, largest + 1, 64), largest}
+    """1, 2, 4, steps of 8 to 128, of 64 to 384, of 128 above, and the largest.
+
+    The BLAS multiplies 448 rows no faster than 512: a layer's products take 428 and 297 us (Llama 8B), 155 and 146 (3B), 100 and
+    104 (1B) on an H100.
+    """
+    sizes = {1, 2, 4, *range(8, 129, 8), *range(192, 385, 64), *range(512, largest + 1, 128), largest}
     return tuple(sorted(size for size in sizes if size <= largest))
 
 
