@@ -62,7 +62,7 @@ MIXED = (64, 128, 256, 384, 512, 1024, 2048)
 """Tokens of a mixed step: MIXED_ROWS decode rows with MIXED_CONTEXT tokens; the others are the second half of a prompt."""
 MIXED_ROWS, MIXED_CONTEXT = 48, 640
 DECODE_CONFIGS = (
-    DecodeConfig(64, 4, 3, 2, 1),
+    DecodeConfig(64, 4, 3, 1, 4),
     DecodeConfig(64, 4, 3, 2, 2),
     DecodeConfig(64, 4, 3, 2, 4),
     DecodeConfig(64, 4, 3, 2, 8),
@@ -209,11 +209,11 @@ def decode_results(
 ) -> Iterator[dict[str, Any]]:
     """One result per heads, batch, context and configuration."""
     for model, spec in heads.items():
-        chosen = default_decode_config(spec.head_dim, torch.bfloat16)
         others = WIDE_DECODE_CONFIGS if spec.head_dim > 128 else DECODE_CONFIGS
-        configs = [chosen] if defaults else list(dict.fromkeys((chosen, *others)))
         for context in CONTEXTS:
             for batch in batches:
+                chosen = default_decode_config(spec.head_dim, torch.bfloat16, torch.bfloat16, batch)
+                configs = [chosen] if defaults else list(dict.fromkeys((chosen, *others)))
                 kv_bytes = batch * context * spec.bytes_per_token(torch.bfloat16)
                 layers = max(2, min(48, COLD_BYTES // kv_bytes))
                 bench = make(spec, [(1, context)] * batch, block_size, layers)

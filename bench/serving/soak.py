@@ -199,10 +199,12 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 
     async def look() -> dict[str, Any]:
         live = json.loads((await http.get("/live"))[1])
+        by_process = memory(args.pid)
         series.append(
             {
                 "seconds": round(time.monotonic() - begin, 1),
-                "memory_mib": round(sum(memory(args.pid).values()), 1),
+                "memory_mib": round(sum(by_process.values()), 1),
+                "processes_mib": list(by_process.values()),
                 "gpu_mib": gpu_memory(),
                 "open": live["requests"]["open"],
                 "blocks_used": live["blocks"]["used"],

@@ -92,6 +92,7 @@ def variants() -> dict[str, tuple]:
     sinks = CASES["mixed_sinks"]
     return {
         "multiply_and_sum": (decode, dataclasses.replace(DECODE, dot=False)),
+        "more_splits_than_loads": (Case(((1, 250), (1, 90)), LayerSpec(1, 32, 400, 5)),),
         "one_split": (decode, dataclasses.replace(DECODE, programs_per_sm=1)),
         "tile_over_blocks": (mixed, DecodeConfig(block_n=32, min_tiles=1), PrefillConfig(32, 32)),
         "tile_within_block": (dataclasses.replace(mixed, block_size=64), DECODE, PREFILL),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.ops.interpreted import run_interpreted
 
 pytest.importorskip("triton")
 
-from tests.ops.cross_compile import compile_for_hopper, recorded
+from tests.ops.cross_compile import compile_for_hopper, recorded, spilled_bytes
 from torchweave.ops.attention.backends import triton as attention_triton
 from torchweave.ops.attention.backends.fa3 import unsupported_reason
 from torchweave.ops.attention.backends.triton import (
@@ -75,7 +76,7 @@ BUILT = {
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_kernels_build_for_hopper(name: str) -> None:
+def test_kernels_build_for_hopper(name: str, tmp_path: Path) -> None:
     spec, dtype, block_size = BUILT[name]
     spans = ((1, 1, 65),) if spec.lookahead else ()
     mixed = Case(MIXED, spec, block_size, dtype=dtype, spans=spans)
@@ -85,6 +86,8 @@ def test_kernels_build_for_hopper(name: str) -> None:
     for launch in (*found, of_many_tokens):
         kernel = compile_for_hopper(launch)
         assert kernel.metadata.shared <= HOPPER_SMEM, f"{launch.kernel.fn.__name__} takes too much shared memory"
+        if launch.kernel.fn.__name__ == "paged_decode" and dtype != torch.float32:
+            assert spilled_bytes(kernel, tmp_path) == 0
         if launch.kernel.fn.__name__ == "paged_prefill" and dtype != torch.float32:
             assert "wgmma" in kernel.asm["ptx"], "the prefill kernel does not use the tensor cores of Hopper"
             sass = kernel.asm["sass"]
@@ -148,12 +151,13 @@ def test_only_what_earlier_kernels_wrote_is_read_before_the_wait(rows: tuple[tup
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "max_len"), [(1, 8, 8192), (1, 1, 100), (32, 8, 8192), (256, 8, 8192), (1, 200, 64)]
+    ("rows", "kv_heads", "max_len"),
+    [(1, 8, 8192), (1, 1, 100), (5, 8, 8192), (32, 8, 8192), (256, 8, 8192), (1, 200, 64)],
 )
 def test_splits_fit_the_workspace(rows: int, kv_heads: int, max_len: int) -> None:
     backend = TritonBackend(torch.device("cpu"), num_sms=132)
-    config = default_decode_config(64, torch.bfloat16)
-    splits = backend.num_splits(config, rows, kv_heads, max_len)
+    config = default_decode_config(64, torch.bfloat16, torch.bfloat16, rows)
+    splits = backend.num_splits(config, rows, kv_heads, max_len, 4 * 64)
     assert 1 <= splits <= MAX_SPLITS
     assert splits & (splits - 1) == 0, "each other number would be another kernel to build"
     if splits > 1:

@@ -35,8 +35,12 @@ from torchweave.ops.quant.fp8 import GROUP
 from torchweave.ops.rope import Rotary
 from torchweave.utils.cuda_streams import side_stream
 
-MAX_SPLITS = 64
-SEPARATE_ROPE_MAX_ROWS = 4
+MAX_SPLITS = 32
+MAX_COMBINED = 1 << 15
+"""Most numbers of the partial results that a program combines: more take longer than the splits save."""
+COMBINED_PER_WARP = 1 << 12
+"""Numbers of partial results that a warp loads at once."""
+FEW_ROWS = 4
 """Up to this many rows a separate rotary kernel, which overlaps under dependent launch, is faster than a longer decode kernel:
 Llama 1B on an H100 at one row 1.007 against 1.074 ms a token, 8B equal; at 8 rows 1.206 against 1.199."""
 
@@ -50,8 +54,7 @@ class DecodeConfig:
         num_warps: of a program.
         num_stages: depth of the software pipeline.
         programs_per_sm: target number of programs when splitting the context; more splits cost more combining.
-        min_tiles: largest context, in tiles, that is not split: combining costs as much (4.9 against 7.8 us a layer at 192
-            keys and batch 1 on an H100; with heads of 256 8.9 against 15.5 at 192, and 12.8 against 15.7 at 320).
+        min_tiles: largest context, in tiles, that is not split: combining costs as much.
         dot: scores by matrix product, the query heads padded to 16; else by multiply and sum, for small groups.
         dependent: programmatic dependent launch (`kernels/dependent_launch.py`), which lets the next kernel start 1: at once;
             2: at the end; 0: off, for GPUs without it.
@@ -76,13 +79,20 @@ class PrefillConfig:
     num_stages: int = 3
 
 
-def default_decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """Configuration that fits in shared memory and registers; `bench/kernels/attention.py` compares the alternatives."""
+def default_decode_config(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, num_rows: int) -> DecodeConfig:
+    """Configuration for a step of `num_rows` rows that fits in shared memory and registers.
+
+    Measured in bench/results/attention-splits_h100_202611.md: by whole layers for heads of 64 and 128, and for those of 256 by
+    `bench/kernels/attention.py`. An FP8 cache takes more programs, since each converts what it reads.
+    """
+    few = num_rows <= FEW_ROWS
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_stages=2)
     if head_dim > 128:
-        return DecodeConfig(block_n=32, num_stages=2, min_tiles=12)
-    return DecodeConfig()
+        return DecodeConfig(
+            block_n=32, num_stages=3 if head_dim <= 256 else 2, programs_per_sm=1, min_tiles=4 if few else 8
+        )
+    return DecodeConfig(programs_per_sm=1 if few and cache_dtype.itemsize > 1 else 2)
 
 
 def default_prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> PrefillConfig:
@@ -154,11 +164,12 @@ class TritonBackend:
         """See `AttentionBackend.begin`; nothing is launched or read."""
         return TritonStep(self, meta)
 
-    def decode_config(self, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-        """The decode configuration: the given one, or the default with dependent launch."""
+    def decode_config(self, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, num_rows: int) -> DecodeConfig:
+        """The decode configuration for a step of `num_rows` rows: the given one, or the default with dependent launch."""
         if self.decode is not None:
             return self.decode
-        return replace(default_decode_config(head_dim, dtype), dependent=2 if supports_pdl(self.device) else 0)
+        config = default_decode_config(head_dim, dtype, cache_dtype, num_rows)
+        return replace(config, dependent=2 if supports_pdl(self.device) else 0)
 
     def prefill_config(
         self, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, tokens: int
@@ -171,10 +182,12 @@ class TritonBackend:
         tiles = cdiv(tokens * group, config.block_m) * kv_heads
         return config if tiles > 2 * self.num_sms else shrink_prefill_tiles(config, group)
 
-    def num_splits(self, config: DecodeConfig, num_rows: int, kv_heads: int, max_seq_len: int) -> int:
-        """Splits of the context, a power of two, bounded by the programs to launch and the tiles of the context."""
+    def num_splits(self, config: DecodeConfig, num_rows: int, kv_heads: int, max_seq_len: int, result_size: int) -> int:
+        """Splits of the context, a power of two, bounded by the programs to launch, the tiles of the context, and the partial
+        results of `result_size` numbers that one program combines."""
         by_programs = config.programs_per_sm * self.num_sms // max(num_rows * kv_heads, 1)
-        wanted = max(min(by_programs, -(-max_seq_len // config.block_n), MAX_SPLITS), 1)
+        by_tiles = cdiv(max_seq_len, config.block_n)
+        wanted = max(min(by_programs, by_tiles, MAX_SPLITS, MAX_COMBINED // result_size), 1)
         return 1 << (wanted.bit_length() - 1)
 
     def workspace(self, group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Workspace:
@@ -184,7 +197,8 @@ class TritonBackend:
             assert not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()), (
                 "the workspace must exist before a capture: allocate the caches first"
             )
-            programs = self.decode_config(head_dim, dtype).programs_per_sm * self.num_sms
+            configs = (self.decode_config(head_dim, dtype, dtype, rows) for rows in (FEW_ROWS, FEW_ROWS + 1))
+            programs = max(config.programs_per_sm for config in configs) * self.num_sms
 
             def empty(*shape: int) -> Tensor:
                 return torch.empty(*shape, dtype=torch.float32, device=self.device)
@@ -257,11 +271,11 @@ class TritonStep:
         sinks, slopes = call.sinks, call.alibi_slopes
         heads, kv_heads, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         group = heads // kv_heads
-        config = backend.decode_config(head_dim, q.dtype)
-        if rotary is not None and config.dependent and meta.num_rows <= SEPARATE_ROPE_MAX_ROWS:
+        config = backend.decode_config(head_dim, q.dtype, cache.k.dtype, meta.num_rows)
+        if rotary is not None and config.dependent and meta.num_rows <= FEW_ROWS:
             q, k = launch_rope(q, k, rotary.cos, rotary.sin, _qk_norm_from(rotary))
             rotary = None
-        splits = backend.num_splits(config, meta.num_rows, kv_heads, meta.max_seq_len)
+        splits = backend.num_splits(config, meta.num_rows, kv_heads, meta.max_seq_len, group * value_dim)
         work = backend.workspace(group, head_dim, value_dim, q.dtype)
         rope_args = rotary or Rotary(meta.slots, meta.slots)
         optional = (rope_args.q_weight, rope_args.k_weight, rope_args.cos.contiguous(), rope_args.sin.contiguous())
@@ -279,7 +293,7 @@ class TritonStep:
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             *gate.stride()[:2], KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(next_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
-            BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, SPLITS_PAD=_padded_splits(splits),
+            BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, COMBINED=COMBINED_PER_WARP * config.num_warps if splits > 1 else 0,
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, ALIBI=slopes is not None,
             DOT=config.dot,
             HALF=half, NORM=rope_args.q_weight is not None, WIDE=rope_args.wide,
@@ -313,11 +327,6 @@ class TritonStep:
             LOOKAHEAD=meta.lookahead is not None, GATED=call.gate is not None,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-
-
-def _padded_splits(splits: int) -> int:
-    """Capacity for partial results of a program: three kernels are compiled in all."""
-    return next(room for room in (1, 16, MAX_SPLITS) if splits <= room)
 
 
 def pad(dim: int) -> int:

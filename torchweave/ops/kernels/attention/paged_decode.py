@@ -114,32 +114,41 @@ def _store_output(
 def _combine_splits(
     head, out, out_scale, static_scale, gate, gate_stride, gate_head_stride, token, num_tokens, partial, maxima, sums, first,
     used_splits, dtype: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, QUANT: tl.constexpr, GATED: tl.constexpr,
+    VALUE_PAD: tl.constexpr, COMBINED: tl.constexpr, QUANT: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results `[split, GROUP, VALUE_DIM]` of `used_splits` splits from `first` on into key head `head`."""
-    split = tl.arange(0, SPLITS_PAD)
+    """Merge the partial results `[split, GROUP, VALUE_DIM]` of `used_splits` splits from `first` on into key head `head`.
+
+    MEMBERS query heads and CHUNK splits at a time, at most COMBINED numbers, whose loads overlap.
+    """
+    MEMBERS: tl.constexpr = 4 if GROUP > 2 else GROUP
+    CHUNK: tl.constexpr = max(min(COMBINED // (MEMBERS * VALUE_PAD), 32), 1)
     dim = tl.arange(0, VALUE_PAD)
-    valid_splits = split < used_splits
-    for first_member in tl.range(0, GROUP, 4):
-        for nth in tl.static_range(4 if GROUP > 4 else GROUP):  # unrolled, so that the loads overlap
-            member = first_member + nth
-            valid = valid_splits & (member < GROUP)
-            index = (first + split) * GROUP + member
-            maximum = tl.load(maxima + index, mask=valid, other=LOWEST, cache_modifier=".cg")
-            total = tl.load(sums + index, mask=valid, other=0.0, cache_modifier=".cg")
+    for first_member in tl.range(0, GROUP, MEMBERS):
+        member = first_member + tl.arange(0, MEMBERS)
+        maximum, total = tl.full([MEMBERS], LOWEST, tl.float32), tl.zeros([MEMBERS], tl.float32)
+        acc = tl.zeros([MEMBERS, VALUE_PAD], tl.float32)
+        for begin in tl.range(0, used_splits, CHUNK):
+            split = begin + tl.arange(0, CHUNK)
+            valid = (split < used_splits)[:, None] & (member < GROUP)[None, :]
+            index = (first + split)[:, None] * GROUP + member[None, :]
+            split_maxima = tl.load(maxima + index, mask=valid, other=LOWEST, cache_modifier=".cg")
+            split_sums = tl.load(sums + index, mask=valid, other=1.0, cache_modifier=".cg")
             values = tl.load(
-                partial + index[:, None] * VALUE_DIM + dim[None, :],
-                mask=valid[:, None] & (dim < VALUE_DIM)[None, :],
+                partial + index[:, :, None] * VALUE_DIM + dim[None, None, :],
+                mask=valid[:, :, None] & (dim < VALUE_DIM)[None, None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )
-            weight = tl.exp2(maximum - tl.max(maximum, 0))
-            result = tl.sum(values * weight[:, None], 0) / tl.sum(total * weight, 0)
-            one = head * GROUP + member + tl.zeros([1], tl.int32)
-            _store_output(
-                result[None, :], one, one < (head + 1) * GROUP, out, out_scale, static_scale, gate, gate_stride,
-                gate_head_stride, token, num_tokens, dtype, HEADS, VALUE_DIM, VALUE_PAD, QUANT, GATED,
-            )  # fmt: skip
+            new_maximum = tl.maximum(maximum, tl.max(split_maxima, 0))
+            weights = tl.exp2(split_maxima - new_maximum[None, :])
+            rescale = tl.exp2(maximum - new_maximum)
+            total = total * rescale + tl.sum(split_sums * weights, 0)
+            acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 0)
+            maximum = new_maximum
+        _store_output(
+            acc / total[:, None], head * GROUP + member, member < GROUP, out, out_scale, static_scale, gate, gate_stride,
+            gate_head_stride, token, num_tokens, dtype, HEADS, VALUE_DIM, VALUE_PAD, QUANT, GATED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -253,7 +262,7 @@ def paged_decode(
     table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, gate_stride, gate_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr, DECODE_ONLY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, COMBINED: tl.constexpr, DECODE_ONLY: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, DOT: tl.constexpr, HALF: tl.constexpr,
     NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr, GATED: tl.constexpr,
     KV_FP8_MAX: tl.constexpr,
@@ -263,7 +272,7 @@ def paged_decode(
     DECODE_ONLY: row i is token i, padding rows are zeroed, and K/V are written here; otherwise rows without exactly one token
         are left to the prefill kernel, and K/V are in the cache already.
     HALF: half of the rotary channels of a head, rotated here, after the norm if NORM; 0: q and k are rotated already.
-    SPLITS_PAD: a power of two, at least `num_splits`; 1 omits the combination. DEPENDENT: see `dependent_launch.py`.
+    COMBINED: numbers of partial results in registers at once; 0 if `num_splits` is 1. DEPENDENT: see `dependent_launch.py`.
     QUANT, GATED: see `_store_output`. KV_FP8_MAX: see `quantize_kv`; `scale` then includes the scale of the cached keys.
 
     What only earlier kernels than the previous one have written is read before the wait (`dependent_launch.py`): the rows of the
@@ -326,7 +335,7 @@ def paged_decode(
     if KV_FP8_MAX > 0:
         acc *= v_scale
     pdl_trigger(DEPENDENT)
-    if SPLITS_PAD == 1 or used_splits == 1:
+    if COMBINED == 0 or used_splits == 1:
         _store_output(
             acc / total[:, None], query_head, group < GROUP, out, out_scale, static_scale, gate, gate_stride, gate_head_stride,
             token, num_tokens, q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT, GATED,
@@ -344,5 +353,5 @@ def paged_decode(
         tl.store(counters + row * KV_HEADS + head, 0)
         _combine_splits(
             head, out, out_scale, static_scale, gate, gate_stride, gate_head_stride, token, num_tokens, partial, maxima, sums,
-            first, used_splits, q.dtype.element_ty, HEADS, GROUP, VALUE_DIM, VALUE_PAD, SPLITS_PAD, QUANT, GATED,
+            first, used_splits, q.dtype.element_ty, HEADS, GROUP, VALUE_DIM, VALUE_PAD, COMBINED, QUANT, GATED,
         )  # fmt: skip
