@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchweave.engine.runner import warm_up
 from torchweave.engine.runner.step_buffers import StepBuffers
 from torchweave.engine.runner.warm_up import _LENGTHS, _TOKENS, PlaceholderForward, launch_resample
 from torchweave.models import load
@@ -160,3 +163,32 @@ def test_resampling_kernels_are_precompiled() -> None:
     state = SlotState(2, 4)
     launch_resample(state, torch.zeros(1, 40))
     assert state.host_arrays["position"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_builds_are_complete_once_resampling_is_built_or_has_failed(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, errors = threading.Event(), list[str]()
+    monkeypatch.setattr(warm_up._log, "exception", errors.append)
+
+    class Workers:
+        begun: ClassVar[list[str]] = []
+
+        def begin(self, specs: list[str]) -> None:
+            self.begun.extend(specs)
+
+        def finish(self) -> list[str]:
+            assert built.wait(60)
+            if fails:
+                raise OSError("no space is left")
+            return []
+
+    monkeypatch.setattr(warm_up, "_build", lambda *_: (Workers(), ["finish_kernel"]))
+    builds = warm_up.start(SimpleNamespace(device="cuda:0"), None, None)  # type: ignore[arg-type]
+    assert builds is not None and builds.of_steps.wait(60)
+    assert not builds.complete.wait(0.1), "a request could still wait for a kernel"
+    built.set()
+    assert builds.complete.wait(60) and Workers.begun == ["finish_kernel"]
+    assert len(errors) == fails
+    assert warm_up.start(SimpleNamespace(device="cpu"), None, None) is None  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -136,14 +136,27 @@ def launch_resample(state: SlotState, logits: Tensor) -> None:
     Resampler(state)(LogitsProcessorRows(rows), logits, tokens, out)
 
 
+@dataclass(frozen=True)
+class KernelBuilds:
+    """Kernels that are built on a thread.
+
+    Attributes:
+        of_steps: set once the kernels of steps are built and launched.
+        complete: set once those of resampled rows are built, too, which takes no GPU.
+    """
+
+    of_steps: threading.Event = field(default_factory=threading.Event)
+    complete: threading.Event = field(default_factory=threading.Event)
+
+
 def start(
     plan: Plan,
     module: DecoderStep,
     cache_spec: KVCacheSpec,
     builds_kernels: bool = True,
     draft: DecoderStep | None = None,
-) -> threading.Event | None:
-    """Start on a thread; the event is set once the kernels of steps are built. None on a CPU, where there are none.
+) -> KernelBuilds | None:
+    """Start to build on a thread. None on a CPU, where there are no kernels.
 
     Args:
         builds_kernels: False waits for another rank of this machine, which builds the same kernels.
@@ -151,23 +164,24 @@ def start(
     """
     if not plan.device.startswith("cuda"):
         return None
-    done = threading.Event()
+    builds = KernelBuilds()
 
     def build() -> None:
         try:
             with ExitStack() as stack:
                 workers, resample_kernels = _build(plan, module, cache_spec, builds_kernels, stack, draft)
-                done.set()  # memory is measured and graphs are recorded from now on: this thread no longer uses the GPU
+                builds.of_steps.set()  # memory is measured and graphs are recorded now: this thread no longer uses the GPU
                 if workers is not None:
                     workers.begin(resample_kernels)
                     _log_failed_builds(workers.finish())
         except Exception:
             _log.exception("Building kernels ahead of time failed; they are built on first use.")
         finally:
-            done.set()
+            builds.of_steps.set()
+            builds.complete.set()
 
     threading.Thread(target=build, name="torchweave-warm-up", daemon=True).start()
-    return done
+    return builds
 
 
 def _build(
