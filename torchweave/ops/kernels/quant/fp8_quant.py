@@ -109,6 +109,8 @@ def launch_quant(x: Tensor, group: int, scale: Tensor | None) -> tuple[Tensor, T
             WIDTH=width, SCHEME=scheme, ROWS=part, DEPENDENT=dependent,
             num_warps=num_warps_for(part), **pdl_options(dependent),
         )  # fmt: skip
+    elif scale is not None:
+        s.copy_(scale)
     return q, s
 
 
