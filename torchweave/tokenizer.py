@@ -20,6 +20,8 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekke
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_WINDOW = 64
 """Most ids decoded together, which bounds the cost of bytes that never become text."""
+_CACHED_TEXTS = 1 << 13
+"""Texts of single tokens that a process keeps: those of a whole vocabulary take tens of MiB in each HTTP process."""
 _MAX_COMPOSED = 4
 """Most characters that Unicode normalisation composes to one; tokenizers may normalise a text first."""
 
@@ -146,8 +148,8 @@ class Tokenizer:
     def __init__(self, folder: Path, trust_remote_code: bool = False) -> None:
         self.folder = folder
         self.trust_remote_code = trust_remote_code
-        self._single_token_texts: dict[tuple[int, bool], str] = {}
-        self._texts_within: dict[int, str] = {}
+        self._text_alone = functools.lru_cache(_CACHED_TEXTS)(self._decode_alone)
+        self._text_within = functools.lru_cache(_CACHED_TEXTS)(self._decode_within)
 
     @classmethod
     def from_folder(cls, folder: Path | None, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -220,11 +222,10 @@ class Tokenizer:
         """`decode` with a cache for single tokens."""
         if len(ids) != 1:
             return self.decode(ids, skip_special_tokens) if ids else ""
-        key = ids[0], skip_special_tokens
-        text = self._single_token_texts.get(key)
-        if text is None:
-            text = self._single_token_texts[key] = self.decode(ids, skip_special_tokens)
-        return text
+        return self._text_alone(ids[0], skip_special_tokens)
+
+    def _decode_alone(self, token: int, skip_special_tokens: bool) -> str:
+        return self.decode([token], skip_special_tokens)
 
     @functools.cached_property
     def _backend(self) -> Any | None:
@@ -243,12 +244,11 @@ class Tokenizer:
 
         SentencePiece decoders drop a token's leading space at the start of a text, so the token is decoded twice in a row.
         """
-        text = self._texts_within.get(token)
-        if text is None:
-            alone, twice = self.text([token], False), self.decode([token, token], False)
-            text = twice[len(alone) :] if twice.startswith(alone) and _REPLACEMENT not in twice else alone
-            self._texts_within[token] = text
-        return text
+        return self._text_within(token)
+
+    def _decode_within(self, token: int) -> str:
+        alone, twice = self.decode([token], False), self.decode([token, token], False)
+        return twice[len(alone) :] if twice.startswith(alone) and _REPLACEMENT not in twice else alone
 
     def chat(
         self,

@@ -137,6 +137,19 @@ def test_the_text_is_the_same_however_its_tokens_are_divided(tokenizer: Tokenize
         assert "".join(pieces(tokenizer, ids, size)) == one_by_one
 
 
+def test_texts_of_single_tokens_take_bounded_memory(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that keeps the text of every token grows until it has streamed the whole vocabulary."""
+    monkeypatch.setattr("torchweave.tokenizer._CACHED_TEXTS", 16)
+    bounded = Tokenizer(tokenizer.folder)
+    assert len(tokenizer) > 100
+    for token in range(len(tokenizer)):
+        for skip in (True, False):
+            assert bounded.text([token], skip) == tokenizer.decode([token], skip)
+        assert bounded.token_text(token) == tokenizer.token_text(token)
+    for cache in (bounded._text_alone, bounded._text_within):
+        assert cache.cache_info().currsize == 16
+
+
 def test_special_tokens_are_skipped_by_default(tokenizer: Tokenizer) -> None:
     eos = tokenizer.eos_token_id
     assert eos is not None
