@@ -186,9 +186,9 @@ def test_builds_are_complete_once_resampling_is_built_or_has_failed(
 
     monkeypatch.setattr(warm_up, "_build", lambda *_: (Workers(), ["finish_kernel"]))
     builds = warm_up.start(SimpleNamespace(device="cuda:0"), None, None)  # type: ignore[arg-type]
-    assert builds is not None and builds.of_steps.wait(60)
+    assert builds.of_steps.wait(60)
     assert not builds.complete.wait(0.1), "a request could still wait for a kernel"
     built.set()
     assert builds.complete.wait(60) and Workers.begun == ["finish_kernel"]
     assert len(errors) == fails
-    assert warm_up.start(SimpleNamespace(device="cpu"), None, None) is None  # type: ignore[arg-type]
+    assert warm_up.start(SimpleNamespace(device="cpu"), None, None).complete.is_set()  # type: ignore[arg-type]

@@ -155,16 +155,18 @@ def start(
     cache_spec: KVCacheSpec,
     builds_kernels: bool = True,
     draft: DecoderStep | None = None,
-) -> KernelBuilds | None:
-    """Start to build on a thread. None on a CPU, where there are no kernels.
+) -> KernelBuilds:
+    """Start to build on a thread; on a CPU there are no kernels.
 
     Args:
         builds_kernels: False waits for another rank of this machine, which builds the same kernels.
         draft: a draft model, whose layers are the last of the cache.
     """
-    if not plan.device.startswith("cuda"):
-        return None
     builds = KernelBuilds()
+    if not plan.device.startswith("cuda"):
+        builds.of_steps.set()
+        builds.complete.set()
+        return builds
 
     def build() -> None:
         try:

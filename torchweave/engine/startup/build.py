@@ -121,13 +121,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
     if not plan.device.startswith("cuda"):  # fail before compilation, the longest step
         blocks_that_fit(plan, cache_spec.block_bytes, None, windows)
 
-    # One rank builds the kernels of a machine; ranks on other machines have caches of their own.
-    builds_kernels = process_groups.tensor_rank == 0 or plan.config.executor != "local"
-    kernel_builds = warm_up.start(plan, loaded.module, cache_spec, builds_kernels, draft)
-    forward, draft_model, plan = _compile(loaded, draft, plan, report, process_groups)
-    if kernel_builds is not None:
-        with report.stage("building kernels"):
-            kernel_builds.of_steps.wait()
+    forward, draft_model, plan, kernel_builds = _compile(loaded, draft, plan, cache_spec, report, process_groups)
     compile_image_encoder(loaded, plan, report)
     encoder_graphs, plan = record_encoder_graphs(loaded, plan, report)
 
@@ -163,9 +157,8 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
     if plan.device.startswith("cuda"):
         _record_graphs(runner, plan, report)
         step_costs = runner.time_decode_graphs() if plan.query_lens else []
-        if kernel_builds is not None:
-            with report.stage("building kernels of resampling"):  # a request that needs one would wait for it
-                kernel_builds.complete.wait()
+        with report.stage("building kernels of resampling"):  # else the first request that needs one waits for it
+            kernel_builds.complete.wait()
     else:
         step_costs = []
         release_workers()
@@ -339,10 +332,14 @@ def _compile(
     loaded: LoadedModel,
     draft: DecoderStep | None,
     plan: Plan,
+    cache_spec: KVCacheSpec,
     report: Report,
     process_groups: ProcessGroups,
-) -> tuple[Forward, DraftModel | None, Plan]:
-    """Compile the model and a draft model."""
+) -> tuple[Forward, DraftModel | None, Plan, warm_up.KernelBuilds]:
+    """Compile the model and a draft model, and meanwhile build the kernels that steps launch."""
+    # One rank builds the kernels of a machine; ranks on other machines have caches of their own.
+    builds_kernels = process_groups.tensor_rank == 0 or plan.config.executor != "local"
+    kernel_builds = warm_up.start(plan, loaded.module, cache_spec, builds_kernels, draft)
     forward, plan = build_forward(loaded.module, plan, report, process_groups, loaded.stage)
     draft_model = None
     if draft is not None:
@@ -354,7 +351,10 @@ def _compile(
         token_id = image_token_id(module.model.config) if isinstance(module, ImageDecoderStep) else None
         place = len(module.attention_layers), module.vocab_size
         draft_model = DraftModel(draft_forward, *place, is_head=draft.input_hidden_size > 0, image_token_id=token_id)
-    return forward, draft_model, plan
+    if plan.device.startswith("cuda"):
+        with report.stage("building kernels"):
+            kernel_builds.of_steps.wait()
+    return forward, draft_model, plan, kernel_builds
 
 
 # -- 3. measure memory, 4. allocate the KV cache -----------------------------------------------------------------------

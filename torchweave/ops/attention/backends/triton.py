@@ -36,9 +36,9 @@ from torchweave.ops.rope import Rotary
 from torchweave.utils.cuda_streams import side_stream
 
 MAX_SPLITS = 32
-MAX_COMBINED = 1 << 15
+MAX_PARTIAL_SIZE = 1 << 15
 """Most numbers of the partial results that a program combines: more take longer than the splits save."""
-COMBINED_PER_WARP = 1 << 12
+LOAD_SIZE_PER_WARP = 1 << 12
 """Numbers of partial results that a warp loads at once."""
 FEW_ROWS = 4
 """Up to this many rows a separate rotary kernel, which overlaps under dependent launch, is faster than a longer decode kernel:
@@ -187,7 +187,7 @@ class TritonBackend:
         results of `result_size` numbers that one program combines."""
         by_programs = config.programs_per_sm * self.num_sms // max(num_rows * kv_heads, 1)
         by_tiles = cdiv(max_seq_len, config.block_n)
-        wanted = max(min(by_programs, by_tiles, MAX_SPLITS, MAX_COMBINED // result_size), 1)
+        wanted = max(min(by_programs, by_tiles, MAX_SPLITS, MAX_PARTIAL_SIZE // result_size), 1)
         return 1 << (wanted.bit_length() - 1)
 
     def workspace(self, group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Workspace:
@@ -293,7 +293,8 @@ class TritonStep:
             meta.block_table.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             *gate.stride()[:2], KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(next_power_of_2(group), 16 if config.dot else 1),
             HEAD_DIM=head_dim, HEAD_PAD=pad(head_dim), VALUE_DIM=value_dim, VALUE_PAD=pad(value_dim),
-            BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n, COMBINED=COMBINED_PER_WARP * config.num_warps if splits > 1 else 0,
+            BLOCK_SIZE=cache.k.shape[1], BLOCK_N=config.block_n,
+            LOAD_SIZE=LOAD_SIZE_PER_WARP * config.num_warps if splits > 1 else 0,
             DECODE_ONLY=meta.decode_only, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, ALIBI=slopes is not None,
             DOT=config.dot,
             HALF=half, NORM=rope_args.q_weight is not None, WIDE=rope_args.wide,

@@ -114,14 +114,14 @@ def _store_output(
 def _combine_splits(
     head, out, out_scale, static_scale, gate, gate_stride, gate_head_stride, token, num_tokens, partial, maxima, sums, first,
     used_splits, dtype: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr, COMBINED: tl.constexpr, QUANT: tl.constexpr, GATED: tl.constexpr,
+    VALUE_PAD: tl.constexpr, LOAD_SIZE: tl.constexpr, QUANT: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results `[split, GROUP, VALUE_DIM]` of `used_splits` splits from `first` on into key head `head`.
 
-    MEMBERS query heads and CHUNK splits at a time, at most COMBINED numbers, whose loads overlap.
+    MEMBERS query heads and CHUNK splits at a time, at most LOAD_SIZE numbers, whose loads overlap.
     """
     MEMBERS: tl.constexpr = 4 if GROUP > 2 else GROUP
-    CHUNK: tl.constexpr = max(min(COMBINED // (MEMBERS * VALUE_PAD), 32), 1)
+    CHUNK: tl.constexpr = max(min(LOAD_SIZE // (MEMBERS * VALUE_PAD), 32), 1)
     dim = tl.arange(0, VALUE_PAD)
     for first_member in tl.range(0, GROUP, MEMBERS):
         member = first_member + tl.arange(0, MEMBERS)
@@ -262,7 +262,7 @@ def paged_decode(
     table_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, gate_stride, gate_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, COMBINED: tl.constexpr, DECODE_ONLY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LOAD_SIZE: tl.constexpr, DECODE_ONLY: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, DOT: tl.constexpr, HALF: tl.constexpr,
     NORM: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr, QUANT: tl.constexpr, GATED: tl.constexpr,
     KV_FP8_MAX: tl.constexpr,
@@ -272,7 +272,7 @@ def paged_decode(
     DECODE_ONLY: row i is token i, padding rows are zeroed, and K/V are written here; otherwise rows without exactly one token
         are left to the prefill kernel, and K/V are in the cache already.
     HALF: half of the rotary channels of a head, rotated here, after the norm if NORM; 0: q and k are rotated already.
-    COMBINED: numbers of partial results in registers at once; 0 if `num_splits` is 1. DEPENDENT: see `dependent_launch.py`.
+    LOAD_SIZE: numbers of partial results in registers at once; 0 if `num_splits` is 1. DEPENDENT: see `dependent_launch.py`.
     QUANT, GATED: see `_store_output`. KV_FP8_MAX: see `quantize_kv`; `scale` then includes the scale of the cached keys.
 
     What only earlier kernels than the previous one have written is read before the wait (`dependent_launch.py`): the rows of the
@@ -335,7 +335,7 @@ def paged_decode(
     if KV_FP8_MAX > 0:
         acc *= v_scale
     pdl_trigger(DEPENDENT)
-    if COMBINED == 0 or used_splits == 1:
+    if LOAD_SIZE == 0 or used_splits == 1:
         _store_output(
             acc / total[:, None], query_head, group < GROUP, out, out_scale, static_scale, gate, gate_stride, gate_head_stride,
             token, num_tokens, q.dtype.element_ty, HEADS, VALUE_DIM, VALUE_PAD, QUANT, GATED,
@@ -353,5 +353,5 @@ def paged_decode(
         tl.store(counters + row * KV_HEADS + head, 0)
         _combine_splits(
             head, out, out_scale, static_scale, gate, gate_stride, gate_head_stride, token, num_tokens, partial, maxima, sums,
-            first, used_splits, q.dtype.element_ty, HEADS, GROUP, VALUE_DIM, VALUE_PAD, COMBINED, QUANT, GATED,
+            first, used_splits, q.dtype.element_ty, HEADS, GROUP, VALUE_DIM, VALUE_PAD, LOAD_SIZE, QUANT, GATED,
         )  # fmt: skip
