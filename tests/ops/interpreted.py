@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,10 +147,47 @@ def compute_no_unread_overflows() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
+def combine_whole_slices() -> None:
+    """The interpreter calls a reduction's or a scan's own function (of `tl.sort`, too) for one element after the other; here it
+    takes all elements of an index along the axis at once, in the same order."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def slices(operation: Any, inputs: Any) -> Iterator[list[np.ndarray]]:
+        """Running results, one array for each input, after each index along the axis."""
+        arrays = [np.moveaxis(each.handle.data, operation.axis, 0) for each in inputs]
+        types = [each.dtype for each in inputs]
+        running = [array[0] for array in arrays]
+        yield running
+        for index in range(1, len(arrays[0])):
+            pairs = zip((*running, *(array[index] for array in arrays)), types * 2, strict=True)
+            combined = operation.combine_fn.fn(*(operation.to_tensor(each, dtype) for each, dtype in pairs))
+            combined = combined if isinstance(combined, tuple) else (combined,)
+            running = [each.handle.data.reshape(array[0].shape) for each, array in zip(combined, arrays, strict=True)]
+            yield running
+
+    reduce_elements = interpreter.ReduceOps.generic_reduce
+
+    def generic_reduce(self: Any, input: Any) -> list[Any]:
+        if self.axis is None or input[0].handle.data.ndim == 1:
+            return reduce_elements(self, input)
+        *_, last = slices(self, input)
+        arrays = [np.expand_dims(each, self.axis) if self.keep_dims else each for each in last]
+        return [self.to_tensor(array, each.dtype) for array, each in zip(arrays, input, strict=True)]
+
+    def generic_scan(self: Any, input: Any) -> list[Any]:
+        every = zip(*slices(self, input), strict=True)
+        arrays = [np.stack(each, self.axis) for each in every]
+        return [self.to_tensor(array, each.dtype) for array, each in zip(arrays, input, strict=True)]
+
+    interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan = generic_reduce, generic_scan
+
+
 if __name__ == "__main__":
     patch_once_a_launch()
     build_types_once()
     compute_no_unread_overflows()
+    combine_whole_slices()
     if len(sys.argv) == 1:
         serve()
     else:
