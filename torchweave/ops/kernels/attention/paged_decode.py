@@ -8,7 +8,7 @@ last split (by an atomic counter per row and key head) combines them and resets 
 """
 
 # Triton's decorators and constexpr arguments are untyped.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 
