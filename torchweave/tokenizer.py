@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchweave.utils.transformers_import import import_models, postponed
+
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_WINDOW = 64
@@ -36,7 +38,8 @@ def import_without_torch() -> None:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        with without_advice():
+        with without_advice(), postponed():
+            import_models()  # before any other import of transformers
             from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
     finally:
         del sys.modules["torch"]

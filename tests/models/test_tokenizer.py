@@ -220,6 +220,10 @@ class Configure:
 sys.meta_path.insert(0, Configure())
 import_without_torch()
 assert "torch" not in sys.modules and "transformers" in sys.modules
+from transformers.utils.import_utils import define_import_structure as listed
+before = listed.cache_info().misses
+listed(sys.modules["transformers.models"].__file__)
+assert listed.cache_info().misses == before + 1, "the models were listed twice"
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

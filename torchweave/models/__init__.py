@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchweave.models.transformers_import import import_models, postponed
+from torchweave.utils.transformers_import import import_models, postponed
 
 with postponed():
     import_models()  # before any other import of transformers

@@ -10,7 +10,7 @@ from importlib import metadata
 
 import pytest
 
-from torchweave.models.transformers_import import postponed
+from torchweave.utils.transformers_import import postponed
 
 PACKAGES = {
     "sklearn/__init__.py": "",
@@ -29,7 +29,7 @@ import sys
 from importlib import metadata
 read = metadata.packages_distributions
 import torchweave.models
-from torchweave.models.transformers_import import DEFERRED_FUNCTIONS
+from torchweave.utils.transformers_import import DEFERRED_FUNCTIONS
 assert not {"sklearn", "scipy", *DEFERRED_FUNCTIONS} & set(sys.modules), "imported for nothing"
 assert metadata.packages_distributions is read
 from transformers.utils import is_scipy_available, is_sklearn_available, is_torch_available
@@ -43,7 +43,7 @@ assert not set(unwanted) & set(sys.modules), "imported for nothing"
 """,
     "a function": """
 import sys
-from torchweave.models.transformers_import import postponed
+from torchweave.utils.transformers_import import postponed
 with postponed():
     from curves import roc_curve
 assert "sklearn" not in sys.modules and "sklearn.metrics" not in sys.modules
@@ -66,7 +66,7 @@ assert loss.linear_sum_assignment(5) == ("assigned", 5)
 SECOND = {
     "other attributes": """
 import sys
-from torchweave.models.transformers_import import postponed
+from torchweave.utils.transformers_import import postponed
 with postponed():
     import other
     assert other.minimize(3) == -3 and other.linear_sum_assignment(5) == ("assigned", 5)
@@ -87,7 +87,7 @@ import sys
 from pathlib import Path
 import torchweave.models
 from transformers.utils import import_utils
-from torchweave.models.transformers_import import models_of
+from torchweave.utils.transformers_import import models_of
 
 lists = import_utils.define_import_structure.cache_info().misses
 folder = Path(import_utils.__file__).parents[1] / "models"
