@@ -95,6 +95,27 @@ def test_entry_with_a_different_key_is_a_miss(tmp_path: Path, report: Report) ->
     assert [cache.load("piece", {"a": number}) is None for number in (1, 2)].count(True) == 1
 
 
+def test_a_miss_names_the_factors_that_differ_from_the_nearest_entry(tmp_path: Path, report: Report) -> None:
+    cache = CompileCache(tmp_path / "cache", report)
+
+    def why(factors: dict[str, Any]) -> str:
+        assert cache.load("piece", factors) is None
+        return report.select("cache")[-1]["why"]
+
+    now = {"torch": "2.11", "triton": "3.6", "piece": "a", "sizes": [1, 8], "more": {"b": (1, 2)}}
+    assert why(now) == "not found"
+    cache.store("graph", now, b"of another kind")
+    assert why(now) == "not found"
+    cache.store("piece", now | {"torch": "2.10", "triton": "3.5", "piece": "b"}, b"far")
+    assert why(now) == "not found; the nearest entry has another piece, torch, triton"
+    cache.store("piece", now | {"torch": "2.10"}, b"near")
+    assert why(now) == "not found; the nearest entry has another torch"
+    assert why(now | {"torch": "2.10", "streams": 2}) == "not found; the nearest entry has another streams"
+    for path in cache.entries():  # damaged files are not compared
+        path.write_bytes(path.read_bytes()[: len(MAGIC)] + b"\xff" * 80)
+    assert why(now | {"torch": "2.12"}) == "not found"
+
+
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs file modes")
 def test_world_writable_folder_is_rejected(tmp_path: Path, report: Report) -> None:
     folder = tmp_path / "cache"

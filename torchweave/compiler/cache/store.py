@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, BinaryIO, Literal, TypeVar, get_args
 from unittest import mock
 
 from torchweave.config.options import TorchCompileConfig, cache_dir, expand_path
@@ -37,6 +38,10 @@ BYTECODE_FOLDER = "bytecode"
 READABLE_FOLDER = "unpacked"
 """Folder beside the entries: their contents as text, with `compile_cache_format: unpacked`."""
 
+_COMPARED_ENTRIES = 32
+"""Stored entries, the latest, that a missing entry is compared with."""
+_MAX_HEADER_BYTES = 64 << 20
+"""Bound of a header that a damaged length cannot exceed."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
 UNFINISHED = ".writing-"
 
@@ -99,7 +104,7 @@ class CompileCache:
             if (entry.kind, entry.key) != (kind, key):
                 raise DamagedEntryError("its content is another entry than its name")
         except FileNotFoundError:
-            self.miss(kind, key, "not found")
+            self.miss(kind, key, self._why_missing(kind, factors))
             return None
         except (OSError, DamagedEntryError) as error:
             self.reject(kind, key, str(error))
@@ -138,6 +143,18 @@ class CompileCache:
                 write_atomic(folder / name, text.encode())
         except OSError as error:
             self.warn_not_stored(f"cannot write {folder}: {error}")
+
+    def _why_missing(self, kind: Kind, factors: Factors) -> str:
+        """That an entry is not found, with the factors in which the nearest stored entry of its kind differs."""
+        stored = []
+        for path in sorted(self.folder.glob(f"{kind}/*{SUFFIX}"), key=_written, reverse=True)[:_COMPARED_ENTRIES]:
+            with contextlib.suppress(OSError, DamagedEntryError):
+                stored.append(_read_factors(path))
+        if not stored:
+            return "not found"
+        own = json.loads(_json(dict(factors)))
+        differences = ([name for name in own | other if own.get(name) != other.get(name)] for other in stored)
+        return f"not found; the nearest entry has another {', '.join(sorted(min(differences, key=len)))}"
 
     def hit(self, entry: Entry) -> None:
         """Record the use of an entry, in the report and as the file's time for pruning."""
@@ -206,18 +223,13 @@ def parse_entry(data: bytes) -> Entry:
     Raises:
         DamagedEntryError: the content is not an entry of this format, or is damaged.
     """
-    if not data.startswith(MAGIC):
-        raise DamagedEntryError("it is not a file of this cache")
-    start = len(MAGIC) + 8 + _DIGEST_BYTES
-    length = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
-    text = data[start : start + length]
-    if hashlib.sha256(text).digest() != data[start - _DIGEST_BYTES : start]:
-        raise DamagedEntryError("its header is damaged")
+    content = io.BytesIO(data)
+    text = _read_header(content)
     try:
         header = json.loads(text)
         if header["format"] != FORMAT:
             raise DamagedEntryError(f"it has format {header['format']}, not {FORMAT}")
-        payload = data[start + length :]
+        payload = content.read()
         if len(payload) != header["bytes"] or hashlib.sha256(payload).hexdigest() != header["sha256"]:
             raise DamagedEntryError("its payload is damaged")
         if key_of(header["kind"], header["factors"]) != header["key"]:
@@ -229,6 +241,42 @@ def parse_entry(data: bytes) -> Entry:
         return Entry(header["kind"], header["key"], header["factors"], header["facts"], payload)
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedEntryError(f"its header is damaged ({type(error).__name__})") from error
+
+
+def _read_header(file: BinaryIO) -> bytes:
+    """The text of an entry's header, read from the beginning of its file; the payload follows.
+
+    Raises:
+        DamagedEntryError: the file is not an entry, or its header is damaged.
+    """
+    if file.read(len(MAGIC)) != MAGIC:
+        raise DamagedEntryError("it is not a file of this cache")
+    length, digest = int.from_bytes(file.read(8), "little"), file.read(_DIGEST_BYTES)
+    text = file.read(min(length, _MAX_HEADER_BYTES))
+    if hashlib.sha256(text).digest() != digest:
+        raise DamagedEntryError("its header is damaged")
+    return text
+
+
+def _read_factors(path: Path) -> dict[str, Any]:
+    """Key factors of a stored entry, whose payload is not read.
+
+    Raises:
+        DamagedEntryError, OSError: as `read_entry`.
+    """
+    with path.open("rb") as file:
+        try:
+            return dict(json.loads(_read_header(file))["factors"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedEntryError(f"its header is damaged ({type(error).__name__})") from error
+
+
+def _written(path: Path) -> float:
+    """When a file was written or last used; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def write_atomic(path: Path, data: bytes) -> None:
