@@ -60,6 +60,7 @@ def main(cache: str, divided: str = "tensor_parallel_size") -> None:
     }
     seen["agreed"] = agreed(llm, sum(seen["counts"].values()))
     seen["rank"] = llm.report.select("rank")[0]
+    seen["built by the leader"] = [str(event) for name in ("cache", "fallback") for event in llm.report.select(name)]
     seen["killed"] = kill_while_it_generates(llm)
     begin = time.monotonic()
     llm.shutdown()
