@@ -38,8 +38,8 @@ BYTECODE_FOLDER = "bytecode"
 READABLE_FOLDER = "unpacked"
 """Folder beside the entries: their contents as text, with `compile_cache_format: unpacked`."""
 
-_COMPARED_ENTRIES = 32
-"""Stored entries, the latest, that a missing entry is compared with."""
+_MAX_CANDIDATES = 32
+"""Latest stored entries, of which the nearest to a missing one is found."""
 _MAX_HEADER_BYTES = 64 << 20
 """Bound of a header that a damaged length cannot exceed."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -147,7 +147,7 @@ class CompileCache:
     def _why_missing(self, kind: Kind, factors: Factors) -> str:
         """That an entry is not found, with the factors in which the nearest stored entry of its kind differs."""
         stored = []
-        for path in sorted(self.folder.glob(f"{kind}/*{SUFFIX}"), key=_written, reverse=True)[:_COMPARED_ENTRIES]:
+        for path in sorted(self.folder.glob(f"{kind}/*{SUFFIX}"), key=_written, reverse=True)[:_MAX_CANDIDATES]:
             with contextlib.suppress(OSError, DamagedEntryError):
                 stored.append(_read_factors(path))
         if not stored:
