@@ -89,9 +89,9 @@ def test_chats_stream_and_both_replicas_work(client: openai.OpenAI) -> None:
 
 
 def test_dead_engine_is_reported_and_replaced(client: openai.OpenAI) -> None:
-    """Ray's router sends all four streams to one replica now and then: then once more."""
+    """Ray's router sends all streams to one replica now and then, fewer of them more often: then once more."""
     for _ in range(4):
-        running, before = streams(client, 4), engines()
+        running, before = streams(client, 6), engines()
         ends = read_while_killed(running, before[0])
         told = [(why, seconds) for why, seconds in ends if seconds]
         assert all(why == "The engine process ended unexpectedly." and seconds < 10 for why, seconds in told)
@@ -100,7 +100,7 @@ def test_dead_engine_is_reported_and_replaced(client: openai.OpenAI) -> None:
         # The router knows of a new replica some time after its engine has begun.
         assert wait_until(lambda: before[0] not in engines() and len(generated(client)) == 2, 60)  # noqa: B023
         assert chat(client.with_options(max_retries=5), "20+22=") == "42"
-        if 0 < len(told) < 4:
+        if 0 < len(told) < len(ends):
             return
     pytest.fail(f"no round had streams of both replicas: {ends}")
 
