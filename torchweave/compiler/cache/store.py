@@ -150,11 +150,11 @@ class CompileCache:
         for path in sorted(self.folder.glob(f"{kind}/*{SUFFIX}"), key=_written, reverse=True)[:_MAX_CANDIDATES]:
             with contextlib.suppress(OSError, DamagedEntryError):
                 stored.append(_read_factors(path))
-        if not stored:
-            return "not found"
         own = json.loads(_json(dict(factors)))
         differences = ([name for name in own | other if own.get(name) != other.get(name)] for other in stored)
-        return f"not found; the nearest entry has another {', '.join(sorted(min(differences, key=len)))}"
+        # None differs where another process has stored the entry since.
+        nearest = sorted(min(differences, key=len, default=[]))
+        return f"not found; the nearest entry has another {', '.join(nearest)}" if nearest else "not found"
 
     def hit(self, entry: Entry) -> None:
         """Record the use of an entry, in the report and as the file's time for pruning."""
