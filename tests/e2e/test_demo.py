@@ -15,7 +15,7 @@ from torchweave.engine.outputs import CompletionOutput
 from torchweave.report import Report
 
 MODELS = Path(torchweave.__file__).parent / "models"
-NUM_QUESTIONS = 100
+NUM_QUESTIONS = 200
 GREEDY = SamplingParams(temperature=0, max_tokens=120)
 PROMPTS = (
     "12+30=",
