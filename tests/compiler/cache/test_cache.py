@@ -107,10 +107,10 @@ def test_a_miss_names_the_factors_that_differ_from_the_nearest_entry(tmp_path: P
     cache.store("graph", now, b"of another kind")
     assert why(now) == "not found"
     cache.store("piece", now | {"torch": "2.10", "triton": "3.5", "piece": "b"}, b"far")
-    assert why(now) == "not found; the nearest entry has another piece, torch, triton"
+    assert why(now) == "not found (the nearest entry has another piece, torch, triton)"
     cache.store("piece", now | {"torch": "2.10"}, b"near")
-    assert why(now) == "not found; the nearest entry has another torch"
-    assert why(now | {"torch": "2.10", "streams": 2}) == "not found; the nearest entry has another streams"
+    assert why(now) == "not found (the nearest entry has another torch)"
+    assert why(now | {"torch": "2.10", "streams": 2}) == "not found (the nearest entry has another streams)"
     for path in cache.entries():  # damaged files are not compared
         path.write_bytes(path.read_bytes()[: len(MAGIC)] + b"\xff" * 80)
     assert why(now | {"torch": "2.12"}) == "not found"

@@ -39,9 +39,9 @@ READABLE_FOLDER = "unpacked"
 """Folder beside the entries: their contents as text, with `compile_cache_format: unpacked`."""
 
 _MAX_CANDIDATES = 32
-"""Latest stored entries, of which the nearest to a missing one is found."""
+"""Most stored entries, the last used first, that a missing one is compared with."""
 _MAX_HEADER_BYTES = 64 << 20
-"""Bound of a header that a damaged length cannot exceed."""
+"""Most bytes that are read as a header, since a damaged length may be any number."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
 UNFINISHED = ".writing-"
 
@@ -147,14 +147,14 @@ class CompileCache:
     def _why_missing(self, kind: Kind, factors: Factors) -> str:
         """That an entry is not found, with the factors in which the nearest stored entry of its kind differs."""
         stored = []
-        for path in sorted(self.folder.glob(f"{kind}/*{SUFFIX}"), key=_written, reverse=True)[:_MAX_CANDIDATES]:
+        for path in sorted(self.folder.glob(f"{kind}/*{SUFFIX}"), key=_last_use, reverse=True)[:_MAX_CANDIDATES]:
             with contextlib.suppress(OSError, DamagedEntryError):
                 stored.append(_read_factors(path))
         own = json.loads(_json(dict(factors)))
         differences = ([name for name in own | other if own.get(name) != other.get(name)] for other in stored)
         # None differs where another process has stored the entry since.
         nearest = sorted(min(differences, key=len, default=[]))
-        return f"not found; the nearest entry has another {', '.join(nearest)}" if nearest else "not found"
+        return f"not found (the nearest entry has another {', '.join(nearest)})" if nearest else "not found"
 
     def hit(self, entry: Entry) -> None:
         """Record the use of an entry, in the report and as the file's time for pruning."""
@@ -271,7 +271,7 @@ def _read_factors(path: Path) -> dict[str, Any]:
             raise DamagedEntryError(f"its header is damaged ({type(error).__name__})") from error
 
 
-def _written(path: Path) -> float:
+def _last_use(path: Path) -> float:
     """When a file was written or last used; 0 if it is gone."""
     try:
         return path.stat().st_mtime
