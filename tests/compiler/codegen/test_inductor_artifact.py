@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import ClassVar
 
@@ -86,3 +87,19 @@ def test_autotuned_configs_are_stored_with_kernels(tmp_path: Path) -> None:
     with temporary_cache_dir(str(tmp_path)):
         assert deserialize_code(payload).cache_key == "key_lean"
     assert json.loads((tmp_path / "ab" / "kernel.best_config").read_bytes()) == {"XBLOCK": 64}
+
+
+class Launched(Made):
+    """Stands for a graph of Inductor's disk cache: its kernels have launchers."""
+
+    def __getstate__(self) -> object:
+        raise AssertionError("pickle should not be called with after make_launchers()")
+
+
+def test_graph_of_inductors_disk_cache_is_stored() -> None:
+    """Else ranks, and later starts, would compile each piece again that Inductor's cache knows."""
+    with CacheArtifactManager.with_fresh_cache():
+        CacheArtifactManager.record_artifact("inductor", "key", pickle.dumps(Made()))
+        made = CacheArtifactManager.serialize()
+    assert made is not None
+    assert deserialize_code(serialize_code(Launched(), made[0])).cache_key == "key_lean"

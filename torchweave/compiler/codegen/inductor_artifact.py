@@ -31,13 +31,13 @@ def serialize_code(graph: Any, artifacts: bytes | None = None) -> bytes:
     Args:
         artifacts: Inductor's cache artifacts of the graph.
     """
-    copied = copy(graph)
-    copied.prepare_for_serialization()
+    by_type = _by_type(artifacts) if artifacts else {}
+    copied = _not_yet_run(graph, by_type.get("inductor", []))
     copied.source_code = strip_unused_imports(graph.source_code)
     copied.cache_key = f"{graph.cache_key}_lean"  # file name of the generated module
     # Names a function of a module that imports every decomposition; a built graph does not call it.
     copied.fx_kwargs = {name: value for name, value in graph.fx_kwargs.items() if name != "get_decomp_fn"}
-    return pickle.dumps((_tuned(artifacts) if artifacts else [], copied))
+    return pickle.dumps((by_type.get("autotune", []), copied))
 
 
 def deserialize_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any:
@@ -64,12 +64,26 @@ def deserialize_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any
     return graph
 
 
-def _tuned(artifacts: bytes) -> list[tuple[str, bytes]]:
-    """Inductor's autotuning results: file names and contents."""
+def _by_type(artifacts: bytes) -> dict[str, list[tuple[str, bytes]]]:
+    """Inductor's cache artifacts, as pairs of key and content."""
     from torch.compiler._cache import CacheArtifactManager
 
-    by_type = CacheArtifactManager.deserialize(artifacts) or {}
-    return [(each.key, each.content) for each in by_type.get("autotune", ())]
+    found = CacheArtifactManager.deserialize(artifacts) or {}
+    return {kind: [(each.key, each.content) for each in entries] for kind, entries in found.items()}
+
+
+def _not_yet_run(graph: Any, stored: list[tuple[str, bytes]]) -> Any:
+    """A copy of a graph that can be pickled.
+
+    Inductor's own cache artifact is preferred: kernels of a graph that was loaded from Inductor's disk cache have launchers, and
+    torch refuses to pickle them.
+    """
+    for key, content in stored:
+        if key == graph.cache_key:
+            return pickle.loads(content)
+    copied = copy(graph)
+    copied.prepare_for_serialization()
+    return copied
 
 
 def strip_unused_imports(code: str) -> str:
