@@ -167,3 +167,25 @@ def test_rows_in_registers_are_stored_in_the_cache(device: torch.device, tmp_pat
         (piece,) = graph.built.values()
         assert piece.built == built and (built == "cache" or "persistent_reduction" in piece.code)
         torch.testing.assert_close(graph(call_op, x), module(x), rtol=1e-5, atol=1e-5)
+
+
+def test_pieces_of_inductors_disk_cache_are_stored(device: torch.device, tmp_path: Path) -> None:
+    """Kernels of such pieces have launchers before they are stored."""
+    module = toy(hidden=192).to(device)
+    example = dict(zip(DYNAMIC, on(device, step(8, 2)), strict=True))
+    for folder, expected in (("first", "miss"), ("second", "miss"), ("second", "hit")):
+        report = Report(show=False)
+        forward = compile_graph(
+            module,
+            example,
+            DYNAMIC,
+            boundary_ops=BOUNDARY,
+            config=TorchCompileConfig(),
+            cache=CompileCache(tmp_path / folder, report),
+            report=report,
+        )
+        cached = [event for event in report.select("cache") if event["entry"] == "piece"]
+        assert cached and {event["outcome"] for event in cached} == {expected}, (folder, cached)
+        assert not any("not stored" in event.get("why", "") for event in cached), cached
+        want = module(*on(device, step(7, 3)))
+        torch.testing.assert_close(forward(call_op, *on(device, step(7, 3))), want, rtol=1e-3, atol=1e-3)
