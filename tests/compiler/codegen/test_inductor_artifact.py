@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import pytest
 import torch
+from torch import fx, nn
+from torch._inductor import standalone_compile
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from torch.compiler._cache import CacheArtifactManager
 
 from torchweave.compiler.codegen.inductor_artifact import deserialize_code, serialize_code, strip_unused_imports
+from torchweave.compiler.codegen.pieces import compiled_fx_graph
 
 CODE = """\
 # AOT ID: ['0_inference']
@@ -89,17 +92,26 @@ def test_autotuned_configs_are_stored_with_kernels(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "ab" / "kernel.best_config").read_bytes()) == {"XBLOCK": 64}
 
 
-class Launched(Made):
-    """Stands for a graph of Inductor's disk cache: its kernels have launchers."""
+class Launched:
+    """Stands for the kernels of a graph from Inductor's disk cache: they have launchers."""
 
     def __getstate__(self) -> object:
         raise AssertionError("pickle should not be called with after make_launchers()")
 
 
-def test_graph_of_inductors_disk_cache_is_stored() -> None:
-    """Else ranks, and later starts, would compile each piece again that Inductor's cache knows."""
-    with CacheArtifactManager.with_fresh_cache():
-        CacheArtifactManager.record_artifact("inductor", "key", pickle.dumps(Made()))
-        made = CacheArtifactManager.serialize()
-    assert made is not None
-    assert deserialize_code(serialize_code(Launched(), made[0])).cache_key == "key_lean"
+@pytest.mark.parametrize("found", [False, True])
+def test_graph_of_inductors_disk_cache_is_stored(found: bool, tmp_path: Path) -> None:
+    """Else each rank and each later start would compile a piece again that Inductor's cache knows."""
+
+    def compiled() -> tuple[Any, bytes]:
+        module = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.Hardtanh()))
+        artifact = standalone_compile(module, [torch.ones(3)], dynamic_shapes="from_example_inputs")
+        return compiled_fx_graph(artifact), artifact._artifacts[0]  # type: ignore[union-attr]
+
+    with temporary_cache_dir(str(tmp_path)):
+        graph, artifacts = compiled()
+        if found:
+            graph, artifacts = compiled()
+        graph._triton_bundle = Launched()
+        call = deserialize_code(serialize_code(graph, artifacts)).current_callable
+    assert call([torch.tensor([-2.0, 0.5, 3.0])])[0].tolist() == [0, 0.5, 1]

@@ -11,7 +11,7 @@ import ast
 import contextlib
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def serialize_code(graph: Any, artifacts: bytes | None = None) -> bytes:
         artifacts: Inductor's cache artifacts of the graph.
     """
     by_type = _by_type(artifacts) if artifacts else {}
-    copied = _not_yet_run(graph, by_type.get("inductor", []))
+    copied = _without_launchers(graph, [content for _, content in by_type.get("inductor", ())])
     copied.source_code = strip_unused_imports(graph.source_code)
     copied.cache_key = f"{graph.cache_key}_lean"  # file name of the generated module
     # Names a function of a module that imports every decomposition; a built graph does not call it.
@@ -72,15 +72,18 @@ def _by_type(artifacts: bytes) -> dict[str, list[tuple[str, bytes]]]:
     return {kind: [(each.key, each.content) for each in entries] for kind, entries in found.items()}
 
 
-def _not_yet_run(graph: Any, stored: list[tuple[str, bytes]]) -> Any:
+def _without_launchers(graph: Any, stored: Iterable[bytes]) -> Any:
     """A copy of a graph that can be pickled.
 
-    Inductor's own cache artifact is preferred: kernels of a graph that was loaded from Inductor's disk cache have launchers, and
-    torch refuses to pickle them.
+    Kernels of a graph from Inductor's disk cache have launchers, and torch refuses to pickle them. Inductor's cache artifact is
+    that graph before its kernels were loaded.
+
+    Args:
+        stored: pickled graphs of Inductor's cache artifacts.
     """
-    for key, content in stored:
-        if key == graph.cache_key:
-            return pickle.loads(content)
+    for each in map(pickle.loads, stored):
+        if each.cache_key == graph.cache_key:
+            return each
     copied = copy(graph)
     copied.prepare_for_serialization()
     return copied
