@@ -50,8 +50,20 @@ def test_tokens_are_those_without_speculation(engines: tuple[LLM, LLM], kind: st
     assert tokens(speculating, KINDS[kind]) == tokens(plain, KINDS[kind])
 
 
-def test_drafts_are_accepted_in_recorded_steps(engines: tuple[LLM, LLM]) -> None:
+def with_equal_costs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adaptive drafts choose as if every step took the same time: a draft of `demo` can cost as much as a step of it."""
+    adaptive = llm.engine.scheduler._adaptive_drafts
+    assert adaptive is not None and adaptive.costs.of(1)[1].all()
+    sizes = adaptive.costs.query_lens
+    equal = StepCosts(16, sizes[1:], [(rows, size, 1e-3) for rows in (1, 2, 4, 8, 16) for size in sizes])
+    monkeypatch.setattr(equal, "add", lambda *_: None)
+    monkeypatch.setattr(adaptive, "costs", equal)
+
+
+def test_drafts_are_accepted_in_recorded_steps(engines: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     _, speculating = engines
+    if speculating.engine.scheduler._adaptive_drafts is not None:
+        with_equal_costs(speculating, monkeypatch)
     counts = speculating.engine.scheduler.speculation
     before = counts.num_draft_tokens, counts.num_accepted_tokens
     tokens(speculating, KINDS["greedy"])
@@ -67,13 +79,7 @@ def test_adaptive_drafts_after_steps_without_drafts(monkeypatch: pytest.MonkeyPa
         SamplingParams(max_tokens=30, seed=1, ignore_eos=True),
     )
     with engine(None) as plain, engine(DRAFT_MODEL | {"adaptive": True, "disable_by_batch_size": 1}) as speculating:
-        adaptive = speculating.engine.scheduler._adaptive_drafts
-        assert adaptive is not None and adaptive.costs.of(1)[1].all()
-        # A draft of a model as small as `demo` can cost as much as a step of it.
-        sizes = adaptive.costs.query_lens
-        equal = StepCosts(16, sizes[1:], [(rows, size, 1e-3) for rows in (1, 2) for size in sizes])
-        monkeypatch.setattr(equal, "add", lambda *_: None)
-        monkeypatch.setattr(adaptive, "costs", equal)
+        with_equal_costs(speculating, monkeypatch)
         answers = [
             [output.outputs[0].token_ids for output in llm.generate([TEXTS[1], TEXTS[4]], [long, short])]
             for llm in (plain, speculating)
