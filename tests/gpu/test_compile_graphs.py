@@ -1,4 +1,4 @@
-"""CUDA graph recordings equal plain runs at every size, full and piecewise, in one pool sized by the largest."""
+"""CUDA graph recordings equal plain runs at every size, full and piecewise, in one pool sized by the largest; pieces are cached."""
 
 from __future__ import annotations
 

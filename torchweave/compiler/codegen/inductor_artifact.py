@@ -31,8 +31,8 @@ def serialize_code(graph: Any, artifacts: bytes | None = None) -> bytes:
     Args:
         artifacts: Inductor's cache artifacts of the graph.
     """
-    by_type = _by_type(artifacts) if artifacts else {}
-    copied = _without_launchers(graph, [content for _, content in by_type.get("inductor", ())])
+    by_type = _artifacts_by_type(artifacts) if artifacts else {}
+    copied = _serializable_copy(graph, [content for _, content in by_type.get("inductor", ())])
     copied.source_code = strip_unused_imports(graph.source_code)
     copied.cache_key = f"{graph.cache_key}_lean"  # file name of the generated module
     # Names a function of a module that imports every decomposition; a built graph does not call it.
@@ -64,7 +64,7 @@ def deserialize_code(payload: bytes, built_on: int = 0, runs_on: int = 0) -> Any
     return graph
 
 
-def _by_type(artifacts: bytes) -> dict[str, list[tuple[str, bytes]]]:
+def _artifacts_by_type(artifacts: bytes) -> dict[str, list[tuple[str, bytes]]]:
     """Inductor's cache artifacts, as pairs of key and content."""
     from torch.compiler._cache import CacheArtifactManager
 
@@ -72,7 +72,7 @@ def _by_type(artifacts: bytes) -> dict[str, list[tuple[str, bytes]]]:
     return {kind: [(each.key, each.content) for each in entries] for kind, entries in found.items()}
 
 
-def _without_launchers(graph: Any, stored: Iterable[bytes]) -> Any:
+def _serializable_copy(graph: Any, stored: Iterable[bytes]) -> Any:
     """A copy of a graph that can be pickled.
 
     Kernels of a graph from Inductor's disk cache have launchers, and torch refuses to pickle them. Inductor's cache artifact is
