@@ -139,7 +139,8 @@ def check_norms(process_groups: ProcessGroups) -> None:
         graph_of(run).replay()
         got, right = found[0], apply_norm(sum_of_ranks(gathered(process_groups, x)), replace(norm, quant=None))
         assert torch.equal(got.total, right.total)
-        torch.testing.assert_close(got.y.float(), right.y.float(), rtol=2**-7, atol=1e-5)
+        # A root mean square that differs in its last bit changes a normalized value by one bfloat16 step and its product by two.
+        torch.testing.assert_close(got.y.float(), right.y.float(), rtol=2**-6, atol=1e-5)
         assert (got.y == right.y).float().mean() > 0.99
         if quant is not None:
             q, s = quantize_norm(got.y, quant)
