@@ -10,6 +10,7 @@ pytestmark = pytest.mark.gpu
 
 MODELS = [
     "bloom", "mpt", "roberta", "glm_moe_dsa", "zamba", "zaya", "inkling_text", "kimi_linear", "qwen3_vl-images", "llava-images",
+    "phimoe",
 ]  # fmt: skip
 
 

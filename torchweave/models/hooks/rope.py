@@ -27,10 +27,11 @@ def _length_dependent_rope(model: nn.Module) -> Iterator[tuple[str, Any, dict[st
 
 
 def _phimoe_rope_forward(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Phi-3.5-MoE's cosines and sines, each `[1, T, D]`, with the frequencies chosen by `freeze_rope`.
+    """Phi-3.5-MoE's cosines and sines, each `[1, T, D]`, with the frequencies of the module or those chosen by `freeze_rope`.
 
-    The original forward chooses the scale by the largest position of the batch and always uses the short factors; the model
-    was published with long factors for the long scale.
+    The original forward computes frequencies on the CPU, a copy that a CUDA graph cannot record. With long RoPE it chooses the
+    scale by the largest position of the batch and always uses the short factors; the model was published with long factors for
+    the long scale.
     """
     angles = position_ids[..., None].float() * module.inv_freq.float()
     angles = torch.cat((angles, angles), dim=-1)
@@ -44,10 +45,13 @@ def _has_own_scaling(module: nn.Module) -> bool:
 
 
 def disable_dynamic_rope(model: nn.Module) -> None:
-    """Stop rotary embeddings from choosing frequencies in each forward; `freeze_rope` sets them."""
+    """Stop rotary embeddings from choosing frequencies in each forward; `freeze_rope` sets those that depend on the length."""
     for _, module, _ in _length_dependent_rope(model):
         frozen_forward = _phimoe_rope_forward if _has_own_scaling(module) else inspect.unwrap(type(module).forward)
         module.forward = types.MethodType(frozen_forward, module)
+    for module in filter(_has_own_scaling, model.modules()):
+        if getattr(module, "rope_type", None) == "default":
+            module.forward = types.MethodType(_phimoe_rope_forward, module)
 
 
 def freeze_rope(model: nn.Module, max_model_len: int, report: Report) -> None:
