@@ -6,6 +6,7 @@ initialization, norms are not one, and biases are not zero.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -80,10 +81,16 @@ class Answer(NamedTuple):
 
 @torch.no_grad()
 def reference_answers(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Answer]:
-    """Greedy answers of transformers' eager model, one prompt at a time, without a cache or stop tokens."""
+    """Greedy answers of transformers' eager model, one prompt at a time, without a cache or stop tokens.
+
+    The attention mask is that of `generate`; without it, some models are not causal in eager mode.
+    """
+    takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
 
     def logits_of(ids: list[int]) -> Tensor:
-        return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]
+        tokens = torch.tensor([ids], device=model.device)
+        mask = {"attention_mask": torch.ones_like(tokens)} if takes_mask else {}
+        return model(input_ids=tokens, use_cache=False, **mask).logits[0, -1]
 
     return [greedy_answer(prompt, num_tokens, logits_of) for prompt in prompts]
 
