@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, masking_utils
 
 from tests.models.paged import paged_tokens
 from torchweave.models import UnsupportedModel, load
@@ -84,6 +85,38 @@ def test_unknown_mask_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = zoo.zoo_model("deepseek_v32").config()
     with pytest.raises(UnsupportedModel, match=r"it reads an attention mask, and the engine builds none\.$"):
         adapt(build_on_meta(config, torch.float32), Report(show=False))
+
+
+def test_tokens_that_see_tokens_behind_them_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in transformers 5.17, whose decoders of MegatronBERT build the mask of an encoder and call themselves causal."""
+    model = build_on_meta(zoo.zoo_model("megatron-bert").config(), torch.float32)
+    code = sys.modules[type(model).__module__]
+    monkeypatch.setattr(code, "create_causal_mask", masking_utils.create_bidirectional_mask, raising=False)
+    with pytest.raises(UnsupportedModel, match="its tokens see the tokens behind them"):
+        adapt(model, Report(show=False))
+    assert code.create_causal_mask is masking_utils.create_bidirectional_mask, "what was replaced for a look is back"
+
+
+def test_changes_of_a_causal_mask_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_on_meta(zoo.zoo_model("llama").config(), torch.float32)
+
+    def prefix_mask(**options: Any) -> Any:
+        return masking_utils.create_causal_mask(**options, or_mask_function=lambda _batch, _head, _query, key: key < 4)
+
+    monkeypatch.setattr(sys.modules[type(model).__module__], "create_causal_mask", prefix_mask)
+    with pytest.raises(UnsupportedModel, match="changes its causal mask"):
+        adapt(model, Report(show=False))
+
+
+def test_phimoe_computes_no_frequencies_in_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be computed on the CPU and copied in each step, which a CUDA graph cannot record."""
+    model = zoo.build(zoo.zoo_model("phimoe"))
+    rope, x, positions = model.model.rotary_emb, torch.zeros(1, 7, 64), torch.arange(7)[None]
+    expected = rope(x, positions)
+    install_ops(model)
+    monkeypatch.setattr(rope, "rope_init_fn", None)
+    for part, right in zip(rope(x, positions), expected, strict=True):
+        assert torch.equal(part, right)
 
 
 def test_kv_cache_scales_of_recurrent_models_are_rejected(tmp_path: Path) -> None:

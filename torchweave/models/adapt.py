@@ -7,18 +7,22 @@ of `tokens x tokens` reveals an attention that was not replaced or a mask, and t
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from torchweave.models import attention, experts
 from torchweave.models.attention import UnsupportedModel
@@ -36,6 +40,9 @@ from torchweave.report import Report
 
 # Operations that mix tokens outside attention; they need a state per request.
 _MIXING_OPS = frozenset({"aten::convolution", "aten::cumsum", "aten::roll", "aten::_fft_r2c", "aten::cumprod"})
+_MASK_CHANGES = ("or_mask_function", "and_mask_function")
+"""Arguments of transformers' mask functions by which a model shows or hides tokens of text."""
+
 _PROBE_TOKENS = 53
 """Tokens of the probe run: a prime that is no model width, so that a size of 53 identifies the token dimension."""
 
@@ -126,10 +133,14 @@ def _check_recurrent_layers(model: PreTrainedModel, kinds: list[str]) -> None:
 
 def _uses_layer_types(model: nn.Module) -> bool:
     """Whether the model's code reads `layer_types`; otherwise all layers have the same attention, whatever the config lists."""
+    return any(re.search(r"\blayer_types\b", inspect.getsource(each)) for each in _model_code(model))
+
+
+def _model_code(model: nn.Module) -> list[ModuleType]:
+    """The Python modules of a model's classes, without those of PyTorch and of transformers' common code."""
     classes = {each for module in model.modules() for each in type(module).__mro__}
     names = {each.__module__ for each in classes if not each.__module__.startswith(("torch.", "builtins"))}
-    own = [sys.modules[name] for name in names if not re.fullmatch(r"transformers\.(?!models\.).*", name)]
-    return any(re.search(r"\blayer_types\b", inspect.getsource(each)) for each in own)
+    return [sys.modules[name] for name in names if not re.fullmatch(r"transformers\.(?!models\.).*", name)]
 
 
 def check_config(config: Any) -> None:
@@ -188,9 +199,39 @@ def _call_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return named
 
 
+@contextlib.contextmanager
+def _causal_masks_only(model: PreTrainedModel) -> Iterator[None]:
+    """Reject masks of transformers other than causal ones in this context.
+
+    transformers builds no mask for the engine's attention, so that only the call tells of it; in some versions attention modules
+    of a bidirectional model say that they are causal.
+    """
+    with contextlib.ExitStack() as patches:
+        for module in (masking_utils, *_model_code(decoder_of(model))):
+            for name, function in list(vars(module).items()):
+                if name.startswith("create_") and getattr(function, "__module__", "") == masking_utils.__name__:
+                    patches.enter_context(mock.patch.object(module, name, _causal_only(function)))
+        yield
+
+
+def _causal_only(create_mask: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create_mask)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if "bidirectional" in create_mask.__name__:
+            raise UnsupportedModel("its tokens see the tokens behind them; only causal decoders can be served.")
+        changes = [name for name in _MASK_CHANGES if kwargs.get(name) is not None]
+        if changes:
+            raise UnsupportedModel(
+                f"it changes its causal mask ({', '.join(changes)}), and the engine builds no masks."
+            )
+        return create_mask(*args, **kwargs)
+
+    return checked
+
+
 def _run_probe(model: PreTrainedModel) -> _ProbeMode:
     probe, name = _ProbeMode(), type(model).__name__
-    with torch.no_grad(), probe:
+    with torch.no_grad(), _causal_masks_only(model), probe:
         ids = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device="meta")
         index = torch.zeros(_PROBE_LOGITS, dtype=torch.int64, device="meta")
         try:
