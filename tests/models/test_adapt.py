@@ -92,7 +92,7 @@ def test_tokens_that_see_tokens_behind_them_are_rejected(monkeypatch: pytest.Mon
     model = build_on_meta(zoo.zoo_model("megatron-bert").config(), torch.float32)
     code = sys.modules[type(model).__module__]
     monkeypatch.setattr(code, "create_causal_mask", masking_utils.create_bidirectional_mask, raising=False)
-    with pytest.raises(UnsupportedModel, match="its tokens see the tokens behind them"):
+    with pytest.raises(UnsupportedModel, match="it is not causal: its tokens see those behind them"):
         adapt(model, Report(show=False))
     assert code.create_causal_mask is masking_utils.create_bidirectional_mask, "what was replaced for a look is back"
 
