@@ -218,7 +218,9 @@ def _causal_only(create_mask: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create_mask)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if "bidirectional" in create_mask.__name__:
-            raise UnsupportedModel("it is not causal: its tokens see those behind them; only causal decoders can be served.")
+            raise UnsupportedModel(
+                "it is not causal: its tokens see those behind them; only causal decoders can be served."
+            )
         changes = [name for name in _MASK_CHANGES if kwargs.get(name) is not None]
         if changes:
             raise UnsupportedModel(
