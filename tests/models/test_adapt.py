@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,31 @@ def test_unknown_mask_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         adapt(build_on_meta(config, torch.float32), Report(show=False))
 
 
-def test_tokens_that_see_tokens_behind_them_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bidirectional_masks_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in transformers 5.17, whose decoders of MegatronBERT build the mask of an encoder and call themselves causal."""
     model = build_on_meta(zoo.zoo_model("megatron-bert").config(), torch.float32)
     code = sys.modules[type(model).__module__]
     monkeypatch.setattr(code, "create_causal_mask", masking_utils.create_bidirectional_mask, raising=False)
-    with pytest.raises(UnsupportedModel, match="it is not causal: its tokens see those behind them"):
+    with pytest.raises(UnsupportedModel, match="it is not causal: tokens attend to later tokens"):
         adapt(model, Report(show=False))
-    assert code.create_causal_mask is masking_utils.create_bidirectional_mask, "what was replaced for a look is back"
+    assert code.create_causal_mask is masking_utils.create_bidirectional_mask, "the replacement is undone"
+
+
+def test_masks_of_other_threads_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model of the program may run while an engine starts."""
+    model = build_on_meta(zoo.zoo_model("llama").config(), torch.float32)
+    ends: list[str] = []
+
+    def create(**options: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            mask = masking_utils.create_bidirectional_mask
+            pool.submit(mask, config=model.config, inputs_embeds=torch.zeros(1, 3, 64), attention_mask=None).result()
+        ends.append("returned")
+        return masking_utils.create_causal_mask(**options)
+
+    monkeypatch.setattr(sys.modules[type(model).__module__], "create_causal_mask", create)
+    adapt(model, Report(show=False))
+    assert ends
 
 
 def test_changes_of_a_causal_mask_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

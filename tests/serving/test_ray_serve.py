@@ -70,7 +70,7 @@ def streams(client: openai.OpenAI, count: int) -> list[Any]:
 def streams_of_both(client: openai.OpenAI) -> list[Any]:
     """Long answers that have begun, usually of both replicas: Ray's router sends a few in a row to one of them."""
     found = streams(client, 4)
-    while len(found) < 12 and 0 in told(client, "num_requests_running"):
+    while len(found) < 12 and 0 in metric_values(client, "num_requests_running"):
         found += streams(client, 2)
     return found
 
@@ -81,17 +81,22 @@ def chat(client: openai.OpenAI, text: str) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
-def told(client: openai.OpenAI, metric: str) -> set[float]:
+def metric_values(client: openai.OpenAI, metric: str) -> set[float]:
     """Values of a metric at the replicas, asked for often enough to hear of each."""
     texts = [client.get("../metrics", cast_to=str) for _ in range(20)]
     return {values_of(text)[metric, ()] for text in texts}
+
+
+def generated(client: openai.OpenAI) -> set[float]:
+    """Numbers of tokens that the replicas have generated."""
+    return metric_values(client, "generation_tokens_total")
 
 
 def test_chats_stream_and_both_replicas_work(client: openai.OpenAI) -> None:
     with ThreadPoolExecutor(16) as pool:
         assert set(pool.map(lambda _: chat(client, "12+30="), range(32))) == {"42"}
     assert len(engines()) == 2
-    assert min(told(client, "generation_tokens_total")) > 0
+    assert min(generated(client)) > 0
     with pytest.raises(openai.BadRequestError, match="max_model_len"):
         client.completions.create(model="demo", prompt="a" * 2000)
 
@@ -105,7 +110,7 @@ def test_dead_engine_is_reported_and_replaced(client: openai.OpenAI) -> None:
         assert all(int(why) > 100 for why, seconds in ends if not seconds), "the streams of the other are whole"
         assert chat(client.with_options(max_retries=5), "12+30=") == "42"
         # The router knows of a new replica some time after its engine has begun.
-        assert wait_until(lambda: before[0] not in engines() and len(told(client, "generation_tokens_total")) == 2, 60)  # noqa: B023
+        assert wait_until(lambda: before[0] not in engines() and len(generated(client)) == 2, 60)  # noqa: B023
         assert chat(client.with_options(max_retries=5), "20+22=") == "42"
         if 0 < len(errors) < len(ends):
             return

@@ -11,6 +11,7 @@ import functools
 import inspect
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ from torchweave.report import Report
 # Operations that mix tokens outside attention; they need a state per request.
 _MIXING_OPS = frozenset({"aten::convolution", "aten::cumsum", "aten::roll", "aten::_fft_r2c", "aten::cumprod"})
 _MASK_CHANGES = ("or_mask_function", "and_mask_function")
-"""Arguments of transformers' mask functions by which a model shows or hides tokens of text."""
+"""Arguments of transformers' mask functions by which a model changes which tokens of text are visible."""
+
+_replacing_masks = threading.Lock()
 
 _PROBE_TOKENS = 53
 """Tokens of the probe run: a prime that is no model width, so that a size of 53 identifies the token dimension."""
@@ -203,10 +206,10 @@ def _call_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _causal_masks_only(model: PreTrainedModel) -> Iterator[None]:
     """Reject masks of transformers other than causal ones in this context.
 
-    transformers builds no mask for the engine's attention, so that only the call tells of it; in some versions attention modules
-    of a bidirectional model say that they are causal.
+    transformers builds no mask for the engine's attention, so that the call is the only sign of another mask: in some versions
+    attention modules of a bidirectional model are marked as causal. Calls of other threads are not checked.
     """
-    with contextlib.ExitStack() as patches:
+    with _replacing_masks, contextlib.ExitStack() as patches:
         for module in (masking_utils, *_model_code(decoder_of(model))):
             for name, function in list(vars(module).items()):
                 if name.startswith("create_") and getattr(function, "__module__", "") == masking_utils.__name__:
@@ -215,11 +218,16 @@ def _causal_masks_only(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _causal_only(create_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function that raises `UnsupportedModel`, in the thread of this call, for masks other than causal ones."""
+    thread = threading.get_ident()
+
     @functools.wraps(create_mask)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return create_mask(*args, **kwargs)
         if "bidirectional" in create_mask.__name__:
             raise UnsupportedModel(
-                "it is not causal: its tokens see those behind them; only causal decoders can be served."
+                "it is not causal: tokens attend to later tokens; only causal decoders can be served."
             )
         changes = [name for name in _MASK_CHANGES if kwargs.get(name) is not None]
         if changes:
