@@ -44,7 +44,7 @@ _MIXING_OPS = frozenset({"aten::convolution", "aten::cumsum", "aten::roll", "ate
 _MASK_CHANGES = ("or_mask_function", "and_mask_function")
 """Arguments of transformers' mask functions by which a model changes which tokens of text are visible."""
 
-_replacing_masks = threading.Lock()
+_masks_lock = threading.Lock()
 
 _PROBE_TOKENS = 53
 """Tokens of the probe run: a prime that is no model width, so that a size of 53 identifies the token dimension."""
@@ -209,7 +209,7 @@ def _causal_masks_only(model: PreTrainedModel) -> Iterator[None]:
     transformers builds no mask for the engine's attention, so that the call is the only sign of another mask: in some versions
     attention modules of a bidirectional model are marked as causal. Calls of other threads are not checked.
     """
-    with _replacing_masks, contextlib.ExitStack() as patches:
+    with _masks_lock, contextlib.ExitStack() as patches:
         for module in (masking_utils, *_model_code(decoder_of(model))):
             for name, function in list(vars(module).items()):
                 if name.startswith("create_") and getattr(function, "__module__", "") == masking_utils.__name__:
