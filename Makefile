@@ -16,27 +16,30 @@ else
 TORCH := torch>=2.11
 endif
 
-.PHONY: help demo test lint style types pytest docs clean
+.PHONY: help demo test lint style types site checks pytest docs clean
 
 help:
 	@echo "make demo   create .venv, install, and let the built-in model answer"
 	@echo "make test   ruff, import-linter, pyright and all tests"
 	@echo "make docs   rewrite every generated page"
+	@echo "make site   build the docs as a site into site/"
 	@echo "make clean  remove .venv and what tools left behind"
 
 demo: $(VENV)/.installed
 	@$(BIN)/torchweave generate demo '12+30=' '907-48=' 'sort: pear fig apple'
 
-# The type checker runs beside the first tests: alone it leaves a core idle for a minute.
+# The type checker and the site run beside the first tests: alone they leave a core idle for a minute.
 test: style
-	@$(MAKE) --jobs=2 types pytest
+	@$(MAKE) --jobs=2 checks pytest
+
+checks: types site
 
 # A file at a time on each of two processes, which take a core each; tests/conftest.py orders the files. Bytecode is written: tests
 # start hundreds of processes, each of which would compile the package.
 pytest: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-lint: style types
+lint: style types site
 
 style: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -44,6 +47,10 @@ style: $(VENV)/.installed-test
 
 types: $(VENV)/.installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# A link or an anchor that leads nowhere is an error. The variable silences an advertisement.
+site: $(VENV)/.installed-test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Every page that a script writes; a test fails while one of them is stale.
 docs: $(VENV)/.installed-test
@@ -69,4 +76,4 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache site

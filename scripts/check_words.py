@@ -38,7 +38,7 @@ def names(tree: ast.AST) -> Iterator[str]:
 
 def known_words() -> set[str]:
     """Words of the glossary's terms and the ordinary words."""
-    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    glossary = (ROOT / "docs" / "develop" / "glossary.md").read_text(encoding="utf-8")
     terms = [line.split("|")[1] for line in glossary.splitlines() if line.startswith("| ")]
     return {word for term in terms for word in re.findall(r"[a-z]+", term.lower())} | set(ORDINARY.read_text().split())
 

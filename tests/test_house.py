@@ -1,4 +1,4 @@
-"""Checks of the code style, the docs and the generated pages."""
+"""Checks of the code style and the generated pages; tests/test_docs.py checks the others."""
 
 from __future__ import annotations
 
@@ -133,32 +133,9 @@ def test_every_module_says_what_it_is_for():
     assert not silent
 
 
-def links(page: Path) -> list[str]:
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return re.findall(r"\]\(([^)\s]+)\)", text)
-
-
-def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_resolve(page: Path):
-    broken = []
-    for link in links(page):
-        if link.startswith(("http://", "https://")):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
-            broken.append(link)
-    assert not broken
-
-
 def test_the_picture_is_drawn_from_code_that_exists():
     drawing = script("docs/draw_architecture")
-    picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    picture = (ROOT / "docs" / "images" / "architecture.svg").read_text(encoding="utf-8")
     for station in (*drawing.START, *drawing.STEP):
         assert drawing.paragraph(station)
         assert f">{station.symbol}<" in picture and f">torchweave/{station.file}<" in picture
@@ -171,20 +148,23 @@ def test_the_reference_names_every_option():
     from torchweave.config.options import EngineConfig
     from torchweave.engine.request import SamplingParams
 
-    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    known = {*options_of(EngineConfig), *options_of(SamplingParams)} - {"model"}
-    missing = [name for name in sorted(known) if f"`--{name}`" not in page]
-    assert not missing, "run scripts/docs/write_cli_reference.py"
-    assert page == script("docs/write_cli_reference").page(), "run scripts/docs/write_cli_reference.py"
-    headings = [line for line in page.splitlines() if line.startswith("## ")]
-    assert len(headings) == len(set(headings)), "a link to one of two finds the first"
+    reference = script("docs/write_cli_reference")
+    for name, page in reference.PAGES.items():
+        text = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+        assert text == page(), "run scripts/docs/write_cli_reference.py"
+        headings = [line for line in text.splitlines() if line.startswith("## ")]
+        assert len(headings) == len(set(headings)), "a link to one of two finds the first"
+    known = {"options.md": {*options_of(EngineConfig)} - {"model"}, "sampling-params.md": {*options_of(SamplingParams)}}
+    for name, options in known.items():
+        text = reference.PAGES[name]()
+        assert not [option for option in sorted(options) if f"`--{option}`" not in text]
 
 
 def test_the_page_of_passes_is_current_and_whole():
     from torchweave.compiler.passes.base import document
     from torchweave.compiler.passes.manager import default_passes
 
-    page = (ROOT / "docs" / "passes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "passes.md").read_text(encoding="utf-8")
     assert page == script("docs/write_passes_page").page(), "run scripts/docs/write_passes_page.py"
     for each in default_passes():
         missing = [part for part in ("Before", "After", "When", "Numerics", "Pays") if part not in document(each)]
@@ -197,8 +177,8 @@ def _functions(path: Path) -> set[str]:
 
 
 def test_every_test_of_a_requirement_exists():
-    """docs/requirements.md names tests by file and function; a row without tests is marked as not built."""
-    page = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
+    """docs/develop/requirements.md names tests by file and function; a row without tests is marked as not built."""
+    page = (ROOT / "docs" / "develop" / "requirements.md").read_text(encoding="utf-8")
     rows = re.findall(r"^## ([A-Z]\d+): .+?$\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE)
     assert len(rows) >= 55
     for row, text in rows:
@@ -211,7 +191,7 @@ def test_every_test_of_a_requirement_exists():
 
 def test_identifiers_have_known_words():
     unknown = script("check_words").unknown_words()
-    assert not unknown, "a word for docs/glossary.md or scripts/ordinary_words.txt, or a better name"
+    assert not unknown, "a word for docs/develop/glossary.md or scripts/ordinary_words.txt, or a better name"
 
 
 def test_results_become_a_table():
@@ -232,17 +212,6 @@ def test_results_become_a_table():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     newest = results.table(results.read(ROOT / "bench" / "results"))
     assert readme == results.replaced(readme, newest), "run scripts/docs/results_table.py"
-
-
-def test_decisions_are_numbered_and_whole():
-    pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
-    assert pages
-    index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
-    for page in pages:
-        text = page.read_text(encoding="utf-8")
-        assert text.startswith(f"# {page.name[:4]}: ") and f"]({page.name})" in index
-        for part in ("Question", "Decision", "Why", "Not built"):
-            assert f"**{part}" in text, f"{page.name} has no {part}"
 
 
 def blocks(page: Path) -> list[str]:

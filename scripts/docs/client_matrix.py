@@ -1,10 +1,10 @@
-"""Run the clients of others against a running server and write the table of docs/serving.md.
+"""Run the clients of others against a running server and write the table of docs/reference/http.md.
 
     torchweave serve demo --chat_template scripts/docs/client_matrix.jinja --port 8000 &
     torchweave serve demo --runner pooling --port 8001 & export POOLING_URL=http://127.0.0.1:8001
     python -m venv clients && clients/bin/pip install openai anthropic langchain-openai litellm instructor \
         llama-index-llms-openai-like pydantic-ai-slim[openai] openai-agents outlines guidance lm_eval[api] guidellm
-    clients/bin/python scripts/docs/client_matrix.py http://127.0.0.1:8000 --write docs/serving.md
+    clients/bin/python scripts/docs/client_matrix.py http://127.0.0.1:8000 --write docs/reference/http.md
 
 Each row is a function; what it returns was seen to work, and an exception is the reason why a client does not. A client that is not
 installed has no row, unless `NOT_RUN` says why.

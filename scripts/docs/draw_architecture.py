@@ -1,9 +1,9 @@
-"""Draw docs/architecture.svg from the code.
+"""Draw docs/images/architecture.svg from the code.
 
 Stations of a request are listed here by file and symbol, described by the first paragraph of a docstring; the rooms below show the
 imports of the files. A station that does not exist in the code is an error, which a test detects.
 
-    python scripts/docs/draw_architecture.py [--output docs/architecture.svg]
+    python scripts/docs/draw_architecture.py [--output docs/images/architecture.svg]
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _text(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "architecture.svg")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "architecture.svg")
     path = parser.parse_args().output
     path.write_text(draw(), encoding="utf-8")
     print(f"wrote {path}")

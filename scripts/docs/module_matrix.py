@@ -1,8 +1,8 @@
-"""Compile modules of transformers, timm and torchvision with a dynamic batch, and write the table of docs/compile_modules.md.
+"""Compile modules of transformers, timm and torchvision with a dynamic batch, and write the table of docs/reference/modules.md.
 
     pip install timm torchvision        # of the versions that fit torch; modules of a library that is missing are left out
-    python scripts/docs/module_matrix.py --write docs/compile_modules.md                # pieces as FX code
-    python scripts/docs/module_matrix.py --inductor --write docs/compile_modules.md     # the column with Inductor
+    python scripts/docs/module_matrix.py --write docs/reference/modules.md                # pieces as FX code
+    python scripts/docs/module_matrix.py --inductor --write docs/reference/modules.md     # the column with Inductor
 
 Each module of `module_zoo.py` is compiled by `torchweave.compile` with a dynamic batch, in a process of its own with
 a time limit, and called with batches of 1, 2, 3 and 5. Its results are compared with those of the module itself, in float32.

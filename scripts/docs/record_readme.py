@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Record the pictures of the README and docs.", allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(pictures)}")
     for name in parser.parse_args().names or pictures:
-        path = ROOT / "docs" / name
+        path = ROOT / "docs" / "images" / name
         pictures[name](path)
         print(f"wrote {path}")
 

@@ -1,6 +1,6 @@
-"""Write docs/passes.md: every built-in pass, from its docstring and the committed measurements.
+"""Write docs/reference/passes.md: every built-in pass, from its docstring and the committed measurements.
 
-python scripts/docs/write_passes_page.py [--output docs/passes.md]
+python scripts/docs/write_passes_page.py [--output docs/reference/passes.md]
 
 Measurements in `bench/results`: `passes_*.json`, gain of each pass in a whole engine; `fusions_*.json`, the operations of a pattern
 alone; `rank_passes_*.json`, layers over several GPUs; `reinplace_*.json` (each by the file of that name in bench/compiler);
@@ -244,7 +244,7 @@ def _read(folder: Path, pattern: str = "*.json") -> Iterator[tuple[str, dict[str
     for path in sorted(folder.glob(pattern)):
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict):
-            yield f"[{path.stem}](../{path.relative_to(ROOT).as_posix()})", content
+            yield f"[{path.stem}](../../{path.relative_to(ROOT).as_posix()})", content
 
 
 def _results(each: Pass) -> Iterator[Row]:
@@ -313,7 +313,7 @@ def _tables(each: Pass) -> Iterator[Row]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "passes.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "reference" / "passes.md")
     output = parser.parse_args(argv).output
     output.write_text(page(), encoding="utf-8")
     print(f"wrote {output}")

@@ -1,4 +1,4 @@
-"""Write the table of peers' requirements in docs/serving.md, from `tests/serving/peers`.
+"""Write the table of peers' requirements in docs/reference/http.md, from `tests/serving/peers`.
 
 python scripts/docs/write_peer_requirements.py
 """
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "serving.md"
+PAGE = ROOT / "docs" / "reference" / "http.md"
 BEGIN, END = "<!-- requirements: begin -->", "<!-- requirements: end -->"
 
 

@@ -67,7 +67,7 @@ FAULTS = [
     Fault("missing folder", missing_folder, ("No model at", "nothing/here", "expected a folder")),
     Fault("no weights", without_weights, ("no weights", "expected model.safetensors")),
     Fault("truncated", truncated, ("model.safetensors", "damaged or cut short", "download it again")),
-    Fault("unknown architecture", unknown_architecture, ("'babbage'", "does not support", "docs/models.md")),
+    Fault("unknown architecture", unknown_architecture, ("'babbage'", "does not support", "docs/reference/models.md")),
     Fault(
         "unknown key", demo, ("unknown option", "max_modle_len", "did you mean", "max_model_len"), {"max_modle_len": 64}
     ),

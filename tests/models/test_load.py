@@ -412,7 +412,7 @@ def test_folder_without_weights(tmp_path: Path) -> None:
 
 def test_unknown_architecture(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "blahblah"}))
-    refused(tmp_path, "'blahblah'", "docs/models.md")
+    refused(tmp_path, "'blahblah'", "docs/reference/models.md")
 
 
 @pytest.mark.parametrize("size", [4, 100, 50_000])

@@ -76,7 +76,7 @@ ENGINE_GROUPS = {
     "CUDA graphs": tuple(name for name in options_of(EngineConfig) if name.startswith("cuda_graph_config.")),
     "speculation": tuple(name for name in options_of(EngineConfig) if name.startswith("speculative_config.")),
 }  # fmt: skip
-"""Every option of the engine but the model, by the group under which help and docs/cli.md list it."""
+"""Every option of the engine but the model, by the group under which help and docs/reference/options.md list it."""
 COMMON_ENGINE_OPTIONS = frozenset(
     {
         "dtype", "quantization", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization",

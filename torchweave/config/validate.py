@@ -68,7 +68,7 @@ def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = 
     for requested, value in options.items():
         name = requested if requested in hints else OTHER_NAMES.get(requested, "")
         if name not in hints:
-            known = f"it is one of {', '.join(hints)}" if prefix else "docs/cli.md lists all options"
+            known = f"it is one of {', '.join(hints)}" if prefix else "docs/reference/options.md lists all options"
             guess = did_you_mean(requested, hints, known, prefix)
             raise ValueError(f"unknown option {prefix}{requested}; {guess}")
         if name in given:

@@ -2,7 +2,7 @@
 
 Every rank allocates the same memory and maps that of the others (`torch.distributed._symmetric_memory`: NVLink or PCIe peer access
 within a machine), once, before the first CUDA graph is recorded: addresses never change. Multicast is not used. For the
-synchronisation between ranks see `torchweave.ops.collectives.symmetric_memory` and docs/decisions/0087.
+synchronisation between ranks see `torchweave.ops.collectives.symmetric_memory` and decision 0087.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _MATMULS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scal
 
 
 _RULES = Rules("performance", {
-    "invariant": ("{cause}", "follow the rules of pieces in docs/diagnosis.md"),
+    "invariant": ("{cause}", "follow the rules of pieces in docs/how-to/diagnose.md"),
     "boundary_output": (
         "the boundary op {op} has an output, whose address differs at each call",
         "write to an argument instead: allocate it with torch.empty before, and name it in mutates_args",
@@ -45,7 +45,7 @@ _RULES = Rules("performance", {
     ),
     "near_miss": (
         "the pass {name} does not match {node}: {why}",
-        "write the line in the form that the pass matches (docs/passes.md), or leave it; results are correct anyway",
+        "write the line in the form that the pass matches (docs/reference/passes.md), or leave it; results are correct anyway",
         "note",
     ),
     "unshared_pieces": (

@@ -299,8 +299,8 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
     if not known and not (trust_remote_code and source.folder is not None):
         raise ValueError(
             f"{source.name!r} has the architecture {model_type!r}, which transformers {transformers.__version__} does not "
-            "support; see docs/models.md for supported architectures, update transformers, or use trust_remote_code if the folder "
-            "contains its own code."
+            "support; see docs/reference/models.md for supported architectures, update transformers, or use trust_remote_code if "
+            "the folder contains its own code."
         )
     try:
         if source.folder is None:

@@ -472,8 +472,8 @@ def test_linears_are_quantised_at_load(quantization: str, name: str, tmp_path: P
 
 
 def test_forms_are_documented() -> None:
-    """docs/quantization.md lists every form that is tested here."""
-    page = (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
+    """docs/how-to/quantize.md lists every form that is tested here."""
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "quantize.md").read_text()
     assert [name for name in FORMS if f"`{name}`" not in page] == []
 
 

@@ -21,7 +21,7 @@ class Requirement:
     """One requirement.
 
     Attributes:
-        area: heading in the table of docs/serving.md.
+        area: heading in the table of docs/reference/http.md.
         sentence: what the server must do.
         check: raises AssertionError if it does not.
         missing: why it does not hold; None: it holds.

@@ -1,4 +1,4 @@
-"""Each requirement of peers' published tests holds, or is listed in docs/serving.md with the reason."""
+"""Each requirement of peers' published tests holds, or is listed in docs/reference/http.md with the reason."""
 
 from __future__ import annotations
 

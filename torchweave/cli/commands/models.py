@@ -54,7 +54,7 @@ def parser() -> Parser:
     )
     cli_parser.add_argument("--json", action="store_true", help="print a JSON object")
     cli_parser.add_argument(
-        "--write", metavar="FILE", default="", help="write the table of verify to FILE (docs/models.md)"
+        "--write", metavar="FILE", default="", help="write the table of verify to FILE (docs/reference/models.md)"
     )
     cli_parser.add_argument("--quiet", action="store_true", help="draw no progress bars")
     return cli_parser

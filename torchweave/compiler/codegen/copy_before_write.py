@@ -12,7 +12,7 @@ Before                                          After
 
 When      a write of Inductor's graph takes its values from a view of the tensor that it writes to, or its indices from anything
           computed from it. `v[i] = v.clone()` is such a write: Inductor removes the copy, then writes in place, so that one
-          iteration reads what another wrote (torch 2.13; docs/diagnosis.md has the program).
+          iteration reads what another wrote (torch 2.13; docs/how-to/diagnose.md has the program).
           Also where a mask selects what is written and another operation reads the target: Inductor replaces the target by the
           result wherever it is read through a view, in operations before the write as well.
           Also where a gather reads by the index of the write: fused with both, a later read of the result misses what other

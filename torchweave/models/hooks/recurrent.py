@@ -369,7 +369,7 @@ VERIFIED = frozenset(
         "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2", "zaya",
     }
 )  # fmt: skip
-"""Model types whose tokens equal transformers': others may have a further state that no hook reaches (docs/models.md)."""
+"""Model types whose tokens equal transformers': others may have a further state that no hook reaches (docs/reference/models.md)."""
 
 # Layers with a recurrent state, by their name in `config.layer_types`.
 _RECURRENT_KINDS = frozenset(

@@ -14,7 +14,7 @@ VERIFIED = frozenset(
         "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
     }
 )  # fmt: skip
-"""Model types whose tokens were compared with transformers', with images; see docs/models.md."""
+"""Model types whose tokens were compared with transformers', with images; see docs/reference/models.md."""
 
 BOTH_WAYS = frozenset({"gemma3"})
 """Those whose consecutive image tokens see each other in both directions."""

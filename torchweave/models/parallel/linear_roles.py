@@ -51,7 +51,7 @@ VERIFIED = frozenset(
         "qwen3_vl_text", "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     }
 )  # fmt: skip
-"""Architectures (`model_type`) whose tokens equal transformers' on 2 ranks, many also on 4: docs/models.md."""
+"""Architectures (`model_type`) whose tokens equal transformers' on 2 ranks, many also on 4: docs/reference/models.md."""
 _COLUMNS = frozenset(
     {
         "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "g_proj",

@@ -155,7 +155,7 @@ def _modelopt(config: Mapping[str, Any]) -> QuantScheme | PackedFormat:
 def _unsupported(what: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"This checkpoint is quantized {what}, which is not supported; use an unquantized one (quantization=fp8 or int4 quantizes "
-        "it at load time), or a format of docs/quantization.md."
+        "it at load time), or a format of docs/how-to/quantize.md."
     )
 
 

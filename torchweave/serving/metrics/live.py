@@ -61,7 +61,7 @@ class Live:
         self._text, self._built_at = msgspec.json.encode(self.snapshot(now)), now
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """Build the object documented in `docs/operations.md`; times in seconds, except for names ending in `_ms`."""
+        """Build the object documented in `docs/reference/metrics.md`; times in seconds, except for names ending in `_ms`."""
         client = self._service.client
         all_request_metrics = [
             request_metrics for engine in self._engines for request_metrics in engine.all_request_metrics

@@ -25,7 +25,7 @@ PREFIX = "torchweave_"
 _Scope = dict[str, Any]
 
 
-# Names, units and semantics of vLLM's metrics if it has them; documented in docs/operations.md.
+# Names, units and semantics of vLLM's metrics if it has them; documented in docs/reference/metrics.md.
 COUNTERS = (
     ("prompt_tokens", "Prompt tokens of requests that have their first token", "prompt_tokens"),
     ("generation_tokens", "Generated tokens", "generation_tokens"),
