@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 PACKAGE_FOLDER = Path(__file__).resolve().parent
 HASHED_FOLDERS = ("compiler", "models", "ops")
 """Folders whose sources determine what is captured, built and stored."""

@@ -1,4 +1,7 @@
-"""Write the newest results of bench/results/*.json per model, weights and device into the table of README.md.
+"""Write the tables of measurements.
+
+README.md has six models beside the peer, from the newest `bench/results/peers-*.json`; bench/README.md has the newest results of
+bench/results/*.json per model, weights and device.
 
 python scripts/docs/results_table.py
 """
@@ -11,11 +14,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+PEERS_BEGIN, PEERS_END = "<!-- peers: begin -->", "<!-- peers: end -->"
+PEER_ROWS = (
+    "Llama 1B, bfloat16",
+    "Llama 8B, bfloat16",
+    "Llama 8B, 4 bits (g128)",
+    "Qwen3 8B, FP8 blocks",
+    "Qwen3 30B-A3B, bfloat16",
+    "Llama 70B, bfloat16, TP 4",
+)
+"""Models of the README's table, as a result of a peer names them."""
 NONE_YET = "No results are committed yet."
 
 
 def table(results: list[tuple[str, dict[str, Any]]]) -> str:
-    """A Markdown table with a row per result (path from the root, content)."""
+    """A Markdown table with a row per result (path from bench/, content)."""
     if not results:
         return NONE_YET
     lines = ["| model, device | decode ms/token | to first token ms | prefill tokens/s | mixed, output tokens/s | |"]
@@ -53,25 +66,63 @@ def read(folder: Path) -> list[tuple[str, dict[str, Any]]]:
         environment = result["environment"]
         key = result["model"], result["dtype"], result.get("plan", {}).get("quantization") or "", environment["device"]
         if key not in newest or environment["date"] > newest[key][1]["environment"]["date"]:
-            newest[key] = path.with_suffix(".md").relative_to(ROOT).as_posix(), result
+            newest[key] = path.with_suffix(".md").relative_to(ROOT / "bench").as_posix(), result
     return [newest[key] for key in sorted(newest)]
 
 
-def replaced(page: str, content: str) -> str:
+def peers(folder: Path) -> str:
+    """The table beside the peer: this engine's figure, a slash, the peer's."""
+    results = {path: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("peers-*.json")}
+    path = max(results, key=lambda path: results[path]["date"])
+    result = results[path]
+    rows = {row["model"]: row for row in result["rows"]}
+    lines = [
+        f"This engine / {result['peer']}, both on {result['device']}s of one host, commit {result['commit']}, "
+        f"{result['date']} ([all figures]({path.with_suffix('.md').relative_to(ROOT).as_posix()})):",
+        "",
+        "| | decode ms/token, batch 1 | batch 32 | first of 1,000 tokens, ms | prompt tokens/s | mixed, output tokens/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in PEER_ROWS:
+        row = rows[name]
+        figures = (
+            row["decode_ms"].get("1"),
+            row["decode_ms"].get("32"),
+            row["first_token_ms"].get("1000"),
+            row["prefill_tokens_per_s"].get("16x1024"),
+            row["mixed_tokens_per_s"],
+        )
+        lines.append(f"| {name} | " + " | ".join(_beside(pair) for pair in figures) + " |")
+    return "\n".join(lines)
+
+
+def _beside(pair: list[float] | None) -> str:
+    return f"{pair[0]:,} / {pair[1]:,}" if pair else "-"
+
+
+def replaced(page: str, content: str, begin: str = BEGIN, end: str = END) -> str:
     """`page` with `content` between the markers."""
-    before, _, rest = page.partition(BEGIN)
-    _, mark, after = rest.partition(END)
+    before, _, rest = page.partition(begin)
+    _, mark, after = rest.partition(end)
     if not mark:
-        raise ValueError(f"the page has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{content}\n{END}{after}"
+        raise ValueError(f"the page has no {begin} ... {end}")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def pages() -> dict[Path, str]:
+    """The pages with new tables."""
+    folder = ROOT / "bench" / "results"
+    readme, results = ROOT / "README.md", ROOT / "bench" / "README.md"
+    return {
+        readme: replaced(readme.read_text(encoding="utf-8"), peers(folder), PEERS_BEGIN, PEERS_END),
+        results: replaced(results.read_text(encoding="utf-8"), table(read(folder))),
+    }
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(
-        replaced(readme.read_text(encoding="utf-8"), table(read(ROOT / "bench" / "results"))), encoding="utf-8"
-    )
-    print(f"wrote {readme}")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":
