@@ -60,7 +60,7 @@ class Engine:
         """Milliseconds to schedule each step and whether it prefills, until all requests finish."""
         while True:
             begin = time.perf_counter()
-            self.scheduler.poll_grammars()
+            self.scheduler.poll_parts()
             step = self.scheduler.schedule()
             formed = time.perf_counter()
             if step is None:

@@ -21,6 +21,11 @@ from torchweave.engine.request import SamplingParams
 from torchweave.engine.runner.step_buffers import StepBuffers, pack, packed_size
 from torchweave.engine.sampling.beam_search import BeamSearch, Continuations, num_candidates
 from torchweave.engine.scheduler.limits import Limits
+from torchweave.engine.scheduler.parts.base import Resources
+from torchweave.engine.scheduler.parts.beams import BeamRows
+from torchweave.engine.scheduler.parts.drafts import CatchUp
+from torchweave.engine.scheduler.parts.logprobs import LogprobRows
+from torchweave.engine.scheduler.parts.states import StateCopies
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.speculation import AdaptiveDrafts
@@ -170,17 +175,20 @@ class FakeRunner:
         self._receive(max(step.depends_on, step.index - self.num_stages))
         if step.updates is not None:
             self.state.write(*step.updates)
-        if step.copies is not None:
-            sources, targets = step.copies
+        beams, states = step.parts.get("beams"), step.parts.get("states", StateCopies())
+        assert beams is None or isinstance(beams, BeamRows)
+        assert isinstance(states, StateCopies)
+        if beams is not None and beams.copies is not None:
+            sources, targets = beams.copies
             assert not set(sources.tolist()) & set(targets.tolist()) and len(set(targets.tolist())) == len(targets)
             blocks = self.cache.reshape(-1, self.block_size)
             blocks[targets] = blocks[sources]
             if self.draft_cache is not None:
                 blocks = self.draft_cache.reshape(-1, self.block_size)
                 blocks[targets] = blocks[sources]
-        self._copy_states(step.state_restores)
+        self._copy_states(states.restores)
         result = self._run(step)
-        self._copy_states(step.state_saves)
+        self._copy_states(states.saves)
         return result
 
     def _receive(self, step_index: int) -> None:
@@ -226,7 +234,8 @@ class FakeRunner:
             self.state.last_token.copy_(before[0])
             self.state.position.copy_(before[1])
             self.unread.append((step.index, drawn.clone(), slots.clone(), emit.clone()))
-        return StepResult(buffers.out[:rows].numpy().copy(), "plain", self._logprobs(step, numbers, drawn.numpy()))
+        logprobs = self._logprobs(step, numbers, drawn.numpy())
+        return StepResult(buffers.out[:rows].numpy().copy(), "plain", parts=logprobs)
 
     def _launch_drafts(self, step: Step, inputs: StepInputs) -> StepResult:
         """A step with drafts, some of which are wrong."""
@@ -259,7 +268,7 @@ class FakeRunner:
         first = slice(None, drawn.size, step.query_len)
         logprobs = self._logprobs(step, numbers[first], rows.tokens.numpy()[first])
         tokens, num_drafts = out[: drawn.size].reshape(step.num_rows, -1), out[drawn.size :]
-        return StepResult(tokens, "plain", logprobs, num_drafts=num_drafts)
+        return StepResult(tokens, "plain", parts=logprobs | {"drafts": num_drafts})
 
     def _propose(self, slots: np.ndarray, drafts: np.ndarray, num_drafts: np.ndarray) -> None:
         """Drafts of random number, each right with probability `acceptance` if those before it are."""
@@ -278,8 +287,8 @@ class FakeRunner:
     def _propose_by_model(self, step: Step, slots: Tensor, rows: DraftRows) -> None:
         """The same by a draft model, which reads tokens through its cache."""
         assert self.drafts is not None
-        if step.catch_up:
-            self._catch_up(slots, rows, step.catch_up)
+        if isinstance(lacking := step.parts.get("drafts"), CatchUp):
+            self._catch_up(slots, rows, lacking.num_tokens)
             finish_catch_up(self.state, slots, rows)
             self.num_caught_up += 1
         self._catch_up(slots, rows, step.query_len)
@@ -351,14 +360,15 @@ class FakeRunner:
                 "a row has another request's state"
             )
 
-    def _logprobs(self, step: Step, numbers: np.ndarray, drawn: np.ndarray) -> StepLogprobs | None:
-        if step.logprobs is None:
-            return None
-        rows, most = step.logprobs
+    def _logprobs(self, step: Step, numbers: np.ndarray, drawn: np.ndarray) -> dict[str, StepLogprobs]:
+        asked = step.parts.get("logprobs")
+        if not isinstance(asked, LogprobRows):
+            return {}
+        rows, most = asked.rows, asked.most
         values, ids = best_of(numbers[rows], most)
         emit_all = logprobs_of(numbers[rows])
         chosen = emit_all[np.arange(len(rows)), drawn[rows]]
-        return StepLogprobs(rows, chosen, (emit_all > chosen[:, None]).sum(axis=1) + 1, values, ids)
+        return {"logprobs": StepLogprobs(rows, chosen, (emit_all > chosen[:, None]).sum(axis=1) + 1, values, ids)}
 
 
 class FakeBlockCopier:
@@ -428,7 +438,7 @@ def make(
     width, longest = -(-max_model_len // block_size), max(max_num_tokens, limits.decode_span) + LOOKAHEAD_TOKENS
     snapshots = StateSnapshots(max_batch_size, num_snapshots, block_size) if num_snapshots and reuse else None
     kv = BlockManager(num_blocks, block_size, max_batch_size, width, windows, longest, host, snapshots)
-    drafts = {"adaptive_drafts": adaptive_drafts}
-    scheduler = Scheduler(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse, **drafts)
+    resources = Resources(adaptive_drafts=adaptive_drafts)
+    scheduler = Scheduler(limits, kv, POLICIES[policy], runner.state.updates(), eos, reuse, resources)
     runner.checks_draft_cache = limits.drafts_by_model and not reuse and windows == (AttentionWindow(),)
     return scheduler, runner

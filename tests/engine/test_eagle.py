@@ -13,6 +13,7 @@ from tests.engine.test_speculation import EAGER, EAGLE, TEXTS, engine
 from tests.models.drafters.eagle_heads import demo_model, hidden_states_of, random_head, reference_drafts, write_head
 from tests.ranks import run_torchrun_ranks
 from torchweave import LLM, SamplingParams, TorchCompileConfig
+from torchweave.engine.runner.parts.drafts import DraftsPart
 from torchweave.ops.slot_state import StepInputs
 from torchweave.ops.speculation import DraftRows
 from torchweave.verify import zoo
@@ -28,8 +29,8 @@ def speculation(folder: Path, **options: Any) -> dict[str, Any]:
 
 def record_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """(text up to the last token, drafts) of each greedy row with drafts, as steps propose them."""
-    drafter, state, seen = llm.engine.runner._draft_step, llm.engine.runner.state, []
-    assert drafter is not None
+    drafter, state, seen = llm.engine.runner.parts["drafts"], llm.engine.runner.state, []
+    assert isinstance(drafter, DraftsPart)
     begin = drafter.begin
 
     def recorded(slots: torch.Tensor, views: DraftRows, inputs: StepInputs) -> None:

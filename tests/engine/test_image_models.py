@@ -66,7 +66,7 @@ def tokens(llm: LLM, prompts: list[EncodedPrompt], params: SamplingParams = GREE
 
 def test_a_small_pool_drops_images_and_encodes_them_again(llm: LLM, qwen: Any) -> None:
     _, prompts, expected = qwen
-    rows = llm.engine.scheduler.image_rows
+    rows = llm.engine.scheduler.resources.image_rows
     assert rows is not None and rows.model.num_rows == 20 < sum(len(image.index) for p in prompts for image in p.images)
     assert expected[1] != expected[3], "the image decides on the tokens"
     for _ in range(2):  # the second time with cached prefixes, whose hashes tell the two images apart

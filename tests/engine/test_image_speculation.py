@@ -19,7 +19,8 @@ from tests.engine.test_speculation import SPECULATION
 from tests.models.drafters.eagle_heads import random_head, reference_drafts, write_head
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.config.options import SpeculativeConfig
-from torchweave.engine.runner import draft_step
+from torchweave.engine.runner.parts import drafts as drafts_part
+from torchweave.engine.runner.parts import images as images_part
 from torchweave.images import EncodedPrompt
 from torchweave.ops.slot_state import SlotState
 from torchweave.ops.speculation import DraftRows
@@ -85,7 +86,7 @@ def test_accepted_and_rejected_drafts_change_no_token(llm: LLM, qwen: Saved, mon
     assert tokens_of(llm, qwen.prompts, GREEDY) == qwen.expected and tokens_of(llm, qwen.prompts, SEEDED) == seeded
     assert drafts.num_draft_tokens > drafts.num_accepted_tokens, "of prompt lookup"
     for params, answers in ((GREEDY, qwen.expected), (SEEDED, seeded)):
-        monkeypatch.setattr(draft_step, "propose", know_answers(qwen, answers))
+        monkeypatch.setattr(drafts_part, "propose", know_answers(qwen, answers))
         before = drafts.num_accepted_tokens, drafts.num_draft_tokens
         assert tokens_of(llm, qwen.prompts, params) == answers
         accepted, proposed = drafts.num_accepted_tokens - before[0], drafts.num_draft_tokens - before[1]
@@ -96,7 +97,7 @@ def test_drafts_are_rotated_by_the_positions_of_their_request(
     llm: LLM, qwen: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a row of text and a row behind images, whose positions are behind by different numbers."""
-    monkeypatch.setattr(draft_step, "fill_rope_offsets", lambda state, slots, start, out: out.zero_())
+    monkeypatch.setattr(images_part, "fill_rope_offsets", lambda state, slots, start, out: out.zero_())
     assert tokens_of(llm, qwen.prompts[:1], GREEDY) == qwen.expected[:1]
     assert tokens_of(llm, qwen.prompts[2:3], GREEDY) != qwen.expected[2:3]
     llm.engine.scheduler.kv.reset()

@@ -263,7 +263,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(
         slots = steps.pop(0)
         tokens = result.tokens.copy()
         tokens[[number for number, slot in enumerate(slots) if slot in break_slots]] = INVALID_TOKEN
-        return StepResult(tokens, result.how, result.logprobs)
+        return StepResult(tokens, result.how, parts=result.parts)
 
     launch = h.runner.launch
     steps: list[list[int]] = []

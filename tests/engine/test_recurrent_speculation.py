@@ -31,8 +31,9 @@ from torchweave import LLM, SamplingParams
 from torchweave.config.options import SpeculativeConfig
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.engine.request import InferenceRequest
-from torchweave.engine.runner import draft_step
 from torchweave.engine.runner.model_runner import ModelRunner
+from torchweave.engine.runner.parts import drafts as drafts_part
+from torchweave.engine.runner.parts.drafts import DraftsPart
 from torchweave.engine.startup.build import Engine
 from torchweave.ops.slot_state import SlotState
 from torchweave.ops.speculation import DraftOptions, DraftRows
@@ -60,7 +61,7 @@ def draft_from(monkeypatch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]]) 
                 num_drafts[row] = room
                 drafts[row, :room] = [token if rng.random() < 0.8 else 4 for token in follows[:room]]
 
-    monkeypatch.setattr(draft_step, "propose", propose)
+    monkeypatch.setattr(drafts_part, "propose", propose)
 
 
 def joined(given: Sequence[list[int]], answers: Sequence[list[int]]) -> list[list[int]]:
@@ -159,7 +160,9 @@ class Replay:
     """A step of fixed size, padded as a recording is."""
 
     def __init__(self, runner: ModelRunner, rows: int, query_len: int) -> None:
-        self._run, self._boundary = runner._draft_run(rows, query_len), runner._draft_boundary(rows, query_len)
+        drafts = runner.parts["drafts"]
+        assert isinstance(drafts, DraftsPart)
+        self._run, self._boundary = drafts.program(rows, query_len), drafts.boundary(rows, query_len)
 
     def replay(self) -> None:
         self.output = self._run(self._boundary)
@@ -193,7 +196,7 @@ def test_states_are_those_without_drafts(folder: Path, monkeypatch: pytest.Monke
         runner.run_dummy_draft_step(4, 4)
         assert all((state == 0.5).all() for state in runner.recurrent_states)
         if padded:
-            monkeypatch.setattr(runner, "_draft_graphs", {4: {4: Replay(runner, 4, 4)}})
+            monkeypatch.setattr(runner.recordings, "drafts", {4: {4: Replay(runner, 4, 4)}})
         found = serve(built, texts)
         assert built.scheduler.speculation.num_accepted_tokens > 6
         for one, other in zip(plain, found, strict=True):

@@ -17,6 +17,7 @@ from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.config.model_source import resolve
 from torchweave.engine.request import StructuredOutputs
 from torchweave.engine.runner.model_runner import ModelRunner
+from torchweave.engine.runner.parts.drafts import DraftsPart
 from torchweave.report import Report
 from torchweave.verify import zoo
 from torchweave.verify.verify import verify
@@ -117,7 +118,9 @@ class Replay:
     """A step of fixed size, padded as a recording is."""
 
     def __init__(self, runner: ModelRunner, rows: int, query_len: int) -> None:
-        self._run, self._boundary = runner._draft_run(rows, query_len), runner._draft_boundary(rows, query_len)
+        drafts = runner.parts["drafts"]
+        assert isinstance(drafts, DraftsPart)
+        self._run, self._boundary = drafts.program(rows, query_len), drafts.boundary(rows, query_len)
 
     def replay(self) -> None:
         self.output = self._run(self._boundary)
@@ -127,7 +130,7 @@ def test_padded_steps_have_the_same_tokens(engines: tuple[LLM, LLM], monkeypatch
     """Rows and tokens behind those of the step change nothing, as where a GPU replays a larger recording."""
     plain, speculating = engines
     runner = speculating.engine.runner
-    monkeypatch.setattr(runner, "_draft_graphs", {4: {rows: Replay(runner, rows, 4) for rows in (2, 8)}})
+    monkeypatch.setattr(runner.recordings, "drafts", {4: {rows: Replay(runner, rows, 4) for rows in (2, 8)}})
     params = [KINDS[kind] for kind in ("greedy", "logprobs", "penalties", "seeded", "stop token", "stop string")]
     before = speculating.manager.counts.get("draft_graph", 0)
     assert tokens(speculating, params) == tokens(plain, params)
@@ -252,8 +255,8 @@ def test_a_draft_model_computes_what_steps_without_drafts_left_out(monkeypatch: 
     cells, counts, caught_up = [], [], []
     for prompts, params in ([TEXTS[1]], [long]), ([TEXTS[1], TEXTS[4]], [long, short]):
         with engine({**DRAFT_MODEL, "disable_by_batch_size": 1}, max_num_tokens=64) as llm:
-            drafts = llm.engine.runner._draft_step
-            assert drafts is not None
+            drafts = llm.engine.runner.parts["drafts"]
+            assert isinstance(drafts, DraftsPart)
             run_catch_up = drafts.catch_up
             monkeypatch.setattr(
                 drafts, "catch_up", lambda *args, run=run_catch_up: (caught_up.append(args[2]), run(*args))

@@ -52,7 +52,7 @@ def test_tokens_are_those_without_speculation(engines: tuple[LLM, LLM], kind: st
 
 def with_equal_costs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adaptive drafts choose as if every step took the same time: a draft of `demo` can cost as much as a step of it."""
-    adaptive = llm.engine.scheduler._adaptive_drafts
+    adaptive = llm.engine.scheduler.resources.adaptive_drafts
     assert adaptive is not None and adaptive.costs.of(1)[1].all()
     sizes = adaptive.costs.query_lens
     equal = StepCosts(16, sizes[1:], [(rows, size, 1e-3) for rows in (1, 2, 4, 8, 16) for size in sizes])
@@ -62,7 +62,7 @@ def with_equal_costs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_drafts_are_accepted_in_recorded_steps(engines: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     _, speculating = engines
-    if speculating.engine.scheduler._adaptive_drafts is not None:
+    if speculating.engine.scheduler.resources.adaptive_drafts is not None:
         with_equal_costs(speculating, monkeypatch)
     counts = speculating.engine.scheduler.speculation
     before = counts.num_draft_tokens, counts.num_accepted_tokens

@@ -166,8 +166,8 @@ class GenerationLoop:
         self._process = 0
         self._schedule_seconds = self._launch_seconds = 0.0
         self._last_logged: dict[str, float] = {}
-        if scheduler.grammars is not None:
-            scheduler.grammars.on_ready(self._wake.set)
+        if (grammars := scheduler.resources.grammars) is not None:
+            grammars.on_ready(self._wake.set)
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class GenerationLoop:
                 self._send(self._scheduler.abort_all("The engine was shut down before the request had finished."))
                 return
             begin = time.perf_counter()
-            self._send(self._scheduler.poll_grammars())
+            self._send(self._scheduler.poll_parts())
             step = self._scheduler.schedule()
             scheduled = time.perf_counter()
             if step is not None:

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.scheduler.parts.beams import BeamRows
 from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.step import Step
 
@@ -36,6 +37,12 @@ class IterationFacts:
     memory_in_use: int | None = None
 
 
+def _extra_rows(step: Step) -> int:
+    """Rows beyond one per request: further beams."""
+    beams = step.parts.get("beams")
+    return beams.extra_rows if isinstance(beams, BeamRows) else 0
+
+
 def _num_padded(scheduler: Scheduler, facts: IterationFacts) -> int:
     """Slots of a static batch whose requests have ended while others still generate. One that skips a step has not ended."""
     return max(scheduler.static_batch_size - facts.num_running, 0)
@@ -43,7 +50,7 @@ def _num_padded(scheduler: Scheduler, facts: IterationFacts) -> int:
 
 def _gptmanager_stats(step: Step, scheduler: Scheduler, facts: IterationFacts) -> dict[str, int]:
     """The batch manager's record of a step, by batching mode."""
-    record = {"Scheduled Requests": step.num_requests, "Context Requests": len(step.chunks)}
+    record = {"Scheduled Requests": step.num_rows - _extra_rows(step), "Context Requests": len(step.chunks)}
     if scheduler.static:  # V1 batching
         return {
             **record,
@@ -53,7 +60,7 @@ def _gptmanager_stats(step: Step, scheduler: Scheduler, facts: IterationFacts) -
         }
     return {
         **record,
-        "Generation Requests": step.num_decode_rows - step.extra_rows,
+        "Generation Requests": step.num_decode_rows - _extra_rows(step),
         "Total Context Tokens": step.num_prefill_tokens,
         "MicroBatch ID": step.index % scheduler.limits.num_micro_batches,
     }
@@ -62,7 +69,7 @@ def _gptmanager_stats(step: Step, scheduler: Scheduler, facts: IterationFacts) -
 def _batching_stats(step: Step, scheduler: Scheduler, facts: IterationFacts) -> dict[str, dict[str, int | float]]:
     """The same for the later record."""
     record: dict[str, int | float] = {
-        "numScheduledRequests": step.num_requests,
+        "numScheduledRequests": step.num_rows - _extra_rows(step),
         "numContextRequests": len(step.chunks),
         "numCtxTokens": step.num_prefill_tokens,
     }
@@ -70,7 +77,7 @@ def _batching_stats(step: Step, scheduler: Scheduler, facts: IterationFacts) -> 
         record |= {"numGenTokens": facts.num_decoded, "emptyGenSlots": _num_padded(scheduler, facts)}
         return {"staticBatchingStats": record}
     record |= {
-        "numGenRequests": step.num_decode_rows - step.extra_rows,
+        "numGenRequests": step.num_decode_rows - _extra_rows(step),
         "numPausedRequests": scheduler.num_paused,
         "microBatchId": step.index % scheduler.limits.num_micro_batches,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -22,6 +23,11 @@ def side_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
     stream = free.pop(0) if free else torch.cuda.Stream(device)
     weakref.finalize(owner, free.append, stream).atexit = False
     return stream
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Make a stream the current one; None, on a CPU, changes nothing."""
+    return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
 
 def wait_until_idle(stream: torch.cuda.Stream, seconds: float) -> bool:

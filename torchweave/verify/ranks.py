@@ -208,7 +208,7 @@ def generate(
         for number, prompt in enumerate(prompts, begin):
             scheduler.add(InferenceRequest(number, prompt.token_ids, greedy, images=prompt.images), seed=number)
         while len(answers) < begin + len(prompts):
-            scheduler.poll_grammars()
+            scheduler.poll_parts()
             step = scheduler.schedule()
             assert step is not None, "requests wait, and nothing is in flight"
             for response in scheduler.update(step, run_step(process_groups, runner, step)):

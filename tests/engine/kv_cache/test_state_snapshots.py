@@ -39,7 +39,7 @@ def test_the_least_recently_used_snapshot_is_evicted() -> None:
     snapshots.begin(2, PrefixHit(1, names("a")), 9)  # "a" is used again
     save(snapshots, 3, "c")
     assert snapshots.longest(names("a", "b"), 2) == 1 and snapshots.longest(names("c"), 1) == 1
-    assert rows_of(snapshots) == {"state_restores": [[8], [2]], "state_saves": [[3], [9]]}
+    assert rows_of(snapshots) == {"restores": [[8], [2]], "saves": [[3], [9]]}
     assert snapshots.take_copies() == {}
     snapshots.check()
     snapshots.clear()
@@ -51,7 +51,7 @@ def test_a_row_that_is_evicted_in_the_step_of_its_copy_is_written_once() -> None
     snapshots = StateSnapshots(first_row=4, count=1, block_size=4)
     save(snapshots, 0, "a")
     save(snapshots, 1, "b")
-    assert rows_of(snapshots) == {"state_saves": [[1], [4]]}
+    assert rows_of(snapshots) == {"saves": [[1], [4]]}
     assert snapshots.longest(names("a"), 1) == 0 and snapshots.longest(names("b"), 1) == 1
 
 

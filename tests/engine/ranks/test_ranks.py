@@ -9,20 +9,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.distributed.two_ranks import agreed
 from tests.engine.captured import CAPTURED
 from torchweave.config.options import EngineConfig
 from torchweave.engine.llm import LLM
-from torchweave.engine.ranks.step_message import decode, encode
 from torchweave.engine.request import SamplingParams
-from torchweave.engine.scheduler.step import Chunk, LogitsProcessorRows, Step
 from torchweave.engine.startup import build
 from torchweave.engine.startup import open as opening
 from torchweave.engine.startup.rank_worker import WorkerTask
@@ -147,57 +144,6 @@ def test_an_engine_is_named_without_torch():
     """A script's imports before it sets the number of ranks."""
     code = "import sys; from torchweave import LLM, SamplingParams; import torchweave.cli.session; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_decode_step_is_a_small_message():
-    rows = 256
-    step = Step(
-        7,
-        np.arange(rows, dtype=np.int32),
-        np.arange(rows, dtype=np.int64),
-        (),
-        np.ones(rows, bool),
-        (np.array([3, 5], np.int32), np.array([1, 2], np.int32)),
-        900,
-        query_len=3,
-        catch_up=5,
-    )
-    message = encode(step)
-    assert len(message) < 200
-    found = decode(message)
-    assert (found.index, found.num_rows, found.max_seq_len, found.chunks) == (7, rows, 900, ())
-    assert (found.query_len, found.catch_up) == (3, 5)
-    assert found.updates is not None and [part.tolist() for part in found.updates] == [[3, 5], [1, 2]]
-
-
-def test_other_steps_are_sent_whole():
-    step = Step(
-        8,
-        np.array([4, 2], np.int32),
-        np.array([11], np.int64),
-        (Chunk(0, np.array([5, 6], np.int64)),),
-        np.array([True, False]),
-        None,
-        12,
-        logits_processors=LogitsProcessorRows(np.zeros((3, 1), np.int32)),
-    )
-    found = decode(encode(step))
-    assert found.slots.tolist() == [4, 2] and found.emits.tolist() == [True, False]
-    assert found.chunks[0].tokens.tolist() == [5, 6] and found.logits_processors is not None
-
-
-def test_every_step_field_is_sent_or_derived():
-    sent = {"index", "slots", "emits", "updates", "max_seq_len", "copies", "query_len", "catch_up", "state_restores"}
-    sent |= {"depends_on"}
-    whole = {
-        "chunks",
-        "logits_processors",
-        "prompt_targets",
-        "state_saves",
-    }  # a step that has one of them is sent as it is
-    whole |= {"rope_offsets", "lookahead"}  # only a step with chunks has them
-    not_needed = {"starts", "logprobs", "extra_rows"}  # by a rank that carries out a decode step
-    assert {field.name for field in fields(Step)} == sent | whole | not_needed
 
 
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])

@@ -1,10 +1,12 @@
-"""Host cost of a decode step: the number of torch dispatches does not grow with the batch."""
+"""Host cost of a decode step: calls of Python, and torch dispatches, whose number does not grow with the batch."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import torchweave
 from tests.compiler.runtime.tape import TapePool
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, SamplingParams
@@ -70,6 +73,72 @@ def test_torch_calls_of_a_decode_step_do_not_grow_with_the_batch(engine: Engine,
     assert few == many
 
 
+PACKAGE = str(Path(torchweave.__file__).parent)
+PIECES = os.path.join(PACKAGE, "compiler", "codegen", "pieces.py")
+
+
+class Calls:
+    """A profile hook that counts calls of the package's functions, without those within pieces, which Inductor compiles."""
+
+    def __init__(self) -> None:
+        self.by_function: Counter[tuple[str, str]] = Counter()
+        self._piece: FrameType | None = None
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if self._piece is not None:
+            if event == "return" and frame is self._piece:
+                self._piece = None
+        elif event == "call" and name == PIECES:
+            self._piece = frame
+        elif event == "call" and name.startswith(PACKAGE):
+            self.by_function[name, frame.f_code.co_qualname] += 1
+
+    @property
+    def files(self) -> set[str]:
+        return {name for name, _ in self.by_function}
+
+
+def calls_of_decode_step(engine: Engine, **params: Any) -> Calls:
+    """Calls of one decode step of one request, with its scheduling and its update."""
+    sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 20, "ignore_eos": True} | params))
+    engine.scheduler.add(InferenceRequest(0, np.arange(3, 10, dtype=np.int32), sampling), seed=0)
+    while step(engine):
+        pass
+    step(engine)
+    calls, before = Calls(), sys.getprofile()
+    sys.setprofile(calls)
+    try:
+        assert step(engine) == 0
+    finally:
+        sys.setprofile(before)
+    engine.scheduler.cancel(0)
+    assert engine.scheduler.num_active == 0
+    return calls
+
+
+def test_a_plain_decode_step_enters_no_part_and_makes_few_calls(engine: Engine) -> None:
+    calls = calls_of_decode_step(engine)
+    assert not {name for name in calls.files if f"{os.sep}parts{os.sep}" in name}
+    if engine.plan.attention_backend == "cpp":  # the torch backend is a reference
+        assert calls.by_function.total() <= 70, calls.by_function
+        assert len(calls.files) <= 13, calls.files
+
+
+@pytest.mark.parametrize(
+    ("params", "entered"),
+    [({"logprobs": 1}, {"logprobs"}), ({"presence_penalty": 0.5}, {"processors"})],
+    ids=["logprobs", "penalty"],
+)
+def test_a_step_enters_the_parts_that_its_requests_use(
+    engine: Engine, params: dict[str, Any], entered: set[str]
+) -> None:
+    found = {Path(name) for name in calls_of_decode_step(engine, **params).files}
+    parts = {path.stem for path in found if path.parent.name == "parts"}
+    assert parts - {"base"} == entered
+    assert {path.parent.parent.name for path in found if path.stem in entered} >= {"scheduler", "runner"}
+
+
 def test_openmp_workers_are_released() -> None:
     """A step runs on a thread of its own, whose workers would sleep between loops if these were still there."""
     before = torch.get_num_threads()
@@ -88,20 +157,20 @@ def test_openmp_workers_are_released() -> None:
 def test_steps_are_recorded_in_the_mode_in_which_they_run(engine: Engine) -> None:
     """Outside inference mode each call of an op of ours is four more calls of Python."""
     try:
-        assert engine.runner.record_decode(2, TapePool()).output.is_inference()
-        assert engine.runner.record_mixed(8, TapePool()).output.is_inference()
+        assert engine.runner.recordings.record_decode(2, TapePool()).output.is_inference()
+        assert engine.runner.recordings.record_mixed(8, TapePool()).output.is_inference()
     finally:
-        engine.runner.release_graphs()
+        engine.runner.recordings.release()
 
 
 def test_recordings_are_released_after_their_replays_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Destroying a running graph blocks with the GIL held, so the thread that would end it could not run."""
     stream = SimpleNamespace(query=lambda: False)
-    engine.runner.record_decode(2, TapePool())
-    monkeypatch.setattr(engine.runner, "_stream", stream)
-    monkeypatch.setattr("torchweave.engine.runner.model_runner._DRAIN_SECONDS", 0.02)
-    engine.runner.release_graphs()
-    assert engine.runner._decode_graphs, "it runs"
+    engine.runner.recordings.record_decode(2, TapePool())
+    monkeypatch.setattr(engine.runner.recordings, "_stream", stream)
+    monkeypatch.setattr("torchweave.engine.runner.recordings._DRAIN_SECONDS", 0.02)
+    engine.runner.recordings.release()
+    assert engine.runner.recordings.decode, "it runs"
     stream.query = lambda: True
-    engine.runner.release_graphs()
-    assert not engine.runner._decode_graphs
+    engine.runner.recordings.release()
+    assert not engine.runner.recordings.decode

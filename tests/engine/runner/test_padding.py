@@ -10,6 +10,7 @@ import torch
 
 from torchweave.config.options import CudaGraphConfig, EngineConfig, TorchCompileConfig
 from torchweave.engine.runner.model_runner import ModelRunner
+from torchweave.engine.runner.recordings import Recordings
 
 PLAIN = torch.zeros(1)
 
@@ -29,10 +30,13 @@ def runner_of(config: EngineConfig, sizes: tuple[int, ...]) -> Any:
     runner: Any = object.__new__(ModelRunner)
     runner.plan = SimpleNamespace(config=config)
     runner._min_size = 1
-    runner._decode_graphs = {size: FakeRecording() for size in sizes}
-    runner._mixed_graphs = {size: FakeRecording(num_segments=2) for size in sizes}
-    runner._decode_step = runner._mixed_step = lambda *_: (lambda boundary: PLAIN, None)
-    runner.rows_of = lambda tokens: tokens
+    runner.recordings = recordings = object.__new__(Recordings)
+    recordings.decode = {size: FakeRecording() for size in sizes}  # type: ignore[misc]
+    recordings.mixed = {size: FakeRecording(num_segments=2) for size in sizes}  # type: ignore[misc]
+    recordings.rows_of = lambda tokens: tokens  # type: ignore[method-assign]
+    plain = lambda *_: (lambda boundary: PLAIN, None)  # noqa: E731
+    runner._programs = SimpleNamespace(decode=plain, mixed=plain)
+    runner._buffers = SimpleNamespace(tokens=None, out=None)
     runner._upload_inputs = lambda step, rows, tokens, ring_index: None
     return runner
 
@@ -42,10 +46,10 @@ def test_enable_padding_decides_whether_a_larger_decode_graph_is_replayed(
     padding: bool, rows: int, replayed: int | None
 ) -> None:
     runner = runner_of(EngineConfig("demo", cuda_graph_config=CudaGraphConfig(enable_padding=padding)), (1, 2, 4, 8))
-    mode, output = runner._launch_decode(rows)
+    mode, output, *_ = runner._launch_decode(rows)
     assert mode == ("plain" if replayed is None else "decode_graph")
     assert (output is PLAIN) == (replayed is None)
-    assert [size for size, graph in runner._decode_graphs.items() if graph.replays] == [replayed] * (
+    assert [size for size, graph in runner.recordings.decode.items() if graph.replays] == [replayed] * (
         replayed is not None
     )
 
@@ -56,10 +60,10 @@ def test_enable_padding_decides_whether_a_larger_decode_graph_is_replayed(
 def test_max_padding_ratio_bounds_the_padding_of_a_mixed_step(ratio: float, tokens: int, replayed: int | None) -> None:
     config = EngineConfig("demo", torch_compile_config=TorchCompileConfig(max_padding_ratio=ratio))
     runner = runner_of(config, (16, 64))
-    step = SimpleNamespace(num_tokens=tokens, num_rows=2, max_seq_len=tokens, prompt_targets=None)
-    mode, output = runner._launch_mixed(step, 0)
+    step = SimpleNamespace(num_tokens=tokens, num_rows=2, max_seq_len=tokens)
+    mode, output, *_ = runner._launch_mixed(step, 0, {})
     assert mode == ("plain" if replayed is None else "piecewise_graph")
     assert (output is PLAIN) == (replayed is None)
-    assert [size for size, graph in runner._mixed_graphs.items() if graph.replays] == [replayed] * (
+    assert [size for size, graph in runner.recordings.mixed.items() if graph.replays] == [replayed] * (
         replayed is not None
     )

@@ -22,9 +22,8 @@ from transformers import (
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.request import InferenceRequest
-from torchweave.engine.scheduler.logits_processors import LogitsProcessors
+from torchweave.engine.scheduler.parts.processors import LogitsProcessorRows, LogitsProcessors, ProcessorsPart
 from torchweave.engine.scheduler.request_state import RequestState
-from torchweave.engine.scheduler.step import LogitsProcessorRows
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -152,7 +151,9 @@ def test_other_rows_of_the_batch_are_unaffected(llm: LLM, asked: list[tuple[Samp
 
 def test_rows_without_processors_are_not_resampled(llm: LLM) -> None:
     told: list[LogitsProcessorRows | None] = []
-    logits_processors = llm.engine.scheduler._running.logits_processors
+    part = llm.engine.scheduler.parts.held["processors"]
+    assert isinstance(part, ProcessorsPart)
+    logits_processors = part.processors
     inner = logits_processors.rows_of_step
     try:
         logits_processors.rows_of_step = lambda slots, emits: told.append(inner(slots, emits)) or told[-1]  # type: ignore[method-assign]

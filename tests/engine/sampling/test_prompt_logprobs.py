@@ -19,6 +19,7 @@ from torchweave.config.options import EngineConfig
 from torchweave.engine.outputs import RequestOutput
 from torchweave.engine.request import InferenceRequest
 from torchweave.engine.scheduler import request_state
+from torchweave.engine.scheduler.parts.prompt_logprobs import PromptTargets
 from torchweave.models import load
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -120,5 +121,7 @@ def test_prompt_logprobs_limit_prefix_reuse() -> None:
         scheduler.update(step, runner.collect(runner.launch(step)))
     scheduler.add(InferenceRequest(1, prompt, SamplingParams(max_tokens=2, prompt_logprobs=1)), seed=0)
     step = scheduler.schedule()
-    assert step is not None and step.chunks[0].start == 0 and step.prompt_targets is not None
-    assert step.prompt_targets.targets.tolist() == prompt[1:].tolist() and step.prompt_targets.slots[0][1] == 27
+    assert step is not None and step.chunks[0].start == 0
+    targets = step.parts["prompt_logprobs"]
+    assert isinstance(targets, PromptTargets)
+    assert targets.targets.tolist() == prompt[1:].tolist() and targets.slots[0][1] == 27

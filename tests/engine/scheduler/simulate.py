@@ -19,6 +19,7 @@ import numpy as np
 from tests.engine.fake import VOCAB, FakeBlockCopier, expected, expected_beams, hashes, make
 from torchweave.engine.kv_cache.block_manager import AttentionWindow
 from torchweave.engine.request import InferenceRequest, Response, SamplingParams
+from torchweave.engine.scheduler.parts.beams import BeamRows
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.speculation import AdaptiveDrafts, StepCosts
 from torchweave.engine.scheduler.step import Step
@@ -130,7 +131,8 @@ class Simulation:
         self.counts["steps"] += 1
         self.counts["chunks"] += len(step.chunks)
         self.counts["with drafts"] += step.query_len > 1
-        self.counts["copied"] += 0 if step.copies is None else len(step.copies[0])
+        beams = step.parts.get("beams")
+        self.counts["copied"] += len(beams.copies[0]) if isinstance(beams, BeamRows) and beams.copies else 0
 
     def _check_micro_batch(self, step: Step) -> None:
         """A request that decodes beside prompts was in none of the last steps, so pipeline stages compute them together."""
@@ -190,7 +192,7 @@ class Simulation:
         """
         running, states = self.scheduler._running, self.runner.states
         for slot in [] if not self.runner.has_states else list(running.slots.slot_of.values()):
-            is_beam = running.search_of(slot) is not None
+            is_beam = running.group_of(slot) is not None
             if not is_beam and not running.in_flight(slot) and running.slots.last_step_index[slot] >= 0:
                 ids = running.slots.sequence(slot, int(running.slots.num_computed[slot]))
                 assert states[slot] == hashes(ids[None], np.array([len(ids)]))[0], "a slot has another request's state"

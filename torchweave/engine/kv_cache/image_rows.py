@@ -184,14 +184,12 @@ class PromptImages:
             return first - start
         return end - start if end - start <= most else 0
 
-    def substitute(self, start: int, tokens: np.ndarray, first_image_id: int) -> np.ndarray:
-        """The tokens of a chunk for which `fit` was called, with ids of rows in place of image tokens."""
-        tokens = tokens.copy()
+    def substitute(self, start: int, tokens: np.ndarray, first_image_id: int) -> None:
+        """Replace the image tokens of a chunk for which `fit` was called by ids of rows."""
         for number, rows in self._rows.items():
             index = self._images[number].index
             inside = (index >= start) & (index < start + len(tokens))
             tokens[index[inside] - start] = first_image_id + rows[inside]
-        return tokens
 
     def rope_offsets(self, start: int, size: int, delta: int) -> np.ndarray:
         """What each axis adds to positions `start` to `start + size`, int32 `[axes, size]`; `delta` is that behind the prompt."""

@@ -1,7 +1,7 @@
 """Snapshots of recurrent states at block borders, so that models with recurrent layers share prefixes too.
 
 A *snapshot* is a row of the state tensors behind the rows of the request slots. Only row numbers are kept here; the copies are
-part of the steps (`Step.state_restores` before the model, `Step.state_saves` after it), so that device order alone makes them
+part of the steps (before the model from snapshots, after it to them), so that device order alone makes them
 right: a row that a step overwrites was read by the steps before it.
 
 A snapshot is known by the hash of the tokens before its position, as a block of the KV cache is. It is taken where a chunk of a
@@ -130,14 +130,14 @@ class StateSnapshots:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def take_copies(self) -> dict[str, Copies]:
-        """Copies of the step being built, by the field of `Step`; no two have the same target."""
+        """Copies of the step being built: `restores` before the model, `saves` after it; no two have the same target."""
         restores, saves = self._restores, self._saves
         self._restores, self._saves = {}, {}
         copies = {}
         if restores:
-            copies["state_restores"] = _copies(restores.values(), restores)
+            copies["restores"] = _copies(restores.values(), restores)
         if saves:
-            copies["state_saves"] = _copies(saves.values(), saves)
+            copies["saves"] = _copies(saves.values(), saves)
         return copies
 
     def clear(self) -> None:

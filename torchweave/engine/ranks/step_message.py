@@ -1,46 +1,59 @@
-"""Messages of steps and images from the leader to the other ranks, and digests that compare the ranks' states."""
+"""Messages of steps and images from the leader to the other ranks, and digests that compare the ranks' states.
+
+A rank that follows gets a step whole, by one rule, with two exceptions: payloads that are `leader_only`, and of a step without
+chunks the fields with an entry a row. Every rank's device has those rows, so their number is enough.
+"""
 
 from __future__ import annotations
 
+import io
 import pickle
 import zlib
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
-from torchweave.engine.scheduler.step import Step
+from torchweave.engine.scheduler.step import ROWS, Step
 from torchweave.images import ImageInput
 from torchweave.ops.slot_state import SlotState
 
-_NO_STARTS = np.empty(0, np.int64)
+_ROW_FIELDS = frozenset(field.name for field in fields(Step) if field.metadata == ROWS)
+
+
+class _StepPickler(pickle.Pickler):
+    """Writes arrays in 7 bytes beside their contents; numpy's own form takes 130."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, np.ndarray):
+            return None
+        shape = obj.shape if obj.ndim != 1 else ()
+        return (obj.tobytes(), obj.dtype.char, *shape)
+
+
+class _StepUnpickler(pickle.Unpickler):
+    def persistent_load(self, pid: Any) -> np.ndarray:
+        data, dtype, *shape = pid
+        array = np.frombuffer(data, dtype).copy()  # writable, as on the leader
+        return array.reshape(shape) if shape else array
 
 
 def encode(step: Step) -> bytes:
-    """Encode a step, with the same bytes for all ranks.
-
-    A decode step is its number of rows and its updates, since every rank's device has the slots; log-probabilities are left out,
-    as only the leader returns them. Other steps are pickled whole.
-    """
-    if step.chunks or step.logits_processors is not None or step.prompt_targets is not None:
-        return pickle.dumps(step, 5)
-    updates = None if step.updates is None else tuple((part.dtype.char, part.tobytes()) for part in step.updates)
-    numbers = step.index, step.depends_on, step.num_rows, step.query_len, step.catch_up, step.max_seq_len
-    return pickle.dumps((*numbers, updates, step.copies, step.state_restores), 5)
+    """Encode a step, with the same bytes for all ranks."""
+    values = vars(step) | {"parts": {name: part for name, part in step.parts.items() if not part.leader_only}}
+    if not step.chunks:
+        values |= dict.fromkeys(_ROW_FIELDS, None) | {"slots": step.num_rows}
+    file = io.BytesIO()
+    _StepPickler(file, 5).dump(tuple(values.values()))
+    return file.getvalue()
 
 
 def decode(message: bytes) -> Step:
-    """Decode a step, as far as a runner needs it."""
-    decoded = pickle.loads(message)
-    if isinstance(decoded, Step):
-        return decoded
-    index, depends_on, num_rows, query_len, catch_up, max_seq_len, updates, copies, state_restores = decoded
-    slots, emits = np.zeros(num_rows, np.int32), np.ones(num_rows, bool)
-    arrays = None
-    if updates is not None:
-        (index_type, indices), (value_type, values) = updates
-        arrays = np.frombuffer(indices, index_type), np.frombuffer(values, value_type)
-    drafts = {"query_len": query_len, "catch_up": catch_up}
-    moved = {"copies": copies, "state_restores": state_restores}
-    return Step(index, slots, _NO_STARTS, (), emits, arrays, max_seq_len, depends_on=depends_on, **moved, **drafts)
+    """Decode a step; the rows of one without chunks are the device's, and all of them emit."""
+    index, slots, starts, chunks, emits, *others = _StepUnpickler(io.BytesIO(message)).load()
+    if not chunks:
+        slots, starts, emits = np.zeros(slots, np.int32), np.zeros(slots, np.int64), np.ones(slots, bool)
+    return Step(index, slots, starts, chunks, emits, *others)
 
 
 def encode_image(image: ImageInput, rows: np.ndarray) -> bytes:

@@ -13,9 +13,9 @@ from torchweave.compiler.runtime.forward import Forward
 from torchweave.config import Plan
 from torchweave.engine.kv_cache.block_manager import AttentionWindow, max_blocks_needed
 from torchweave.engine.kv_cache.layer_groups import KVLayout, longest_sequence
-from torchweave.engine.runner.draft_step import DraftModel
 from torchweave.engine.runner.encoder_graphs import BYTES_PER_GRAPH as _BYTES_PER_ENCODER_GRAPH
 from torchweave.engine.runner.model_runner import ModelRunner
+from torchweave.engine.runner.parts.drafts import DraftModel
 from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
 from torchweave.ops.attention.op import AttentionBackend, LayerKVCache, LayerSpec
 from torchweave.ops.recurrent.op import RecurrentSpec
@@ -155,17 +155,17 @@ def measure_memory(
     pool = GraphPool(device)
     recorded = 0
     if plan.token_buckets:
-        recorded += runner.record_mixed(max(plan.token_buckets), pool).bytes
+        recorded += runner.recordings.record_mixed(max(plan.token_buckets), pool).bytes
     if plan.batch_sizes:
-        recorded += runner.record_decode(max(plan.batch_sizes), pool).bytes
+        recorded += runner.recordings.record_decode(max(plan.batch_sizes), pool).bytes
     drafting = [rows for rows in plan.batch_sizes if rows <= plan.max_drafting_rows]
     if drafting:
-        recorded += runner.record_drafts(max(drafting), plan.query_len, pool).bytes
+        recorded += runner.recordings.record_drafts(max(drafting), plan.query_len, pool).bytes
     torch.cuda.synchronize(device)
     graphs = max(free - torch.cuda.mem_get_info(device)[0], recorded)
     num_graphs = len(plan.token_buckets) + len(plan.batch_sizes) + len(drafting) * len(plan.query_lens)
     graphs += num_graphs * _BYTES_PER_GRAPH + plan.max_encoder_graphs * _BYTES_PER_ENCODER_GRAPH
-    runner.release_graphs()  # graphs and runner refer to each other
+    runner.recordings.release()  # graphs and runner refer to each other
     del runner, caches, pool
     torch.cuda.empty_cache()
     use = MemoryUse(total=total, in_use=total - free, activations=activations, graphs=graphs)

@@ -3,11 +3,9 @@
 Graphs replay on fixed addresses, so every bucket reads views of the same tensors. The host's inputs of a step with prefill rows are
 packed into one int32 array and copied at once:
 
-    slots[R] | query_start[R + 1] | emit[R] | last_token_row[R] | token ids[T] | positions[T] | rope_offsets[A, T] | lookahead[T]
+    slots[R] | query_start[R + 1] | emit[R] | last_token_row[R] | token ids[T] | positions[T] | others[K, T]
 
-with offsets of A axes for a model with several positions a token (mRoPE), else none, and `Step.lookahead` for a model whose image
-tokens see each other.
-A decode step needs no host input.
+with K further numbers a token that parts upload (`InStepPart.num_inputs`). A decode step needs no host input.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.engine.scheduler.step import Step, StepLogprobs
+from torchweave.engine.scheduler.step import Step
 from torchweave.ops.slot_state import StepInputs
 
 
@@ -34,21 +32,21 @@ class PackedInputs:
     logits_index: Tensor
     ids: Tensor
     positions: Tensor
-    rope_offsets: Tensor
-    lookahead: Tensor
+    others: Tensor
 
 
-def packed_size(rows: int, tokens: int, rope_axes: int = 0, both_ways: bool = False) -> int:
-    return sum(_sizes(rows, tokens, rope_axes, both_ways))
+def packed_size(rows: int, tokens: int, num_others: int = 0) -> int:
+    return sum(_sizes(rows, tokens, num_others))
 
 
-def pack(step: Step, rows: int, tokens: int, out: np.ndarray, rope_axes: int = 0, both_ways: bool = False) -> None:
-    """Write a step into `out`, int32 [packed_size(rows, tokens, rope_axes, both_ways)]; rows and tokens beyond the step's are
-    padding."""
+def pack(step: Step, rows: int, tokens: int, out: np.ndarray, num_others: int = 0) -> np.ndarray:
+    """Write a step into `out`, int32 [packed_size(rows, tokens, num_others)]; rows and tokens beyond the step's are padding.
+
+    Returns:
+        int32 [num_others, tokens of the step], the further numbers of its tokens, zeros.
+    """
     out[: 4 * rows + 1] = 0
-    slots, starts, emit, index, ids, positions, rope_offsets, lookahead = _split(
-        out, _sizes(rows, tokens, rope_axes, both_ways)
-    )
+    slots, starts, emit, index, ids, positions, others = _split(out, _sizes(rows, tokens, num_others))
     num_rows, num_decode_rows = step.num_rows, step.num_decode_rows
     slots[:num_rows] = step.slots
     slots[num_rows:] = -1
@@ -66,18 +64,12 @@ def pack(step: Step, rows: int, tokens: int, out: np.ndarray, rope_axes: int = 0
     at = ends[-1]
     ids[at:] = 0
     positions[at:] = 0
-    if rope_axes:
-        rope_offsets[:] = 0
-        if step.rope_offsets is not None:
-            rope_offsets.reshape(rope_axes, tokens)[:, :at] = step.rope_offsets
-    if both_ways:
-        lookahead[:] = 0
-        if step.lookahead is not None:
-            lookahead[:at] = step.lookahead
+    others[:] = 0
+    return others.reshape(num_others, tokens)[:, :at]
 
 
-def _sizes(rows: int, tokens: int, rope_axes: int, both_ways: bool) -> tuple[int, ...]:
-    return rows, rows + 1, rows, rows, tokens, tokens, rope_axes * tokens, both_ways * tokens
+def _sizes(rows: int, tokens: int, num_others: int) -> tuple[int, ...]:
+    return rows, rows + 1, rows, rows, tokens, tokens, num_others * tokens
 
 
 def _split(flat: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:
@@ -88,23 +80,13 @@ class StepBuffers:
     """Device tensors that steps read and write, sized for the largest step.
 
     ids, positions int64 [T]; slot_mapping int64 [T], or [G, T] for G groups of layers; seq_lens int32 [R];
-    tokens, out int32 [R]; arange int64 [R]; rope_offsets int64 [A * T]; lookahead int32 [T] with `both_ways`.
+    tokens, out int32 [R]; arange int64 [R].
     """
 
     def __init__(
-        self,
-        max_rows: int,
-        max_tokens: int,
-        device: torch.device,
-        num_tables: int = 1,
-        rope_axes: int = 0,
-        both_ways: bool = False,
+        self, max_rows: int, max_tokens: int, device: torch.device, num_tables: int = 1, num_others: int = 0
     ) -> None:
         self.device = device
-        self.rope_axes = rope_axes
-        self.both_ways = both_ways
-        self._lookahead = torch.zeros(both_ways * max_tokens, dtype=torch.int32, device=device)
-        self._rope_offsets = torch.zeros(rope_axes * max_tokens, dtype=torch.int64, device=device)
         self.ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         shape = (max_tokens,) if num_tables == 1 else (num_tables, max_tokens)
@@ -116,26 +98,23 @@ class StepBuffers:
         self.rows = torch.arange(max_rows + 1, dtype=torch.int32, device=device)  # query_start of a decode step
         self.row_index = torch.arange(max_rows, dtype=torch.int64, device=device)
         self.emit_all = torch.ones(max_rows, dtype=torch.int32, device=device)  # `emit` of a decode step
-        self.packed = torch.zeros(
-            packed_size(max_rows, max_tokens, rope_axes, both_ways), dtype=torch.int32, device=device
-        )
+        self._sizes = max_rows, max_tokens
+        self.allocate_packed(num_others)
+
+    def allocate_packed(self, num_others: int) -> None:
+        """Allocate the packed inputs, with so many further numbers a token."""
+        self.num_others = num_others
+        self.packed = torch.zeros(packed_size(*self._sizes, num_others), dtype=torch.int32, device=self.device)
 
     def inputs(self, rows: int, tokens: int) -> StepInputs:
         """The inputs of a step of `tokens` tokens in `rows` rows."""
         mapping = self.slot_mapping[..., :tokens]
         return StepInputs(self.ids[:tokens], self.positions[:tokens], self.seq_lens[:rows], mapping)
 
-    def rope_offsets(self, tokens: int) -> tuple[Tensor, ...]:
-        """The further inputs of the model in a step of `tokens` tokens: `[A, tokens]`, contiguous, or none."""
-        return (self._rope_offsets[: self.rope_axes * tokens].view(self.rope_axes, tokens),) if self.rope_axes else ()
-
-    def lookahead(self, tokens: int) -> Tensor | None:
-        """`AttentionMetadata.lookahead` of a step of `tokens` tokens; None for a causal model."""
-        return self._lookahead[:tokens] if self.both_ways else None
-
     def views(self, rows: int, tokens: int) -> PackedInputs:
-        sizes = _sizes(rows, tokens, self.rope_axes, self.both_ways)
-        return PackedInputs(*self.packed[: sum(sizes)].split(sizes))
+        sizes = _sizes(rows, tokens, self.num_others)
+        slots, query_start, emit, index, ids, positions, others = self.packed[: sum(sizes)].split(sizes)
+        return PackedInputs(slots, query_start, emit, index, ids, positions, others.view(self.num_others, tokens))
 
 
 class HostBufferRing:
@@ -199,11 +178,3 @@ class HostBufferRing:
         if self._end_events:
             self._end_events[ring_index].synchronize()
         return self.sampled[ring_index]
-
-
-def to_step_logprobs(tensors: tuple[np.ndarray, tuple[Tensor, ...]] | None) -> StepLogprobs | None:
-    """Log-probabilities of a step from their rows and tensors on the host."""
-    if tensors is None:
-        return None
-    rows, (chosen, values, ids, ranks) = tensors
-    return StepLogprobs(rows, chosen.numpy(), ranks.numpy(), values.numpy(), ids.numpy())

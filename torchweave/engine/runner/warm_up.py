@@ -29,11 +29,11 @@ from torchweave.compiler.precompile.kernel_jobs import (
 from torchweave.compiler.precompile.workers import KernelWorkers
 from torchweave.compiler.runtime.forward import BoundaryHandler
 from torchweave.config import Plan
-from torchweave.engine.runner.draft_step import DraftModel
 from torchweave.engine.runner.memory import KVCacheSpec
 from torchweave.engine.runner.model_runner import ModelRunner
-from torchweave.engine.runner.resample import Resampler
-from torchweave.engine.scheduler.step import LogitsProcessorRows
+from torchweave.engine.runner.parts.drafts import DraftModel
+from torchweave.engine.runner.parts.processors import Resampler
+from torchweave.engine.scheduler.parts.processors import LogitsProcessorRows
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.experts import launch_samples
 from torchweave.models.weights.int_linear import distinct_int_linears

@@ -33,7 +33,7 @@ class Limits:
         max_logprobs: most likely tokens that a request may ask for; -1: all.
         run_ahead: most steps in flight.
         has_recurrent_states: the model has recurrent layers, whose beams may share no blocks after a pause.
-        no_images: why prompts have no images, as a clause.
+        no_images: why prompts have no images, as a clause; empty if they may.
         pooling: of a model that pools; None: requests generate tokens.
         priority_order: 1: waiting requests with a higher priority are first, -1: those with a lower one, 0: priorities are ignored.
         max_beam_width: most beams of a request; None: max_batch_size.
@@ -80,39 +80,14 @@ class Limits:
         common = 0 if self.has_recurrent_states else len(request.input_ids) // kv.block_size
         return kv.max_blocks_of_forks(self.last_position(request), request.sampling.beam_width, common)
 
-    def _logprobs_rejection(self, params: SamplingParams) -> str:
-        for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            if asked is not None and self.max_logprobs >= 0 and not 0 <= asked <= self.max_logprobs:
-                return (
-                    f"{name} must be at most {self.max_logprobs}, the engine's max_logprobs, but is {asked}"
-                    f"{' (the vocabulary)' * (asked == -1)}; lower it, or start the engine with another max_logprobs."
-                )
-        return ""
-
-    def _beam_rejection(self, request: InferenceRequest) -> str:
-        width = request.sampling.beam_width
-        if request.images:
-            return "Beam search is not supported for prompts with images; set beam_width to 1."
-        if self.max_beam_width is not None and width > self.max_beam_width:
-            return f"beam_width={width} is above {self.max_beam_width}, the maximum beam width of this batch manager; lower it."
-        if width > self.max_batch_size:
-            return (
-                f"beam_width={width} needs {width} rows in a step, but max_batch_size is {self.max_batch_size}; lower beam_width "
-                "or raise max_batch_size."
-            )
-        if request.streaming:
-            return "A beam search has no answer before its end, so it cannot be streamed; set streaming to False."
-        return ""
-
-    def rejection_reason(self, request: InferenceRequest, kv: BlockManager) -> str:
-        """Why a request can never run, in a sentence; empty if it can."""
+    def rejection_reason(self, request: InferenceRequest) -> str:
+        """Why a request can never run, apart from the blocks that it needs, in a sentence; empty if it can."""
         if request.pooling != (self.pooling is not None):
             return NO_POOLING if self.pooling is None else self.pooling.refusal
         if why := _token_id_rejection(request.sampling, self.vocab_size) or _queue_rejection(request):
             return why
-        if why := self._logprobs_rejection(request.sampling):
-            return why
+        if request.images and self.no_images:
+            return f"The prompt has images, but this model is served without: {self.no_images}."
         prompt = np.asarray(request.input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
             return "The prompt is empty; give at least one token."
@@ -133,8 +108,10 @@ class Limits:
                 f"The prompt has {prompt.size} tokens, but a step has at most {self.max_num_tokens} and chunked context is off; "
                 "shorten the prompt, raise max_num_tokens or turn enable_chunked_context on."
             )
-        if request.sampling.beam_width > 1 and (why := self._beam_rejection(request)):
-            return why
+        return ""
+
+    def blocks_rejection(self, request: InferenceRequest, kv: BlockManager) -> str:
+        """Why the KV cache is too small for a request; empty if it is not."""
         blocks = self.max_blocks_needed(request, kv)
         if -(-blocks // kv.num_groups) > kv.num_blocks // kv.num_groups:
             return (

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.image_rows import PromptImages
 from torchweave.engine.kv_cache.prefix_index import BlockHashes, PrefixHit
-from torchweave.engine.request import FinishReason, InferenceRequest, TokenLogprobs
+from torchweave.engine.request import FinishReason, InferenceRequest, Output, Response, TokenLogprobs
 from torchweave.engine.sampling.beam_search import BeamSearch
 from torchweave.engine.sampling.structured_output import Constraint
 from torchweave.ops.kernels.sampling.layout import HAS_BAD_WORDS, HAS_BIAS, HAS_COUNTS
+from torchweave.ops.slot_state import MAX_STOP_IDS, NOT_EMITTED
 
 MAX_SCORED_TOKENS = 256
 """Most prompt tokens that one step scores for a request: the logits of each are as wide as the vocabulary."""
@@ -46,7 +48,7 @@ class RequestState:
         prefix_hit: the last prefix lookup, while the request waits.
         num_cached_tokens: prompt tokens found in the prefix cache when the request started first.
         images: of the prompt; None for a prompt of text.
-        rope_delta: what is added to the positions behind the prompt.
+        rope_delta: what is added to the positions after the prompt.
         pooled: of a request that pools: the row of its last token, or the sum of the rows so far; None: no step has completed.
     """
 
@@ -75,6 +77,29 @@ class RequestState:
     pooled: np.ndarray | None = None
     _hashes: list[bytes] = field(default_factory=list)
     _block_keys: dict[int, bytes] | None = None
+
+    @classmethod
+    def of(
+        cls, request: InferenceRequest, seed: int, arrival: int, eos: Sequence[int], vocab_size: int
+    ) -> RequestState:
+        """The state of a request that arrives.
+
+        Args:
+            seed: for a request without a seed.
+            eos: end-of-sequence tokens of the model.
+        """
+        params = request.sampling
+        stops = tuple(dict.fromkeys((*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos))))
+        return cls(
+            request=request,
+            seed=seed if params.seed is None else params.seed,
+            arrival=arrival,
+            prompt=np.array(request.input_ids, np.int32),  # a copy: the client may reuse its array
+            stops=stops,
+            host_stop_ids=frozenset(stops[MAX_STOP_IDS:]),
+            num_logprobs=params.num_logprobs(vocab_size),
+            num_prompt_logprobs=params.num_prompt_logprobs(vocab_size),
+        )
 
     @property
     def prefill(self) -> np.ndarray:
@@ -117,6 +142,20 @@ class RequestState:
             self._block_keys = self.images.block_keys(block_size)
         return BlockHashes(tokens, block_size, self.request.cache_salt, self._hashes, self._block_keys)
 
+    def ended_by_grammar(self) -> bool:
+        """Whether the request ends because its grammar is complete or has failed; sets `reason` and `error`."""
+        assert self.constraint is not None
+        self.error = self.constraint.error
+        if self.error or self.constraint.complete:
+            self.reason = "error" if self.error else "complete"
+        return self.reason is not None
+
+    def response(self, fields: dict[str, Any]) -> Response:
+        """The next response, the final one if the request has ended, with these fields of its `Output`."""
+        ended = self.reason is not None
+        answer = {"finish_reason": self.reason, "num_cached_tokens": self.num_cached_tokens * ended} | fields
+        return Response(self.request.id, Output(**answer), ended, self.error)
+
     def find_prefix(self, kv: BlockManager) -> PrefixHit:
         """Look up the longest cached prefix. It leaves out the last token, and tokens whose logits are still to be scored."""
         prefill = self.prefill if self.search is None else self.prompt  # beams change from step to step
@@ -128,15 +167,21 @@ class RequestState:
 class WaitingQueue:
     """Waiting requests by priority, then by arrival. A paused request returns to its original position.
 
+    Requests with a grammar are held back until it is ready; the queue proper, its length and order, is of the others.
+
     Args:
         priority_order: see `Limits`.
+
+    Attributes:
+        held: requests that are held back, by id.
     """
 
     def __init__(self, priority_order: int = 1) -> None:
+        self.held: dict[int, RequestState] = {}
         self._priority_order = priority_order
         self._entries: list[tuple[int, int, RequestState]] = []
         self._ids: set[int] = set()
-        self.num_paused = 0
+        self._num_paused = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -145,12 +190,30 @@ class WaitingQueue:
         return (state for _, _, state in self._entries)
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self._ids
+        return request_id in self._ids or request_id in self.held
+
+    @property
+    def ids(self) -> list[int]:
+        """Of all requests, also those that are held back."""
+        return [*(state.request.id for state in self), *self.held]
+
+    @property
+    def num_paused(self) -> int:
+        """Requests that ran before, also those that are held back."""
+        return self._num_paused + sum(state.paused for state in self.held.values())
 
     def add(self, state: RequestState) -> None:
+        """Add a request, to those that are held back if it has a grammar."""
+        if state.constraint is None:
+            self.admit(state)
+        else:
+            self.held[state.request.id] = state
+
+    def admit(self, state: RequestState) -> None:
+        """Add a request that may start."""
         insort(self._entries, (-self._priority_order * state.request.priority, state.arrival, state))
         self._ids.add(state.request.id)
-        self.num_paused += state.paused
+        self._num_paused += state.paused
 
     def pop(self) -> RequestState:
         """Remove and return the first request."""
@@ -159,19 +222,20 @@ class WaitingQueue:
     def remove(self, request_id: int) -> RequestState | None:
         """Remove and return a request; None if it is not in the queue."""
         if request_id not in self._ids:
-            return None
+            return self.held.pop(request_id, None)
         return self._take(next(i for i, entry in enumerate(self._entries) if entry[2].request.id == request_id))
 
     def _take(self, index: int) -> RequestState:
         state = self._entries.pop(index)[2]
         self._ids.discard(state.request.id)
-        self.num_paused -= state.paused
+        self._num_paused -= state.paused
         return state
 
     def clear(self) -> None:
+        self.held.clear()
         self._entries.clear()
         self._ids.clear()
-        self.num_paused = 0
+        self._num_paused = 0
 
 
 class SlotTable:
@@ -187,7 +251,7 @@ class SlotTable:
         num_sent: those of them that were sent.
         ids: request ids.
         prefill_tokens: tokens to compute before the next token can be generated.
-        group: first slot of the beam search that the slot belongs to; -1 for all other requests.
+        group: first slot of a request with several slots, a `SlotGroup`; -1 for all other requests.
         start_order: start counter; a smaller value started earlier.
         done: further tokens are ignored.
         streaming: each token is sent at once.
@@ -284,6 +348,13 @@ class SlotTable:
         assert state is not None, "the slot is empty"
         return state
 
+    def pause(self, slot: int) -> None:
+        """Enter the tokens so far into the request in a slot, which waits again."""
+        state = self.state_of(slot)
+        state.paused = True
+        state.generated = self.tokens[slot, : int(self.num_generated[slot])].copy()
+        state.num_sent = int(self.num_sent[slot])
+
     def remaining_prefill(self, slot: int) -> int:
         """Tokens to compute before the next token can be generated."""
         return int(self.prefill_len[slot] - self.num_computed[slot])
@@ -299,6 +370,52 @@ class SlotTable:
         """Tokens that are certainly computed: no query of a later step is at a position before."""
         known = self.prompt_len[slots] + self.num_generated[slots] - 1
         return np.where(self.drafting[slots], np.minimum(known, self.num_computed[slots]), self.num_computed[slots])
+
+    def append(self, slots: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Append the tokens of each slot.
+
+        Args:
+            tokens: rows of `StepResult.tokens`.
+
+        Returns:
+            The last token of each slot, and the slots that the device has stopped, bool.
+        """
+        if tokens.ndim > 1:
+            return self._append_several(slots, tokens)
+        stopped, counts = tokens < 0, self.num_generated[slots]
+        tokens = np.maximum(tokens, -1 - tokens)
+        if counts.max(initial=0) >= self.tokens.shape[1]:
+            self.grow_tokens(int(counts.max()) + 1)
+        self.tokens[slots, counts] = tokens
+        self.num_generated[slots] = counts + 1
+        return tokens, stopped
+
+    def _append_several(self, slots: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same for a step with drafts, of which each row keeps a number of tokens."""
+        lengths, counts = (tokens != NOT_EMITTED).sum(axis=1), self.num_generated[slots]
+        last = tokens[np.arange(len(slots)), lengths - 1]
+        tokens = np.where(tokens < 0, -1 - tokens, tokens)
+        self.grow_tokens(int((counts + lengths).max(initial=0)))
+        row, place = np.nonzero(np.arange(tokens.shape[1]) < lengths[:, None])
+        self.tokens[slots[row], counts[row] + place] = tokens[row, place]
+        self.num_generated[slots] = counts + lengths
+        return np.where(last < 0, -1 - last, last), last < 0
+
+    def stopped_on_host(self, slots: np.ndarray, tokens: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Which of `candidates`, bool, sampled a stop token beyond the device's table; bool."""
+        stopped = np.zeros(len(slots), bool)
+        for i in np.flatnonzero(candidates):
+            state = self.state_of(int(slots[i]))
+            if int(tokens[i]) in state.host_stop_ids:
+                stopped[i] = int(self.num_generated[slots[i]]) > state.request.sampling.min_tokens
+        return stopped
+
+    def unsent(self, slot: int) -> np.ndarray:
+        """The tokens that were not sent yet, which count as sent from here on."""
+        num_generated = int(self.num_generated[slot])
+        tokens = self.tokens[slot, int(self.num_sent[slot]) : num_generated].copy()
+        self.num_sent[slot] = num_generated
+        return tokens
 
     def grow_tokens(self, num_tokens: int) -> None:
         """Make room for `num_tokens` generated tokens per slot."""

@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.scheduler.beams import BeamGroup, BeamSearches
-from torchweave.engine.scheduler.logits_processors import LogitsProcessors
 from torchweave.engine.scheduler.request_state import SlotTable
 from torchweave.ops.slot_state import SlotUpdates
 
 NO_SLOTS = np.empty(0, np.int32)
+
+
+class SlotGroup(Protocol):
+    """A running request with several slots: a beam search.
+
+    Attributes:
+        slots: all its slots; the first one stands for the request.
+        members: the slots of its sequences.
+        pending_release: the request is finished or paused.
+    """
+
+    slots: list[int]
+    members: list[int]
+    pending_release: bool
+
+    @property
+    def leader(self) -> int:
+        """The first slot."""
+        ...
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether a sequence is still to be prefilled."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the next step; 0 while a result is pending."""
+        ...
+
+    @property
+    def continued_slots(self) -> list[int]:
+        """Slots that their sequence keeps in the next step."""
+        ...
+
+    def blocks_needed(self, slots: SlotTable, kv: BlockManager) -> int:
+        """Logical blocks that the next step needs."""
+        ...
+
+    def next_prefill_slot(self, slots: SlotTable, kv: BlockManager, updates: SlotUpdates) -> int | None:
+        """Begin the prefill of the next sequence; returns its slot, or None after the last one."""
+        ...
 
 
 class RunningSet:
@@ -21,23 +62,22 @@ class RunningSet:
     Args:
         max_slots: number of slots.
         reuse: requests with a common prefix share KV cache blocks.
-        has_recurrent_states: the model has recurrent layers.
 
     Attributes:
         slots: arrays over slots.
-        beams: running beam searches. Of their slots, `prefill` holds that of the beam in prefill, and `pending_release` the
-            first one; `decoding` holds none.
-        logits_processors: requests whose logits are processed before sampling.
+        groups: requests with several slots, by the first. Of their slots, `prefill` holds the one in prefill, and
+            `pending_release` the first one; `decoding` holds none.
         prefill: slots in prefill, oldest first.
         decoding: slots that take one token per step.
         pending_release: slots that are finished or paused, and that a step in flight may still contain.
         completed: index of the last completed step.
+        steps_before_alloc: number of decode-only steps before any request needs a block.
     """
 
-    def __init__(self, max_slots: int, reuse: bool, has_recurrent_states: bool = False) -> None:
+    def __init__(self, max_slots: int, reuse: bool) -> None:
         self.slots = SlotTable(max_slots)
-        self.beams = BeamSearches(has_recurrent_states)
-        self.logits_processors = LogitsProcessors(max_slots)
+        self.groups: dict[int, SlotGroup] = {}
+        self.steps_before_alloc = 0
         self.reuse = reuse
         self.prefill: list[int] = []
         self.decoding = NO_SLOTS
@@ -47,15 +87,18 @@ class RunningSet:
     def in_flight(self, slot: int) -> bool:
         return self.slots.last_step_index[slot] > self.completed
 
-    def search_of(self, slot: int) -> BeamGroup | None:
-        """The beam search that a slot belongs to."""
-        return self.beams.groups.get(int(self.slots.group[slot]))
+    def group_of(self, slot: int) -> SlotGroup | None:
+        """The group that a slot belongs to."""
+        return self.groups.get(int(self.slots.group[slot]))
+
+    def slots_of(self, slot: int) -> Sequence[int]:
+        """The slots of the request whose first one is `slot`."""
+        return self.groups[slot].slots if slot in self.groups else (slot,)
 
     @property
-    def searches(self) -> list[BeamGroup]:
-        """Beam searches that decode: all of their beams are computed."""
-        groups = self.beams.groups.values()
-        return [group for group in groups if group.prefill_beam is None and not group.pending_release]
+    def decoding_groups(self) -> list[SlotGroup]:
+        """Groups of which all sequences are computed."""
+        return [group for group in self.groups.values() if not (group.in_prefill or group.pending_release)]
 
     def micro_batch(
         self, decoding: np.ndarray, step_index: int, num_micro_batches: int, alone: bool = False
@@ -79,7 +122,7 @@ class RunningSet:
 
     def stop(self, slot: int) -> None:
         """Schedule a request in no further step. Its slots are released when the steps in flight have completed."""
-        if (group := self.search_of(slot)) is not None:
+        if (group := self.group_of(slot)) is not None:
             group.pending_release = True
             self.prefill = [each for each in self.prefill if each not in group.members]
             slot = group.leader
@@ -95,18 +138,17 @@ class RunningSet:
         updates: SlotUpdates,
         decoded: np.ndarray,
         slots: np.ndarray,
-        after: np.ndarray,
+        below_limit: np.ndarray,
         emits: np.ndarray,
     ) -> None:
-        """Move the slots of a new step on: from prefill to decode, from one beam to the next, or out at their limit.
+        """Move the slots of a new step on: from prefill to decode, from one sequence of a group to the next, or out at their limit.
 
         Args:
             decoded: slots of `decoding` in the step; the others stay.
             slots: rows of the step.
-            after: computed tokens of each row after the step.
+            below_limit: rows that may take another token.
             emits: rows that generate a token.
         """
-        below_limit = after < self.slots.limit[slots]
         skipped = NO_SLOTS
         if len(decoded) < len(self.decoding):
             skipped = self.decoding[~np.isin(self.decoding, decoded)]
@@ -115,7 +157,7 @@ class RunningSet:
             self.prefill = [slot for slot in following if slot is not None]
         if len(slots) > len(decoded) or skipped.size or not below_limit.all():
             decoding = slots[emits & below_limit]
-            if self.beams.groups:
+            if self.groups:
                 decoding = decoding[self.slots.group[decoding] < 0]
             self.decoding = np.concatenate([decoding, skipped])
 
@@ -133,10 +175,19 @@ class RunningSet:
         return bool(again.size)
 
     def _next_prefill_slot(self, kv: BlockManager, updates: SlotUpdates, slot: int) -> int | None:
-        """The slot in which the prefill of `slot` continues: itself, that of the search's next beam, or None at its end."""
+        """The slot in which the prefill of `slot` continues: itself, that of its group's next sequence, or None at the end."""
         if self.slots.remaining_prefill(slot) > 0:
             return slot
-        return self.beams.prefill_next_beam(self.slots, kv, updates, slot) if self.slots.group[slot] >= 0 else None
+        group = self.group_of(slot)
+        return None if group is None else group.next_prefill_slot(self.slots, kv, updates)
+
+    def free_out_of_window(self, kv: BlockManager) -> None:
+        """Free the blocks that have left the attention window of a request."""
+        if kv.has_windows:
+            slots = [*self.decoding.tolist(), *self.prefill]
+            slots += [slot for group in self.decoding_groups for slot in group.continued_slots]
+            slots = np.array(slots, np.int64)
+            kv.free_out_of_window(slots, self.slots.num_known(slots))
 
     def cache_full_blocks(self, kv: BlockManager, slot: int, num_tokens: int) -> Sequence[bytes]:
         """Enter the full blocks among the first `num_tokens` tokens of a slot, all computed, into the prefix cache.
@@ -146,19 +197,24 @@ class RunningSet:
         """
         if not self.reuse:
             return ()
-        if self.slots.group[slot] >= 0:  # beams change from step to step
+        if self.slots.group[slot] >= 0:  # sequences of a group change from step to step
             num_tokens = min(num_tokens, len(self.slots.state_of(slot).prompt))
         tokens = self.slots.sequence(slot, num_tokens)
         hashes = self.slots.state_of(slot).hashes(tokens, kv.block_size)
         kv.cache_full_blocks(slot, hashes, first=int(kv.num_shared[slot]))
         return hashes
 
+    def cache_answer(self, kv: BlockManager, slot: int) -> None:
+        """Enter what a slot leaves into the prefix cache. Its last token was sampled but not fed: it is in no block."""
+        table = self.slots
+        num_tokens = int(table.prompt_len[slot] + max(table.num_generated[slot] - 1, 0))
+        self.cache_full_blocks(kv, slot, min(int(table.num_computed[slot]), num_tokens))
+
     def release(self, kv: BlockManager, slot: int) -> None:
         """Free the slot or slots of a request, and their blocks."""
-        if self.logits_processors.enabled[slot]:
-            self.logits_processors.release(slot)
-        group = self.beams.groups.pop(slot, None)
-        for each in [slot] if group is None else group.slots:
+        slots = self.slots_of(slot)
+        self.groups.pop(slot, None)
+        for each in slots:
             self.slots.release(each)
             kv.free(each)
 
@@ -166,10 +222,10 @@ class RunningSet:
         """Free every slot, even those in steps in flight."""
         for slot in list(self.slots.slot_of.values()):
             self.release(kv, slot)
-        self.logits_processors.clear()
         self.prefill.clear()
         self.pending_release.clear()
         self.decoding = NO_SLOTS
+        self.steps_before_alloc = 0
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 
@@ -185,8 +241,8 @@ class RunningSet:
         assert len(set(lists)) == len(lists) and set(lists) <= set(used), "a slot is in two lists, or has no request"
         assert not kv.held_blocks[slots.free].any(), "a free slot holds blocks"
         grouped = np.flatnonzero(slots.group >= 0).tolist()
-        assert sorted(slot for group in self.beams.groups.values() for slot in group.slots) == grouped
-        for group in self.beams.groups.values():
+        assert sorted(slot for group in self.groups.values() for slot in group.slots) == grouped
+        for group in self.groups.values():
             assert len(set(group.members)) == len(group.members) and set(group.members) <= set(group.slots)
             assert (slots.group[group.slots] == group.leader).all()
         self._check_sharing(kv, used)

@@ -40,21 +40,21 @@ class LazySequence(Sequence[WaitingRequest]):
 
 
 def blocks_needed(running: RunningSet, kv: BlockManager, query_len: int) -> np.ndarray:
-    """Logical blocks that each decode request needs for its next step; beam searches are last.
+    """Logical blocks that each decode request needs for its next step; groups are last.
 
     Args:
         query_len: most tokens of a row.
     """
-    decoding, slots, searches = running.decoding, running.slots, running.searches
-    if not (decoding.size or searches):
+    decoding, slots, groups = running.decoding, running.slots, running.decoding_groups
+    if not (decoding.size or groups):
         return np.zeros(0, np.int64)
     after = slots.num_computed[decoding] + 1
     if query_len > 1:
         sizes = np.where(slots.drafting[decoding], query_len, 1)
         after = np.minimum(slots.num_computed[decoding] + sizes, slots.limit[decoding])
     needed = kv.blocks_needed(decoding, after)
-    if searches:
-        needed = np.append(needed, [running.beams.blocks_needed(slots, kv, group) for group in searches])
+    if groups:
+        needed = np.append(needed, [group.blocks_needed(slots, kv) for group in groups])
     return needed
 
 
@@ -74,12 +74,8 @@ def take_snapshot(
         find_prefix: returns a request's cached prefix.
         in_step: bool, which of the decode slots the step runs; None: all.
     """
-    slots, beams, exclusive = running.slots, running.beams, kv.exclusive_logical_blocks
-    pending = [
-        each
-        for slot in running.pending_release
-        for each in (beams.groups[slot].slots if slot in beams.groups else (slot,))
-    ]
+    slots, exclusive = running.slots, kv.exclusive_logical_blocks
+    pending = [each for slot in running.pending_release for each in running.slots_of(slot)]
     return Snapshot(
         max_num_tokens=limits.max_num_tokens,
         free_slots=len(slots.free),
@@ -102,18 +98,18 @@ def _decode_requests(
 ) -> DecodeRequests:
     if not needed.size:
         return DecodeRequests()
-    slots, decoding, searches = running.slots, running.decoding, running.searches
+    slots, decoding, groups = running.slots, running.decoding, running.decoding_groups
     held_blocks, start_order = exclusive[decoding], slots.start_order[decoding]
     rows = None if in_step is None else in_step.astype(np.int64)
-    if not searches:
+    if not groups:
         return DecodeRequests(needed, held_blocks, start_order, rows)
     ones = np.ones(len(decoding), np.int64)
     return DecodeRequests(
         needed,
-        np.append(held_blocks, [kv.num_freeable(group.slots) for group in searches]),
-        np.append(start_order, [slots.start_order[group.leader] for group in searches]),
-        np.append(ones if rows is None else rows, [group.num_rows for group in searches]),
-        np.append(ones, [len(group.slots) for group in searches]),
+        np.append(held_blocks, [kv.num_freeable(group.slots) for group in groups]),
+        np.append(start_order, [slots.start_order[group.leader] for group in groups]),
+        np.append(ones if rows is None else rows, [group.num_rows for group in groups]),
+        np.append(ones, [len(group.slots) for group in groups]),
     )
 
 
@@ -121,7 +117,7 @@ def _prefill_request(running: RunningSet, kv: BlockManager, slot: int, held_bloc
     slots = running.slots
     remaining_tokens = slots.remaining_prefill(slot) if kv.ready(slot) else 0
     free_tokens = int(kv.held_blocks[slot]) * kv.block_size - int(slots.num_computed[slot])
-    if (group := running.search_of(slot)) is not None:
+    if (group := running.group_of(slot)) is not None:
         held_blocks = kv.num_freeable(group.slots)
     start_order = int(slots.start_order[slot])
     return PrefillRequest(remaining_tokens, min(remaining_tokens, free_tokens), held_blocks, start_order)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 
 from torchweave.engine.request import TokenLogprobs
-from torchweave.ops.kernels.sampling.layout import ROW
-from torchweave.ops.sampling.logits_processors import LogitsStateInit
 from torchweave.ops.slot_state import NOT_EMITTED
 
 
@@ -20,44 +20,18 @@ class Chunk:
     tokens: np.ndarray
 
 
-@dataclass(frozen=True)
-class LogitsProcessorRows:
-    """Rows of a step whose logits are processed before sampling.
+class Payload:
+    """What a part of a step carries from the host to the device: the base of frozen dataclasses.
 
     Attributes:
-        rows: int32 [NUM_FIELDS, K], one record per column; see `torchweave.ops.sampling.logits_processors`.
-        joins: device state of new requests, to be written before the step.
-        masks: int32 [M, ceil(V / 32)], bit masks of the tokens that a grammar allows; None if no row has a grammar.
+        leader_only: the other ranks do not need it, so it does not travel to them.
     """
 
-    rows: np.ndarray
-    joins: tuple[LogitsStateInit, ...] = ()
-    masks: np.ndarray | None = None
-
-    def at_entries(self, query_len: int) -> LogitsProcessorRows:
-        """The same for a step whose logits have `query_len` entries a row, of which these rows use the first."""
-        if query_len == 1:
-            return self
-        rows = self.rows.copy()
-        rows[ROW] *= query_len
-        return replace(self, rows=rows)
+    leader_only: ClassVar[bool] = False
 
 
-@dataclass(frozen=True)
-class PromptTargets:
-    """Prompt tokens whose log-probabilities are computed in a step.
-
-    Attributes:
-        slots: (slot, number of tokens), in the order of `index`.
-        index: int64 [n], index of the step's token with the logits.
-        targets: int32 [n], next token of the prompt.
-        most: largest number of most likely tokens that a request reports.
-    """
-
-    slots: tuple[tuple[int, int], ...]
-    index: np.ndarray
-    targets: np.ndarray
-    most: int
+ROWS = {"rows": True}
+"""Metadata of fields with an entry a row. Every rank's device has the rows of a step without chunks, all of which emit."""
 
 
 @dataclass(frozen=True)
@@ -72,49 +46,26 @@ class Step:
         emits: bool [rows]; False while a prompt is incomplete: the row's sampled token is ignored.
         updates: updates of device state before the step, as (flat indices, values); None for none.
         max_seq_len: longest sequence in tokens, this step's tokens included.
-        logprobs: rows with log-probabilities, and the largest number of most likely tokens that one reports; None for none.
-        logits_processors: rows whose logits are processed; None for none.
-        prompt_targets: prompt tokens whose log-probabilities are computed; None for none.
-        copies: KV cache blocks to copy first, as (sources, targets); None for none.
-        extra_rows: decode rows beyond one per request: further beams.
-        query_len: most tokens of a decode row: its last token and, above 1, as many drafts as the device proposes.
-        catch_up: most tokens of a row that a draft model may lack, to be computed before it proposes drafts.
-        rope_offsets: int32 [axes, tokens], what each axis adds to the positions of a step with chunks; None for a model with one
-            position a token.
-        state_restores, state_saves: rows of the recurrent states to copy before the model (from snapshots and forked beams) and
-            after it (to snapshots), as (sources, targets); None for none.
-        lookahead: int32 [tokens], how many tokens behind it each token of a step with chunks sees; None for a causal model.
         depends_on: index of the latest step whose tokens, or whose end, this step depends on; -1 for none. Pipeline stages compute
-            the steps behind it at the same time as this one.
+            the steps after it at the same time as this one.
+        query_len: most tokens of a decode row: its last token and, above 1, as many drafts as the device proposes.
+        parts: what the step carries beyond decoding, by the name of the part, in the order in which parts run.
     """
 
     index: int
-    slots: np.ndarray
-    starts: np.ndarray
+    slots: np.ndarray = field(metadata=ROWS)
+    starts: np.ndarray = field(metadata=ROWS)
     chunks: tuple[Chunk, ...]
-    emits: np.ndarray
+    emits: np.ndarray = field(metadata=ROWS)
     updates: tuple[np.ndarray, np.ndarray] | None
     max_seq_len: int
-    logprobs: tuple[np.ndarray, int] | None = None
-    logits_processors: LogitsProcessorRows | None = None
-    prompt_targets: PromptTargets | None = None
-    copies: tuple[np.ndarray, np.ndarray] | None = None
-    extra_rows: int = 0
-    query_len: int = 1
-    catch_up: int = 0
-    rope_offsets: np.ndarray | None = None
-    state_restores: tuple[np.ndarray, np.ndarray] | None = None
-    state_saves: tuple[np.ndarray, np.ndarray] | None = None
-    lookahead: np.ndarray | None = None
     depends_on: int = -1
+    query_len: int = 1
+    parts: Mapping[str, Payload] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
-
-    @property
-    def num_requests(self) -> int:
-        return self.num_rows - self.extra_rows
 
     @property
     def num_decode_rows(self) -> int:
@@ -152,22 +103,16 @@ class StepResult:
 
     Attributes:
         tokens: int32 [rows]; a token id, or -1 - id for a stop token of the request that the device detected. With drafts
-            int32 [rows, query_len], NOT_EMITTED behind the tokens that a row keeps.
-        how: execution mode: decode_graph, mixed_graph, piecewise_graph or plain.
-        logprobs: log-probabilities of sampled tokens, for the step's `logprobs` rows.
-        prompt_logprobs: log-probabilities of prompt tokens, for its `prompt_targets`.
-        num_drafts: int32 [rows], drafts of each row; None for a step without drafts.
+            int32 [rows, query_len], NOT_EMITTED after the tokens that a row keeps.
+        how: execution mode: decode_graph, draft_graph, mixed_graph, piecewise_graph or plain.
         seconds: time of the step on the device; None where it is not measured.
-        pooled: float32 [rows, size], for a model that pools: the row of each chunk's last token, or the sum of its tokens' rows.
+        parts: results of the step's parts, by name.
     """
 
     tokens: np.ndarray
     how: str
-    logprobs: StepLogprobs | None = None
-    prompt_logprobs: StepLogprobs | None = None
-    num_drafts: np.ndarray | None = None
     seconds: float | None = None
-    pooled: np.ndarray | None = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_sampled_tokens(self) -> int:

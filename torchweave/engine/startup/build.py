@@ -25,12 +25,13 @@ from torchweave.engine.kv_cache.layer_groups import KVLayout, group_layers, long
 from torchweave.engine.kv_cache.state_snapshots import StateSnapshots
 from torchweave.engine.ranks.leader_runner import Executor
 from torchweave.engine.runner import warm_up
-from torchweave.engine.runner.draft_step import DraftModel
 from torchweave.engine.runner.encoder_graphs import EncoderGraphs
 from torchweave.engine.runner.memory import GIB, KVCacheSpec, MemoryUse, blocks_that_fit, longest_step, measure_memory
 from torchweave.engine.runner.model_runner import ModelRunner, min_size
+from torchweave.engine.runner.parts.drafts import DraftModel
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.limits import Limits
+from torchweave.engine.scheduler.parts.base import Resources
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.scheduler.speculation import AdaptiveDrafts, StepCosts
@@ -75,7 +76,7 @@ class Engine:
     def close(self) -> None:
         """End the other ranks; no step may be launched afterwards."""
         if self.executor is not None:
-            self.runner.release_graphs()
+            self.runner.recordings.release()
             self.executor.close()
 
 
@@ -156,7 +157,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
 
     if plan.device.startswith("cuda"):
         _record_graphs(runner, plan, report)
-        step_costs = runner.time_decode_graphs() if plan.query_lens else []
+        step_costs = runner.recordings.time_decode() if plan.query_lens else []
         with report.stage("building kernels of resampling"):  # else the first request that needs one waits for it
             kernel_builds.complete.wait()
     else:
@@ -388,7 +389,7 @@ def _cache_facts(plan: Plan, cache_spec: KVCacheSpec, num_blocks: int) -> dict[s
 def _record_graphs(runner: ModelRunner, plan: Plan, report: Report) -> None:
     device = torch.device(plan.device)
     free = torch.cuda.mem_get_info(device)[0]
-    runner.record_all_graphs(GraphPool(device))
+    runner.recordings.record_all(GraphPool(device))
     torch.cuda.synchronize(device)
     report.event("graphs_recorded", bytes=free - torch.cuda.mem_get_info(device)[0])
 
@@ -425,7 +426,7 @@ def _build_scheduler(
         max_logprobs=config.max_logprobs,
         pooling=loaded.module.pooling,
         priority_order={None: 1, "priority": -1, "fcfs": 0}[config.scheduling_policy],
-        no_images=loaded.no_images or Limits.no_images,
+        no_images="" if isinstance(loaded.module, ImageDecoderStep) else loaded.no_images or Limits.no_images,
     )
     kv = BlockManager(
         num_blocks,
@@ -449,7 +450,7 @@ def _build_scheduler(
         image_rows = ImageRows(encoder, plan.max_batch_size, config.limit_mm_per_prompt.image, max_span)
         report.event("images", served=True, rows=encoder.num_rows, bytes=loaded.module.image_rows.nbytes)
     drafts = _adaptive_drafts(plan, step_costs, report)
-    return Scheduler(limits, kv, policy, state.updates(), eos, reuse, grammars, image_rows, drafts)
+    return Scheduler(limits, kv, policy, state.updates(), eos, reuse, Resources(grammars, image_rows, drafts))
 
 
 def _adaptive_drafts(plan: Plan, step_costs: Sequence[tuple[int, int, float]], report: Report) -> AdaptiveDrafts | None:

@@ -79,7 +79,7 @@ def _open(config: EngineConfig, device: str, report: Report, worker_pool: Worker
     for facts in executor.worker_group.worker_facts.values():
         report.event("rank", **facts)
     steps = LeaderRunner(engine.runner, executor.worker_group, executor.process_groups)
-    if (images := engine.scheduler.image_rows) is not None:
+    if (images := engine.scheduler.resources.image_rows) is not None:
         images.model = LeaderImageEncoder(images.model, steps, executor.worker_group)
     return replace(engine, steps=steps, executor=executor)
 

@@ -99,7 +99,7 @@ def _run_worker(leader: LeaderConnection, task: WorkerTask, store: RendezvousSto
     leader.report_built(_rank_facts(report, task, time.monotonic() - begin))
     with gc.gc_frozen():
         _run_steps(engine, leader, process_groups)
-    engine.runner.release_graphs()
+    engine.runner.recordings.release()
     destroy_process_groups(process_groups)
 
 
@@ -114,7 +114,7 @@ def _rank_facts(report: Report, task: WorkerTask, seconds: float) -> dict[str, A
 
 def _run_steps(engine: Engine, leader: LeaderConnection, process_groups: ProcessGroups) -> None:
     """Run the leader's steps and encode its images in order, with as many steps in flight as on the leader."""
-    runner, images = engine.runner, engine.scheduler.image_rows
+    runner, images = engine.runner, engine.scheduler.resources.image_rows
     runner.start()
     digest = StateDigest(runner.state, runner.plan.config.torch_compile_config.debug)
     in_flight: deque[Any] = deque()

@@ -154,10 +154,11 @@ class AttentionStep(Protocol):
 def run_attention(step: AttentionStep, call: AttentionCall, cache: LayerKVCache) -> None:
     """Run one layer of a step; apply the rotary embedding before it, and gate and quantize after it, where the step does not fuse
     them."""
-    assert (call.out.dtype == FP8) == call.quantized, "attention writes e4m3 exactly where it is given a scale"
+    quantized = call.quantized
+    assert (call.out.dtype == FP8) == quantized, "attention writes e4m3 exactly where it is given a scale"
     if call.cos is not None and not step.fuses_rope:
         call = call.with_rope_applied()
-    if call.quantized and not step.fuses_quant:
+    if quantized and not step.fuses_quant:
         forward_then_quantize(step, call, cache)
     elif call.gate is not None and not step.fuses_gate:
         step.forward(replace(call, gate=None), cache)

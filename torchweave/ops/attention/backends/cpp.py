@@ -54,7 +54,9 @@ class CppStep:
         if call.q.dtype != torch.float32:
             return
         meta, out, sinks, slopes = self._meta, call.out, call.sinks, call.alibi_slopes
-        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+        q = call.q if call.q.stride(2) == 1 else call.q.contiguous()
+        k = call.k if call.k.stride(2) == 1 else call.k.contiguous()
+        v = call.v if call.v.stride(2) == 1 else call.v.contiguous()
         (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
         assert out.is_contiguous()

@@ -1,4 +1,4 @@
-"""Host side of the logits processors: penalties, biases, bad words and grammar masks of the running requests.
+"""Logits processors: penalties, biases, bad words and grammar masks.
 
 Arrays over slots; Python runs when such a request starts and finishes, and per step only for requests with a grammar.
 """
@@ -6,15 +6,43 @@ Arrays over slots; Python runs when such a request starts and finishes, and per 
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchweave.engine.request import SamplingParams
+from torchweave.engine.kv_cache.block_manager import BlockManager
+from torchweave.engine.kv_cache.prefix_index import PrefixHit
+from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.sampling.structured_output import Constraint
+from torchweave.engine.scheduler.limits import Limits
+from torchweave.engine.scheduler.parts.base import Host, Resources, StepPart, StepRows, StoredRows
 from torchweave.engine.scheduler.request_state import RequestState
-from torchweave.engine.scheduler.step import LogitsProcessorRows
+from torchweave.engine.scheduler.step import Payload
 from torchweave.ops.kernels.sampling import layout
 from torchweave.ops.sampling.logits_processors import LogitsStateInit
+
+
+@dataclass(frozen=True)
+class LogitsProcessorRows(Payload):
+    """Rows of a step whose logits are processed before sampling.
+
+    Attributes:
+        rows: int32 [NUM_FIELDS, K], one record per column; see `torchweave.ops.sampling.logits_processors`.
+        joins: device state of new requests, to be written before the step.
+        masks: int32 [M, ceil(V / 32)], bit masks of the tokens that a grammar allows; None if no row has a grammar.
+    """
+
+    rows: np.ndarray
+    joins: tuple[LogitsStateInit, ...] = ()
+    masks: np.ndarray | None = None
+
+    def at_entries(self, query_len: int) -> LogitsProcessorRows:
+        """The same for a step whose logits have `query_len` entries a row, of which these rows use the first."""
+        if query_len == 1:
+            return self
+        rows = self.rows.copy()
+        rows[layout.ROW] *= query_len
+        return replace(self, rows=rows)
 
 
 class LogitsProcessors:
@@ -25,7 +53,6 @@ class LogitsProcessors:
     Attributes:
         enabled: bool [slots], slots whose logits are processed.
         skipped: bool [slots], slots that wait for their mask.
-        count: number of slots whose logits are processed.
         constraints: grammars of running requests, by slot.
     """
 
@@ -38,7 +65,6 @@ class LogitsProcessors:
         self.enabled = np.zeros(num_slots, bool)
         self._free = list(range(num_slots))
         self._inits: list[LogitsStateInit] = []
-        self.count = 0
 
     def start(self, slot: int, state: RequestState) -> None:
         """Start or resume a request that has logits processors."""
@@ -47,7 +73,6 @@ class LogitsProcessors:
         if state.constraint is not None:
             self.constraints[slot] = state.constraint
         self.enabled[slot] = True
-        self.count += 1
         if flags:
             self._assign_state_row(slot, state, flags)
 
@@ -68,7 +93,6 @@ class LogitsProcessors:
 
     def release(self, slot: int) -> None:
         self.enabled[slot] = self.skipped[slot] = False
-        self.count -= 1
         self.constraints.pop(slot, None)
         if self._records[layout.FLAGS, slot]:
             self._records[layout.FLAGS, slot] = 0
@@ -101,6 +125,84 @@ class LogitsProcessors:
                 masks.append(self.constraints[slot].mask)
                 self.skipped[slot] = True
         return np.stack(masks) if masks else None
+
+
+class ProcessorsPart(StepPart):
+    """Processes logits, and holds requests with a grammar back until it, or their next mask, is ready."""
+
+    name = "processors"
+
+    @classmethod
+    def needed(cls, limits: Limits, kv: BlockManager, resources: Resources) -> bool:
+        return limits.pooling is None
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self.processors = LogitsProcessors(host.limits.max_batch_size)
+        self._grammars = host.resources.grammars
+
+    def rejection_reason(self, request: InferenceRequest) -> str:
+        if request.sampling.structured_outputs is not None and self._grammars is None:
+            return "structured_outputs needs a tokenizer, but this model has none; leave structured_outputs out."
+        return ""
+
+    def add(self, state: RequestState) -> None:
+        if state.request.sampling.structured_outputs is not None:
+            assert self._grammars is not None, "a request with a grammar was refused"
+            state.constraint = self._grammars.constraint(state.request.sampling, state.stops)
+            self.has_events = True
+
+    def start(self, slot: int, state: RequestState, hit: PrefixHit) -> bool:
+        if state.constraint is None and not state.processor_flags:
+            return False
+        self.processors.start(slot, state)
+        self.has_events |= state.constraint is not None
+        return True
+
+    def release(self, slot: int) -> None:
+        self.processors.release(slot)
+
+    def poll(self) -> list[RequestState]:
+        """Resume requests whose grammar is ready; returns those that end with it and do not run."""
+        waiting, running, ended = self.host.waiting, self.host.running, []
+        for state in list(waiting.held.values()):
+            assert state.constraint is not None
+            if state.constraint.ready:
+                waiting.remove(state.request.id)
+                if state.ended_by_grammar():
+                    ended.append(state)
+                else:
+                    waiting.admit(state)
+        skipped, slots = self.processors.skipped, running.slots
+        for slot, constraint in list(self.processors.constraints.items()):
+            if skipped[slot] and not slots.done[slot] and constraint.ready and not running.in_flight(slot):
+                skipped[slot] = False
+                state = slots.state_of(slot)
+                if state.ended_by_grammar() and state.reason is not None:
+                    self.host.finish(slot, state.reason)
+        self.has_events = bool(waiting.held or self.processors.constraints)
+        return ended
+
+    def runnable(self, decoding: np.ndarray) -> np.ndarray:
+        return decoding[~self.processors.skipped[decoding]] if self.processors.constraints else decoding
+
+    def payload(self, rows: StepRows) -> LogitsProcessorRows | None:
+        return self.processors.rows_of_step(rows.slots, rows.emits)
+
+    def stored(self, rows: StoredRows) -> None:
+        """Advance the grammars of requests that go on."""
+        if not self.processors.constraints:
+            return
+        table = self.host.running.slots
+        going = np.flatnonzero(table.needs_host_work[rows.slots] & ~rows.ended)
+        pairs = ((table.state_of(int(rows.slots[i])).constraint, int(rows.tokens[i])) for i in going)
+        if sampled := [(constraint, token) for constraint, token in pairs if constraint is not None]:
+            assert self._grammars is not None
+            self._grammars.advance(sampled)
+
+    def clear(self) -> None:
+        self.processors.clear()
+        self.has_events = False
 
 
 def _counts(state: RequestState) -> tuple[np.ndarray, np.ndarray]:
@@ -139,3 +241,6 @@ def _recent_tokens(state: RequestState) -> np.ndarray:
     last = state.generated[-layout.MAX_BAD_WORD_TOKENS :]
     recent_tokens[np.arange(state.prefill_len - len(last), state.prefill_len) % layout.MAX_BAD_WORD_TOKENS] = last
     return recent_tokens
+
+
+PART = ProcessorsPart

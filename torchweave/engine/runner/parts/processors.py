@@ -1,4 +1,4 @@
-"""Resampling of rows with logits processors, on the device, after the step."""
+"""Logits processors on the device: their rows are resampled after the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.engine.scheduler.step import LogitsProcessorRows
+from torchweave.engine.runner.parts.base import Device, RunnerPart, StepOutput
+from torchweave.engine.scheduler.parts.processors import LogitsProcessorRows
 from torchweave.ops.kernels.sampling.layout import NUM_FIELDS
 from torchweave.ops.sampling.logits_processors import LogitsProcessorState, resample
 from torchweave.ops.slot_state import SlotState
@@ -42,3 +43,23 @@ class Resampler:
         flat = flat.to(device, non_blocking=True)
         rows = flat[:size].view(NUM_FIELDS, -1)
         return rows, None if logits_processors.masks is None else flat[size:].view(np.shape(logits_processors.masks))
+
+
+class ProcessorsPart(RunnerPart):
+    """Resamples rows from their processed logits."""
+
+    name = "processors"
+
+    @classmethod
+    def needed(cls, device: Device) -> bool:
+        return device.plan.pooling is None
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._resample = Resampler(device.state)
+
+    def after(self, payload: LogitsProcessorRows, output: StepOutput) -> None:
+        self._resample(payload.at_entries(output.step.query_len), output.logits, output.tokens, output.out)
+
+
+PART = ProcessorsPart

@@ -1,4 +1,4 @@
-"""The parts of a decode step with drafts around the model: propose and feed drafts, then sample and keep tokens."""
+"""Drafts on the device: a decode step proposes and feeds them, then samples and keeps tokens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchweave.compiler.runtime.forward import BoundaryHandler, Forward
-from torchweave.config import Plan
-from torchweave.engine.runner.step_buffers import StepBuffers
+from torchweave.engine.runner.parts.base import Device, InStepPart
+from torchweave.engine.runner.step_boundary import BEGIN, COMMIT, StepBoundary
+from torchweave.engine.scheduler.parts.drafts import CatchUp
+from torchweave.engine.scheduler.step import Step
 from torchweave.ops.attention.op import LayerKVCache, with_layer_offset
 from torchweave.ops.attention.sparse import read_vectors, write_vectors
 from torchweave.ops.sampling.sample import sample
-from torchweave.ops.slot_state import SlotState, StepInputs
+from torchweave.ops.slot_state import StepInputs
 from torchweave.ops.speculation import (
     DraftBuffers,
     DraftOptions,
@@ -23,7 +26,6 @@ from torchweave.ops.speculation import (
     accept,
     catch_up,
     feed_draft,
-    fill_rope_offsets,
     finish_catch_up,
     next_tokens,
     note_computed,
@@ -33,8 +35,6 @@ from torchweave.ops.speculation import (
 
 _DUMMY_TOKENS = (1, 16, 256)
 """Tokens of a row: forwards of few tokens, of a prompt's, and of the longest step, each of which may have kernels of its own."""
-MakeBoundary = Callable[[Tensor, Tensor, StepInputs, bool], BoundaryHandler]
-"""The started boundary of a forward: `(slots, query_start, inputs, decode_only)`."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class DraftModel:
 
     Attributes:
         forward: as that of the model; a head's takes the hidden state of each token as well and returns (logits, hidden states).
-        first_layer: index of its first layer among the caches, behind those of the model.
+        first_layer: index of its first layer among the caches, after those of the model.
         vocab_size: of the model; the draft model's further logits are ignored.
         is_head: whether it is a head, whose last layer among the caches has the model's hidden states.
-        image_token_id: what it reads in place of ids that name rows of images; None: the model takes no images.
+        image_token_id: what it reads instead of ids that name rows of images; None: the model takes no images.
     """
 
     forward: Forward
@@ -90,34 +90,26 @@ class HiddenStateCache:
         return read_vectors(self._cache, self._slots(inputs))
 
 
-class DraftStep:
+class DraftsPart(InStepPart):
     """Owns the device tensors of steps with drafts.
-
-    Args:
-        inputs: of the steps; the draft model's forwards use them before the step does.
-        boundary: makes the boundaries of the draft model's forwards.
-        min_size: least number of tokens and rows of a forward.
-        model: the draft model; None: prompt lookup.
-        hidden_states: of the model, if `model` is a head.
 
     Attributes:
         buffers: for up to `max_drafting_rows` rows.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        state: SlotState,
-        inputs: StepBuffers,
-        boundary: MakeBoundary,
-        min_size: int = 1,
-        model: DraftModel | None = None,
-        hidden_states: HiddenStateCache | None = None,
-    ) -> None:
+    name = "drafts"
+
+    @classmethod
+    def needed(cls, device: Device) -> bool:
+        return device.plan.query_len > 1
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        plan, model = device.plan, device.draft_model
         options = plan.config.speculative_config
-        self._min_size = min_size
+        self._min_size = device.min_size
         self.buffers = DraftBuffers(
-            max(plan.max_drafting_rows, min_size),
+            max(plan.max_drafting_rows, device.min_size),
             DraftOptions(
                 plan.query_len - 1,
                 options.prompt_lookup_min,
@@ -128,9 +120,74 @@ class DraftStep:
             ),
             torch.device(plan.device),
         )
-        self._state, self._model, self._hidden_states = state, model, hidden_states
-        self._inputs, self._boundary = inputs, boundary
+        self._state, self._inputs = device.state, device.buffers
+        self._model: DraftModel | None = model
+        self._hidden_states = HiddenStateCache(device.caches[-1]) if model is not None and model.is_head else None
+        self.keep = None if self._hidden_states is None else self._keep_hidden
         self._block_size, self._max_num_tokens = plan.block_size, plan.max_num_tokens
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _keep_hidden(self, result: tuple[Tensor, Tensor], inputs: StepInputs) -> Tensor:
+        """The logits; keeps the hidden states that a draft head takes."""
+        assert self._hidden_states is not None
+        logits, hidden = result
+        self._hidden_states.write(hidden, inputs)
+        return logits
+
+    def program(self, rows: int, query_len: int) -> Callable[[BoundaryHandler | None], Tensor]:
+        """The decode step of `rows` rows of up to `query_len` tokens; attention takes them as it takes a prompt's.
+
+        Without a boundary, the step is not padded: the host of a CPU knows the number of drafts.
+        """
+        device, max_model_len = self.device, self.device.plan.max_model_len
+        slots, views = self._state.slots[:rows], self.buffers.rows(rows, query_len)
+        inputs = self._inputs.inputs(rows, rows * query_len)
+
+        def forward(boundary: BoundaryHandler, step_inputs: StepInputs, logits_index: Tensor) -> Tensor:
+            boundary(BEGIN, (), {})
+            others = device.draft_inputs(slots, views.query_start, step_inputs.ids.numel())
+            return device.run_model(boundary, step_inputs, logits_index, *others)
+
+        def run(boundary: BoundaryHandler | None) -> Tensor:
+            self.begin(slots, views, inputs)
+            if boundary is not None:
+                logits = forward(boundary, inputs, views.logits_index)
+            else:
+                tokens = max(int(views.query_start[-1]), self._min_size)
+                exact = self._inputs.inputs(rows, tokens)
+                boundary = device.boundary(slots, views.query_start, exact, max_model_len, False, has_drafts=True)
+                logits = forward(boundary, exact, torch.arange(tokens))[views.logits_index.clamp(max=tokens - 1)]
+            self.end(logits, slots, views)
+            boundary(COMMIT, (self._state.position,), {})
+            return logits
+
+        return run
+
+    def boundary(self, rows: int, query_len: int) -> StepBoundary:
+        """The boundary of a padded step."""
+        views, inputs = self.buffers.rows(rows, query_len), self._inputs.inputs(rows, rows * query_len)
+        slots, limit = self._state.slots[:rows], self.device.plan.max_model_len
+        return self.device.boundary(slots, views.query_start, inputs, limit, False, has_drafts=True)
+
+    def before(self, payload: CatchUp, step: Step) -> None:
+        rows = max(step.num_rows, self._min_size)
+        self.catch_up(self._state.slots[:rows], self.buffers.rows(rows, step.query_len), payload.num_tokens)
+
+    def split(self, out: np.ndarray, rows: int, query_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [rows, query_len] and drafts [rows] of a step's output: R * Q tokens, then R numbers of drafts."""
+        tokens, num_drafts = np.split(out, [len(out) // (query_len + 1) * query_len])
+        return tokens.reshape(-1, query_len)[:rows], num_drafts[:rows]
+
+    # -- around the model ----------------------------------------------------------------------------------------------
+
+    def _forward_boundary(
+        self, slots: Tensor, query_start: Tensor, inputs: StepInputs, decode_only: bool
+    ) -> StepBoundary:
+        """The started boundary of a forward of the draft model."""
+        boundary = self.device.boundary(slots, query_start, inputs, self.device.plan.max_model_len, decode_only)
+        boundary(BEGIN, (), {})
+        return boundary
 
     def begin(self, slots: Tensor, views: DraftRows, inputs: StepInputs) -> None:
         """Propose drafts, and fill the inputs of the model. slots int32 [R]."""
@@ -139,13 +196,6 @@ class DraftStep:
         else:
             self._propose_by_model(self._model, slots, views)
         prepare_drafts(self._state, slots, self.buffers, views, inputs, self._block_size)
-
-    def rope_offsets(self, slots: Tensor, views: DraftRows, inputs: StepInputs) -> tuple[Tensor, ...]:
-        """Further inputs of the model beside `inputs`, after `begin`; see `StepBuffers.rope_offsets`."""
-        rope_offsets = self._inputs.rope_offsets(inputs.ids.numel())
-        for offsets in rope_offsets:
-            fill_rope_offsets(self._state, slots, views.query_start, offsets)
-        return rope_offsets
 
     def _propose_by_model(self, model: DraftModel, slots: Tensor, views: DraftRows) -> None:
         """Draw K drafts of each row, by a forward over what the draft model lacks and K - 1 decode forwards."""
@@ -158,7 +208,7 @@ class DraftStep:
             if place < most:
                 shift = self.buffers.options.token_shift
                 feed_draft(self._state, slots, views, place, inputs, self._block_size, shift)
-                boundary = self._boundary(views.model_slots, self._inputs.rows[: rows + 1], inputs, True)
+                boundary = self._forward_boundary(views.model_slots, self._inputs.rows[: rows + 1], inputs, True)
                 logits, hidden = model(boundary, inputs, row_index, hidden)
 
     def _catch_up(self, model: DraftModel, slots: Tensor, views: DraftRows, most: int) -> tuple[Tensor, Tensor | None]:
@@ -168,7 +218,7 @@ class DraftStep:
         catch_up(self._state, slots, self.buffers, views, inputs, self._block_size)
         if slots.is_cpu:  # the host knows the number of tokens
             inputs = self._inputs.inputs(rows, max(int(views.query_start[-1]), self._min_size))
-        boundary = self._boundary(slots, views.query_start, inputs, False)
+        boundary = self._forward_boundary(slots, views.query_start, inputs, False)
         return model(boundary, inputs, views.logits_index[:rows], self._read_hidden(inputs))
 
     def _read_hidden(self, inputs: StepInputs) -> Tensor | None:
@@ -191,15 +241,15 @@ class DraftStep:
             for tokens in _DUMMY_TOKENS:
                 self.catch_up(self._state.slots[:rows], views, tokens)
 
-    def note_mixed(self, slots: Tensor, query_start: Tensor, inputs: StepInputs) -> None:
-        """Enter what `run_mixed` will compute into the slots, after `prepare` and before `advance`."""
+    def before_advance(self, slots: Tensor, query_start: Tensor, inputs: StepInputs) -> None:
+        """Enter what `after_advance` will compute into the slots."""
         if self._model is not None:
             note_computed(self._state, slots, query_start, inputs.positions)
 
-    def run_mixed(
+    def after_advance(
         self, boundary: BoundaryHandler, slots: Tensor, query_start: Tensor, inputs: StepInputs, logits_index: Tensor
     ) -> None:
-        """Run the draft model over the tokens of a step with prompts, after `advance`. Overwrites `inputs.ids`."""
+        """Run the draft model over the tokens of a step with prompts."""
         if self._model is None:
             return
         if self._model.is_head:
@@ -212,3 +262,6 @@ class DraftStep:
         """Sample from logits [R * Q, V] and advance the slots by the tokens that are kept."""
         sample(logits, views.entries, self.buffers.sampled, views.tokens)
         accept(self._state, slots, self.buffers.options, views)
+
+
+PART = DraftsPart
