@@ -1,0 +1,63 @@
+"""A further part of a step is a file for the host and one for the device, found by entry points of an installed package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.ranks.test_ranks import OPTIONS
+from tests.engine.step_parts.number_host import NumberPart
+from torchweave.engine.llm import LLM
+from torchweave.engine.request import SamplingParams
+
+PROMPTS = ["Once upon a time", "The cat sat", "1 + 1 ="]
+ENTRY_POINTS = """\
+[torchweave.step_parts]
+number = tests.engine.step_parts.number_host:PART
+
+[torchweave.runner_parts]
+number = tests.engine.step_parts.number_device:PART
+"""
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package with the part's entry points; ranks are started with the same `sys.path`."""
+    folder = tmp_path / "number_part-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: number-part\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
+def test_numbers_travel_and_return(options: dict[str, Any]) -> None:
+    ranks = options.get("tensor_parallel_size", 1)
+    plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    seeded = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, seed=3)
+    with LLM("demo", **OPTIONS, **options) as llm:
+        expected = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, plain)]
+        part = llm.engine.scheduler.parts.held["number"]
+        assert isinstance(part, NumberPart)
+        assert not part.exchanges, "no request used it"
+        outputs = llm.generate(PROMPTS, [plain, seeded, plain])
+        assert [each.outputs[0].token_ids for each in outputs] == [expected[0], expected[1][:6], expected[2]]
+        assert not part.slots and part not in llm.engine.scheduler.parts.active
+    exchanges = list(part.exchanges.values())
+    assert len(exchanges) >= 6, "steps of the request with a seed"
+    assert any(len(each.slots) == 3 for each in exchanges) and all(any(each.sent) for each in exchanges[:6])
+    for each in exchanges:
+        if each.returned:
+            np.testing.assert_allclose(each.returned, ranks * np.array(each.sent))
+    assert sum(bool(each.returned) for each in exchanges) >= 6
+
+
+def test_engines_without_the_package_do_not_have_it(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with LLM("demo", **OPTIONS) as llm:
+        assert "number" not in llm.engine.scheduler.parts.held and "number" not in llm.engine.runner.parts
