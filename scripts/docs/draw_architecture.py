@@ -43,7 +43,7 @@ START = (
     Station("compiler/codegen/pieces.py", "build_inductor"),
     Station("compiler/runtime/compiled_graph.py", "CompiledGraph"),
     Station("engine/runner/memory.py", "blocks_that_fit"),
-    Station("engine/runner/model_runner.py", "ModelRunner.record_all_graphs"),
+    Station("engine/runner/recordings.py", "Recordings.record_all"),
     Station("compiler/runtime/cuda_graphs.py", "record"),
 )
 STEP = (
