@@ -95,7 +95,14 @@ def _named_in_strings(path: Path) -> set[str]:
     """Texts of a file that are nothing but the name of a module, or of something in it; op names have `::`."""
     tree = ast.parse(path.read_text())
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return {text for text in texts if _NAMED.fullmatch(text)} - _OTHER_NAMES
+    return {text for text in texts if _NAMED.fullmatch(text)} - _OTHER_NAMES - _entry_point_groups(tree)
+
+
+def _entry_point_groups(tree: ast.AST) -> set[str]:
+    """The groups of registries: second arguments of `Registry`."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    arguments = [call.args[1] for call in calls if call.func.id == "Registry" and len(call.args) > 1]  # type: ignore[attr-defined]
+    return {node.value for node in arguments if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def test_strings_that_name_modules_resolve():

@@ -119,7 +119,7 @@ def calls_of_decode_step(engine: Engine, **params: Any) -> Calls:
 
 def test_a_plain_decode_step_enters_no_part_and_makes_few_calls(engine: Engine) -> None:
     calls = calls_of_decode_step(engine)
-    assert not {name for name in calls.files if f"{os.sep}parts{os.sep}" in name}
+    assert not {name for name in calls.files if Path(name).parent.name == "parts"}
     if engine.plan.attention_backend == "cpp":  # the torch backend is a reference
         assert calls.by_function.total() <= 70, calls.by_function
         assert len(calls.files) <= 13, calls.files

@@ -38,7 +38,7 @@ from torchweave.utils.cuda_streams import on_stream, side_stream
 from torchweave.utils.openmp import release_workers
 
 
-class RanStep(NamedTuple):
+class StepRun(NamedTuple):
     """How a step ran, and where its results are.
 
     Attributes:
@@ -110,18 +110,18 @@ class ModelRunner:
         self.state = state
         self.caches = caches
         self.recurrent_states = recurrent_states
-        self._min_size = smallest = min_size(forward, draft_model)
-        max_rows, max_tokens = max(plan.max_batch_size, smallest), max(plan.max_num_tokens, smallest * plan.query_len)
+        self._min_size = least = min_size(forward, draft_model)
+        max_rows, max_tokens = max(plan.max_batch_size, least), max(plan.max_num_tokens, least * plan.query_len)
         self._device = torch.device(plan.device)
         self._stream = side_stream(self, self._device) if self._device.type == "cuda" else None
         self._has_logits, self._stage_tokens = True, None
         if isinstance(forward, StageForward):
             self._has_logits = forward.pipeline.is_last
         self._buffers = buffers = StepBuffers(max_rows, max_tokens, self._device, state.num_tables)
-        rooms = caches, state, buffers, recurrent_states
-        self._programs = programs = StepPrograms(plan, forward, backend, *rooms, self._has_logits)
+        shared = caches, state, buffers, recurrent_states
+        self._programs = programs = StepPrograms(plan, forward, backend, *shared, self._has_logits)
         device = Device(
-            plan, state, buffers, caches, recurrent_states, self._stream, draft_model, both_ways, smallest,
+            plan, state, buffers, caches, recurrent_states, self._stream, draft_model, both_ways, least,
             programs.boundary, programs.run_model, programs.draft_inputs,
         )  # fmt: skip
         self.parts: dict[str, RunnerPart] = make_parts(device)
@@ -135,7 +135,7 @@ class ModelRunner:
         inputs = [state.arena, buffers.packed, buffers.ids, buffers.positions, buffers.slot_mapping]
         inputs += [tensor for layer in caches for tensor in layer.tensors] + list(recurrent_states)
         self.recordings = Recordings(
-            plan, programs, self._drafts_part, smallest, self._upload_padding, inputs, self._stream, report
+            plan, programs, self._drafts_part, least, self._upload_padding, inputs, self._stream, report
         )
         self._packed: PackedInputs | None = None  # with stages: of the last step with chunks
         if isinstance(forward, StageForward):
@@ -207,18 +207,18 @@ class ModelRunner:
             if step.parts:
                 further = self._begin_parts(step)
             if step.chunks:
-                ran = self._launch_mixed(step, ring_index, further)
+                run = self._launch_mixed(step, ring_index, further)
             elif step.query_len == 1:
-                ran = self._launch_decode(num_rows)
+                run = self._launch_decode(num_rows)
             else:
-                ran = self._launch_drafts(step)
-            pending = self._end_parts(step, ran, further) if step.parts else {}
+                run = self._launch_drafts(step)
+            pending = self._end_parts(step, run, further) if step.parts else {}
             if self._stage_tokens is not None:
-                self._add_stage_tokens(self._stage_tokens, step, ran.tokens)
-            num_out = ran.num_out or num_rows
-            carry(ran.out[:num_out], self._host_buffers.sampled[ring_index][:num_out])
+                self._add_stage_tokens(self._stage_tokens, step, run.tokens)
+            num_out = run.num_out or num_rows
+            carry(run.out[:num_out], self._host_buffers.sampled[ring_index][:num_out])
             self._host_buffers.record_end(ring_index)
-        return LaunchedStep(ring_index, num_rows, num_out, step.query_len, ran.how, pending)
+        return LaunchedStep(ring_index, num_rows, num_out, step.query_len, run.how, pending)
 
     def _begin_parts(self, step: Step) -> dict[str, Tensor]:
         """Run parts before the model; returns indices of further tokens whose logits they read, by part."""
@@ -230,13 +230,13 @@ class ModelRunner:
                 further[name] = index
         return further
 
-    def _end_parts(self, step: Step, ran: RanStep, further: dict[str, Tensor]) -> dict[str, Any]:
+    def _end_parts(self, step: Step, run: StepRun, further: dict[str, Tensor]) -> dict[str, Any]:
         """Run parts after the step; returns what `RunnerPart.collect` takes, by part."""
         pending, further_logits = {}, {}
         if further and self._has_logits:
             sizes = [len(index) for index in further.values()]
-            further_logits = dict(zip(further, ran.logits[-sum(sizes) :].split(sizes), strict=True))
-        output = StepOutput(step, ran.logits, ran.tokens, ran.out, further_logits)
+            further_logits = dict(zip(further, run.logits[-sum(sizes) :].split(sizes), strict=True))
+        output = StepOutput(step, run.logits, run.tokens, run.out, further_logits)
         for name, payload in step.parts.items():
             part = self.parts[name]
             if self._has_logits or not part.needs_logits:
@@ -250,17 +250,17 @@ class ModelRunner:
             slots, emits = self._packed.slots, self._packed.emit
         stage_tokens.add(step.index, tokens[:rows], slots[:rows], emits[:rows])
 
-    def _launch_decode(self, rows: int) -> RanStep:
+    def _launch_decode(self, rows: int) -> StepRun:
         buffers, recordings = self._buffers, self.recordings.decode
         padding = self.plan.config.cuda_graph_config.enable_padding
         bucket = self.recordings.bucket(recordings, rows, padding) if recordings else None
         if bucket is not None:
             recordings[bucket].replay()
-            return RanStep("decode_graph", recordings[bucket].output, buffers.tokens, buffers.out)
+            return StepRun("decode_graph", recordings[bucket].output, buffers.tokens, buffers.out)
         run, boundary = self._programs.decode(max(rows, self._min_size))
-        return RanStep("plain", run(boundary), buffers.tokens, buffers.out)
+        return StepRun("plain", run(boundary), buffers.tokens, buffers.out)
 
-    def _launch_drafts(self, step: Step) -> RanStep:
+    def _launch_drafts(self, step: Step) -> StepRun:
         drafts_part, query_len = self._drafts_part, step.query_len
         assert drafts_part is not None, "a step with drafts needs `query_len` above 1"
         recordings = self.recordings.drafts[query_len]
@@ -273,9 +273,9 @@ class ModelRunner:
             boundary = None if self._stream is None else drafts_part.boundary(rows, query_len)
             how, logits = "plain", drafts_part.program(rows, query_len)(boundary)
         views = drafts_part.buffers.rows(rows, query_len)
-        return RanStep(how, logits, views.tokens, views.out, views.out.numel())
+        return StepRun(how, logits, views.tokens, views.out, views.out.numel())
 
-    def _launch_mixed(self, step: Step, ring_index: int, further: dict[str, Tensor]) -> RanStep:
+    def _launch_mixed(self, step: Step, ring_index: int, further: dict[str, Tensor]) -> StepRun:
         buffers, recordings = self._buffers, self.recordings.mixed
         num_tokens, limit = step.num_tokens, self.plan.config.torch_compile_config.max_padding_ratio
         # Parts may read more logits than a recording returns.
@@ -289,10 +289,10 @@ class ModelRunner:
             recording = recordings[bucket]
             recording.replay()
             how = "mixed_graph" if recording.num_segments == 1 else "piecewise_graph"
-            return RanStep(how, recording.output, buffers.tokens, buffers.out)
+            return StepRun(how, recording.output, buffers.tokens, buffers.out)
         index = torch.cat(list(further.values())) if further else None
         run, boundary = self._programs.mixed(rows, tokens, step.max_seq_len, index)
-        return RanStep("plain", run(boundary), buffers.tokens, buffers.out)
+        return StepRun("plain", run(boundary), buffers.tokens, buffers.out)
 
     def ready(self, handle: LaunchedStep) -> bool:
         return self._host_buffers.ready(handle.ring_index)

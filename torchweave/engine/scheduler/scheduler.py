@@ -92,8 +92,8 @@ class Scheduler:
         self._eos = tuple(eos_token_ids)
         self._running = RunningSet(limits.max_batch_size, reuse)
         self._waiting = WaitingQueue(limits.priority_order)
-        rooms = limits, kv, self._running, updates, self._waiting
-        self.parts = Parts(Host(*rooms, self.resources, self.speculation, self._finish))
+        shared = limits, kv, self._running, updates, self._waiting
+        self.parts = Parts(Host(*shared, self.resources, self.speculation, self._finish))
         self._decider = Decider(limits, kv, self._running, self._waiting, policy)
         self._step_builder = StepBuilder(limits, updates, self.parts)
         self._num_arrivals = 0

@@ -78,25 +78,22 @@ class StepBuilder:
         query_len = 1
         if self._limits.query_len > 1 and not chunks and not groups:
             query_len = max((part.query_len(decoding) for part in self._parts.active), default=1)
-        starts = num_computed[decode_rows]
-        slots, prefill_chunks = decode_rows, []
+        starts, slots, prefill_chunks = num_computed[decode_rows], decode_rows, []
         sizes = np.where(table.drafting[decode_rows], query_len, 1) if query_len > 1 else np.int64(1)
         if chunks:
             prefill_chunks = [(slot, _chunk(table, slot, size)) for slot, size in chunks]
             slots = np.concatenate([decode_rows, np.array([slot for slot, _ in chunks], np.int32)])
             sizes = np.ones(len(slots), np.int64)
             sizes[len(decode_rows) :] = [size for _, size in chunks]
-        after = num_computed[slots] + sizes
+        after, limit = num_computed[slots] + sizes, table.limit[slots]
         # Drafts end at the limit, but which of them are kept is not known yet.
-        stored = np.minimum(after, table.limit[slots]) if self._limits.query_len > 1 else after
+        stored = np.minimum(after, limit) if self._limits.query_len > 1 else after
         if running.steps_before_alloc and not chunks and not groups:
             running.steps_before_alloc -= 1
         else:
-            self._allocate_blocks(kv, slots, stored, table.limit[slots])
+            self._allocate_blocks(kv, slots, stored, limit)
             all_decode = not chunks and not running.groups and len(decoding) == len(running.decoding)
-            running.steps_before_alloc = (
-                self._steps_in_blocks(kv, slots, after, table.limit[slots]) if all_decode else 0
-            )
+            running.steps_before_alloc = self._steps_in_blocks(kv, slots, after, limit) if all_decode else 0
         num_computed[slots] = after
         emits = np.ones(len(slots), bool)
         if chunks:
@@ -104,9 +101,8 @@ class StepBuilder:
         depends_on = max(running.completed, int(table.last_step_index[decode_rows].max(initial=-1)))
         parts: dict[str, Payload] = {}
         if self._parts.active:
-            extra_rows = len(decode_rows) - len(decoding) - len(groups)
-            ends = query_len, forks, extra_rows
-            parts = self._parts.payloads(StepRows(self.next_index, slots, emits, decode_rows, prefill_chunks, *ends))
+            extra = query_len, forks, len(decode_rows) - len(decoding) - len(groups)
+            parts = self._parts.payloads(StepRows(self.next_index, slots, emits, decode_rows, prefill_chunks, *extra))
         step = Step(
             index=self.next_index,
             slots=slots,
@@ -121,9 +117,9 @@ class StepBuilder:
         )
         table.last_step_index[slots] = step.index
         self.next_index += 1
-        below_limit = after < table.limit[slots]
-        all_decode_on = len(slots) == len(decoding) == len(running.decoding) and not running.prefill
-        if not (all_decode_on and below_limit.all()):
+        below_limit = after < limit
+        all_continue = len(slots) == len(decoding) == len(running.decoding) and bool(below_limit.all())
+        if running.prefill or not all_continue:
             running.advance(kv, self._updates, decoding, slots, below_limit, emits)
         return step
 

@@ -63,8 +63,8 @@ class DraftsPart(StepPart):
     def payload(self, rows: StepRows) -> CatchUp | None:
         if not self.host.limits.drafts_by_model:
             return None
-        lacking = self._catch_up(rows.decode_rows, rows.query_len)
-        return CatchUp(lacking) if lacking else None
+        missing = self._catch_up(rows.decode_rows, rows.query_len)
+        return CatchUp(missing) if missing else None
 
     def _catch_up(self, decode_rows: np.ndarray, query_len: int) -> int:
         """Most tokens of a row that a draft model lacks beyond those that it takes in the step; enters those that it will lack."""
@@ -79,8 +79,8 @@ class DraftsPart(StepPart):
         return max(gap + 1 - shift - query_len, 0)
 
     def take(self, step: Step, result: StepResult, rows: np.ndarray) -> np.ndarray:
-        adaptive, only_decodes = self._adaptive, not (step.chunks or self.name in step.parts)
-        if adaptive is not None and result.seconds is not None and only_decodes:
+        adaptive, decode_only = self._adaptive, not (step.chunks or self.name in step.parts)
+        if adaptive is not None and result.seconds is not None and decode_only:
             adaptive.costs.add(step.num_rows, step.query_len, result.seconds)
         if step.query_len > 1:
             lengths = (result.tokens[rows] != NOT_EMITTED).sum(axis=1)

@@ -194,8 +194,8 @@ class ProcessorsPart(StepPart):
         if not self.processors.constraints:
             return
         table = self.host.running.slots
-        going = np.flatnonzero(table.needs_host_work[rows.slots] & ~rows.ended)
-        pairs = ((table.state_of(int(rows.slots[i])).constraint, int(rows.tokens[i])) for i in going)
+        remaining = np.flatnonzero(table.needs_host_work[rows.slots] & ~rows.ended)
+        pairs = ((table.state_of(int(rows.slots[i])).constraint, int(rows.tokens[i])) for i in remaining)
         if sampled := [(constraint, token) for constraint, token in pairs if constraint is not None]:
             assert self._grammars is not None
             self._grammars.advance(sampled)
