@@ -53,7 +53,7 @@ def test_reasoning_and_answer_do_not_depend_on_chunks(
 
 def test_calls_after_reasoning_are_calls_and_those_within_are_not() -> None:
     tool = Tool.model_validate({"type": "function", "function": {"name": "now"}})
-    tools = ToolUse([], None, lambda: make_tool_parser("hermes", [tool]))
+    tools = ToolUse([], None, make_tool_parser("hermes", [tool]))
     whole = f"<think>I could {CALL}.</think>\n{CALL}"
     for parts in ([whole], list(whole)):
         found = read(AnswerFormat(tools, FORMATS["qwen3"]), parts)

@@ -14,9 +14,10 @@ from torchweave.serving.openai.protocol import Function, Tool
 from torchweave.serving.openai.tools import (
     ArgumentsDelta,
     Call,
+    CallParser,
     ParserDelta,
+    StreamParser,
     TextDelta,
-    ToolCallParser,
     detect_tool_format,
     forced_schema,
     make_forced_parser,
@@ -37,8 +38,9 @@ CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 PYTHONIC = """[weather(city='Zürich {x}', days=[1, {'a': '"'}]), now()]"""
 
 
-def read(parser: ToolCallParser, parts: Sequence[str]) -> Read:
+def read(calls_of: CallParser, parts: Sequence[str]) -> Read:
     """The text and the calls that a parser finds."""
+    parser = StreamParser(calls_of.parse)
     pieces: list[ParserDelta] = [piece for part in parts for piece in parser.feed(part)] + parser.finish()
     text = "".join(piece.text for piece in pieces if isinstance(piece, TextDelta))
     calls = []
@@ -88,12 +90,13 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("mistral", f"[TOOL_CALLS]weather{ARGUMENTS}[TOOL_CALLS]now{{}}", "", [WEATHER, ("now", {})]),
     ("mistral", f"Well. [TOOL_CALLS]weather[ARGS]{ARGUMENTS}", "Well.", [WEATHER]),
     ("mistral", f"[TOOL_CALLS]weather[CALL_ID]aB3dE6gH9[ARGS]{ARGUMENTS}", "", [WEATHER]),
-    ("mistral", "[TOOL_CALLS]fly[CALL_ID]aB3dE6gH9[ARGS]{}", "[TOOL_CALLS]fly[CALL_ID]aB3dE6gH9[ARGS]{}", []),
+    ("mistral", "[TOOL_CALLS]fly[CALL_ID]aB3dE6gH9[ARGS]{}", "", [("fly", {})]),
     ("mistral", "A [TOOL] of mine [TOOL_", "A [TOOL] of mine [TOOL_", []),
-    ("mistral", "[TOOL_CALLS]fly{}", "[TOOL_CALLS]fly{}", []),
+    ("mistral", "[TOOL_CALLS]fly{}[TOOL_CALLS]now", "", [("fly", {}), ("now", {})]),
+    ("mistral", "[TOOL_CALLS]fly", "[TOOL_CALLS]fly", []),
     ("mistral", 'Well. [TOOL_CALLS] [{"name": "fly"}]', 'Well. [TOOL_CALLS] [{"name": "fly"}]', []),
     ("mistral", "Well. [TOOL_CALLS][1, 2] ", "Well. [TOOL_CALLS][1, 2] ", []),
-    ("mistral", f"[TOOL_CALLS]now{{}}[TOOL_CALLS][{CALL}]", f"[TOOL_CALLS][{CALL}]", [("now", {})]),
+    ("mistral", f"[TOOL_CALLS]now{{}}[TOOL_CALLS][{CALL}]", "", [("now", {}), WEATHER]),
     ("pythonic", PYTHONIC, "", [WEATHER, ("now", {})]),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "Text [now()]", "Text [now()]", []),
@@ -118,7 +121,7 @@ def test_arguments_are_streamed() -> None:
         (lambda: make_tool_parser("mistral", TOOLS), "[TOOL_CALLS]weather"),
         (lambda: make_forced_parser(TOOLS, None), '[{"name": "weather", "parameters": '),
     ):
-        parser: ToolCallParser = make()
+        parser = StreamParser(make().parse)
         assert [piece for piece in parser.feed(head) if isinstance(piece, TextDelta)] == []
         pieces = [piece for char in '{"city": "Bern' for piece in parser.feed(char)]
         told = "".join(piece.text for piece in pieces if isinstance(piece, ArgumentsDelta))
@@ -127,7 +130,7 @@ def test_arguments_are_streamed() -> None:
 
 def test_answers_that_were_held_to_a_call() -> None:
     several = f'[{CALL.replace("arguments", "parameters")}, {{"name": "now", "parameters": {{}}}}]'
-    makers: list[tuple[Callable[[], ToolCallParser], str, list[tuple[str, Any]]]] = [
+    makers: list[tuple[Callable[[], CallParser], str, list[tuple[str, Any]]]] = [
         (lambda: make_forced_parser(TOOLS, None), several, [WEATHER, ("now", {})]),
         (lambda: make_forced_parser(TOOLS, "weather"), ARGUMENTS, [WEATHER]),
     ]

@@ -67,7 +67,7 @@ class MessagesBuilder(ResponseBuilder):
         return named_event("message_start", message=message)
 
     def events(self, delta: Delta) -> bytes:
-        pieces = self._parser.feed(delta.text, is_last=delta.finish_reason is not None)
+        pieces = self._parser.feed(delta.text, delta.finish_reason is not None, is_cut=delta.finish_reason == "length")
         parts = [self._add(piece) for piece in pieces]
         if delta.finish_reason is not None:
             parts.append(self._close())
@@ -107,7 +107,9 @@ class MessagesBuilder(ResponseBuilder):
     def _add(self, piece: ParserDelta) -> bytes:
         """Add a part of the answer to the open block, or to a new one."""
         if isinstance(piece, Call):
-            return self._begin_block({"type": "tool_use", "id": self._new_call_id(), "name": piece.name, "input": {}})
+            return self._begin_block(
+                {"type": "tool_use", "id": self._new_call_id(piece.name, piece.index), "name": piece.name, "input": {}}
+            )
         if isinstance(piece, ArgumentsDelta):
             return self._extend("input_json_delta", "partial_json", piece.text)
         if isinstance(piece, ReasoningDelta):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from torchweave.serving.openai.tools import (
     forced_schema,
     make_forced_parser,
     make_tool_parser,
+    new_call_id,
 )
 from torchweave.serving.service import Service
 
@@ -51,6 +51,7 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
     answer_format = AnswerFormat(
         tools,
         _resolve_reasoning(service, body),
+        continued=body.continued,
         first_call_only=body.parallel_tool_calls is False,
         with_reasoning=body.include_reasoning,
     )
@@ -156,16 +157,15 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
     tool_definitions = [tool.definition for tool in tools]
     configured = service.settings.tool_call_parser
     tool_format = detect_tool_format(template) if configured == "auto" else configured
+    new_id = new_call_id(tool_format, sum(len(message.tool_calls or ()) for message in body.messages))
     if named is not None or choice == "required":
         schema = forced_schema(tools, named, body.parallel_tool_calls is not False)
-        return ToolUse(tool_definitions, schema, lambda: make_forced_parser(tools, named))
+        return ToolUse(tool_definitions, schema, make_forced_parser(tools, named), new_id=new_id)
     if tool_format is None:
         sentence = "The tool-call format of this model was not detected; serve the model with tool_call_parser."
         raise ApiError(400, sentence, param="tools")
-    tool_use = ToolUse(
-        tool_definitions, None, lambda: make_tool_parser(tool_format, tools), tool_format in SPECIAL_TOKENS
-    )
-    return replace(tool_use, new_id=lambda: uuid.uuid4().hex[:9]) if tool_format == "mistral" else tool_use
+    parser = make_tool_parser(tool_format, tools)
+    return ToolUse(tool_definitions, None, parser, tool_format in SPECIAL_TOKENS, new_id)
 
 
 async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any]] | None) -> list[int]:

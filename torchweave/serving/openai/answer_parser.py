@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torchweave.serving.openai.reasoning import ReasoningFormat, ReasoningParser, num_reasoning_tokens
+from torchweave.serving.openai.reasoning import ReasoningFormat, ReasoningGrammar, num_reasoning_tokens
 from torchweave.serving.openai.tools import (
     ArgumentsDelta,
     Call,
-    HarmonyParser,
     ParserDelta,
     ReasoningDelta,
+    StreamParser,
     TextDelta,
-    ToolCallParser,
     ToolUse,
+    make_tool_parser,
 )
+from torchweave.serving.openai.tools.source import Output, Source, Steps
 from torchweave.serving.tokenization import AsyncTokenizer
 
 
@@ -26,6 +28,7 @@ class AnswerFormat:
         tools: tools of the request, and the parser of their calls.
         reasoning: format of the reasoning; None: it is not parsed.
         prompt_tail: the end of the prompt's text, which may open the reasoning.
+        continued: text of the answer's message that the prompt holds already (`continue_final_message`).
         first_call_only: drop all calls but the first.
         with_reasoning: return the reasoning.
     """
@@ -33,6 +36,7 @@ class AnswerFormat:
     tools: ToolUse = field(default_factory=ToolUse)
     reasoning: ReasoningFormat | None = None
     prompt_tail: str = ""
+    continued: str = ""
     first_call_only: bool = False
     with_reasoning: bool = True
 
@@ -56,28 +60,31 @@ class AnswerParser:
 
     def __init__(self, answer_format: AnswerFormat) -> None:
         self._format = answer_format
-        form, tools = answer_format.reasoning, answer_format.tools.parser
-        in_channels = form is not None and form.in_channels
-        self._reasoning = None if form is None or in_channels else ReasoningParser(form, answer_format.prompt_tail)
-        self._tools: ToolCallParser | None = tools() if tools is not None else HarmonyParser() if in_channels else None
+        self._parser = StreamParser(self._grammar(answer_format))
         self.has_calls = self._has_reasoning = False
 
-    def feed(self, text: str, is_last: bool) -> list[ParserDelta]:
-        """Add text of the answer; returns the parts that are unambiguous by now, all if this text is the last."""
-        pieces: list[ParserDelta] = [TextDelta(text)] if text else []
-        if self._reasoning is not None:
-            pieces = self._reasoning.feed(text) + (self._reasoning.finish() if is_last else [])
-        if self._tools is not None:
-            pieces = [part for piece in pieces for part in self._parse_calls(self._tools, piece)]
-            pieces += self._tools.finish() if is_last else []
+    @staticmethod
+    def _grammar(answer_format: AnswerFormat) -> Callable[[Source, Output], Steps[None]]:
+        form, calls = answer_format.reasoning, answer_format.tools.parser
+        if form is not None and form.in_channels:
+            return (calls or make_tool_parser("gpt_oss", ())).parse
+        if form is not None:
+            return ReasoningGrammar(form, answer_format.prompt_tail, answer_format.continued, calls).parse
+        return (lambda source, output: source.read_until(output.text)) if calls is None else calls.parse
+
+    def feed(self, text: str, is_last: bool, is_cut: bool = False) -> list[ParserDelta]:
+        """Add text of the answer; returns the parts that are unambiguous by now, all if this text is the last.
+
+        Args:
+            is_cut: the answer ends at a limit, such as `max_tokens`: a call may have lost its end.
+        """
+        pieces = self._parser.feed(text)
+        if is_last:
+            pieces += self._parser.finish(is_cut)
         self._has_reasoning = self._has_reasoning or any(isinstance(piece, ReasoningDelta) for piece in pieces)
         pieces = [piece for piece in pieces if self._is_returned(piece)]
         self.has_calls = self.has_calls or any(isinstance(piece, Call) for piece in pieces)
         return pieces
-
-    @staticmethod
-    def _parse_calls(tools: ToolCallParser, piece: ParserDelta) -> list[ParserDelta]:
-        return tools.feed(piece.text) if isinstance(piece, TextDelta) else [piece]
 
     def _is_returned(self, piece: ParserDelta) -> bool:
         if isinstance(piece, ReasoningDelta):

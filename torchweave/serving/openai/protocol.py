@@ -301,8 +301,18 @@ class ChatRequest(ChatTemplate, Generation):
     @property
     def echoed(self) -> str:
         """The text before the answer: that of a last message of the assistant, where `echo` is set."""
+        return self._last_text if self.echo else ""
+
+    @property
+    def continued(self) -> str:
+        """The text of a last message that the answer continues."""
+        return self._last_text if self.continue_final_message else ""
+
+    @property
+    def _last_text(self) -> str:
+        """The text of a last message of the assistant."""
         last = self.messages[-1] if self.messages else None
-        return content_text(last.content) or "" if self.echo and last and last.role == "assistant" else ""
+        return content_text(last.content) or "" if last and last.role == "assistant" else ""
 
     @model_validator(mode="before")
     @classmethod

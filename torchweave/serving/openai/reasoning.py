@@ -1,11 +1,15 @@
-"""Reasoning parsers: separate a model's reasoning from its answer, incrementally."""
+"""Formats of reasoning, and the parser that separates a model's reasoning from its answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchweave.serving.openai.tools.base import ParserDelta, ReasoningDelta, TextDelta, split_at
+import regex
+
+from torchweave.serving.openai.tools.base import ArgumentsDelta, Call, TextDelta, split_at
+from torchweave.serving.openai.tools.grammar import CallParser, Grammar, Parsing
+from torchweave.serving.openai.tools.source import END, Output, Source, Steps
 from torchweave.tokenizer import IncrementalDetokenizer
 
 
@@ -18,7 +22,7 @@ class ReasoningFormat:
         closing: texts that end it.
         is_implicit: an answer without the opening text begins with reasoning, too.
         keep_special: these texts are special tokens.
-        in_channels: the whole answer is in the harmony format, which `HarmonyParser` reads.
+        in_channels: the whole answer is in the harmony format, which `HarmonyGrammar` reads.
     """
 
     opening: tuple[str, ...]
@@ -54,6 +58,7 @@ _TEMPLATE_MARKERS = (
     ("<think>", "qwen3"),
     ("</think>", "qwen3"),
 )
+_SPACE = regex.compile(r"\s*(?=\S)")
 TAIL_TOKENS = 32
 """Tokens at the end of a prompt that tell whether it has opened the reasoning already."""
 
@@ -63,73 +68,113 @@ def detect_reasoning_format(template: str) -> str | None:
     return next((name for marker, name in _TEMPLATE_MARKERS if marker in template), None)
 
 
-class ReasoningParser:
-    """Parses one answer incrementally: white space around the reasoning belongs neither to it nor to the answer.
+class ReasoningGrammar:
+    """An answer that may begin with reasoning: white space around it belongs neither to it nor to what follows.
+
+    A call that the model writes before the end of its reasoning is a call if the answer ends with it, and part of the reasoning if
+    more follows after the reasoning's end.
 
     Args:
         prompt_tail: the end of the prompt's text. Templates may open the reasoning there, or open and close it.
+        continued: text of the answer that the prompt holds already.
+        calls: parser of the calls; None: there are none.
     """
 
-    def __init__(self, form: ReasoningFormat, prompt_tail: str) -> None:
-        self._form = form
-        self._state = _initial_state(form, prompt_tail)
-        self._buffer = ""
-        self._after_reasoning = False
-        self._has_reasoning_text = False
+    def __init__(self, form: ReasoningFormat, prompt_tail: str, continued: str, calls: CallParser | None) -> None:
+        self._form, self._calls = form, calls
+        self._marked = None if calls is None else calls.marked
+        self._state, self._is_continued = _initial_state(form, prompt_tail, continued)
+        self._opening = regex.compile(rf"\s*(?:{'|'.join(map(regex.escape, form.opening))})")
 
-    def feed(self, text: str) -> list[ParserDelta]:
-        """Add text of the answer; returns the parts that are unambiguous by now."""
-        self._buffer += text
-        pieces: list[ParserDelta] = []
-        if self._state == "start":
-            self._read_opening()
-        if self._state == "reasoning":
-            self._read_reasoning(pieces)
-        if self._state == "answer":
-            self._read_answer(pieces)
-        return pieces
-
-    def finish(self) -> list[ParserDelta]:
-        """End the answer; returns the text that was held back."""
-        rest, self._buffer = self._buffer, ""
-        if self._state == "reasoning":
-            rest = rest.rstrip()
-            return [ReasoningDelta(rest if self._has_reasoning_text else rest.lstrip())] if rest.strip() else []
-        return [TextDelta(rest)] if rest and not self._after_reasoning else []
-
-    def _read_opening(self) -> None:
-        text = self._buffer.lstrip()
-        opening = next((each for each in self._form.opening if text.startswith(each)), None)
-        if opening is not None:
-            self._state, self._buffer = "reasoning", text[len(opening) :]
-        elif not any(each.startswith(text) for each in self._form.opening):
-            self._state = "reasoning" if self._form.is_implicit else "answer"
-
-    def _read_reasoning(self, pieces: list[ParserDelta]) -> None:
-        before, closing, after = split_at(self._buffer, *self._form.closing)
-        text = before.rstrip()
-        if closing:
-            self._buffer, self._state, self._after_reasoning = after, "answer", True
+    def parse(self, source: Source, output: Output) -> Steps[None]:
+        """Parse an answer."""
+        if self._state == "reasoning" or (
+            self._state == "start" and ((yield from source.accept(self._opening)) is not None or self._form.is_implicit)
+        ):
+            yield from self._read_reasoning(source, output)
+        if self._calls is not None:
+            yield from self._calls.parse(source, output)
         else:
-            self._buffer = self._buffer[len(text) :]
-        if not self._has_reasoning_text:
+            yield from source.read_until(output.text)
+
+    def _read_reasoning(self, source: Source, output: Output) -> Steps[None]:
+        reasoning = _ReasoningText(output, self._is_continued)
+        closing, markers = self._form.closing, self._marked.opening if self._marked is not None else ()
+        while marker := (yield from source.read_until(reasoning.add, *closing, *markers)):
+            if marker in closing:
+                source.take(len(marker))
+                yield from source.accept(_SPACE)
+                return
+            assert self._marked is not None and self._calls is not None
+            yield from self._read_calls(Parsing(source, Output(), self._calls.tools), self._marked, output, reasoning)
+
+    def _read_calls(self, state: Parsing, grammar: Grammar, output: Output, reasoning: _ReasoningText) -> Steps[None]:
+        """Read calls, or mentions of their marker, within the reasoning."""
+        source, found = state.source, state.output
+        source.record()
+        yield from grammar.read_section(state)
+        while found.num_calls:
+            end = yield from source.read_until(found.text, *self._form.closing, *grammar.opening)
+            if end not in grammar.opening:
+                source.take(len(end))
+                yield from source.accept(_SPACE)
+                break
+            yield from grammar.read_section(state)
+        text = source.recorded()
+        before, closing, after = split_at(text, *self._form.closing)
+        is_last = bool(found.num_calls) and (yield from source.peek()) == END
+        if is_last and not (state.is_open and closing):
+            _add_calls(found, output, reasoning)
+            return
+        reasoning.add(before if closing else text)
+        source.put_back(closing + after if closing else "")
+
+
+def _add_calls(found: Output, output: Output, reasoning: _ReasoningText) -> None:
+    """Add calls to an answer; the text between them is reasoning."""
+    deltas = found.drain()
+    reasoning.add("".join(delta.text for delta in deltas if isinstance(delta, TextDelta)))
+    for delta in deltas:
+        if isinstance(delta, Call):
+            output.call(delta.name)
+        elif isinstance(delta, ArgumentsDelta):
+            output.arguments(delta.text)
+
+
+class _ReasoningText:
+    """Writes reasoning without the white space around it.
+
+    Args:
+        is_continued: reasoning precedes in the prompt.
+    """
+
+    def __init__(self, output: Output, is_continued: bool) -> None:
+        self._output, self._is_first = output, not is_continued
+        self._space: list[str] = []  # held back: the end may follow
+
+    def add(self, text: str) -> None:
+        if self._is_first:
             text = text.lstrip()
-        if text:
-            self._has_reasoning_text = True
-            pieces.append(ReasoningDelta(text))
-
-    def _read_answer(self, pieces: list[ParserDelta]) -> None:
-        text = self._buffer.lstrip() if self._after_reasoning else self._buffer
-        if text:
-            self._buffer, self._after_reasoning = "", False
-            pieces.append(TextDelta(text))
+        stripped = text.rstrip()
+        if stripped:
+            self._output.reasoning("".join((*self._space, stripped)))
+            self._space, self._is_first = [], False
+        self._space.append(text[len(stripped) :])
 
 
-def _initial_state(form: ReasoningFormat, prompt_tail: str) -> str:
+def _initial_state(form: ReasoningFormat, prompt_tail: str, continued: str) -> tuple[str, bool]:
+    """What an answer begins with (its start, reasoning, or the answer proper), and whether it continues reasoning."""
+    if continued.strip():
+        opened, opening = max((continued.rfind(text), text) for text in form.opening)
+        closed = max(continued.rfind(text) for text in form.closing)
+        if opened > closed:
+            return "reasoning", bool(continued[opened + len(opening) :].strip())
+        if opened >= 0 or closed >= 0:
+            return "answer", False
     tail = prompt_tail.rstrip()
     if tail.endswith(form.opening):
-        return "reasoning"
-    return "answer" if tail.endswith(form.closing) else "start"
+        return "reasoning", False
+    return "answer" if tail.endswith(form.closing) or continued.strip() else "start", False
 
 
 def num_reasoning_tokens(

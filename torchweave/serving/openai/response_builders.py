@@ -304,8 +304,12 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     def _answer(self, answer: Delta) -> dict[str, Any]:
         whole = WholeAnswer.of(self._pieces(answer))
         calls = [
-            {"id": self._format.tools.new_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments in whole.calls
+            {
+                "id": self._format.tools.new_id(name, index),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for index, (name, arguments) in enumerate(whole.calls)
         ]
         text = self._echo + whole.text
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
@@ -328,7 +332,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = AnswerParser(self._format)
-        return parser.feed(delta.text, is_last=delta.finish_reason is not None)
+        return parser.feed(delta.text, delta.finish_reason is not None, is_cut=delta.finish_reason == "length")
 
     def _answer_details(self) -> dict[str, Any]:
         num_reasoning_tokens = sum(
@@ -354,11 +358,8 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
             return _reasoning(piece.text)
         if isinstance(piece, Call):
             function = {"name": piece.name, "arguments": ""}
-            return {
-                "tool_calls": [
-                    {"index": piece.index, "id": self._format.tools.new_id(), "type": "function", "function": function}
-                ]
-            }
+            call_id = self._format.tools.new_id(piece.name, piece.index)
+            return {"tool_calls": [{"index": piece.index, "id": call_id, "type": "function", "function": function}]}
         return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
 

@@ -83,7 +83,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     def events(self, delta: Delta) -> bytes:
         self._finish_reason = delta.finish_reason
-        pieces = self._parser.feed(delta.text, is_last=delta.finish_reason is not None)
+        pieces = self._parser.feed(delta.text, delta.finish_reason is not None, is_cut=delta.finish_reason == "length")
         logprobs = self._new_logprobs(delta) if any(isinstance(piece, TextDelta) for piece in pieces) else []
         parts: list[bytes] = []
         for piece in pieces:
@@ -145,7 +145,9 @@ class ResponsesBuilder(ResponseBuilder):
     def _add(self, piece: ParserDelta, logprobs: list[dict[str, Any]]) -> bytes:
         """Add a part of the answer to the open item, or to a new one."""
         if isinstance(piece, Call):
-            return self._close() + self._begin_item("call", "fc", call_id=self._new_call_id(), name=piece.name)
+            return self._close() + self._begin_item(
+                "call", "fc", self._new_call_id(piece.name, piece.index), piece.name
+            )
         if isinstance(piece, ArgumentsDelta):
             return self._extend("response.function_call_arguments.delta", piece.text)
         if isinstance(piece, ReasoningDelta):

@@ -2,61 +2,21 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchweave.serving.openai.protocol import Tool
-from torchweave.serving.openai.tools import json_calls, parsers, xml_calls
 from torchweave.serving.openai.tools.base import ArgumentsDelta as ArgumentsDelta
 from torchweave.serving.openai.tools.base import Call as Call
 from torchweave.serving.openai.tools.base import ParserDelta as ParserDelta
 from torchweave.serving.openai.tools.base import ReasoningDelta as ReasoningDelta
 from torchweave.serving.openai.tools.base import TextDelta as TextDelta
-from torchweave.serving.openai.tools.base import ToolCallParser as ToolCallParser
-from torchweave.serving.openai.tools.harmony import HarmonyParser as HarmonyParser
-
-PARSERS: dict[str, Callable[[Mapping[str, Any]], ToolCallParser]] = {
-    **json_calls.JSON_PARSERS,
-    "llama3_json": parsers.JsonObjectsParser,
-    "mistral": json_calls.MistralParser,
-    "pythonic": parsers.PythonicParser,
-    "qwen3_coder": xml_calls.Qwen3CoderParser,
-    "glm45": xml_calls.GlmParser,
-    "seed_oss": xml_calls.SeedOssParser,
-    "minimax_m2": xml_calls.InvokeParser,
-    "deepseek_v3": json_calls.DeepSeekV3Parser,
-    "deepseek_v32": xml_calls.DeepSeekV32Parser,
-    "kimi_k2": json_calls.KimiParser,
-    "gpt_oss": HarmonyParser,
-}
-"""By the name of the option `tool_call_parser`; takes the JSON schemas of the functions' parameters by name."""
-SPECIAL_TOKENS = frozenset(
-    ("mistral", "deepseek_v3", "deepseek_v32", "kimi_k2", "gpt_oss", "granite", "phi4_tool_call", "internlm")
-)
-"""Formats whose markers are special tokens, or may be."""
-# Text of a chat template, and the format that it implies; the most specific first.
-_TEMPLATE_MARKERS = (
-    ("[TOOL_CALLS]", "mistral"),
-    ("<|channel|>", "gpt_oss"),
-    ("<seed:tool_call>", "seed_oss"),
-    ("<minimax:tool_call>", "minimax_m2"),
-    ("<arg_key>", "glm45"),
-    ("<function=", "qwen3_coder"),
-    ("｜DSML｜", "deepseek_v32"),
-    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
-    ("<|tool_calls_section_begin|>", "kimi_k2"),
-    ("<|action_start|>", "internlm"),
-    ("functools[", "phi4_mini"),
-    ("<|/tool_call|>", "phi4_tool_call"),
-    ("<|tool_call|>", "granite"),
-    ("<tool_calls>", "jamba"),
-    ("<tool_call>", "hermes"),
-    ("<|python_tag|>", "llama3_json"),
-    ('"parameters": dictionary', "llama3_json"),
-    ("func_name1(params_name1", "pythonic"),
-)
+from torchweave.serving.openai.tools.call_ids import call_ids
+from torchweave.serving.openai.tools.families import FAMILIES as FAMILIES
+from torchweave.serving.openai.tools.forced import ForcedGrammar
+from torchweave.serving.openai.tools.grammar import CallParser as CallParser
+from torchweave.serving.openai.tools.source import StreamParser as StreamParser
 
 
 @dataclass(frozen=True)
@@ -66,35 +26,44 @@ class ToolUse:
     Attributes:
         tools: definitions for the template; None: no tools.
         forced: JSON schema that constrains the answer to tool calls.
-        parser: creates a tool-call parser for one answer; None: answers are not parsed.
+        parser: parser of the calls in answers; None: answers are not parsed.
         keep_special: the model's tool calls use special tokens.
-        new_id: creates the id of a call.
+        new_id: creates the id of a call from its name and its index in the answer.
     """
 
     tools: list[dict[str, Any]] | None = None
     forced: dict[str, Any] | None = None
-    parser: Callable[[], ToolCallParser] | None = None
+    parser: CallParser | None = None
     keep_special: bool = False
-    new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
+    new_id: Callable[[str, int], str] = field(default_factory=call_ids)
 
 
 def detect_tool_format(template: str) -> str | None:
     """Detect the tool-call format from a chat template; None if unknown."""
-    return next((name for marker, name in _TEMPLATE_MARKERS if marker in template), None)
+    return next((name for name, family in FAMILIES.items() if any(text in template for text in family.template)), None)
 
 
-def make_tool_parser(form: str, tools: Sequence[Tool]) -> ToolCallParser:
-    """Create a parser of format `form` for one answer."""
-    return PARSERS[form]({tool.function.name: tool.function.parameters or {} for tool in tools})
+SPECIAL_TOKENS = frozenset(name for name, family in FAMILIES.items() if family.special_tokens)
+"""Formats whose markers are special tokens, or may be."""
 
 
-def make_forced_parser(tools: Sequence[Tool], named: str | None) -> ToolCallParser:
-    """Create a parser for an answer constrained to `forced_schema`."""
-    return (
-        json_calls.ForcedCallsParser([tool.function.name for tool in tools])
-        if named is None
-        else parsers.NamedCallParser(named)
-    )
+def make_tool_parser(form: str, tools: Sequence[Tool]) -> CallParser:
+    """Create the parser of format `form` for the answers of a request."""
+    return CallParser(FAMILIES[form].grammar, _schemas(tools))
+
+
+def make_forced_parser(tools: Sequence[Tool], named: str | None) -> CallParser:
+    """Create the parser of answers constrained to `forced_schema`."""
+    return CallParser(ForcedGrammar(named), _schemas(tools))
+
+
+def new_call_id(form: str | None, num_earlier: int) -> Callable[[str, int], str]:
+    """Return what creates ids of calls for the templates of a format; see `call_ids`."""
+    return call_ids(FAMILIES[form].id_form if form in FAMILIES else "call", num_earlier)
+
+
+def _schemas(tools: Sequence[Tool]) -> dict[str, Any]:
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}
 
 
 def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Interface of tool-call parsers, and helpers to hold back text that may be part of a call."""
+"""Parts of an answer, and the search for markers in text that arrives in parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -37,43 +36,6 @@ class ArgumentsDelta:
 
 
 ParserDelta = TextDelta | ReasoningDelta | Call | ArgumentsDelta
-
-
-class ToolCallParser(Protocol):
-    """Parses one answer incrementally. The results of all `feed`s and of `finish` make up the answer."""
-
-    def feed(self, text: str) -> list[ParserDelta]:
-        """Add text of the answer; returns the parts that are unambiguous by now."""
-        ...
-
-    def finish(self) -> list[ParserDelta]:
-        """End the answer; returns the text that was held back."""
-        ...
-
-
-class WhitespaceBuffer:
-    """Holds back white space until text follows: around calls it is not part of the answer."""
-
-    def __init__(self) -> None:
-        self._whitespace = ""
-        self._after_call = False  # only white space since the last call
-
-    def text(self, text: str) -> list[ParserDelta]:
-        text = self._whitespace + text
-        if self._after_call:
-            text = text.lstrip()
-            self._after_call = not text
-        stripped = text.rstrip()
-        self._whitespace = text[len(stripped) :]
-        return [TextDelta(stripped)] if stripped else []
-
-    def call(self) -> None:
-        """Drop the white space before a call."""
-        self._whitespace, self._after_call = "", True
-
-    def finish(self, had_calls: bool) -> list[ParserDelta]:
-        whitespace, self._whitespace = self._whitespace, ""
-        return [TextDelta(whitespace)] if whitespace and not had_calls else []
 
 
 def split_at(text: str, *markers: str) -> tuple[str, str, str]:

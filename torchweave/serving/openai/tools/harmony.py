@@ -2,84 +2,54 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 
-from torchweave.serving.openai.tools.base import (
-    ArgumentsDelta,
-    Call,
-    ParserDelta,
-    ReasoningDelta,
-    TextDelta,
-    split_at,
-)
+import regex
 
-_CONTENT = "<|message|>"
+from torchweave.serving.openai.tools.grammar import JSON_ARGUMENTS, Parsing
+from torchweave.serving.openai.tools.source import END, Output, Source, Steps
+
+_HEADS = ("<|start|>", "<|channel|>")
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-_HEADS = ("<|channel|>", "<|start|>")
-_MAX_HEAD = 512
-"""Longest header of a message; a longer one is text."""
+_HEAD = regex.compile(
+    r"\s*(?:<\|start\|>)?(?:assistant)?(?:\s*to=[^\s<]{1,256})?\s*(?:<\|channel\|>[^<]{0,256})?(?:<\|constrain\|>[^<]{0,64})?"
+    r"<\|message\|>"
+)
+_CHANNEL = regex.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = regex.compile(r"\bto=([^\s<]+)")
+_FUNCTIONS = "functions."
 
 
-class HarmonyParser:
+class HarmonyGrammar:
     """`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`
 
-    The channel `analysis` is reasoning, `final` and `commentary` are text, and a message to a known function is its call. One to
-    another recipient, such as a built-in tool, is reasoning. An answer that begins without a header is text.
+    The channel `analysis` is reasoning, `final` and `commentary` are text, and a message to a function is its call. One to another
+    recipient, such as a built-in tool, is reasoning. What stands outside messages is text. A message ends where the next begins
+    if its end is missing; one to a function has the end of its arguments.
     """
 
-    def __init__(self, known: Collection[str] = ()) -> None:
-        self._tool_names = known
-        self._buffer = ""
-        self._in_head = True
-        self._began = False
-        self._num_calls = 0
-        self._kind = "text"
+    def parse(self, source: Source, output: Output, tools: Mapping[str, Any]) -> Steps[None]:
+        """Parse an answer."""
+        state = Parsing(source, output, tools)
+        while (yield from source.peek()) != END:
+            head = yield from source.accept(_HEAD)
+            if head is not None:
+                yield from self._read_message(state, head[0])
+                continue
+            marker = yield from source.starts_with(*_HEADS, *_ENDS)
+            stray = source.take(len(marker))
+            output.text(stray if stray in _HEADS else "")
+            yield from source.read_until(output.text, *_HEADS, *_ENDS)
 
-    def feed(self, text: str) -> list[ParserDelta]:
-        self._buffer += text
-        pieces: list[ParserDelta] = []
-        while self._buffer and (self._read_head(pieces) if self._in_head else self._read_content(pieces)):
-            pass
-        return pieces
-
-    def _read_head(self, pieces: list[ParserDelta]) -> bool:
-        head, marker, after = self._buffer.partition(_CONTENT)
-        if not marker:
-            text = self._buffer.lstrip()
-            starts = any(each.startswith(text) or text.startswith(each) for each in _HEADS)
-            if (starts or self._began) and len(text) < _MAX_HEAD:
-                return False
-            self._in_head = False  # text without a header
-            return True
-        self._buffer, self._in_head, self._began = after, False, True
-        channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
-        if recipient is not None and recipient[1] in self._tool_names:
-            self._kind = "call"
-            pieces.append(Call(self._num_calls, recipient[1]))
-            self._num_calls += 1
-        else:
-            hidden = recipient is not None or (channel is not None and channel[1] == "analysis")
-            self._kind = "reasoning" if hidden else "text"
-        return True
-
-    def _read_content(self, pieces: list[ParserDelta]) -> bool:
-        before, marker, self._buffer = split_at(self._buffer, *_ENDS)
-        self._add(pieces, before)
-        if marker:
-            self._in_head = self._began = True
-        return bool(marker)
-
-    def _add(self, pieces: list[ParserDelta], text: str) -> None:
-        if text and self._kind == "call":
-            pieces.append(ArgumentsDelta(self._num_calls - 1, text))
-        elif text:
-            pieces.append(ReasoningDelta(text) if self._kind == "reasoning" else TextDelta(text))
-
-    def finish(self) -> list[ParserDelta]:
-        pieces: list[ParserDelta] = []
-        if not (self._in_head and self._began):  # else the header of a message that was cut off
-            self._add(pieces, self._buffer)
-        return pieces
+    def _read_message(self, state: Parsing, head: str) -> Steps[None]:
+        source, channel, recipient = state.source, _CHANNEL.search(head), _RECIPIENT.search(head)
+        name = recipient[1].removeprefix(_FUNCTIONS) if recipient is not None else ""
+        is_function = recipient is not None and (recipient[1].startswith(_FUNCTIONS) or name in state.tools)
+        is_hidden = not is_function and (recipient is not None or (channel is not None and channel[1] == "analysis"))
+        if is_function:
+            source.hold()
+            if not (yield from JSON_ARGUMENTS.read(state, name)):
+                state.output.text(source.release())
+        yield from source.read_until(state.output.reasoning if is_hidden else state.output.text, *_HEADS, *_ENDS)
+        source.take(len((yield from source.starts_with(*_ENDS))))

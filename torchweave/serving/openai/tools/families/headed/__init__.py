@@ -1,0 +1,1 @@
+"""Families whose calls begin with a name before arguments in JSON or a form of their own."""

@@ -1,0 +1,16 @@
+"""Answers of gpt-oss: messages on channels."""
+
+from __future__ import annotations
+
+from torchweave.serving.openai.tools.family import Family
+from torchweave.serving.openai.tools.harmony import HarmonyGrammar
+
+FAMILY = Family(
+    name="gpt_oss",
+    models="gpt-oss",
+    source="openai/harmony, docs/format.md",
+    grammar=HarmonyGrammar(),
+    template=("<|channel|>",),
+    special_tokens=True,
+    aliases=("openai",),
+)

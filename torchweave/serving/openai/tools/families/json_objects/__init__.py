@@ -1,0 +1,1 @@
+"""Families whose calls are JSON objects with a name and arguments."""

@@ -1,0 +1,1 @@
+"""Families whose calls are written in Python."""

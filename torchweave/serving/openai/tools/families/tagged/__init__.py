@@ -1,0 +1,1 @@
+"""Families whose arguments stand between tags."""

@@ -1,0 +1,28 @@
+"""Calls of GLM 4.5 and later: a name, then keys and values between tags."""
+
+from __future__ import annotations
+
+import regex
+
+from torchweave.serving.openai.tools.family import Family
+from torchweave.serving.openai.tools.grammar import NAME, Grammar, HeadedCall
+from torchweave.serving.openai.tools.tagged import TaggedArguments
+
+_HEAD = regex.compile(rf"\s*{NAME}(?=\s*(?:<arg_key>|</tool_call>|\U0010ffff))")
+_ARGUMENTS = TaggedArguments(
+    key=r"<arg_key>(?P<key>[^<]{1,256})</arg_key>\s*<arg_value>",
+    opening="<arg_key>",
+    closing="</arg_value>",
+    call_end="",
+    section_end="</tool_call>",
+    next_call=r"<tool_call>\s*[^\s<>{}]{1,256}\s*<",
+)
+
+FAMILY = Family(
+    name="glm45",
+    models="GLM-4.5, 4.6, 4.7, GLM-5",
+    source="chat template of zai-org/GLM-4.5",
+    grammar=Grammar((HeadedCall(_HEAD, _ARGUMENTS),), opening=("<tool_call>",), closing="</tool_call>"),
+    template=("<arg_key>",),
+    aliases=("glm47",),
+)

@@ -1,0 +1,14 @@
+"""Calls of MiniMax-M2: invocations with parameters between tags."""
+
+from __future__ import annotations
+
+from torchweave.serving.openai.tools.family import Family
+from torchweave.serving.openai.tools.tagged import invoke_grammar
+
+FAMILY = Family(
+    name="minimax_m2",
+    models="MiniMax-M2 and later",
+    source="chat template of MiniMaxAI/MiniMax-M2",
+    grammar=invoke_grammar(("<minimax:tool_call>",), "</minimax:tool_call>"),
+    template=("<minimax:tool_call>",),
+)
