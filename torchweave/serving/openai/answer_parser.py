@@ -64,7 +64,7 @@ class AnswerParser:
         self.has_calls = self._has_reasoning = False
 
     @staticmethod
-    def _grammar(answer_format: AnswerFormat) -> Callable[[Source, Output], Steps[None]]:
+    def _grammar(answer_format: AnswerFormat) -> Callable[[Source, Output], Steps[object]]:
         form, calls = answer_format.reasoning, answer_format.tools.parser
         if form is not None and form.in_channels:
             return (calls or make_tool_parser("gpt_oss", ())).parse

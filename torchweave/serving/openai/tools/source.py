@@ -227,7 +227,7 @@ class StreamParser:
         run: the parser, a generator over a source that writes to an output.
     """
 
-    def __init__(self, run: Callable[[Source, Output], Steps[None]]) -> None:
+    def __init__(self, run: Callable[[Source, Output], Steps[object]]) -> None:
         self._source, self._output = Source(), Output()
         self._steps = run(self._source, self._output)
         self._is_done = False
