@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.ops.interpreted import run_interpreted
-from torchweave.ops.linear import fused_linear, linear, run
+from torchweave.ops.linear import LinearFusion, fused_linear, linear, run
 from torchweave.ops.linear_config import (
     MAX_TOKENS,
     LinearConfig,
@@ -177,3 +177,20 @@ def test_kernels_build_for_hopper(config: LinearConfig, tokens: int, kind: str) 
     assert weights, "the weight must be read 16 bytes at a time"
     assert ("griddepcontrol.wait" in ptx) == bool(config.dependent)
     assert ("mma" in ptx) == (config.kernel != "row"), "tensor cores are used where they are meant to be"
+
+
+def test_tiles_of_the_row_kernel_stay_words_until_they_are_multiplied() -> None:
+    """A tile that is divided where it is loaded makes the program wait for memory there, and takes twice the registers."""
+    pytest.importorskip("triton")
+    from tests.ops.cross_compile import compile_for_hopper, recorded
+    from torchweave.ops.kernels import linear as kernels
+
+    x, w, out = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((1, 4096), (64, 4096), (1, 64)))
+    norm = torch.empty(4096)  # of float32: it is read as the two halves of a word, too
+    with recorded(kernels, "row_kernel") as launches:
+        run(LinearConfig("row", 2, 2048, 4, 1, dependent=1), x, w, out, LinearFusion(norm=norm, eps=1e-5))
+    kernel = compile_for_hopper(launches[0])
+    before_wait = kernel.asm["ptx"].partition("griddepcontrol.wait")[0]
+    assert "ld.global" in before_wait and "%rs" not in before_wait.partition("ld.global")[2]
+    carried = " ".join(re.findall(r"scf\.for .*iter_args\(.*\) -> \((.*)\)", kernel.asm["ttgir"]))
+    assert "xi32" in carried and "xbf16" not in carried

@@ -87,11 +87,13 @@ def linear_into(x: Tensor, w: Tensor, bias: Tensor | None, choices: str, out: Te
 
 
 def _kernels_can_read(x: Tensor, w: Tensor, fusion: LinearFusion) -> bool:
-    """Whether the kernels can read the operands, the weight with 16-byte loads."""
+    """Whether the kernels can read the operands, the weight with 16-byte loads, and the norm's weight in words of two."""
     rows_aligned = w.stride(1) == 1 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
     added = (each for each in (fusion.residual, fusion.addend) if each is not None)
     residual_fits = all(each.is_contiguous() and each.dtype == x.dtype for each in added)
-    return x.dtype == w.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 and rows_aligned and residual_fits
+    norm_aligned = fusion.norm is None or fusion.norm.data_ptr() % 4 == 0
+    read_whole = x.is_contiguous() and x.data_ptr() % 16 == 0
+    return x.dtype == w.dtype and read_whole and rows_aligned and norm_aligned and residual_fits
 
 
 def _fake(x: Tensor, w: Tensor, *_: Any) -> Tensor:

@@ -145,13 +145,11 @@ MAX_TOKENS = 32
 _MIN_WEIGHT = 1 << 15  # elements: those of a router of 8 experts and 4096 inputs; below this nothing was measured
 _SMALL_WEIGHT = 1 << 20  # elements: below this, programs of one wave load it whole before x exists
 _WIDE = 4096  # columns from which a program reads longer parts of a row
-_SMALL = LinearConfig("row", 2, 2048, num_warps=4, depth=1, dependent=1)
-_SMALL_MAX_TOKENS = 2
-_ONE_TOKEN = LinearConfig("row", 4, 1024, num_warps=4, depth=4, dependent=1)
+_ONE_TOKEN = LinearConfig("row", 2, 2048, num_warps=4, depth=1, dependent=1)
+_SMALL, _SMALL_MAX_TOKENS = _ONE_TOKEN, 2
 _TWO_TOKENS = LinearConfig("row", 4, 1024, num_warps=4, depth=2, dependent=2, norm_apart=True)
 _NARROW = LinearConfig("row", 8, 512, num_warps=4, depth=4, dependent=1)
 _FEW = LinearConfig("split", 16, 64, num_warps=4, depth=4, dependent=2, norm_apart=True)
-_ONE_WIDE = LinearConfig("row", 2, 2048, num_warps=4, depth=4, dependent=1)
 _FEW_WIDE = LinearConfig("split", 16, 128, num_warps=4, depth=3, dependent=1, norm_apart=True)
 _MANY = LinearConfig("dot", 64, 128, num_warps=4, depth=4, dependent=2, norm_apart=True)
 
@@ -168,13 +166,11 @@ def choose(num_tokens: int, num_outputs: int, width: int, dtype: torch.dtype) ->
         return None
     if num_outputs * width < _SMALL_WEIGHT:
         return _SMALL if num_tokens <= _SMALL_MAX_TOKENS else None
-    wide = width >= _WIDE
-    if num_tokens <= 2 and not wide:
-        if width < 2048:
-            return _NARROW
-        return _ONE_TOKEN if num_tokens == 1 else _TWO_TOKENS
+    narrow, wide = width < 2048, width >= _WIDE
+    if num_tokens == 1 or (num_tokens == 2 and not wide):
+        return _NARROW if narrow else _ONE_TOKEN if num_tokens == 1 else _TWO_TOKENS
     if num_tokens <= 16:
-        return _ONE_WIDE if num_tokens == 1 else _FEW_WIDE if wide else _FEW
+        return _FEW_WIDE if wide else _FEW
     return _MANY if num_tokens <= MAX_TOKENS and width <= num_outputs else None
 
 

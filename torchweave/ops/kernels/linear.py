@@ -22,6 +22,7 @@ from torchweave.ops.kernels.activation import activate
 from torchweave.ops.kernels.dependent_launch import pdl_options, pdl_prefetch, pdl_trigger, pdl_wait, supports_pdl
 from torchweave.ops.kernels.norm import scale_rows
 from torchweave.ops.kernels.sizes import cdiv
+from torchweave.ops.kernels.words import halves, load_words
 from torchweave.ops.linear_config import LinearConfig, LinearFusion
 
 
@@ -44,11 +45,12 @@ def _weight_rows(num_outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 @triton.jit
 def _inverse_rms(x, eps, real, WIDTH: tl.constexpr):
     """`rsqrt(mean(x ** 2) + eps)` of one token, if it is real: a float32 scalar."""
-    k = tl.arange(0, 1024)
-    squares = tl.zeros([1024], tl.float32)
-    for start in range(0, WIDTH, 1024):
-        value = tl.load(x + start + k, mask=real & (start + k < WIDTH), other=0.0).to(tl.float32)
-        squares += value * value
+    word = tl.arange(0, 512)
+    squares = tl.zeros([512], tl.float32)
+    for start in range(0, WIDTH // 2, 512):
+        words = load_words(x, start + word, real & (start + word < WIDTH // 2), "")
+        even, odd = halves(words, x.dtype.element_ty)
+        squares += even * even + odd * odd
     return tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
 
 
@@ -109,19 +111,32 @@ def _epilogue(
 
 
 @triton.jit
+def _norm_weights(norm, here, inside):
+    """The float32 weights of the norm in the even and the odd columns of the words at `here`."""
+    if norm.dtype.element_ty.primitive_bitwidth == 16:
+        return halves(load_words(norm, here, inside, ""), norm.dtype.element_ty)
+    else:  # noqa: RET505 (Triton compiles only the branch that is taken when there are two)
+        even = tl.load(norm + 2 * here, mask=inside, other=0.0)
+        return even, tl.load(norm + 2 * here + 1, mask=inside, other=0.0)
+
+
+@triton.jit
 def _row_total(
-    total, tile, x, norm, scale, offset, input_factor, here, real,
+    total, even, odd, x, norm, scale, offset, input_factor, here, real,
     WIDTH: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALE_INPUT: tl.constexpr,
 ):  # fmt: skip
-    """`total [BLOCK_N, BLOCK_K]` plus a tile of the weight times the same columns `here` of one token."""
-    value = tl.load(x + here, mask=real & (here < WIDTH), other=0.0)
-    wide = value.to(tl.float32)
+    """`total [BLOCK_N, words]` plus the even and odd columns of a tile of the weight times those of one token, words `here`."""
+    inside = here < WIDTH // 2
+    dtype: tl.constexpr = x.dtype.element_ty
+    left, right = halves(load_words(x, here, real & inside, ""), dtype)
     if NORM:
-        weight = tl.load(norm + here, mask=here < WIDTH, other=0.0)
-        wide = scale_rows(wide, scale, weight, offset, True, WIDE, value.dtype)
+        left_weight, right_weight = _norm_weights(norm, here, inside)
+        left = scale_rows(left, scale, left_weight, offset, True, WIDE, dtype)
+        right = scale_rows(right, scale, right_weight, offset, True, WIDE, dtype)
     if SCALE_INPUT:
-        wide = (wide * input_factor).to(value.dtype).to(tl.float32)
-    return total + tile * wide[None, :]
+        left = (left * input_factor).to(dtype).to(tl.float32)
+        right = (right * input_factor).to(dtype).to(tl.float32)
+    return total + even * left[None, :] + odd * right[None, :]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "factor_begin", "factor_end"])
@@ -132,12 +147,16 @@ def row_kernel(
     BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr,
     ACTIVATION: tl.constexpr, SCALE_INPUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Up to four tokens: a program multiplies BLOCK_N whole rows of w by x, element by element in float32."""
+    """Up to four tokens: a program multiplies BLOCK_N whole rows of w by x, element by element in float32.
+
+    Tiles stay words of two elements until they are multiplied (`words.py`).
+    """
     rows, inside = _weight_rows(num_outputs, BLOCK_N, ACTIVATION is not None)
-    k = tl.arange(0, BLOCK_K)
-    first = w + rows.to(tl.int64) * w_stride
-    weights = first[:, None] + k[None, :]
-    tile = tl.load(weights, mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
+    WORDS: tl.constexpr = WIDTH // 2
+    BLOCK_W: tl.constexpr = BLOCK_K // 2
+    word = tl.arange(0, BLOCK_W)
+    weights = w + rows.to(tl.int64) * w_stride
+    tile = load_words(weights[:, None], word[None, :], inside[:, None] & (word < WORDS)[None, :], "evict_first")
     if NORM:
         LINES: tl.constexpr = (BLOCK_K + 63) // 64
         if tl.program_id(0) == 0:
@@ -149,28 +168,31 @@ def row_kernel(
     scale1 = _inverse_rms(x + x_stride, eps, num_tokens > 1, WIDTH) if NORM and TOKENS > 1 else 0.0
     scale2 = _inverse_rms(x + 2 * x_stride, eps, num_tokens > 2, WIDTH) if NORM and TOKENS > 2 else 0.0
     scale3 = _inverse_rms(x + 3 * x_stride, eps, num_tokens > 3, WIDTH) if NORM and TOKENS > 2 else 0.0
-    sum0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    sum1 = tl.zeros([BLOCK_N, BLOCK_K] if TOKENS > 1 else [1, 1], tl.float32)
-    sum2 = tl.zeros([BLOCK_N, BLOCK_K] if TOKENS > 2 else [1, 1], tl.float32)
-    sum3 = tl.zeros([BLOCK_N, BLOCK_K] if TOKENS > 2 else [1, 1], tl.float32)
-    for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLL):
-        here = start + k
-        ahead = inside[:, None] & (here + BLOCK_K < WIDTH)[None, :]
-        following = tl.load(weights + start + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
-        wide = tile.to(tl.float32)
-        sum0 = _row_total(sum0, wide, x, norm, scale0, offset, input_factor, here, True, WIDTH, NORM, WIDE, SCALE_INPUT)
+    sum0 = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
+    sum1 = tl.zeros([BLOCK_N, BLOCK_W] if TOKENS > 1 else [1, 1], tl.float32)
+    sum2 = tl.zeros([BLOCK_N, BLOCK_W] if TOKENS > 2 else [1, 1], tl.float32)
+    sum3 = tl.zeros([BLOCK_N, BLOCK_W] if TOKENS > 2 else [1, 1], tl.float32)
+    for start in tl.range(0, WORDS, BLOCK_W, loop_unroll_factor=UNROLL):
+        here = start + word
+        next_word = here + BLOCK_W
+        in_next_tile = inside[:, None] & (next_word < WORDS)[None, :]
+        following = load_words(weights[:, None], next_word[None, :], in_next_tile, "evict_first")
+        even, odd = halves(tile, w.dtype.element_ty)
+        sum0 = _row_total(
+            sum0, even, odd, x, norm, scale0, offset, input_factor, here, True, WIDTH, NORM, WIDE, SCALE_INPUT
+        )
         if TOKENS > 1:
             sum1 = _row_total(
-                sum1, wide, x + x_stride, norm, scale1, offset, input_factor, here, num_tokens > 1,
+                sum1, even, odd, x + x_stride, norm, scale1, offset, input_factor, here, num_tokens > 1,
                 WIDTH, NORM, WIDE, SCALE_INPUT,
             )  # fmt: skip
         if TOKENS > 2:
             sum2 = _row_total(
-                sum2, wide, x + 2 * x_stride, norm, scale2, offset, input_factor, here, num_tokens > 2,
+                sum2, even, odd, x + 2 * x_stride, norm, scale2, offset, input_factor, here, num_tokens > 2,
                 WIDTH, NORM, WIDE, SCALE_INPUT,
             )  # fmt: skip
             sum3 = _row_total(
-                sum3, wide, x + 3 * x_stride, norm, scale3, offset, input_factor, here, num_tokens > 3,
+                sum3, even, odd, x + 3 * x_stride, norm, scale3, offset, input_factor, here, num_tokens > 3,
                 WIDTH, NORM, WIDE, SCALE_INPUT,
             )  # fmt: skip
         tile = following
