@@ -104,8 +104,8 @@ class RunnerPart:
 
     @classmethod
     def needed(cls, device: Device) -> bool:
-        """Whether a runner holds the part."""
-        return True
+        """Whether a runner holds the part: by default, that of a model that generates tokens."""
+        return device.plan.pooling is None
 
     def __init__(self, device: Device) -> None:
         self.device = device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchweave.engine.kv_cache.block_copy import copy_blocks
-from torchweave.engine.runner.parts.base import Device, RunnerPart
+from torchweave.engine.runner.parts.base import RunnerPart
 from torchweave.engine.scheduler.parts.beams import BeamRows
 from torchweave.engine.scheduler.step import Step
 
@@ -13,10 +13,6 @@ class BeamsPart(RunnerPart):
 
     name = "beams"
     needs_logits = False
-
-    @classmethod
-    def needed(cls, device: Device) -> bool:
-        return device.plan.pooling is None
 
     def before(self, payload: BeamRows, step: Step) -> None:
         if payload.copies is not None:

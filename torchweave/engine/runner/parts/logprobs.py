@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from torchweave.engine.runner.parts.base import Device, RunnerPart, StepOutput
+from torchweave.engine.runner.parts.base import RunnerPart, StepOutput
 from torchweave.engine.scheduler.parts.logprobs import LogprobRows
 from torchweave.engine.scheduler.step import StepLogprobs
 from torchweave.ops.sampling.sample import logprobs
@@ -18,10 +18,6 @@ class LogprobsPart(RunnerPart):
     """Computes them from the logits before they are processed."""
 
     name = "logprobs"
-
-    @classmethod
-    def needed(cls, device: Device) -> bool:
-        return device.plan.pooling is None
 
     def after(self, payload: LogprobRows, output: StepOutput) -> Pending:
         index = self.device.upload(payload.rows * output.step.query_len)

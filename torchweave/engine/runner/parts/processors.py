@@ -50,10 +50,6 @@ class ProcessorsPart(RunnerPart):
 
     name = "processors"
 
-    @classmethod
-    def needed(cls, device: Device) -> bool:
-        return device.plan.pooling is None
-
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._resample = Resampler(device.state)

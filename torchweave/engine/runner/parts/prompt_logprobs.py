@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchweave.engine.runner.parts.base import Device, RunnerPart, StepOutput
+from torchweave.engine.runner.parts.base import RunnerPart, StepOutput
 from torchweave.engine.runner.parts.logprobs import Pending, to_step_logprobs
 from torchweave.engine.scheduler.parts.prompt_logprobs import PromptTargets
 from torchweave.engine.scheduler.step import StepLogprobs
@@ -15,10 +15,6 @@ class PromptLogprobsPart(RunnerPart):
     """Reads the logits at the position before each target."""
 
     name = "prompt_logprobs"
-
-    @classmethod
-    def needed(cls, device: Device) -> bool:
-        return device.plan.pooling is None
 
     def further_logits(self, payload: PromptTargets) -> Tensor:
         return self.device.upload(payload.index)

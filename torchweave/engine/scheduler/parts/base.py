@@ -127,9 +127,9 @@ class StepPart:
     name: ClassVar[str]
 
     @classmethod
-    def needed(cls, limits: Limits, kv: BlockManager, resources: Resources) -> bool:
-        """Whether an engine holds the part."""
-        return True
+    def needed(cls, host: Host) -> bool:
+        """Whether an engine holds the part: by default, one that generates tokens."""
+        return host.limits.pooling is None
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -210,8 +210,7 @@ class Parts:
 
     def __init__(self, host: Host) -> None:
         classes = (STEP_PARTS.get(name) for name in STEP_PARTS.names())
-        needed = (part for part in classes if part.needed(host.limits, host.kv, host.resources))
-        self.held: dict[str, StepPart] = {part.name: part(host) for part in needed}
+        self.held: dict[str, StepPart] = {part.name: part(host) for part in classes if part.needed(host)}
         self.active: tuple[StepPart, ...] = ()
         self._used: dict[int, tuple[str, ...]] = {}  # by slot
         self._num_users = dict.fromkeys(self.held, 0)

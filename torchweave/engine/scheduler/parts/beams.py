@@ -21,8 +21,7 @@ from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.request import NO_TOKENS, InferenceRequest
 from torchweave.engine.sampling.beam_search import BeamSearch, Continuations, num_candidates
-from torchweave.engine.scheduler.limits import Limits
-from torchweave.engine.scheduler.parts.base import Resources, StepPart, StepRows
+from torchweave.engine.scheduler.parts.base import StepPart, StepRows
 from torchweave.engine.scheduler.request_state import RequestState, SlotTable
 from torchweave.engine.scheduler.running_set import SlotGroup
 from torchweave.engine.scheduler.step import Payload, Step, StepLogprobs, StepResult
@@ -155,10 +154,6 @@ class BeamsPart(StepPart):
     """Runs beam searches; it reads the log-probabilities of their rows, the result of the part `logprobs`."""
 
     name = "beams"
-
-    @classmethod
-    def needed(cls, limits: Limits, kv: BlockManager, resources: Resources) -> bool:
-        return limits.pooling is None
 
     def rejection_reason(self, request: InferenceRequest) -> str:
         width, limits = request.sampling.beam_width, self.host.limits

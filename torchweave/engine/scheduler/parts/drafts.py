@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
-from torchweave.engine.scheduler.limits import Limits
-from torchweave.engine.scheduler.parts.base import Host, Resources, StepPart, StepRows, StoredRows
+from torchweave.engine.scheduler.parts.base import Host, StepPart, StepRows, StoredRows
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.speculation import unused_tokens
 from torchweave.engine.scheduler.step import Payload, Step, StepResult
@@ -29,8 +27,8 @@ class DraftsPart(StepPart):
     name = "drafts"
 
     @classmethod
-    def needed(cls, limits: Limits, kv: BlockManager, resources: Resources) -> bool:
-        return limits.query_len > 1
+    def needed(cls, host: Host) -> bool:
+        return host.limits.query_len > 1
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)

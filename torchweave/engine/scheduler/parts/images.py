@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.image_rows import ImageRows, PromptImages
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.request import InferenceRequest
-from torchweave.engine.scheduler.limits import Limits
-from torchweave.engine.scheduler.parts.base import Host, Resources, StepPart, StepRows
+from torchweave.engine.scheduler.parts.base import Host, StepPart, StepRows
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.step import Payload
 
@@ -35,8 +33,8 @@ class ImagesPart(StepPart):
     name = "images"
 
     @classmethod
-    def needed(cls, limits: Limits, kv: BlockManager, resources: Resources) -> bool:
-        return resources.image_rows is not None
+    def needed(cls, host: Host) -> bool:
+        return host.resources.image_rows is not None
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)

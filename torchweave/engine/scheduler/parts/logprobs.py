@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.request import InferenceRequest
 from torchweave.engine.scheduler.limits import Limits
-from torchweave.engine.scheduler.parts.base import Resources, StepPart, StepRows
+from torchweave.engine.scheduler.parts.base import StepPart, StepRows
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.step import Payload, Step, StepLogprobs, StepResult
 
@@ -30,10 +29,6 @@ class LogprobsPart(StepPart):
     """Its result is a `StepLogprobs` of the rows."""
 
     name = "logprobs"
-
-    @classmethod
-    def needed(cls, limits: Limits, kv: BlockManager, resources: Resources) -> bool:
-        return limits.pooling is None
 
     def rejection_reason(self, request: InferenceRequest) -> str:
         return logprobs_rejection(self.host.limits, self.name, request.sampling.logprobs)

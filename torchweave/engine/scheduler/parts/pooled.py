@@ -7,11 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.request import INVALID_LOGITS, NO_TOKENS
-from torchweave.engine.scheduler.limits import Limits
-from torchweave.engine.scheduler.parts.base import Host, Resources, StepPart, StepRows
+from torchweave.engine.scheduler.parts.base import Host, StepPart, StepRows
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.step import Payload, Step, StepResult
 
@@ -29,8 +27,8 @@ class PooledPart(StepPart):
     name = "pooled"
 
     @classmethod
-    def needed(cls, limits: Limits, kv: BlockManager, resources: Resources) -> bool:
-        return limits.pooling is not None
+    def needed(cls, host: Host) -> bool:
+        return host.limits.pooling is not None
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)

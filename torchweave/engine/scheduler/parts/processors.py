@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.sampling.structured_output import Constraint
-from torchweave.engine.scheduler.limits import Limits
-from torchweave.engine.scheduler.parts.base import Host, Resources, StepPart, StepRows, StoredRows
+from torchweave.engine.scheduler.parts.base import Host, StepPart, StepRows, StoredRows
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.step import Payload
 from torchweave.ops.kernels.sampling import layout
@@ -131,10 +129,6 @@ class ProcessorsPart(StepPart):
     """Processes logits, and holds requests with a grammar back until it, or their next mask, is ready."""
 
     name = "processors"
-
-    @classmethod
-    def needed(cls, limits: Limits, kv: BlockManager, resources: Resources) -> bool:
-        return limits.pooling is None
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.request import InferenceRequest
-from torchweave.engine.scheduler.limits import Limits
-from torchweave.engine.scheduler.parts.base import Resources, StepPart, StepRows
+from torchweave.engine.scheduler.parts.base import StepPart, StepRows
 from torchweave.engine.scheduler.parts.logprobs import logprobs_rejection
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.step import Payload, Step, StepLogprobs, StepResult
@@ -38,10 +36,6 @@ class PromptLogprobsPart(StepPart):
     """Its result is a `StepLogprobs` of the targets."""
 
     name = "prompt_logprobs"
-
-    @classmethod
-    def needed(cls, limits: Limits, kv: BlockManager, resources: Resources) -> bool:
-        return limits.pooling is None
 
     def rejection_reason(self, request: InferenceRequest) -> str:
         return logprobs_rejection(self.host.limits, self.name, request.sampling.prompt_logprobs)

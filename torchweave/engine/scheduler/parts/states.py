@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.kv_cache.state_snapshots import Copies
-from torchweave.engine.scheduler.limits import Limits
-from torchweave.engine.scheduler.parts.base import Resources, StepPart, StepRows
+from torchweave.engine.scheduler.parts.base import Host, StepPart, StepRows
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.running_set import NO_SLOTS
 from torchweave.engine.scheduler.step import Payload
@@ -35,8 +33,8 @@ class StatesPart(StepPart):
     name = "states"
 
     @classmethod
-    def needed(cls, limits: Limits, kv: BlockManager, resources: Resources) -> bool:
-        return limits.has_recurrent_states
+    def needed(cls, host: Host) -> bool:
+        return host.limits.has_recurrent_states
 
     def start(self, slot: int, state: RequestState, hit: PrefixHit) -> bool:
         snapshots = self.host.kv.snapshots
