@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,10 @@ class TextTooLong(ValueError):
     """A text has more tokens than `max_model_len` even if every token is the longest of the vocabulary; it is not encoded."""
 
 
+_LONG_CHARS, _CHARS_PER_TOKEN = 1 << 16, 8
+"""Of a longer text, the beginning is encoded first: it has at least so many characters, and so many for each allowed token."""
+_CUT_TOKENS = 64
+"""By how many tokens the beginning of a text may exceed the whole: its last word was cut."""
 _GENERATION_TAG = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
 """Tag of transformers around the assistant's text, which Jinja does not know."""
 
@@ -141,6 +145,16 @@ def read_eos_token_id(folder: Path) -> int | None:
         return None  # errors in the files are reported when the tokenizer is used
 
 
+def _check_beginning(text: str, max_tokens: int, encode: Callable[[str], list[int]]) -> None:
+    """Refuse a long text whose beginning has too many tokens already: megabytes take a minute, and gigabytes of memory."""
+    length = max(_LONG_CHARS, _CHARS_PER_TOKEN * max_tokens)
+    if len(text) > 2 * length and (count := len(encode(text[:length]))) > max_tokens + _CUT_TOKENS:
+        raise TextTooLong(
+            f"This model's maximum context length is {max_tokens} tokens (max_model_len), but the first {length} of the prompt's "
+            f"{len(text)} characters have {count}; shorten the prompt."
+        )
+
+
 class Tokenizer:
     """The tokenizer of a model folder.
 
@@ -192,7 +206,10 @@ class Tokenizer:
         """
         self._check_text(text, max_tokens)
         # Not verbose: the engine reports texts that are too long.
-        return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        encode = functools.partial(self.hf_tokenizer.encode, add_special_tokens=add_special_tokens, verbose=False)
+        if max_tokens is not None:
+            _check_beginning(text, max_tokens, encode)
+        return encode(text)
 
     def _check_text(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * self._longest_token * _MAX_COMPOSED:

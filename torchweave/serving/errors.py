@@ -120,11 +120,14 @@ def _unread_sentence(why: BaseException | None) -> str:
 
 def _invalid(error: RequestValidationError | ValidationError) -> ApiError:
     """The first validation error of a body, with the field's name."""
-    errors = [(_field(each["loc"]), each) for each in error.errors()]
+    listed = (
+        error.errors(include_url=False, include_input=False) if isinstance(error, ValidationError) else error.errors()
+    )
+    errors = [(_field(each["loc"]), each) for each in listed]
     prefix = errors[0][0]
     where = max((place for place, _ in errors if place[: len(prefix)] == prefix), key=len)  # of a union: what fits best
     same_field = [each for place, each in errors if place == where]
-    first = same_field[0]
+    first = next((each for each in same_field if each["type"] == "too_long"), same_field[0])
     param = ".".join(where) or None
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
@@ -135,6 +138,9 @@ def _invalid(error: RequestValidationError | ValidationError) -> ApiError:
         return ApiError(400, "The body must be a JSON object, sent as Content-Type: application/json.")
     if first["type"] == "too_short":
         return ApiError(400, f"{param} must hold at least {first.get('ctx', {})['min_length']} item.", param=param)
+    if first["type"] == "too_long":
+        most = first.get("ctx", {})["max_length"]
+        return ApiError(400, f"{param} holds more than {most} items; give at most {most}.", param=param)
     if first["type"] == "extra_forbidden":
         sentence = "unknown field; leave it out"
     elif first["type"] in _KINDS:

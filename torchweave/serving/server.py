@@ -18,6 +18,7 @@ from torchweave.serving.ipc.processes import critical_task
 from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.service import Service
 from torchweave.utils import gc
+from torchweave.utils.signals import reset_on_delivery
 
 _FAILED_SECONDS = 1.0  # for clients to receive the engine's failure
 _POLL_SECONDS = 0.05  # of the requests in flight during the drain
@@ -78,9 +79,7 @@ class Server:
             return runner.run(self._serve())
 
     async def _serve(self) -> int:
-        loop = asyncio.get_running_loop()
-        for each in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(each, self.drain)
+        self._handle_signals()
         address = self._settings.host, self._port
         extra_sockets = self._frontends.start(self._config, self._settings, address, self.client.on_prompt_routed)
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket, *extra_sockets]))
@@ -98,6 +97,16 @@ class Server:
         if self.service.startup_error:
             raise ValueError(self.service.startup_error)
         return 1 if self.client.state == "failed" or self._frontends.failure else 0
+
+    def _handle_signals(self) -> None:
+        """Drain at a signal. Should the event loop be stuck, so that nothing happens, a second signal ends the process."""
+        for each in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(each, self._on_signal)
+            reset_on_delivery(each)
+
+    def _on_signal(self) -> None:
+        self._handle_signals()
+        self.drain()
 
     async def _report_ready(self) -> None:
         """Call `on_ready` when the server is ready, or end the server if its start failed."""

@@ -137,6 +137,10 @@ class AsyncTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._decoder.decode(ids, skip_special_tokens)
 
+    async def decode_long(self, ids: Sequence[int]) -> str:
+        """`decode`, on a thread."""
+        return await self._on_thread(lambda tokenizer: tokenizer.decode(ids, False), len(ids))
+
     def token_text(self, token: int) -> str:
         """Text of a single token."""
         return self._decoder.token_text(token)

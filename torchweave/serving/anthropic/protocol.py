@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from torchweave.serving.errors import ApiError
+from torchweave.serving.openai.bounds import MAX_STOPS, MAX_TOOLS, BoundedModel
 from torchweave.serving.openai.protocol import Body, ChatRequest, Priority, Whole
 
 _SAME_NAME_FIELDS = (
@@ -24,7 +25,7 @@ _SAME_NAME_FIELDS = (
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class Turn(BaseModel):
+class Turn(BoundedModel):
     """A message: a text, or a list of content blocks."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -32,7 +33,7 @@ class Turn(BaseModel):
     content: str | list[dict[str, Any]]
 
 
-class ClientTool(BaseModel):
+class ClientTool(BoundedModel):
     """A function that the model may call."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -75,7 +76,7 @@ class CountTokensRequest(Body):
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
-    tools: list[ClientTool] | None = None
+    tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -127,7 +128,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Whole
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Whole | None = None

@@ -93,7 +93,10 @@ def _add_middleware(
     app.add_middleware(middleware.HeadMethodMiddleware)  # type: ignore[arg-type]
     if primary_socket is not None:
         app.add_middleware(ProxyMiddleware, address=primary_socket)  # type: ignore[arg-type]
-    app.add_middleware(middleware.FastPathMiddleware, router=generation_routes.router)  # type: ignore[arg-type]
+    routers = [generation_routes.router]
+    if primary_socket is None:  # others are passed on as they are
+        routers += [responses_api.router, pooling_routes.router, routes.router]
+    app.add_middleware(middleware.FastPathMiddleware, routers=routers, max_body_bytes=settings.max_body_bytes)  # type: ignore[arg-type]
     app.add_middleware(
         middleware.AuthLimitsMiddleware, settings=settings, keys=keys, admission_pacer=client.admission_pacer
     )  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ def _given_ids(service: Service, body: ChatRequest) -> list[int]:
 def check_vocabulary(ids: Sequence[int], model: ModelCard, param: str) -> None:
     """Raise ApiError 400 for a token id that the model does not have."""
     size = model.vocab_size
-    if any(not 0 <= token < size for token in ids):
+    if ids and not 0 <= min(ids) <= max(ids) < size:
         raise ApiError(400, f"{param} contains an id outside 0..{size - 1}, the vocabulary of this model.", param=param)
 
 

@@ -13,7 +13,7 @@ from torchweave.serving.anthropic.protocol import CountTokensRequest, MessagesRe
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.chat_template import encode, resolve_tool_use, start_chat
 from torchweave.serving.http.middleware import REQUEST_ID
-from torchweave.serving.http.responses import respond, time_limit, unless_disconnected
+from torchweave.serving.http.responses import read_chat, respond, time_limit, unless_disconnected
 from torchweave.serving.openai.protocol import ChatBatchRequest, ChatRequest, CompletionRequest, Generation, Prompts
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only, truncate
@@ -86,7 +86,7 @@ def _join_answers(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 async def messages(body: MessagesRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
-    chat = body.to_chat()
+    chat = await read_chat(body.to_chat, request)
     answer_stream, answer_format = await unless_disconnected(start_chat(service, chat), request, chat.has_images)
     builder = MessagesBuilder(answer_stream, answer_format, request.scope[REQUEST_ID], name)
     return await respond(request, bool(body.stream), answer_stream, builder)
@@ -96,7 +96,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountTokensRequest, request: Request) -> JSONResponse:
     service = service_of(request)
     service.check_model(body.model)
-    chat = body.to_chat()
+    chat = await read_chat(body.to_chat, request)
     encoding = encode(service, chat, resolve_tool_use(service, chat).tools)
     ids = await unless_disconnected(encoding, request, chat.has_images)
     return JSONResponse({"input_tokens": len(ids)})

@@ -8,28 +8,30 @@ import gc
 import hashlib
 import hmac
 import ipaddress
-import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, get_type_hints
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, get_type_hints
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from torchweave.config.options import ServerConfig, read_text_file
 from torchweave.serving.anthropic.builder import anthropic_error
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
 from torchweave.serving.errors import ApiError, api_error
+from torchweave.serving.http.bodies import LONG_BODY, on_thread, read_body
 from torchweave.serving.metrics.prometheus import HttpRequestCounters
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
+Value = TypeVar("Value")
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi.json"})
 """Accessible without a key."""
@@ -41,6 +43,7 @@ PROXIED = "torchweave.relayed"
 """Scope key of requests that another HTTP process answers and counts."""
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a disconnected client; used in logs and metrics only
 _CLIENT_ID = re.compile(rb"[!-~]{1,128}")
+_JSON_TYPE = re.compile(rb"\s*application/(?:[^;\s]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _LARGE_BODY = 1 << 20  # bytes; after such bodies, cycles are collected
 _COLLECT_SECONDS = 2.0
 _BODY_SECONDS = 60.0  # time limit for receiving a body
@@ -225,36 +228,42 @@ class AuthLimitsMiddleware(HttpMiddleware):
 
 
 class FastPathMiddleware(HttpMiddleware):
-    """Inside `AuthLimitsMiddleware` (which has read the body) that calls a route's function directly.
+    """Inside `AuthLimitsMiddleware` (which has read the body) that reads bodies of JSON and calls a route's function directly.
 
-    FastAPI's routing would double the cost of a request. It still has the routes: it documents them and reports invalid bodies.
+    FastAPI's routing would double the cost of a request, and read long bodies in the event loop. It still has the routes: it
+    documents them, and answers requests of other media types.
 
     Args:
-        router: its routes must be `POST` with the arguments `body` and `request`.
+        routers: their `POST` routes with the arguments `body` and `request` are called.
+        max_body_bytes: limit for a body.
     """
 
-    def __init__(self, app: App, router: APIRouter) -> None:
+    def __init__(self, app: App, routers: Sequence[APIRouter], max_body_bytes: int) -> None:
         super().__init__(app)
-        self._routes: dict[str, tuple[APIRoute, type[BaseModel]]] = {
-            route.path: (route, get_type_hints(route.endpoint)["body"])
+        self._max_body_bytes = max_body_bytes
+        self._routes: dict[str, tuple[APIRoute, TypeAdapter[Any]]] = {
+            route.path: (route, TypeAdapter(get_type_hints(route.endpoint, include_extras=True)["body"]))
+            for router in routers
             for route in router.routes
-            if isinstance(route, APIRoute)
+            if isinstance(route, APIRoute) and "body" in route.endpoint.__annotations__
         }
 
     async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
         match = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
-        if match is None or header(scope, b"content-type").partition(b";")[0].strip().lower() != b"application/json":
+        if match is None or not _JSON_TYPE.match(header(scope, b"content-type")):
             await self._app(scope, receive, send)
             return
         route, kind = match
+        scope["route"] = route
         body = (await receive())["body"]
         try:
-            request_body = kind.model_validate(json.loads(body))
-        except (ValueError, RecursionError):  # FastAPI repeats the validation and reports the error
-            await self._app(scope, replay(body, receive), send)
-            return
-        scope["route"] = route
-        try:
+            if len(body) <= LONG_BODY:
+                request_body = read_body(body, kind, self._max_body_bytes)
+            else:
+                reading = on_thread(len(body), partial(read_body, body, kind, self._max_body_bytes))
+                request_body = await cancel_on_disconnect(reading, receive)
+                if request_body is None:
+                    return
             response = await route.endpoint(request_body, Request(scope, receive))
         except (ApiError, EngineUnavailable, ValueError) as error:
             response = api_error(error).response
@@ -341,6 +350,24 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return pending.pop() if pending else await receive()
 
     return receive_again
+
+
+async def cancel_on_disconnect(work: Coroutine[Any, Any, Value], receive: Receive) -> Value | None:
+    """Return the result of `work`, or None if the client disconnects first."""
+    task = asyncio.create_task(work)
+    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _too_long(limit: int) -> ApiError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -14,7 +13,7 @@ from torchweave.pooling import NO_POOLING, Pooling, cosine_similarity, pairs
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.generation_routes import encode_prompts
 from torchweave.serving.http.middleware import REQUEST_ID
-from torchweave.serving.http.responses import time_limit, unless_disconnected
+from torchweave.serving.http.responses import json_response, time_limit, unless_disconnected
 from torchweave.serving.openai import pooling as bodies
 from torchweave.serving.service import Service, service_of
 
@@ -27,14 +26,14 @@ async def embeddings(body: bodies.EmbeddingRequest, request: Request) -> Respons
     service, name, pooling = _begin(body, request, "embed")
     pooling.check_dimensions(body.dimensions)
     rows, num_tokens = await _pool_input(body, request, service, pooling)
-    return _json(bodies.embedding_response(body, pooling, rows, name, num_tokens))
+    return json_response(bodies.embedding_response(body, pooling, rows, name, num_tokens))
 
 
 @router.post("/classify", summary="Probabilities of the classes of texts or token ids")
 async def classify(body: bodies.ClassifyRequest, request: Request) -> Response:
     service, name, pooling = _begin(body, request, "classify")
     rows, num_tokens = await _pool_input(body, request, service, pooling)
-    return _json(bodies.classify_response(body, pooling, rows, name, num_tokens, request.scope[REQUEST_ID]))
+    return json_response(bodies.classify_response(body, pooling, rows, name, num_tokens, request.scope[REQUEST_ID]))
 
 
 @router.post("/v1/score", summary="Scores of pairs of texts")
@@ -42,7 +41,7 @@ async def classify(body: bodies.ClassifyRequest, request: Request) -> Response:
 async def score(body: bodies.ScoreRequest, request: Request) -> Response:
     service, name, pooling = _begin(body, request, "score")
     scores, num_tokens = await _scores(body, body.text_1, body.text_2, request, service, pooling)
-    return _json(bodies.score_response(scores, name, num_tokens, request.scope[REQUEST_ID]))
+    return json_response(bodies.score_response(scores, name, num_tokens, request.scope[REQUEST_ID]))
 
 
 @router.post("/v1/rerank", summary="Order documents by their relevance to a query")
@@ -50,12 +49,7 @@ async def score(body: bodies.ScoreRequest, request: Request) -> Response:
 async def rerank(body: bodies.RerankRequest, request: Request) -> Response:
     service, name, pooling = _begin(body, request, "score")
     scores, num_tokens = await _scores(body, [body.query], body.documents, request, service, pooling)
-    return _json(bodies.rerank_response(body, scores, name, num_tokens, request.scope[REQUEST_ID]))
-
-
-def _json(answer: dict[str, Any]) -> Response:
-    """The answer; FastAPI's own encoder walks through every number in Python."""
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_response(bodies.rerank_response(body, scores, name, num_tokens, request.scope[REQUEST_ID]))
 
 
 def _begin(

@@ -8,8 +8,7 @@ from typing import Any
 import httptools
 
 from torchweave.serving.errors import ApiError
-from torchweave.serving.http.middleware import PROXIED, App, HttpMiddleware, Receive, Send
-from torchweave.serving.http.responses import cancel_on_disconnect
+from torchweave.serving.http.middleware import PROXIED, App, HttpMiddleware, Receive, Send, cancel_on_disconnect
 from torchweave.serving.media import ResponseHandler
 
 _HOP_BY_HOP_HEADERS = frozenset({

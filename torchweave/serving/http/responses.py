@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,14 +12,28 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from torchweave.serving.errors import ApiError, api_error
-from torchweave.serving.http.middleware import CLIENT_CLOSED_REQUEST, STREAM_SEND, Receive, Send, header
+from torchweave.serving.http.bodies import LONG_BODY, on_thread
+from torchweave.serving.http.middleware import (
+    CLIENT_CLOSED_REQUEST,
+    STREAM_SEND,
+    Receive,
+    Send,
+    cancel_on_disconnect,
+    header,
+)
 from torchweave.serving.openai.generation import AnswerStream
+from torchweave.serving.openai.protocol import ChatRequest
 from torchweave.serving.openai.response_builders import ResponseBuilder
 from torchweave.serving.service import service_of
 
 Value = TypeVar("Value")
 _LONG_BODY = 1 << 16  # bytes
 _ANSWER_TIMEOUT = "The answer took longer than the {:g} seconds that this server allows per request; lower max_tokens."
+
+
+def json_response(answer: dict[str, Any]) -> Response:
+    """The answer; FastAPI's own encoder walks through every item in Python."""
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 async def respond(request: Request, stream: bool, answer_stream: AnswerStream, builder: ResponseBuilder) -> Response:
@@ -37,7 +51,7 @@ async def respond(request: Request, stream: bool, answer_stream: AnswerStream, b
             answers = await unless_disconnected(answer_stream.full(), request, takes_long=True)
     finally:
         answer_stream.close()
-    return Response(msgspec.json.encode(builder.full(answers)), media_type="application/json")
+    return json_response(builder.full(answers))
 
 
 class EventStream(Response):
@@ -99,17 +113,10 @@ async def time_limit(seconds: float, sentence: str = _ANSWER_TIMEOUT) -> AsyncIt
         raise ApiError(504, sentence.format(seconds), code="timeout") from None
 
 
-async def cancel_on_disconnect(work: Coroutine[Any, Any, Value], receive: Receive) -> Value | None:
-    """Return the result of `work`, or None if the client disconnects first."""
-    task = asyncio.create_task(work)
-    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        task.cancel()
-        disconnect.cancel()
-        await asyncio.gather(task, disconnect, return_exceptions=True)
+async def read_chat(to_chat: Callable[[], ChatRequest], request: Request) -> ChatRequest:
+    """The chat request that a body of another API stands for, of which a long one is translated on a thread."""
+    length = header(request.scope, b"content-length")
+    return await on_thread(int(length[:20]) if length.isdigit() else LONG_BODY + 1, to_chat)
 
 
 async def unless_disconnected(work: Coroutine[Any, Any, Value], request: Request, takes_long: bool = False) -> Value:
@@ -128,8 +135,3 @@ async def unless_disconnected(work: Coroutine[Any, Any, Value], request: Request
     if result is None:
         raise ApiError(CLIENT_CLOSED_REQUEST, "The client has disconnected.")
     return result
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

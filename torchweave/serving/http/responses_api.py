@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.http.chat_template import start_chat
-from torchweave.serving.http.responses import respond, time_limit, unless_disconnected
+from torchweave.serving.http.responses import read_chat, respond, time_limit, unless_disconnected
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.responses.builder import ResponsesBuilder, new_response
 from torchweave.serving.openai.responses.protocol import ResponsesRequest
@@ -34,7 +34,7 @@ async def create(body: ResponsesRequest, request: Request) -> Response:
     history = [] if previous is None else _stored(service, previous, "previous_response_id").items
     response = new_response(body, name)
     check_text(json.dumps([response, body.items], ensure_ascii=False))  # both are returned or stored as UTF-8
-    chat = body.to_chat(history)
+    chat = await read_chat(lambda: body.to_chat(history), request)
     answer_stream, answer_format = await unless_disconnected(start_chat(service, chat), request, chat.has_images)
 
     def finished(response: dict[str, Any]) -> None:

@@ -12,12 +12,15 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 import torchweave
 from torchweave.engine.request import SamplingParams
 from torchweave.serving.engine_client.replicas import Replicas
+from torchweave.serving.errors import ApiError
 from torchweave.serving.http.chat_template import check_vocabulary, encode
-from torchweave.serving.http.responses import time_limit, unless_disconnected
+from torchweave.serving.http.responses import json_response, time_limit, unless_disconnected
 from torchweave.serving.openai.protocol import AnyTokenizeRequest, DetokenizeRequest, TokenizeRequest
 from torchweave.serving.service import Service, public_name, service_of
 
 router = APIRouter()
+_MAX_CHARACTERS = 1 << 20
+"""Of a text to tokenize, and tokens to convert to text: seconds of work on a thread."""
 
 # The page is self-contained and must not load anything from other origins.
 _POLICY = (
@@ -130,17 +133,29 @@ def _entry(service: Service, name: str) -> dict[str, Any]:
 
 
 @router.post("/tokenize", tags=["tokens"], summary="Tokenize a text or a conversation")
-async def tokenize(body: AnyTokenizeRequest, request: Request) -> dict[str, Any]:
+async def tokenize(body: AnyTokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     tokenizer = service.require_tokenizer()
     if isinstance(body, TokenizeRequest):
-        ids = await tokenizer.encode(body.prompt, body.add_special_tokens)
+        _check_size(len(body.prompt))
+        ids = await unless_disconnected(tokenizer.encode(body.prompt, body.add_special_tokens), request)
     else:
+        _check_size(sum(len(each.content) for each in body.messages if isinstance(each.content, str)))
         tools = [tool.definition for tool in body.tools] if body.tools else None
         ids = await unless_disconnected(encode(service, body, tools), request, body.has_images)
     texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}
+    return json_response(
+        {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}
+    )
+
+
+def _check_size(size: int) -> None:
+    if size > _MAX_CHARACTERS:
+        sentence = (
+            f"The text has {size} characters, but at most {_MAX_CHARACTERS} are tokenized at once; send it in parts."
+        )
+        raise ApiError(400, sentence, param="prompt")
 
 
 @router.get("/tokenizer_info", tags=["tokens"], summary="The tokenizer's configuration and chat template")
@@ -149,11 +164,18 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
 
 
 @router.post("/detokenize", tags=["tokens"], summary="Convert tokens to text")
-async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
-    check_vocabulary(body.tokens, service.model, "tokens")
-    return {"prompt": service.require_tokenizer().decode(body.tokens)}
+    ids = body.tokens
+    if len(ids) > _MAX_CHARACTERS:
+        sentence = (
+            f"tokens holds {len(ids)} ids, but at most {_MAX_CHARACTERS} are converted at once; send them in parts."
+        )
+        raise ApiError(400, sentence, param="tokens")
+    check_vocabulary(ids, service.model, "tokens")
+    tokenizer = service.require_tokenizer()
+    return json_response({"prompt": await unless_disconnected(tokenizer.decode_long(ids), request)})
 
 
 @router.get(

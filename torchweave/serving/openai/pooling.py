@@ -11,18 +11,26 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from torchweave.pooling import Pooling
+from torchweave.serving.openai.bounds import MAX_ITEMS
 from torchweave.serving.openai.protocol import Body, Priority, Prompts
 
 _Texts = str | list[str]
 
 
+def _check_count(value: Any) -> None:
+    if isinstance(value, list) and len(value) > MAX_ITEMS:
+        raise ValueError(f"holds {len(value)} texts; send at most {MAX_ITEMS}")
+
+
 def _texts(value: Any) -> Any:
+    _check_count(value)
     if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(each, str) for each in value)):
         return [value] if isinstance(value, str) else value
     raise ValueError("expected a text, or a list of at least one text")
 
 
 def _documents(value: Any) -> Any:
+    _check_count(value)
     if isinstance(value, list):
         value = [each["text"] if isinstance(each, dict) and set(each) == {"text"} else each for each in value]
         if value and all(isinstance(each, str) for each in value):

@@ -5,14 +5,24 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from torchweave.images import message_content
+from torchweave.serving.openai.bounds import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_ITEMS,
+    MAX_STOP_REGEXES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    BoundedModel,
+)
 from torchweave.tokenizer import content_text
 from torchweave.utils.suggest import did_you_mean
 
 
-class Body(BaseModel):
+class Body(BoundedModel):
     """A body that rejects unknown fields and does not convert types (`"5"` is not a number). Null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -37,6 +47,8 @@ def _is_tokens(value: Any) -> bool:
 def _prompts(value: Any) -> Any:
     if isinstance(value, str) or _is_tokens(value):
         return [value]
+    if isinstance(value, list) and len(value) > MAX_ITEMS:
+        raise ValueError(f"holds {len(value)} prompts; send at most {MAX_ITEMS}")
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         return value
     if isinstance(value, list) and value and all(map(_is_tokens, value)):
@@ -44,6 +56,12 @@ def _prompts(value: Any) -> Any:
     raise ValueError(
         "expected a text, a list of texts, a list of token ids, or a list of lists of token ids; lists must not be empty"
     )
+
+
+def _tokens(value: Any) -> list[int]:
+    if value == [] or _is_tokens(value):
+        return value
+    raise ValueError("expected a list of token ids")
 
 
 def _stop(value: Any) -> Any:
@@ -60,6 +78,8 @@ def _bias(value: Any) -> Any:
     """Convert OpenAI's keys, which are token ids as strings."""
     if value is None:
         return None
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"holds {len(value)} tokens; send at most {MAX_BIASES}")
     if isinstance(value, dict) and all(
         str(token).isdecimal() and type(value[token]) in (int, float) for token in value
     ):
@@ -88,6 +108,8 @@ _NAMED = "()"  # suffix of a function's name, which distinguishes a function nam
 _Prompt = str | list[str] | list[int] | list[list[int]]
 Prompts = Annotated[list[str] | list[list[int]], PlainValidator(_prompts, json_schema_input_type=_Prompt)]
 """One prompt or several, as a list. Validated in one pass: pydantic would try each type of the union on a long list of tokens."""
+TokenIds = Annotated[list[int], PlainValidator(_tokens, json_schema_input_type=list[int])]
+"""Token ids of a prompt or an answer, as many as the body holds; the vocabulary is checked later."""
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
@@ -122,7 +144,7 @@ class StructuredBody(Body):
         return value  # field names differ from the body's (alias); `extra="forbid"` rejects unknown ones
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(BoundedModel):
     """Schema of an answer; always enforced, regardless of `strict`."""
 
     model_config = ConfigDict(extra="ignore", strict=True, populate_by_name=True)
@@ -160,7 +182,7 @@ class SharedFields(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Whole | None = None
-    stop_token_ids: list[Whole] | None = None
+    stop_token_ids: Annotated[list[Whole], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     priority: Priority = 0
     cache_salt: str | None = None
@@ -176,15 +198,15 @@ class Generation(SharedFields):
     stream_options: StreamOptions | None = None
     n: Whole | None = None
     max_tokens: Whole | None = None
-    stop: Annotated[str | list[str] | None, BeforeValidator(_stop)] = None
+    stop: Annotated[str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_stop)] = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias)] = None
     response_format: ResponseFormat | None = None
     store: bool | None = None
     # vLLM's extra fields
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: list[Whole] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[Whole], Field(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Whole | None = None
     structured_outputs: StructuredBody | None = None
     beam_width: Whole | None = None
@@ -206,7 +228,9 @@ class Generation(SharedFields):
     # SGLang's
     regex: str | None = None
     ebnf: str | None = None
-    stop_regex: Annotated[str | list[str] | None, BeforeValidator(_stop)] = None
+    stop_regex: Annotated[
+        str | Annotated[list[str], Field(max_length=MAX_STOP_REGEXES)] | None, BeforeValidator(_stop)
+    ] = None
     no_stop_trim: bool | None = None
     rid: Annotated[str | None, Field(pattern="^[!-~]{1,128}$")] = None
 
@@ -221,7 +245,7 @@ class CompletionRequest(Generation):
     add_special_tokens: bool = True
 
 
-class Message(BaseModel):
+class Message(BoundedModel):
     """A message of a conversation. Further fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -263,7 +287,7 @@ class ChatTemplate(Body):
     """Fields that the chat template uses."""
 
     messages: list[Message]
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -290,7 +314,7 @@ class ChatRequest(ChatTemplate, Generation):
     modalities: list[Literal["text"]] | None = None
     verbosity: str | None = None
     best_of: Literal[1] | None = None
-    prompt_token_ids: list[Whole] | None = None
+    prompt_token_ids: TokenIds | None = None
     include_reasoning: bool = True
     echo: bool = False
     prediction: dict[str, Any] | None = None
@@ -330,10 +354,16 @@ class ChatRequest(ChatTemplate, Generation):
         ):
             expected = '{"mode": "auto" or "required", "tools": [...]}'
             raise ValueError(f"tool_choice of type allowed_tools needs allowed_tools: {expected}")
-        names = [_function_name(tool) for tool in listed]
-        tools = [tool for tool in value.get("tools") or () if _function_name(tool) in names]
-        if missing := [name for name in names if name not in map(_function_name, tools)]:
-            raise ValueError(f"tool_choice allows {missing[0]!r}, which is not in tools")
+        offered = value.get("tools")
+        if not isinstance(offered, list):
+            raise ValueError("tool_choice of type allowed_tools needs tools, a list")
+        if max(len(listed), len(offered)) > MAX_TOOLS:
+            raise ValueError(f"tools and allowed_tools hold more than {MAX_TOOLS} functions; send fewer")
+        names = dict.fromkeys(map(_function_name, listed))
+        tools = [tool for tool in offered if _function_name(tool) in names]
+        offered_names = set(map(_function_name, tools))
+        if missing := [name for name in names if name not in offered_names]:
+            raise ValueError(f"tool_choice allows {str(missing[0])[:80]!r}, which is not in tools")
         return {**value, "tools": tools, "tool_choice": allowed["mode"]}
 
     @property
@@ -388,4 +418,4 @@ class DetokenizeRequest(Body):
     """Body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[Whole]
+    tokens: TokenIds

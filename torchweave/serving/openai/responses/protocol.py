@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from torchweave.serving.openai.bounds import MAX_TOOLS
 from torchweave.serving.openai.protocol import Body, ChatRequest, SharedFields, Whole
 from torchweave.serving.openai.responses.items import messages_of
 
@@ -95,7 +96,7 @@ class ResponsesRequest(SharedFields):
     include: list[Annotated[str, BeforeValidator(_included)]] | None = None
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
-    tools: list[Annotated[FunctionTool, BeforeValidator(_tool)]] | None = None
+    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_tool)]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
