@@ -55,7 +55,7 @@ _COMPILATION_PREFIXES = (SHORT_PREFIX, "-O.", "--compilation_config.", "--compil
 ENGINE_GROUPS = {
     "model": (
         "dtype", "quantization", "max_model_len", "device", "load_format", "trust_remote_code", "tokenizer", "revision",
-        "download_dir", "attention_backend", "max_logprobs", "seed", "limit_mm_per_prompt.image",
+        "download_dir", "attention_backend", "max_logprobs", "seed", "profile_dir", "limit_mm_per_prompt.image",
         "runner", "pooler_config.pooling_type", "pooler_config.normalize",
     ),
     "parallelism": (

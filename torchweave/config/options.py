@@ -237,6 +237,7 @@ class EngineConfig:
         symmetric_memory: run small and medium all-reduces with Torchweave's kernels over peer GPU memory instead of NCCL.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for. -1: the vocabulary.
         seed: seed of requests that have none of their own. None: a random seed.
+        profile_dir: folder for the traces of `start_profile`, a file for each rank and profile. None: profiles are refused.
         limit_mm_per_prompt: inputs of a prompt beside its text.
         pooler_config: pooling of embeddings.
         torch_compile_config: capture and compilation.
@@ -282,6 +283,7 @@ class EngineConfig:
     symmetric_memory: bool = True
     max_logprobs: int = 100
     seed: int | None = None
+    profile_dir: str | None = None
     limit_mm_per_prompt: MultiModalLimits = field(default_factory=MultiModalLimits)
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
     torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)
@@ -341,6 +343,8 @@ class ServerConfig:
         data_parallel_size: engine replicas behind the server, each with its own GPUs (replica i of engines with R ranks
             uses GPUs i * R to i * R + R - 1) or its own CPU process.
         api_server_count: HTTP processes that parse requests and write responses. None: one per four cores, at most four.
+        enable_control_routes: serve the routes that pause the engine, reset its prefix cache and profile it, for clients that may
+            do so: any client with a key can then stop the server from answering.
     """
 
     host: str = "127.0.0.1"
@@ -369,6 +373,7 @@ class ServerConfig:
     restart_engine: bool = False
     data_parallel_size: int = 1
     api_server_count: int | None = None
+    enable_control_routes: bool = False
 
 
 def expand_path(text: str | Path) -> Path:

@@ -82,10 +82,11 @@ class WorkerGroup:
         self._timeout = rank_timeout
         self._last_seen = [time.monotonic()] * len(workers)
         self._joined: set[int] = set()
-        self._digests: dict[int, bytes] = {}
+        self._answers: dict[bytes, dict[int, bytes]] = {MessageKind.DIGEST: {}, MessageKind.ANSWER: {}}
         self._listeners: list[Callable[[RankFailure], None]] = []
         self._condition = threading.Condition()
         self._closing = False
+        self._calling = False  # a control call runs, which may hold the interpreter lock of a rank for long
         self._thread = threading.Thread(target=self._monitor, name="torchweave-worker-group", daemon=True)
         self._thread.start()
 
@@ -98,6 +99,7 @@ class WorkerGroup:
             RankFailure: a rank has ended.
         """
         self.check()
+        self._calling = kind == MessageKind.CALL
         for channel in self._channels:
             try:
                 channel.send(kind, payload)
@@ -117,12 +119,13 @@ class WorkerGroup:
         """Wait until every rank has built its engine."""
         self._wait_for(lambda: len(self.worker_facts) == len(self._workers))
 
-    def digests(self, seconds: float) -> list[bytes]:
-        """Wait for every rank's state digest after the last `IDLE` message and return them in order."""
-        self._wait_for(lambda: len(self._digests) == len(self._workers), seconds)
-        digests = [self._digests[number] for number in range(len(self._workers))]
-        self._digests.clear()
-        return digests
+    def answers(self, kind: bytes, seconds: float | None = None) -> list[bytes]:
+        """Wait for a message of `kind` from every rank, and return them in order: `DIGEST` after `IDLE`, `ANSWER` after `CALL`."""
+        answers = self._answers[kind]
+        self._wait_for(lambda: len(answers) == len(self._workers), seconds)
+        in_order = [answers[number] for number in range(len(self._workers))]
+        answers.clear()
+        return in_order
 
     def root_cause(self, error: BaseException) -> BaseException:
         """Return the rank failure that caused an error of the leader; the error itself if no rank has failed.
@@ -223,12 +226,13 @@ class WorkerGroup:
                 self._joined.add(number)
             elif kind == MessageKind.BUILT:
                 self.worker_facts[number] = pickle.loads(payload)
-            elif kind == MessageKind.DIGEST:
-                self._digests[number] = payload
+            elif kind in self._answers:
+                self._answers[kind][number] = payload
             self._condition.notify_all()
 
     def _check_heartbeats(self, now: float) -> None:
-        limit = _heartbeat_timeout(self._timeout, len(self.worker_facts) == len(self._workers))
+        runs_steps = len(self.worker_facts) == len(self._workers) and not self._calling
+        limit = _heartbeat_timeout(self._timeout, runs_steps)
         for number, last_seen in enumerate(self._last_seen):
             if now - last_seen > limit:
                 self.fail(RankFailure(f"{self._workers[number].name} has not answered for {limit:g} s"))
@@ -249,7 +253,7 @@ class LeaderConnection:
         self.messages: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
         self._channel = channel
         self._timeout = rank_timeout
-        self._leader_ready = False  # the leader has built its engine
+        self._leader_ready = False  # the leader has built its engine, and runs no control call
         threading.Thread(target=self._receive_loop, name="torchweave-leader-connection", daemon=True).start()
 
     def report_joined(self) -> None:
@@ -260,9 +264,9 @@ class LeaderConnection:
         """Report that this rank has built its engine."""
         self._channel.send(MessageKind.BUILT, pickle.dumps(facts))
 
-    def digest(self, digest: bytes) -> None:
-        """Send this rank's state digest."""
-        self._channel.send(MessageKind.DIGEST, digest)
+    def answer(self, kind: bytes, payload: bytes) -> None:
+        """Send this rank's answer to the last message, see `WorkerGroup.answers`."""
+        self._channel.send(kind, payload)
 
     def report_failure(self, sentence: str, user_error: bool) -> None:
         """Report why this rank ends; `user_error`: because of an unsupported option or model."""
@@ -276,7 +280,8 @@ class LeaderConnection:
                     kind, payload = self._channel.receive()
                     last_seen = time.monotonic()
                     if kind != MessageKind.ALIVE:
-                        self._leader_ready |= kind == MessageKind.STEP
+                        if kind in (MessageKind.STEP, MessageKind.CALL):
+                            self._leader_ready = kind == MessageKind.STEP
                         self.messages.put((kind, payload))
                     if kind == MessageKind.END:
                         return
@@ -291,21 +296,21 @@ class LeaderConnection:
                 os._exit(1)
 
 
-def _heartbeat_timeout(rank_timeout: float, built: bool) -> float:
-    return rank_timeout if built else max(rank_timeout, BUILD_TIMEOUT_SECONDS)
+def _heartbeat_timeout(rank_timeout: float, runs_steps: bool) -> float:
+    return rank_timeout if runs_steps else max(rank_timeout, BUILD_TIMEOUT_SECONDS)
 
 
 HEARTBEAT_SECONDS = 0.5
 """Interval of heartbeats."""
 BUILD_TIMEOUT_SECONDS = 60.0
-"""Least heartbeat timeout while ranks build, since a library may hold the interpreter lock for long."""
+"""Least heartbeat timeout while ranks build or run a control call: a library may hold the interpreter lock for long."""
 
 
 class MessageKind:
     """First byte of a message: the first line from the leader, the second from other ranks, `ALIVE` (heartbeat) from both."""
 
-    TASK, STEP, IMAGE, IDLE, ALIVE, END = b"t", b"s", b"i", b"r", b"a", b"e"
-    JOINED, BUILT, FAILED, DIGEST = b"j", b"b", b"f", b"d"
+    TASK, STEP, IMAGE, CALL, IDLE, ALIVE, END = b"t", b"s", b"i", b"c", b"r", b"a", b"e"
+    JOINED, BUILT, FAILED, DIGEST, ANSWER = b"j", b"b", b"f", b"d", b"w"
 
 
 class Channel:

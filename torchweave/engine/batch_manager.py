@@ -17,13 +17,16 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from torchweave.distributed.worker_group import RankFailure
+from torchweave.engine.control.calls import invoke
+from torchweave.engine.control.host import CallRanks, ControlQueue, Host
 from torchweave.engine.request import MAX_REQUEST_ID, InferenceRequest, Output, Response, Responses, refusal
 from torchweave.engine.scheduler.scheduler import Scheduler, StateChange
 from torchweave.engine.scheduler.step import Step, StepResult
@@ -36,6 +39,7 @@ SendResponses = Callable[[Sequence[Response]], None]
 PollStop = Callable[[], Collection[int]]
 ReturnStats = Callable[[str], None]
 NotifyStateChanges = Callable[[Sequence[tuple[int, StateChange]]], None]
+Value = TypeVar("Value")
 
 _FIRST_POLL_SECONDS = 0.0005  # first wait of an idle loop that polls for requests
 _RETRY_SECONDS = 0.02  # requests wait, but no step can be scheduled: retry
@@ -131,6 +135,7 @@ class GenerationLoop:
         counts: number of steps by execution mode.
         timings: host times of the last iterations.
         iterations: counts of the last iterations, removed by their consumer.
+        control: work for the loop's thread between two steps.
     """
 
     def __init__(
@@ -144,6 +149,7 @@ class GenerationLoop:
         idle_seconds: float | None,
         stats_interval: float,
         seed: int | None,
+        call_ranks: CallRanks | None,
     ) -> None:
         self.failure: BaseException | None = None
         self.counts: dict[str, int] = {}
@@ -166,6 +172,8 @@ class GenerationLoop:
         self._process = 0
         self._schedule_seconds = self._launch_seconds = 0.0
         self._last_logged: dict[str, float] = {}
+        self._host = Host(scheduler, self._send, self._collect_all, call_ranks)
+        self.control = ControlQueue(self._host)
         if (grammars := scheduler.resources.grammars) is not None:
             grammars.on_ready(self._wake.set)
 
@@ -188,6 +196,10 @@ class GenerationLoop:
             self._stopping = "finish"
         self._wake.set()
         self._thread.join()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._host.pause_mode is not None
 
     @property
     def end_reason(self) -> str:
@@ -218,6 +230,7 @@ class GenerationLoop:
             self._send(self._scheduler.abort_all(f"The engine failed: {failure}"))
             self._reject_pending()
         finally:
+            self.control.close(f"The engine has ended: {self.end_reason}")
             atexit.unregister(self.finish_at_exit)
 
     def _loop(self) -> None:
@@ -226,18 +239,20 @@ class GenerationLoop:
                 last = self._stopping == "finish"
                 self._fetch()
                 self._stopping = "drain" if last and self._stopping == "finish" else self._stopping
-            if self._stopping == "abandon":
+            self._run_calls()
+            if self._stopping == "abandon" or (self._stopping == "drain" and self._host.pause_mode is not None):
                 self._discard_in_flight()
                 self._send(self._scheduler.abort_all("The engine was shut down before the request had finished."))
                 return
             begin = time.perf_counter()
             self._send(self._scheduler.poll_parts())
-            step = self._scheduler.schedule()
+            step = None if self._host.pause_mode == "keep" else self._scheduler.schedule()
             scheduled = time.perf_counter()
             if step is not None:
                 if not self._in_flight:
                     self._iteration_began = begin
                 self._in_flight.append((step, self._runner.launch(step)))
+                self._host.num_launched += 1
             self._schedule_seconds, self._launch_seconds = scheduled - begin, time.perf_counter() - scheduled
             if self._scheduler.state_changes:
                 self._notify_state_changes()
@@ -265,13 +280,15 @@ class GenerationLoop:
             return
         self._runner.on_idle()
         pause = _FIRST_POLL_SECONDS
-        while self._stopping is None and self._scheduler.num_active == 0:
+        while self._stopping is None and self._scheduler.num_active == 0 and not self.control:
             self._wake.wait(None if self._idle_seconds is None else min(pause, self._idle_seconds))
             pause *= 2
             if self._stopping is None:
                 self._fetch()
 
     def _fetch(self) -> None:
+        if self._host.pause_mode is not None:  # new requests wait where they are
+            return
         room = self._max_num_requests
         if room >= 0:
             room = max(room - self._scheduler.num_active, 0)
@@ -328,6 +345,16 @@ class GenerationLoop:
         ended = time.perf_counter()
         self._iteration_began = ended
         self.timings.append(Timing(self._schedule_seconds, self._launch_seconds, collected - begin, ended - collected))
+
+    def _run_calls(self) -> None:
+        was_paused = self.is_paused
+        self.control.run()
+        if was_paused and not self.is_paused:  # requests have come meanwhile
+            self._fetch()
+
+    def _collect_all(self) -> None:
+        while self._in_flight:
+            self._collect(wait=True)
 
     def _poll_stop(self) -> None:
         poll_stop = self._callbacks.poll_stop
@@ -450,6 +477,7 @@ class BatchManager:
         idle_seconds: interval of `get_requests` calls without active requests; None: only after `wake`.
         stats_interval: least seconds between two statistics; the last ones before the manager becomes idle are always sent.
         seed: seed for the requests without a seed; None: random.
+        call_ranks: runs rank handlers of control calls (`Engine.call_ranks`); None: calls that need them are refused.
         tell_moves: deprecated name of `notify_state_changes`.
 
     Raises:
@@ -472,6 +500,7 @@ class BatchManager:
         idle_seconds: float | None = 0.02,
         stats_interval: float = 0.0,
         seed: int | None = None,
+        call_ranks: CallRanks | None = None,
         tell_moves: NotifyStateChanges | None = None,
     ) -> None:
         if (send_response is None) == (send_responses is None):
@@ -489,6 +518,7 @@ class BatchManager:
             idle_seconds=idle_seconds,
             stats_interval=stats_interval,
             seed=seed,
+            call_ranks=call_ranks,
         )
         self._thread = threading.Thread(target=self._loop.run, name="torchweave-batch-manager", daemon=True)
         self._thread.start()
@@ -499,6 +529,16 @@ class BatchManager:
     def wake(self) -> None:
         """Let an idle loop call `get_requests` now."""
         self._loop.wake()
+
+    def call(self, name: str, **arguments: Any) -> Future[Any]:
+        """Run a control call (see `engine/control/calls.py`) between two steps; the future has its result or error."""
+        return self.run_on_loop(lambda host: invoke(host, name, arguments))
+
+    def run_on_loop(self, work: Callable[[Host], Value]) -> Future[Value]:
+        """Run `work` on the loop's thread between two steps; the future has its result or error."""
+        future = self._loop.control.run_on_loop(work)
+        self._loop.wake()
+        return future
 
     def join(self) -> None:
         """Wait until the loop has ended; see `failure`."""
@@ -519,6 +559,11 @@ class BatchManager:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests wait because of a control call."""
+        return self._loop.is_paused
 
     @property
     def failure(self) -> BaseException | None:

@@ -6,10 +6,9 @@ import itertools
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from torchweave.engine.batch_manager import BatchManager
 
 Inbox = queue.SimpleQueue[Sequence[Response]]
-Value = TypeVar("Value")
 
 
 class Client:
@@ -52,7 +50,6 @@ class Client:
         self.metrics: dict[int, RequestMetrics] = {}
         self._prompt_lengths: dict[int, int] = {}  # of requests without a token
         self.num_prompt_tokens = self.num_generated_tokens = 0
-        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # for the batch manager's thread
         self._closed = False
         self._all_answered = threading.Condition(self._lock)
 
@@ -93,12 +90,6 @@ class Client:
         if pending is not None:  # never fetched by the batch manager
             self.send_responses(Responses([Response(request_id, Output(NO_TOKENS, "cancelled"), final=True)]))
 
-    def run_on_loop(self, work: Callable[[], Value]) -> Future[Value]:
-        """Queue `work` for the batch manager's thread, between two steps; the caller then wakes the batch manager."""
-        future: Future[Value] = Future()
-        self._work.append((work, future))
-        return future
-
     def close(self) -> None:
         """Refuse further requests."""
         with self._lock:
@@ -119,12 +110,6 @@ class Client:
     # -- the batch manager's callbacks ---------------------------------------------------------------------------------
 
     def get_requests(self, max_num: int) -> list[InferenceRequest]:
-        while self._work:
-            work, future = self._work.popleft()
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
         if not self._queue:
             return []
         with self._lock:

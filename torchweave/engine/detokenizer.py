@@ -12,6 +12,9 @@ from torchweave.engine.request import FinishReason, SamplingParams, TokenLogprob
 from torchweave.engine.stop_regex import RegexMatcher
 from torchweave.tokenizer import IncrementalDetokenizer
 
+_CLIENT_REASONS = {"complete": "stop", "cancelled": "abort"}
+"""The engine's finish reasons that have another name in completions, that of vLLM."""
+
 
 def encode_bad_words(params: SamplingParams, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
     """Replace the strings in `bad_words` by token ids.
@@ -116,7 +119,7 @@ class CompletionBuilder:
         self.index = index
         self.text = ""
         self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.matched_stop: str | int | None = None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -151,7 +154,7 @@ class CompletionBuilder:
         self.token_ids += ids
         if reason is not None and self._detokenizer is not None:
             self._append_and_match(self._detokenizer.finish())
-        self.finish_reason = self.finish_reason or ("stop" if reason == "complete" else reason)
+        self.finish_reason = self.finish_reason or _CLIENT_REASONS.get(reason or "", reason)
         if reason == "stop" and self.stop_reason is None and ids:
             self.matched_stop = ids[-1]
             if ids[-1] in (self._params.stop_token_ids or ()):

@@ -64,6 +64,7 @@ class GptManager(BatchManager):
             run_ahead=self.engine.plan.run_ahead,
             max_num_requests=max_num_requests,
             seed=config.seed,
+            call_ranks=self.engine.call_ranks,
         )
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:

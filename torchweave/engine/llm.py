@@ -9,16 +9,17 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig, use_passive_openmp
 from torchweave.config.peer_options import engine_config
 from torchweave.engine import pooling_methods
 from torchweave.engine.client import Client, RequestStream
+from torchweave.engine.control.methods import ControlMethods, result_of
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.outputs import (
     BeamSearchOutput,
@@ -51,12 +52,11 @@ if TYPE_CHECKING:
     from torchweave.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, Any]]
-Value = TypeVar("Value")
 _METRICS_PREFIX = "torchweave_"
 _POLL_SECONDS = 1.0  # between checks that the engine is alive while it drains
 
 
-class LLM:
+class LLM(ControlMethods):
     """An engine, ready when the constructor returns.
 
     Args:
@@ -130,6 +130,7 @@ class LLM:
             run_ahead=self.plan.run_ahead,
             idle_seconds=None,
             seed=config.seed,
+            call_ranks=self.engine.call_ranks,
         )
         self._finalizer = weakref.finalize(self, _shutdown_engine, self.manager, self.engine, os.getpid())
         self.report.event("ready")
@@ -387,7 +388,7 @@ class LLM:
         Raises:
             RuntimeError: the engine failed or was shut down.
         """
-        return self._on_loop(self._read_metrics)
+        return result_of(self.manager, self.manager.run_on_loop(lambda _: self._read_metrics()))
 
     def _read_metrics(self) -> list[Metric]:
         scheduler, client = self.engine.scheduler, self._client
@@ -414,31 +415,15 @@ class LLM:
             *(Counter(_METRICS_PREFIX + name, value) for name, value in counters.items()),
         ]
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the KV cache of earlier requests; returns False, and changes nothing, while requests run.
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Run a control call on the leader and all ranks, between two steps; see docs/develop/control-calls.md.
 
         Raises:
+            ValueError: the call or an argument is not known or invalid.
+            ControlError: the call failed, on a rank that the message names; the engine continues.
             RuntimeError: the engine failed or was shut down.
         """
-        return self._on_loop(self._reset_idle_cache)
-
-    def _reset_idle_cache(self) -> bool:
-        scheduler = self.engine.scheduler
-        if scheduler.num_active or scheduler.kv.num_used:
-            return False
-        scheduler.kv.reset()
-        return True
-
-    def _on_loop(self, work: Callable[[], Value]) -> Value:
-        """The result of `work` on the batch manager's thread, which alone uses the scheduler."""
-        future = self._client.run_on_loop(work)
-        self.manager.wake()
-        while True:
-            try:
-                return future.result(_POLL_SECONDS)
-            except TimeoutError:
-                if not self.manager.alive:
-                    raise RuntimeError(f"The engine has ended: {self.manager.end_reason}") from None
+        return result_of(self.manager, self.manager.call(name, **arguments))
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer from transformers.
@@ -517,6 +502,7 @@ class LLM:
     def shutdown(self, drain: bool = True) -> None:
         """End the engine: after all requests have finished, or (`drain=False`) now, failing unfinished requests."""
         self._client.close()
+        drain = drain and not self.manager.is_paused  # requests would wait for ever
         while drain and self.manager.alive and not self._client.wait_until_answered(_POLL_SECONDS):
             pass
         self.manager.shutdown(drain=drain)

@@ -14,6 +14,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from torchweave.compiler.dump import open_dump
 from torchweave.compiler.explain.facts import as_json, explain
@@ -21,6 +23,7 @@ from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig
 from torchweave.distributed.launchers.local import WorkerPool
 from torchweave.engine.batch_manager import BatchManager
+from torchweave.engine.control.errors import fault_of
 from torchweave.engine.request import NO_TOKENS, InferenceRequest, Output, Response
 from torchweave.engine.startup.build import Engine
 from torchweave.engine.startup.open import open_engine, replica_config
@@ -79,6 +82,7 @@ def _serve(engine: Engine, config: EngineConfig, listening: socket.socket, outbo
         idle_seconds=None,
         stats_interval=STATS_SECONDS,
         seed=config.seed,
+        call_ranks=engine.call_ranks,
     )
     outbox.is_failing = lambda: manager.failure is not None
     threading.Thread(target=_watch_manager, args=(manager, outbox), daemon=True).start()
@@ -93,6 +97,9 @@ def _serve(engine: Engine, config: EngineConfig, listening: socket.socket, outbo
         elif isinstance(message, wire.Stop):
             for request_id in inbox.stop(message.ids):
                 outbox.put([Response(request_id, Output(NO_TOKENS, "cancelled"), True)])
+        elif isinstance(message, wire.Call):
+            _call(message, manager, outbox)
+            continue
         elif isinstance(message, wire.Ping):
             outbox.put(wire.Pong())
             continue
@@ -114,6 +121,20 @@ def _accept_request(message: wire.Submit, engine: Engine, inbox: Inbox, outbox: 
     outbox.put(wire.Accepted(message.id, why))
     if request is not None and not why:
         inbox.add(request)
+
+
+def _call(message: wire.Call, manager: BatchManager, outbox: Outbox) -> None:
+    """Queue a control call, whose answer is sent when it has ended."""
+
+    def send(future: Future[Any]) -> None:
+        error = future.exception()
+        if isinstance(error, Exception):
+            answer = wire.Answer(message.id, fault=fault_of(error))
+        else:
+            answer = wire.Answer(message.id, future.result())
+        outbox.put(answer)
+
+    manager.call(message.name, **message.arguments).add_done_callback(send)
 
 
 def _watch_manager(manager: BatchManager, outbox: Outbox) -> None:

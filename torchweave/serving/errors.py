@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from torchweave.engine.control.errors import ControlError
 from torchweave.engine.request import INVALID_LOGITS
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestFailed
 from torchweave.tokenizer import TextTooLong
@@ -26,6 +27,7 @@ _KINDS = {
 """What pydantic expected, by its type of error."""
 _UNION_MEMBER = re.compile(r"str|.* .*|.*[\[(].*")
 """Pydantic's names of a union's members (`str`, `list[str]`) and the tags of body variants (`a text`), which are no fields."""
+_CONTROL_STATUSES = {"invalid": 400, "conflict": 409, "failed": 500}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -68,6 +70,8 @@ def api_error(error: Exception) -> ApiError:
         return _invalid(error)
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="engine_unavailable")
+    if isinstance(error, ControlError):
+        return ApiError(_CONTROL_STATUSES[error.kind], str(error), code=f"control_{error.kind}")
     if isinstance(error, RequestFailed) and str(error) == INVALID_LOGITS:
         return ApiError(500, INVALID_LOGITS, code="invalid_logits")
     if isinstance(error, ValueError):
@@ -85,7 +89,15 @@ def add_error_handlers(app: FastAPI) -> None:
             return ApiError(404, _unknown_path(app, request)).response
         return api_error(error).response
 
-    for kind in (ApiError, EngineUnavailable, ValueError, HTTPException, RequestValidationError, Exception):
+    for kind in (
+        ApiError,
+        EngineUnavailable,
+        ControlError,
+        ValueError,
+        HTTPException,
+        RequestValidationError,
+        Exception,
+    ):
         app.add_exception_handler(kind, handle)
 
 

@@ -59,6 +59,7 @@ class Server:
         )
         self.app = create_app(self.client, settings, poll_remote_metrics=self._frontends.poll_metrics)
         self.service: Service = self.app.state.service
+        self.service.call_other_frontends = self._frontends.call
         self._draining: asyncio.Task[None] | None = None
         self._uvicorn = UvicornServer(self.app, settings.max_connections_per_address)
 

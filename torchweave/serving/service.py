@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fastapi import Request
@@ -24,6 +25,7 @@ from torchweave.serving.openai.responses.store import BackgroundResponses, Respo
 from torchweave.serving.tokenization import AsyncTokenizer
 from torchweave.tokenizer import check_chat_template, import_without_torch
 
+CallFrontends = Callable[[str, dict[str, Any], Sequence[Any]], Awaitable[None]]
 _MAX_RETRY_AFTER = 60  # seconds
 _RATE_WINDOW = 64  # answers over which the completion rate is measured
 
@@ -39,6 +41,7 @@ class Service:
         startup_done: set when the start has succeeded or failed.
         startup_ok: the engines take requests and the tokenizer is loaded.
         startup_error: an invalid option or model that made the start fail.
+        call_other_frontends: runs the handler of a control call in the other HTTP processes, see `FrontendGroup.call`.
     """
 
     def __init__(self, client: Replicas, settings: ServerConfig) -> None:
@@ -49,6 +52,7 @@ class Service:
         self.startup_done = asyncio.Event()
         self.startup_ok = False
         self.startup_error = ""
+        self.call_other_frontends: CallFrontends = _no_other_frontends
         template = settings.chat_template
         self._template = None if template is None else read_text_file("chat_template", template)
         if self._template is not None:
@@ -272,6 +276,10 @@ class Service:
         self.background_responses.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
+
+
+async def _no_other_frontends(name: str, arguments: dict[str, Any], results: Sequence[Any]) -> None:
+    pass
 
 
 def public_name(model: str) -> str:

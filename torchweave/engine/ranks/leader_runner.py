@@ -102,7 +102,7 @@ class LeaderRunner:
         self._worker_group.send(MessageKind.IDLE)
         self._runner.on_idle()
         if self._digest.enabled:
-            self.digests = [self._digest.take(), *self._worker_group.digests(_DIGEST_SECONDS)]
+            self.digests = [self._digest.take(), *self._worker_group.answers(MessageKind.DIGEST, _DIGEST_SECONDS)]
             if len(set(self.digests)) > 1:
                 states = "; ".join(f"rank {rank}: {digest.decode()}" for rank, digest in enumerate(self.digests))
                 self._worker_group.fail_and_raise(RankFailure(f"The ranks' states differ ({states})"))

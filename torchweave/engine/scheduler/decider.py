@@ -36,7 +36,7 @@ class Decider:
         in_step = None
         if limits.num_micro_batches > 1:
             in_step = running.micro_batch(running.decoding, step_index, limits.num_micro_batches)
-        snapshot = take_snapshot(limits, running, kv, needed, self._waiting, self.find_prefix, in_step)
+        snapshot = take_snapshot(limits, running, kv, needed, self._waiting.candidates, self.find_prefix, in_step)
         decision = self._policy(snapshot)
         if not should_delay_prefill(
             snapshot, self._num_delayed_steps, limits.batch_wait_timeout_iters, limits.batch_wait_max_tokens_ratio

@@ -174,6 +174,7 @@ class WaitingQueue:
 
     Attributes:
         held: requests that are held back, by id.
+        only_paused: only requests that ran before may start.
     """
 
     def __init__(self, priority_order: int = 1) -> None:
@@ -182,6 +183,7 @@ class WaitingQueue:
         self._entries: list[tuple[int, int, RequestState]] = []
         self._ids: set[int] = set()
         self._num_paused = 0
+        self.only_paused = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -215,9 +217,14 @@ class WaitingQueue:
         self._ids.add(state.request.id)
         self._num_paused += state.paused
 
+    @property
+    def candidates(self) -> Iterator[RequestState]:
+        """Those that may start, the next one first."""
+        return (state for state in self if state.paused or not self.only_paused)
+
     def pop(self) -> RequestState:
-        """Remove and return the first request."""
-        return self._take(0)
+        """Remove and return the first candidate."""
+        return self._take(next(i for i, state in enumerate(self) if state.paused or not self.only_paused))
 
     def remove(self, request_id: int) -> RequestState | None:
         """Remove and return a request; None if it is not in the queue."""

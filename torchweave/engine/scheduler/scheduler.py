@@ -106,6 +106,15 @@ class Scheduler:
         return len(self._running.slots.slot_of) + self.num_waiting
 
     @property
+    def request_ids(self) -> list[int]:
+        """Ids of the requests without a final response."""
+        return [*self._running.slots.slot_of, *self._waiting.ids]
+
+    def admit_new(self, admit: bool) -> None:
+        """Whether waiting requests start that have not run before."""
+        self._waiting.only_paused = not admit
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._waiting.held)
 
@@ -161,7 +170,7 @@ class Scheduler:
 
     def abort_all(self, message: str) -> list[Response]:
         """Answer every request with an error and discard it: the device failed, or the engine shuts down."""
-        ids = [*self._running.slots.slot_of, *self._waiting.ids]
+        ids = self.request_ids
         for slot in self._running.slots.slot_of.values():
             self.parts.release(slot)
         self.parts.clear()

@@ -17,12 +17,15 @@ from torchweave.config.options import DRAFT_HEADS, EngineConfig
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.distributed.symmetric_memory import enable_symmetric_memory
 from torchweave.engine.batch_manager import StepRunner
+from torchweave.engine.control.host import CallRanks
+from torchweave.engine.control.rank import Rank
 from torchweave.engine.kv_cache.block_copy import make_block_copier
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
 from torchweave.engine.kv_cache.image_rows import ImageRows
 from torchweave.engine.kv_cache.layer_groups import KVLayout, group_layers, longest_sequence
 from torchweave.engine.kv_cache.state_snapshots import StateSnapshots
+from torchweave.engine.ranks.control import RankCalls
 from torchweave.engine.ranks.leader_runner import Executor
 from torchweave.engine.runner import warm_up
 from torchweave.engine.runner.encoder_graphs import EncoderGraphs
@@ -62,6 +65,7 @@ class Engine:
     Attributes:
         runner: of this rank.
         steps: launches the batch manager's steps: `runner`, or a `LeaderRunner` that also sends them to the other ranks.
+        call_ranks: runs rank handlers of control calls on all ranks.
         executor: the other ranks; None with a single rank, and on ranks other than the leader.
     """
 
@@ -71,6 +75,7 @@ class Engine:
     runner: ModelRunner
     report: Report
     steps: StepRunner
+    call_ranks: CallRanks
     executor: Executor | None = None
 
     def close(self) -> None:
@@ -168,7 +173,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         runner, num_blocks, num_snapshots, cache_spec.layout, loaded, report, step_costs, encoder_graphs
     )
     watch_builds(report, has_triton=plan.device != "cpu")
-    return Engine(plan, loaded, scheduler, runner, report, runner)
+    return Engine(plan, loaded, scheduler, runner, report, runner, RankCalls(Rank(runner, process_groups.rank)))
 
 
 # -- 1. load -----------------------------------------------------------------------------------------------------------

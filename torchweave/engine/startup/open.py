@@ -19,6 +19,8 @@ from torchweave.distributed.process_groups import (
     init_process_groups,
 )
 from torchweave.distributed.worker_group import RankFailure, WorkerGroup
+from torchweave.engine.control.rank import Rank
+from torchweave.engine.ranks.control import RankCalls
 from torchweave.engine.ranks.leader_runner import Executor, LeaderImageEncoder, LeaderRunner
 from torchweave.engine.startup.build import Engine, build, resolve_plan
 from torchweave.engine.startup.early_start import WORKER_ENTRYPOINT
@@ -81,7 +83,8 @@ def _open(config: EngineConfig, device: str, report: Report, worker_pool: Worker
     steps = LeaderRunner(engine.runner, executor.worker_group, executor.process_groups)
     if (images := engine.scheduler.resources.image_rows) is not None:
         images.model = LeaderImageEncoder(images.model, steps, executor.worker_group)
-    return replace(engine, steps=steps, executor=executor)
+    calls = RankCalls(Rank(engine.runner), executor.worker_group)
+    return replace(engine, steps=steps, call_ranks=calls, executor=executor)
 
 
 def _start_local(config: EngineConfig, device: str, worker_pool: WorkerPool) -> Executor:

@@ -27,6 +27,8 @@ from torchweave.distributed.process_groups import (
     join_rendezvous_store,
 )
 from torchweave.distributed.worker_group import Channel, LeaderConnection, MessageKind
+from torchweave.engine.control.rank import Rank
+from torchweave.engine.ranks.control import answer_message
 from torchweave.engine.ranks.step_message import StateDigest, decode, decode_image
 from torchweave.engine.startup.build import Engine, build
 from torchweave.report import Report
@@ -113,11 +115,12 @@ def _rank_facts(report: Report, task: WorkerTask, seconds: float) -> dict[str, A
 
 
 def _run_steps(engine: Engine, leader: LeaderConnection, process_groups: ProcessGroups) -> None:
-    """Run the leader's steps and encode its images in order, with as many steps in flight as on the leader."""
+    """Run the leader's steps, images and calls in order, with as many steps in flight as on the leader."""
     runner, images = engine.runner, engine.scheduler.resources.image_rows
     runner.start()
     digest = StateDigest(runner.state, runner.plan.config.torch_compile_config.debug)
     in_flight: deque[Any] = deque()
+    rank = Rank(runner, process_groups.rank)
 
     def collect() -> None:
         runner.collect(in_flight.popleft())
@@ -139,8 +142,11 @@ def _run_steps(engine: Engine, leader: LeaderConnection, process_groups: Process
             continue
         while in_flight:
             collect()
+        if kind == MessageKind.CALL:
+            leader.answer(MessageKind.ANSWER, answer_message(rank, payload))
+            continue
         runner.on_idle()
         if kind == MessageKind.END:
             return
         if digest.enabled:
-            leader.digest(digest.take())
+            leader.answer(MessageKind.DIGEST, digest.take())

@@ -97,7 +97,7 @@ class MessagesBuilder(ResponseBuilder):
 
     def _stop_fields(self, delta: Delta) -> dict[str, Any]:
         sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
-        reason = "max_tokens" if delta.finish_reason == "length" else "end_turn"
+        reason = {"length": "max_tokens", "abort": "pause_turn"}.get(delta.finish_reason or "", "end_turn")
         if reason == "end_turn" and sequence is not None:
             reason = "stop_sequence"
         elif reason == "end_turn" and self._parser.has_calls:

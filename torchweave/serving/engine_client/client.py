@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from torchweave.engine.control.errors import ControlError
 from torchweave.engine.request import INVALID_LOGITS, InferenceRequest, Response, refusal
 from torchweave.serving.engine_client.admission_pacer import AdmissionPacer
 from torchweave.serving.engine_client.request_metrics import RequestMetrics, RequestMetricsData, ServingCounters
@@ -75,6 +76,7 @@ class EngineClient(ABC):
         self._changed = frontend_context.changed
         self._ids = replica_info.ids(frontend_context.frontend)
         self._request_streams: dict[int, RequestStream] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._events: list[tuple[float, str, dict[str, Any]]] = []
         self._progress_bars: dict[str, dict[str, Any]] = {}
         self._listeners: list[Listener] = []
@@ -136,6 +138,23 @@ class EngineClient(ABC):
             self.request_metrics.stopped_by_string(in_flight)
         if in_flight:
             self._send(messages.Stop(in_flight))
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Run a control call in the engine; returns its result.
+
+        Raises:
+            ControlError: the call failed.
+            EngineUnavailable: the engine is not ready, or ended meanwhile.
+        """
+        if self.state != "ready":
+            raise EngineUnavailable(self.failure or "The engine is starting; see /ready.")
+        call_id = next(self._ids)
+        self._calls[call_id] = future = asyncio.get_running_loop().create_future()
+        try:
+            self._send_bytes(messages.encode(messages.Call(call_id, name, arguments)))
+            return await future
+        finally:
+            del self._calls[call_id]
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -236,6 +255,8 @@ class EngineClient(ABC):
             self._record_event(message.at, message.kind, message.facts)
         elif isinstance(message, messages.Ready):
             self._on_ready(message)
+        elif isinstance(message, messages.Answer):
+            self._on_answer(message)
         elif isinstance(message, messages.Failed):
             self.failure, self.is_config_error = message.why, message.is_config_error
         self._publish_load()
@@ -289,6 +310,15 @@ class EngineClient(ABC):
         if request_stream is not None:
             request_stream.on_accepted(request_id, refusal)
 
+    def _on_answer(self, answer: messages.Answer) -> None:
+        call = self._calls.get(answer.id)
+        if call is None or call.done():  # nobody waits for it any more
+            return
+        if answer.fault is None:
+            call.set_result(answer.result)
+        else:
+            call.set_exception(ControlError(*answer.fault))
+
     def _record_event(self, at: float, kind: str, facts: dict[str, Any]) -> None:
         if kind == "progress":
             self._progress_bars[str(facts.get("title"))] = {**facts, "at": at}
@@ -306,6 +336,9 @@ class EngineClient(ABC):
         for request_id, request_stream in request_streams.items():
             self.request_metrics.response_received(request_id, 0, "error")
             request_stream.on_output(refusal(request_id, why), engine_failing=True)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineUnavailable(why))
         self._publish_load()
         self._changed.set()
 

@@ -103,6 +103,11 @@ class LoadBalancer:
             self._announce(routed)
         return chosen, num_cached[best]
 
+    def clear_histories(self, replicas: Sequence[int]) -> None:
+        """Forget the prompts that were sent to these replicas: their prefix caches are empty."""
+        for replica in replicas:
+            self._prefix_histories.pop(replica, None)
+
     def on_prompt_routed(self, routed: PromptRouted) -> None:
         """Record a prompt in its replica's history."""
         self._prefix_history(routed.replica, routed.num_restarts).add(routed.prefix_hashes, routed.capacity)

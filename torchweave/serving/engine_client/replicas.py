@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchweave.config.options import EngineConfig
+from torchweave.engine.control.errors import fault_of, joined
 from torchweave.engine.request import InferenceRequest
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext, Listener
 from torchweave.serving.engine_client.load_balancer import Load, LoadBalancer
@@ -113,6 +114,10 @@ class Replicas:
             engine = self.engines[number]
         return engine.submit(request_stream, request, num_cached_tokens)
 
+    def clear_prefixes(self, replicas: Sequence[int]) -> None:
+        """Count no prefix as cached by these engines."""
+        self._load_balancer.clear_histories(replicas)
+
     def on_prompt_routed(self, routed: PromptRouted) -> None:
         """Record that another HTTP process sent a prompt to an engine."""
         self._load_balancer.on_prompt_routed(routed)
@@ -125,6 +130,23 @@ class Replicas:
         """
         for engine in self.engines:
             engine.cancel(ids, by_stop_string)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> list[Any]:
+        """Run a control call in all engines; returns the results by replica.
+
+        Raises:
+            ControlError: the call failed in an engine, which the message names if there are several; all have answered.
+            EngineUnavailable: the only engine is not ready, or ended meanwhile.
+        """
+        calls = (engine.call(name, arguments) for engine in self.engines)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        errors = {number: result for number, result in enumerate(results) if isinstance(result, BaseException)}
+        if errors and (len(results) == 1 or not all(isinstance(error, Exception) for error in errors.values())):
+            raise next(iter(errors.values()))
+        if errors:
+            faults = {f"Replica {number}": fault_of(error) for number, error in errors.items()}  # type: ignore[arg-type]
+            raise joined(faults)
+        return list(results)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

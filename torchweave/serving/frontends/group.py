@@ -8,8 +8,10 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.engine.control.errors import Fault, joined
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.frontends import messages
 from torchweave.serving.ipc import socket_stream
@@ -42,7 +44,8 @@ class FrontendGroup:
         self._to_frontends: dict[int, Sender] = {}
         self._joined: set[int] = set()
         self._frontend_metrics: dict[int, messages.FrontendMetrics] = {}
-        self._num_polls = 0
+        self._num_polls = self._num_calls = 0
+        self._answers: dict[int, dict[int, Fault | None]] = {}  # of calls by their numbers, by process
         self._arrived = asyncio.Event()  # a process has sent a message or ended
         self._read_tasks: list[asyncio.Task[None]] = []
         self._watch_tasks: list[asyncio.Task[None]] = []
@@ -115,6 +118,23 @@ class FrontendGroup:
             ]
         http.remote = [Counter(metrics.http) for metrics in self._frontend_metrics.values()]
 
+    async def call(self, name: str, arguments: dict[str, Any], results: Sequence[Any]) -> None:
+        """Run the handler of a control call in the other processes.
+
+        Raises:
+            ControlError: it failed in a process, which the message names.
+        """
+        self._num_calls = number = self._num_calls + 1
+        answers = self._answers[number] = {}
+        self.announce(messages.Call(number, name, arguments, list(results)))
+        try:
+            while len(answers) < len(self._joined) and not self.failure:
+                await self._wait_for_message()
+        finally:
+            del self._answers[number]
+        if faults := {f"HTTP process {each}": fault for each, fault in answers.items() if fault is not None}:
+            raise joined(faults)
+
     async def stop(self, at_once: bool = False) -> None:
         """End the processes after their last responses, or `at_once`."""
         self._stopping = True
@@ -144,6 +164,9 @@ class FrontendGroup:
                 return
             if isinstance(message, messages.FrontendReady):
                 self._joined.add(number)
+            elif isinstance(message, messages.Answer):
+                if (answers := self._answers.get(message.number)) is not None:
+                    answers[number] = message.fault
             elif isinstance(message, messages.FrontendFailed):
                 self._fail(message.why or "An HTTP process of the server could not start.")
             else:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from torchweave.engine.control.errors import Fault
 from torchweave.serving.engine_client.request_metrics import RequestMetricsData
 from torchweave.serving.ipc.messages import (
     EngineExited,
@@ -64,11 +66,20 @@ class MetricsRequest(msgspec.Struct, tag=True, array_like=True):
     number: int
 
 
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """A control call that the engines have answered with `results`; answered with `Answer`."""
+
+    number: int
+    name: str
+    arguments: dict[str, Any]
+    results: list[Any]
+
+
 class End(msgspec.Struct, tag=True, array_like=True):
     """Request to end the process."""
 
 
-ToFrontend = EngineStarted | EngineStateChanged | EngineExited | Draining | MetricsRequest | PromptRouted | End
+ToFrontend = EngineStarted | EngineStateChanged | EngineExited | Draining | MetricsRequest | PromptRouted | Call | End
 
 
 # -- from a frontend ---------------------------------------------------------------------------------------------------
@@ -92,7 +103,14 @@ class FrontendMetrics(msgspec.Struct, tag=True, array_like=True):
     http: dict[tuple[str, str, str], int]
 
 
-FromFrontend = FrontendReady | FrontendFailed | FrontendMetrics | PromptRouted
+class Answer(msgspec.Struct, tag=True, array_like=True):
+    """`Call` `number` has ended; `fault`: with an error."""
+
+    number: int
+    fault: Fault | None = None
+
+
+FromFrontend = FrontendReady | FrontendFailed | FrontendMetrics | Answer | PromptRouted
 
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
 decode_from_frontend = msgspec.msgpack.Decoder(FromFrontend, dec_hook=from_msgpack).decode

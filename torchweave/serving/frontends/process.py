@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.engine.control.errors import fault_of
+from torchweave.serving.control import HANDLERS
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.frontends import messages
@@ -88,10 +90,19 @@ class Frontend:
             self._service.client.on_prompt_routed(message)
         elif isinstance(message, messages.Draining):
             self._service.draining = True
+        elif isinstance(message, messages.Call):
+            self._send(self._answer(message))
         elif isinstance(message, messages.End):
             self.uvicorn.should_exit = True
         else:
             self._engines[message.engine].on_engine_message(message)
+
+    def _answer(self, call: messages.Call) -> messages.Answer:
+        try:
+            HANDLERS[call.name](self._service, call.arguments, call.results)
+        except Exception as error:
+            return messages.Answer(call.number, fault_of(error))
+        return messages.Answer(call.number)
 
     def _send(self, message: messages.FromFrontend) -> None:
         self._to_first.send(wire.encode(message))

@@ -15,7 +15,7 @@ from torchweave.config.options import ServerConfig
 from torchweave.serving.engine_client.client import EngineClient
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.errors import add_error_handlers
-from torchweave.serving.http import generation_routes, middleware, pooling_routes, responses_api, routes
+from torchweave.serving.http import control_routes, generation_routes, middleware, pooling_routes, responses_api, routes
 from torchweave.serving.http.openapi import install_openapi
 from torchweave.serving.http.proxy import ProxyMiddleware
 from torchweave.serving.metrics.live import Live
@@ -59,7 +59,9 @@ def create_app(
     app = FastAPI(title="Torchweave", version=torchweave.__version__, lifespan=lifespan, redoc_url=None)
     app.state.service = service
     add_error_handlers(app)
-    routers = generation_routes.router, responses_api.router, pooling_routes.router, routes.router
+    routers = [generation_routes.router, responses_api.router, pooling_routes.router, routes.router]
+    if settings.enable_control_routes:
+        routers.append(control_routes.router)
     for router in routers:  # matched in this order
         app.include_router(router)
     install_openapi(app)

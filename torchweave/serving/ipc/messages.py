@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 import numpy as np
 
+from torchweave.engine.control.errors import Fault
 from torchweave.engine.request import InferenceRequest, Response, Responses, SamplingParams, StructuredOutputs
 from torchweave.images import ImageInput, ImageLimits
 from torchweave.pooling import Pooling
@@ -122,6 +123,14 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     ids: list[int]
 
 
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """A control call, answered with `Answer`."""
+
+    id: int
+    name: str
+    arguments: dict[str, Any]
+
+
 class Ping(msgspec.Struct, tag=True, array_like=True):
     """Answer with `Pong`: a process that hangs does not."""
 
@@ -130,7 +139,7 @@ class End(msgspec.Struct, tag=True, array_like=True):
     """End the process, without finishing its requests."""
 
 
-ToEngine = Submit | Stop | Ping | End
+ToEngine = Submit | Stop | Call | Ping | End
 
 
 # -- from the engine ---------------------------------------------------------------------------------------------------
@@ -194,6 +203,14 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     iterations: list[tuple[float, int, int]] = []
 
 
+class Answer(msgspec.Struct, tag=True, array_like=True):
+    """The result of a `Call`, or its error."""
+
+    id: int
+    result: Any = None
+    fault: Fault | None = None
+
+
 class Pong(msgspec.Struct, tag=True, array_like=True):
     """The answer to `Ping`."""
 
@@ -205,7 +222,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     is_config_error: bool
 
 
-FromEngine = EngineEvent | Ready | Accepted | Outputs | RequestStateChanges | Stats | Pong | Failed
+FromEngine = EngineEvent | Ready | Accepted | Outputs | RequestStateChanges | Stats | Answer | Pong | Failed
 
 
 # -- from the HTTP process that starts the engines to the others -------------------------------------------------------
@@ -337,7 +354,7 @@ def messages(
     Yields:
         (number of the HTTP process, message).
     """
-    if isinstance(item, Accepted):
+    if isinstance(item, Accepted | Answer):
         yield replica_info.frontend_of(item.id), encode(item)
     elif isinstance(item, RequestStateChanges):
         for frontend in range(replica_info.frontends):

@@ -118,6 +118,8 @@ class ResponsesBuilder(ResponseBuilder):
         ids, response, answers = self._answer_stream.answer_ids[0], self._response, self._answer_stream
         if self._finish_reason == "length":
             response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        elif self._finish_reason == "abort":
+            response |= {"status": "incomplete", "incomplete_details": {"reason": "abort"}}
         else:
             response |= {"status": "completed", "completed_at": int(time.time())}
         response["usage"] = {
@@ -185,7 +187,7 @@ class ResponsesBuilder(ResponseBuilder):
         closing = self._open
         if closing is None:
             return b""
-        is_cut = self._finish_reason == "length"
+        is_cut = self._finish_reason in ("length", "abort")
         item = closing.item("incomplete" if is_cut else "completed", self._logprobs)
         place, text = self._place(), closing.text
         if closing.kind == "call":

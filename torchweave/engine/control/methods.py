@@ -1,0 +1,104 @@
+"""Methods of an engine that are control calls, and the result of a call for the thread that waits for it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from torchweave.engine.control.errors import ControlError
+
+if TYPE_CHECKING:
+    from torchweave.config.plan import Plan
+
+Value = TypeVar("Value")
+_POLL_SECONDS = 1.0  # between checks that the engine is alive
+
+
+class LoopState(Protocol):
+    """The loop that runs calls, as a batch manager shows it."""
+
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def end_reason(self) -> str: ...
+
+
+class ControlMethods:
+    """Control calls as methods; see docs/develop/control-calls.md."""
+
+    plan: Plan
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Run a control call; returns its result."""
+        raise NotImplementedError
+
+    def pause(self, mode: Literal["wait", "abort", "keep"] = "abort", clear_cache: bool = True) -> None:
+        """Start no new request until `resume`: those of later calls wait.
+
+        Args:
+            mode: what happens to the requests that run. wait: they finish before this method returns. abort: they and those that
+                wait end with the finish reason `abort`. keep: they stay where they are, and continue after `resume` with the tokens
+                that they would have had.
+            clear_cache: forget the prefix cache, except with keep, whose requests use it.
+
+        Raises:
+            ValueError: an argument is not known.
+            ControlError: another call of `pause` or `resume` came before the running requests had finished.
+            RuntimeError: the engine failed or was shut down.
+        """
+        self.call("pause", mode=mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Continue after `pause`; without one, nothing changes."""
+        self.call("resume")
+
+    def is_paused(self) -> bool:
+        """Whether new requests wait, from the beginning of `pause` on."""
+        return self.call("is_paused")
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV cache of earlier requests; returns False, and changes nothing, while requests run.
+
+        Raises:
+            RuntimeError: the engine failed or was shut down.
+        """
+        return self.call("reset_prefix_cache")
+
+    def start_profile(self, num_steps: int | None = None) -> None:
+        """Record what every rank runs, until `stop_profile` or for `num_steps` steps.
+
+        Raises:
+            ValueError: the engine has no `profile_dir`, or `num_steps` is invalid.
+            ControlError: a profile runs already, or a rank cannot write to the folder.
+        """
+        self.call("start_profile", folder=self.plan.config.profile_dir, num_steps=num_steps)
+
+    def stop_profile(self) -> list[str]:
+        """End the profile; returns the file of each rank's trace, in the format of Chrome and Perfetto.
+
+        Raises:
+            ControlError: no profile was started, or a rank cannot write its trace.
+        """
+        return self.call("stop_profile")
+
+
+def result_of(loop: LoopState, future: Future[Value]) -> Value:
+    """Wait for the result of a call.
+
+    Raises:
+        ValueError: the call's name or arguments are invalid.
+        ControlError: the call failed.
+        RuntimeError: the engine failed or was shut down.
+    """
+    while True:
+        try:
+            return future.result(_POLL_SECONDS)
+        except TimeoutError:
+            if future.done():  # the call's own error
+                raise
+            if not loop.alive:
+                raise RuntimeError(f"The engine has ended: {loop.end_reason}") from None
+        except ControlError as error:
+            if error.kind == "invalid":
+                raise ValueError(str(error)) from None
+            raise
