@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -99,6 +99,18 @@ class RunningSet:
     def decoding_groups(self) -> list[SlotGroup]:
         """Groups of which all sequences are computed."""
         return [group for group in self.groups.values() if not (group.in_prefill or group.pending_release)]
+
+    @property
+    def decision_slots(self) -> list[int]:
+        """Slots in the order of a `Decision`: decode requests, groups that decode, and prompts."""
+        return [*self.decoding.tolist(), *(group.leader for group in self.decoding_groups), *self.prefill]
+
+    def all_but(self, indices: Collection[int]) -> tuple[np.ndarray, list[SlotGroup]]:
+        """The decode slots and groups without those of some indices of `decision_slots`."""
+        groups, first = self.decoding_groups, len(self.decoding)
+        runs = np.ones(first + len(groups) + len(self.prefill), bool)
+        runs[list(indices)] = False
+        return self.decoding[runs[:first]], [group for i, group in enumerate(groups, start=first) if runs[i]]
 
     def micro_batch(
         self, decoding: np.ndarray, step_index: int, num_micro_batches: int, alone: bool = False

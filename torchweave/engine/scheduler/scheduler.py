@@ -182,7 +182,10 @@ class Scheduler:
 
     def poll_parts(self) -> list[Response]:
         """Look at what parts wait for, such as grammars; returns the responses of requests that end with it."""
-        responses = [self._final_response(state) for state in self.parts.poll()]
+        responses: list[Response] = []
+        for part in self.parts.held.values():
+            if part.has_events:
+                responses += [self._final_response(state) for state in part.poll()]
         return responses + self._release() if self._running.pending_release else responses
 
     # -- schedule ------------------------------------------------------------------------------------------------------
@@ -193,7 +196,7 @@ class Scheduler:
         self._step_builder.cache_chunks(running, self.kv)
         only_decode = not (self._waiting or running.prefill or running.groups)
         if only_decode and (running.steps_before_alloc or not running.decoding.size):
-            decoding = self._rows_of_step(running.decoding, alone=True)
+            decoding = self._step_builder.rows_of_step(running, running.decoding, alone=True)
             return build(running, self.kv, decoding) if decoding.size else None
         while True:
             running.free_out_of_window(self.kv)
@@ -211,22 +214,13 @@ class Scheduler:
                 for part in self.parts.active:
                     chunks = part.fit(chunks, room)
             groups = [group for group in groups if group.num_rows]
-            decoding = self._rows_of_step(decoding, alone=not (chunks or groups))
+            decoding = self._step_builder.rows_of_step(running, decoding, alone=not (chunks or groups))
             if chunks or groups or decoding.size:
                 return build(running, self.kv, decoding, chunks, groups)
             if not (decision and decision.paused) or any(running.in_flight(slot) for slot in running.pending_release):
                 return None
             responses = self._release()  # no step in flight has the paused requests: their blocks can be used at once
             assert not responses, "finished requests are released when their last step has completed"
-
-    def _rows_of_step(self, decoding: np.ndarray, alone: bool) -> np.ndarray:
-        """The decode slots of the next step: one micro-batch of those that may run."""
-        num_micro_batches = self.limits.num_micro_batches
-        for part in self.parts.active:
-            decoding = part.runnable(decoding)
-        if num_micro_batches == 1:
-            return decoding
-        return decoding[self._running.micro_batch(decoding, self._step_builder.next_index, num_micro_batches, alone)]
 
     def _start(self, state: RequestState) -> int:
         """Give a waiting request a slot, the blocks of its cached prefix, and its state on the device."""
@@ -250,17 +244,13 @@ class Scheduler:
 
     def _apply_pauses(self, decision: Decision) -> tuple[np.ndarray, Sequence[SlotGroup]]:
         """Pause requests; returns the decode slots and the groups that are neither paused nor skipped."""
-        running = self._running
-        decoding, groups = running.decoding, running.decoding_groups
-        slots = [*decoding.tolist(), *(group.leader for group in groups), *running.prefill]
+        running, slots = self._running, self._running.decision_slots
+        others = running.all_but({*decision.skipped, *decision.paused})
         for index in decision.paused:
             running.stop(slots[index])
             self.state_changes.append((running.slots.state_of(slots[index]).request.id, "paused"))
         self.paused_total += len(decision.paused)
-        runs = np.ones(len(slots), bool)
-        runs[[*decision.skipped, *decision.paused]] = False
-        first = len(decoding)
-        return decoding[runs[:first]], [group for index, group in enumerate(groups, start=first) if runs[index]]
+        return others
 
     # -- update --------------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,14 @@ class StepBuilder:
             stop_ids=state.stops,
         )
 
+    def rows_of_step(self, running: RunningSet, decoding: np.ndarray, alone: bool) -> np.ndarray:
+        """The slots of `decoding` in the next step: one micro-batch of those that may run; for `alone` see `micro_batch`."""
+        for part in self._parts.active:
+            decoding = part.runnable(decoding)
+        if self._limits.num_micro_batches == 1:
+            return decoding
+        return decoding[running.micro_batch(decoding, self.next_index, self._limits.num_micro_batches, alone)]
+
     def build(
         self,
         running: RunningSet,

@@ -6,7 +6,7 @@ model and options need. Of these a step asks the *active* ones, which running re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -224,10 +224,10 @@ class Parts:
 
     def release(self, slot: int) -> None:
         """Release the request of a slot, by its first one."""
-        used = self._used.pop(slot, ())
-        for name in used:
-            self.held[name].release(slot)
-        self._count(used, -1)
+        if used := self._used.pop(slot, ()):
+            for name in used:
+                self.held[name].release(slot)
+            self._count(used, -1)
 
     def _count(self, names: Iterable[str], change: int) -> None:
         for name in names:
@@ -240,12 +240,6 @@ class Parts:
         for name in self.held if slot is None else self._used.get(slot, ()):
             self.held[name].answer(state, fields)
         return fields
-
-    def poll(self) -> Iterator[RequestState]:
-        """Waiting requests that end with what a part waits for."""
-        for part in self.held.values():
-            if part.has_events:
-                yield from part.poll()
 
     def payloads(self, rows: StepRows) -> dict[str, Payload]:
         """What a step carries, by the name of the part."""
