@@ -16,6 +16,9 @@ from types import ModuleType
 
 import pytest
 
+from torchweave import plug_points
+from torchweave.utils.registry import Registry
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchweave"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -107,12 +110,24 @@ def _entry_point_groups(tree: ast.AST) -> set[str]:
 
 def test_strings_that_name_modules_resolve():
     """Entry points and lazy exports are strings, which neither pyright nor an import reads: a renamed module must fail here."""
-    names = {name for path in SOURCES for name in _named_in_strings(path)}
+    names = {name for path in SOURCES for name in _named_in_strings(path)} - {each.group for each in registries()}
     assert len(names) >= 6
     for name in sorted(names):
         path, _, attribute = name.partition(":")
         module = importlib.import_module(path)
         assert not attribute or callable(getattr(module, attribute)), name
+
+
+def registries() -> list[Registry]:
+    return [each for each in vars(plug_points).values() if isinstance(each, Registry)]
+
+
+@pytest.mark.parametrize("registry", registries(), ids=lambda registry: registry.kind)
+def test_own_entries_of_plug_points_are_what_their_registry_holds(registry: Registry):
+    for name in registry.names(packages=()):
+        assert registry.get(name) is not None
+    page = (ROOT / "docs" / "how-to" / "write-a-plugin.md").read_text()
+    assert f"`{registry.group}`" in page
 
 
 def test_lazy_exports_resolve():

@@ -34,14 +34,13 @@ from torchweave.ops.attention.backends.triton import (
     default_decode_config,
     default_prefill_config,
 )
+from torchweave.ops.attention.choose import available_backends, get_backend
 from torchweave.ops.attention.op import (
     AttentionBackend,
     AttentionCall,
     AttentionMetadata,
     LayerKVCache,
     LayerSpec,
-    available_backends,
-    get_backend,
 )
 from torchweave.ops.attention.varlen import VarlenConfig, default_varlen_config, launch_varlen_attention
 

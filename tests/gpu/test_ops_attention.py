@@ -9,7 +9,8 @@ import torch
 
 import torchweave.ops.activation  # noqa: F401 (registers the op)
 from tests.ops.attention.attention_cases import CASES, Built, Case, build
-from torchweave.ops.attention.op import AttentionBackend, LayerSpec, available_backends, get_backend
+from torchweave.ops.attention.choose import available_backends, get_backend
+from torchweave.ops.attention.op import AttentionBackend, LayerSpec
 
 pytestmark = pytest.mark.gpu
 

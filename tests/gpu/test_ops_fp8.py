@@ -10,7 +10,8 @@ from torch import Tensor
 
 import torchweave.ops.quant.fp8_fused  # noqa: F401  (defines the fused ops)
 from tests.ops.attention.attention_cases import Case, build
-from torchweave.ops.attention.op import LayerSpec, get_backend
+from torchweave.ops.attention.choose import get_backend
+from torchweave.ops.attention.op import LayerSpec
 from torchweave.ops.quant.fp8 import FP8, GROUP, fp8_quant, quantize
 from torchweave.ops.quant.fp8_linear import Fp8Config, block_scales, choose, fp8_linear
 

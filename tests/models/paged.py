@@ -13,7 +13,8 @@ import torch
 
 from torchweave.compiler import eager_forward
 from torchweave.models import DecoderStep
-from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, get_backend, run_attention
+from torchweave.ops.attention.choose import get_backend
+from torchweave.ops.attention.op import AttentionCall, AttentionMetadata, run_attention
 from torchweave.ops.attention.sparse import SPARSE_OPS, run_sparse_op
 from torchweave.ops.recurrent.op import RECURRENT_OPS, run_recurrent_op
 

@@ -184,7 +184,8 @@ def convert(hint: Any, value: Any, name: str) -> Any:
         ValueError: the conversion fails; the message names the option, the value and the accepted values.
     """
     alternatives = _alternatives(hint)
-    if type(None) in alternatives and (value is None or _means_none(value, str in alternatives)):
+    is_text = str in alternatives and not any(get_origin(each) is Literal for each in alternatives)
+    if type(None) in alternatives and (value is None or _means_none(value, is_text)):
         return None
     try:
         return _any_of(alternatives, value)

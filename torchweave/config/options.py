@@ -11,15 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from torchweave.plug_points import ATTENTION_BACKENDS, QUANTIZATION_FORMATS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
-Quantization = Literal[
-    "fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int4", "mxfp4", "nvfp4", "nvfp4_w4a4"
-]
+Quantization = (
+    Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int4", "mxfp4", "nvfp4", "nvfp4_w4a4"]
+    | Annotated[str, QUANTIZATION_FORMATS]
+)
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
-AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"]
+AttentionName = Literal["auto", "triton", "torch", "fa3", "cpp"] | Annotated[str, ATTENTION_BACKENDS]
 CapacityPolicy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
@@ -60,7 +63,7 @@ class TorchCompileConfig:
         compile_sizes: token counts for which pieces are also compiled with a static shape and Inductor's autotuning.
         max_padding_ratio: largest ratio of padded to real tokens; a step above it runs unpadded.
         dynamic_shapes: how capture keeps the token count symbolic.
-        passes: your own passes as `module:Name`; they run after the built-in passes.
+        passes: your own passes as `module:Name`, or by the names of installed ones; they run after the built-in passes.
         disabled_passes: names of passes to skip.
         enabled_passes: names of passes to run without a measured gain, or in spite of `pass_numerics`.
         pass_numerics: `exact` skips passes that add or omit a rounding; `tolerance` runs them, each within its documented
@@ -243,6 +246,8 @@ class EngineConfig:
         torch_compile_config: capture and compilation.
         cuda_graph_config: CUDA graphs of whole steps.
         speculative_config: speculative decoding.
+        plugins: installed packages whose entry points may be loaded, which adds their formats, backends and other plug-ins. None:
+            every package's.
     """
 
     model: str
@@ -289,6 +294,7 @@ class EngineConfig:
     torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)
     cuda_graph_config: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    plugins: tuple[str, ...] | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torchweave.config.options import EngineConfig, ServerConfig, SpeculativeConfig, TorchCompileConfig
+from torchweave.plug_points import PASSES
 from torchweave.utils.suggest import did_you_mean, suggest_value
 
 _MAX_API_SERVERS = 64
@@ -87,19 +88,28 @@ def _aliases_of(name: str) -> list[str]:
 _TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
-def check_types(config: Any, prefix: str = "") -> None:
-    """Check the types of options, and values of those that have names; a model may be a path."""
-    for name, hint in get_type_hints(type(config)).items():
+def check_types(config: Any, prefix: str = "", plugins: Sequence[str] | None = None) -> None:
+    """Check the types of options, and values of those that have names; a model may be a path.
+
+    Args:
+        plugins: packages that may add values to an option with a registry; None: all.
+    """
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        registry = next((each for kind in kinds for each in getattr(kind, "__metadata__", ())), None)
         if is_dataclass(hint):
             if not isinstance(value, hint):  # type: ignore[arg-type]
                 raise ValueError(f"{prefix}{name}={value!r} must be a {hint.__name__}, or a dict of its options")  # type: ignore[union-attr]
-            check_types(value, f"{prefix}{name}.")
+            check_types(value, f"{prefix}{name}.", plugins)
         elif name == "model" or (value is None and type(None) in kinds):
             continue
         elif get_origin(kinds[0]) is Literal:
             known = (*get_args(kinds[0]), *((None,) if type(None) in kinds else ()))
+            if registry is not None and isinstance(value, str) and value not in known:
+                if registry.has(value, plugins):
+                    continue
+                known = tuple(dict.fromkeys((*known[:-1], *registry.names(plugins), *known[-1:])))
             if value not in known:
                 raise ValueError(_unknown(prefix + name, value, known))
         elif get_origin(kinds[0]) is tuple:
@@ -158,7 +168,13 @@ def check_config(config: EngineConfig, passes: Sequence[str] | None = None) -> N
     Raises:
         ValueError: a value has a wrong type, is not known or is out of range.
     """
-    check_types(config)
+    check_types(config, plugins=config.plugins)
+    for name in config.torch_compile_config.passes:
+        if not PASSES.has(name, config.plugins):
+            names = ", ".join(PASSES.names(config.plugins)) or "none is installed"
+            raise ValueError(
+                f"torch_compile_config.passes={name!r} is not known: write module:Name, or a name ({names})"
+            )
     for name in config.torch_compile_config.disabled_passes if passes is not None else ():
         if name not in (passes or ()):
             raise ValueError(_unknown("torch_compile_config.disabled_passes", name, passes or ()))

@@ -26,8 +26,10 @@ def examine_model(config: EngineConfig, report: Report) -> list[Finding]:
             "The doctor examines a model on one rank; its trace is the same on all. Leave out --tp and --pp."
         )
     revision, download_dir = config.revision, config.download_dir
-    facts = model_facts(config.model, config.trust_remote_code, revision=revision, download_dir=download_dir)
-    plan = resolve(config, device_facts(config.device), facts)
+    facts = model_facts(
+        config.model, config.trust_remote_code, revision=revision, download_dir=download_dir, plugins=config.plugins
+    )
+    plan = resolve(config, device_facts(config.device, attention_backend=config.attention_backend), facts)
     dtype = getattr(torch, plan.dtype)
     trust = config.trust_remote_code
     loaded = load(

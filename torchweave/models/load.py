@@ -5,7 +5,7 @@ resolve -> config -> from_config on the meta device -> adapt (ops, layer specs) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,7 @@ def load(
     download_dir: str | None = None,
     runner: Runner = "generate",
     pooler: PoolerConfig = _NO_POOLER,
+    plugins: Sequence[str] | None = None,
 ) -> LoadedModel:
     """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
 
@@ -140,7 +141,7 @@ def load(
         expert_parallel: distribute whole experts over the ranks instead of sharding each.
         images: load an image-text model with its vision tower, if it is served with images; else its text decoder.
         revision, download_dir: see `resolve`.
-        runner, pooler: whether the model generates text or pools, and how; see `EngineConfig`.
+        runner, pooler, plugins: whether the model generates text or pools, how, and who may add formats; see `EngineConfig`.
 
     Raises:
         ValueError: the model does not exist, is damaged or unsupported.
@@ -158,7 +159,7 @@ def load(
     resolved_dtype = _choose_dtype(dtype, config, device)
     stored = _read_own_headers(source, config) if load_format == "auto" else None
     with report.stage("build model"):
-        quant_scheme = resolve_scheme(source, quantization)
+        quant_scheme = resolve_scheme(source, quantization, plugins)
         model = build_on_meta(config, resolved_dtype, trust_remote_code, pooling)
         layers = adapt(model, report)
         experts.check_dtype(model, resolved_dtype, device)
@@ -175,18 +176,26 @@ def load(
         stage, layers = make_pipeline_stage(model, layers, process_groups, report)
         plan = None if plan is None else plan.restricted_to(stage.owns)
         stored = None if stored is None else stage.filter_checkpoint(stored, weights.map_tensor_names(model, stored))
-    fresh = read_config(source, trust_remote_code, images)
+    served_config = read_config(source, trust_remote_code, images)
     placement = resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
-    load_spec = WeightLoadSpec(source, fresh, *placement, auto_class=auto_class(pooling))
-    if stored is None:
-        quantizer = load_dummy_weights(model, load_spec, report)
-    else:
-        model, quantizer = load_weights(model, stored, load_spec, report)
-    if quantizer is not None:
-        quantizer.report_summary(model, report)
+    spec = WeightLoadSpec(source, served_config, *placement, auto_class(pooling), plugins)
+    model = _load_weights(model, stored, spec, report)
     freeze_rope(model, length, report)
     step = make_step(model, layers.attention, num_columns, length, layers.recurrent, pooling)
-    return _make_loaded_model(load_spec, step, num_parameters, no_images, process_groups, report)
+    return _make_loaded_model(spec, step, num_parameters, no_images, process_groups, report)
+
+
+def _load_weights(
+    model: PreTrainedModel, stored: dict[str, weights.CheckpointTensor] | None, spec: WeightLoadSpec, report: Report
+) -> PreTrainedModel:
+    """The model with its weights, random ones without a checkpoint; reports what is quantized."""
+    if stored is None:
+        quantizer = load_dummy_weights(model, spec, report)
+    else:
+        model, quantizer = load_weights(model, stored, spec, report)
+    if quantizer is not None:
+        quantizer.report_summary(model, report)
+    return model
 
 
 def _read_own_headers(source: Source, config: PreTrainedConfig) -> dict[str, weights.CheckpointTensor]:
@@ -241,6 +250,7 @@ def model_facts(
     images: bool = False,
     revision: str | None = None,
     download_dir: str | None = None,
+    plugins: Sequence[str] | None = None,
 ) -> ModelFacts:
     """Properties of a model that the plan depends on, from its config; arguments as in `load`.
 
@@ -250,7 +260,7 @@ def model_facts(
     source = resolve(name_or_path, trust_remote_code, revision, download_dir)
     config = read_config(source, trust_remote_code, images)
     check_config(config)
-    stored, quant_scheme = _stored_dtype(config), checkpoint_scheme(source)
+    stored, quant_scheme = _stored_dtype(config), checkpoint_scheme(source, plugins)
     heads, length = _global_value(config, "num_attention_heads"), _max_model_len(config, None)
     width = _global_value(config.get_text_config(), "hidden_size")
     return ModelFacts(

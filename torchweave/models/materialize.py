@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from torchweave.models.parallel.apply import (
 )
 from torchweave.models.parallel.pipeline_stages import PipelineStage, own_layers_only, remove_other_stages
 from torchweave.models.weights import read as weights
-from torchweave.models.weights.int_linear import MXFP4, NVFP4_W4A4, IntQuantizer, IntScheme
+from torchweave.models.weights.formats import Scheme, StoredWeights, WeightQuantizer
+from torchweave.models.weights.int_linear import NVFP4_W4A4
 from torchweave.models.weights.merge_experts import (
     ExpertMergePlan,
     ExpertMerger,
@@ -36,13 +37,11 @@ from torchweave.models.weights.merge_experts import (
     plan_expert_merge,
     pop_expert_scales,
 )
-from torchweave.models.weights.mxfp4_experts import Mxfp4Checkpoint, Mxfp4Quantizer, Mxfp4Reader, Mxfp4Scheme
-from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE, PackedCheckpoint, PackedFormat, PackedReader
+from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE, PackedCheckpoint, PackedFormat
 from torchweave.models.weights.packed_experts import PackedExpertReader
 from torchweave.models.weights.quantize import Quantizer, QuantScheme
 from torchweave.models.weights.quantized_checkpoint import (
     WEIGHT_SCALES,
-    Scheme,
     check_dtypes,
     check_scales,
     checkpoint_format,
@@ -51,9 +50,6 @@ from torchweave.models.weights.quantized_checkpoint import (
 )
 from torchweave.ops.quant.fp8 import GROUP
 from torchweave.report import Report
-
-AnyQuantizer = Quantizer | Mxfp4Quantizer
-AnyPacked = PackedCheckpoint | Mxfp4Checkpoint
 
 
 def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -86,6 +82,7 @@ class WeightLoadSpec:
         stage: this rank's layers; None: all.
         whole: tensors of the whole model if there is a stage; see `weights.init_random_weights`.
         auto_class: transformers' auto class of the model.
+        plugins: see `EngineConfig.plugins`.
     """
 
     source: Source
@@ -98,16 +95,13 @@ class WeightLoadSpec:
     stage: PipelineStage | None = None
     whole: Mapping[str, Tensor] | None = None
     auto_class: Any = AutoModelForCausalLM
+    plugins: Sequence[str] | None = None
 
-    def quantizer(self, model: PreTrainedModel) -> AnyQuantizer | None:
-        if isinstance(self.quantization, IntScheme):
-            return IntQuantizer(model, self.quantization)
-        if isinstance(self.quantization, Mxfp4Scheme):
-            return Mxfp4Quantizer(model) if experts_modules(model) else IntQuantizer(model, MXFP4)
-        return None if self.quantization is None else Quantizer(model, self.quantization)
+    def quantizer(self, model: PreTrainedModel) -> WeightQuantizer | None:
+        return None if self.quantization is None else self.quantization.quantizer(model)
 
 
-def load_dummy_weights(model: PreTrainedModel, load_spec: WeightLoadSpec, report: Report) -> AnyQuantizer | None:
+def load_dummy_weights(model: PreTrainedModel, load_spec: WeightLoadSpec, report: Report) -> WeightQuantizer | None:
     """Fill the model with random weights; ranks get parts of the same numbers."""
     quantizer = load_spec.quantizer(model)
     shards = load_spec.plan.shards if load_spec.plan is not None else {}
@@ -118,7 +112,7 @@ def load_dummy_weights(model: PreTrainedModel, load_spec: WeightLoadSpec, report
 
 def load_weights(
     model: PreTrainedModel, stored: dict[str, weights.CheckpointTensor], load_spec: WeightLoadSpec, report: Report
-) -> tuple[PreTrainedModel, AnyQuantizer | None]:
+) -> tuple[PreTrainedModel, WeightQuantizer | None]:
     """Load a checkpoint into the model, or into a new model if transformers has to convert the tensors."""
     loader = _CheckpointLoader(model, stored, load_spec, report)
     if not weights.needs_conversion(model, stored):
@@ -158,7 +152,7 @@ class _CheckpointLoader:
         folder = load_spec.source.folder
         assert folder is not None
         self.folder = folder
-        self.format = checkpoint_format(load_spec.source)
+        self.format = checkpoint_format(load_spec.source, load_spec.plugins)
         self._model, self._stored, self._load_spec, self._report = model, stored, load_spec, report
         self._shards = load_spec.plan.shards if load_spec.plan is not None else {}
         self._packed = self._collect_packed()
@@ -169,21 +163,19 @@ class _CheckpointLoader:
         self._packed_experts: PackedExpertReader | None = None
         self._expert_scales: Mapping[str, Tensor] = {}
 
-    def _collect_packed(self) -> AnyPacked | None:
+    def _collect_packed(self) -> StoredWeights | None:
         """The packed weights, taken out of `stored`; None if the format has none."""
         packed_format = self.format
-        if isinstance(packed_format, Mxfp4Scheme):
-            return Mxfp4Checkpoint.collect(self.folder, self._stored)
-        if not isinstance(packed_format, PackedFormat):
+        if packed_format is None:
             return None
-        if self._load_spec.quantization == NVFP4_W4A4:
+        if self._load_spec.quantization == NVFP4_W4A4 and isinstance(packed_format, PackedFormat):
             packed_format = replace(packed_format, scheme=NVFP4_W4A4)
             if experts_modules(self._model):
                 raise UnsupportedModel(
                     f"quantization={NVFP4_W4A4.name} is not supported for a model with experts; leave it out to keep 16 bits in "
                     "activations."
                 )
-        return PackedCheckpoint.collect(packed_format, self.folder, self._stored)
+        return packed_format.collect(self.folder, self._stored)
 
     def merge_experts(self, merge_plan: ExpertMergePlan) -> None:
         """Merge the tensors of single experts while they are read."""
@@ -199,7 +191,7 @@ class _CheckpointLoader:
         self._expert_merger = ExpertMerger(model, merge_plan, shards)
         self._expert_scales = merge_expert_scales(model, merge_plan, self._stored_expert_scales, shards, GROUP)
 
-    def load(self, renamed: dict[str, str]) -> AnyQuantizer | None:
+    def load(self, renamed: dict[str, str]) -> WeightQuantizer | None:
         """Fill the model; `renamed`: checkpoint name -> model name."""
         pieces = self._expert_merger.pieces if self._expert_merger is not None else {}
         load = self._load_plain if self._packed is None else self._load_packed
@@ -207,7 +199,7 @@ class _CheckpointLoader:
         _restore_buffers(self._model, self._load_spec)
         return quantizer
 
-    def _load_plain(self, renamed: dict[str, str], pieces: Mapping[str, str]) -> AnyQuantizer | None:
+    def _load_plain(self, renamed: dict[str, str], pieces: Mapping[str, str]) -> WeightQuantizer | None:
         """Fill the model, with scales for linears and experts in FP8."""
         model, stored, shards, quant_scheme = self._model, self._stored, self._shards, self.format
         assert quant_scheme is None or isinstance(quant_scheme, QuantScheme), "packed weights were collected"
@@ -224,26 +216,20 @@ class _CheckpointLoader:
         weights.stream_weights(model, stored, renamed, device, report, quantizer, shards, self._expert_merger)
         return quantizer
 
-    def _load_packed(self, renamed: dict[str, str], pieces: Mapping[str, str]) -> AnyQuantizer:
+    def _load_packed(self, renamed: dict[str, str], pieces: Mapping[str, str]) -> WeightQuantizer:
         """Fill the model, with packed weights for linears and experts."""
         model, stored, shards, packed = self._model, self._stored, self._shards, self._packed
         packed_experts = self._packed_experts
         assert packed is not None
-        if isinstance(packed, PackedCheckpoint):
-            packed.drop_unused_biases(model, stored, renamed)
+        reader = packed.reader(model, stored, renamed, shards)
         renamed = {name: target for name, target in renamed.items() if name in stored}
         plain = {name: target for name, target in renamed.items() if name not in packed.weights}
         check_dtypes(model, stored, {**plain, **pieces}, {})
         whole = {} if packed_experts is None else packed_experts.matrices
         weights.check_tensor_names(model, stored, renamed, self.folder, shards, {**pieces, **whole})
-        if isinstance(packed, PackedCheckpoint):
-            reader = PackedReader(packed, renamed, shards)
-            quantizer = IntQuantizer(model, packed.format.scheme, reader.packed, reader.linears, packed_experts)
-        else:
-            reader = Mxfp4Reader(packed, renamed, shards)
-            quantizer = Mxfp4Quantizer(model, reader.scales)
+        quantizer = reader.quantizer(model, packed_experts)
         readers = [each for each in (reader, self._expert_merger, packed_experts) if each is not None]
-        parts = reader.parts if packed_experts is None else reader.parts | packed_experts.parts
+        parts = {**reader.parts, **({} if packed_experts is None else packed_experts.parts)}
         device, report, assembler = self._load_spec.device, self._report, weights.AssemblerGroup(readers)
         weights.stream_weights(model, stored | parts, plain, device, report, quantizer, shards, assembler)
         return quantizer
@@ -283,7 +269,7 @@ def _restore_buffers(model: PreTrainedModel, load_spec: WeightLoadSpec) -> None:
 
 def _load_with_transformers(
     model: PreTrainedModel, load_spec: WeightLoadSpec, stored: Mapping[str, weights.CheckpointTensor], report: Report
-) -> tuple[PreTrainedModel, AnyQuantizer | None]:
+) -> tuple[PreTrainedModel, WeightQuantizer | None]:
     """Load the whole model on the CPU with transformers, then shard and quantize it."""
     report.event(
         "weights_converted", reason="the checkpoint splits tensors differently from the model", by="transformers"

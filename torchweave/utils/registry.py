@@ -146,8 +146,8 @@ class Registry(Generic[Item]):
         except AttributeError as error:
             raise PluginError(f"{what} cannot be loaded: module {module_name} has no attribute {attribute}") from error
         except ImportError as error:
-            cure = "update it or leave it out" if origin.package else "is the module on PYTHONPATH?"
-            raise PluginError(f"{what} cannot be imported ({error}); {cure}") from error
+            hint = "update it or leave it out" if origin.package else "is the module on PYTHONPATH?"
+            raise PluginError(f"{what} cannot be imported ({error}); {hint}") from error
         except Exception as error:  # a plug-in's own code
             raise PluginError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
         return self._checked(name, origin, loaded)
@@ -156,7 +156,8 @@ class Registry(Generic[Item]):
         if missing := [attribute for attribute in self._needs if not hasattr(item, attribute)]:
             of = f" of the package {origin.package}" if origin.package else ""
             raise PluginError(
-                f"{name!r}{of} is no {self.kind}: it lacks {', '.join(missing)}; docs/plugins.md describes the interface"
+                f"{name!r}{of} is no {self.kind}: it lacks {', '.join(missing)}; docs/how-to/write-a-plugin.md describes the "
+                "interface"
             )
         return item
 

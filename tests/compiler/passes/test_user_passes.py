@@ -76,7 +76,7 @@ def test_user_pass_given_as_an_argument(own_module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("scale_once", "does not name a pass; write module:Name"),
+        ("scale_once", "unknown pass"),
         ("no_such_module:X", "cannot be imported"),
         ("my_passes:NOTHING", "module my_passes has no attribute NOTHING"),
         ("my_passes:NOT_A_PASS", "is not a pass, it lacks name, stage"),

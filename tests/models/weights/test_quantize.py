@@ -22,9 +22,9 @@ from torchweave.models.weights.quantize import (
     Quantizer,
     QuantScheme,
     quantize_weight,
-    scheme,
 )
 from torchweave.ops.quant.fp8 import FP8, GROUP
+from torchweave.plug_points import QUANTIZATION_FORMATS
 from torchweave.report import Report
 from torchweave.verify import image_zoo, zoo
 
@@ -102,7 +102,8 @@ def test_linears_become_fp8_and_others_stay(quantization: str, tmp_path: Path) -
     zoo.save(zoo.build(zoo.zoo_model("llama")), tmp_path)
     report = Report(show=False)
     plain, loaded = load(tmp_path), load(tmp_path, quantization=quantization, report=report)
-    assert loaded.quantization == scheme(quantization).name and loaded.weight_bytes < plain.weight_bytes / 2
+    assert loaded.quantization == QUANTIZATION_FORMATS.get(quantization).scheme.name
+    assert loaded.weight_bytes < plain.weight_bytes / 2
     model = loaded.module.model
     quantized = [name for name, module in model.named_modules() if isinstance(module, Fp8Linear)]
     assert len(quantized) == 7 * len(model.model.layers) and type(model.lm_head) is nn.Linear
@@ -125,7 +126,7 @@ def test_no_whole_model_is_ever_on_the_device(monkeypatch: pytest.MonkeyPatch) -
             linears = [model.get_submodule(each) for each in self.linears]
             wide.append(sum(not each.weight.is_meta and each.weight.dtype != FP8 for each in linears))
 
-    monkeypatch.setattr(sys.modules["torchweave.models.materialize"], "Quantizer", Spy)
+    monkeypatch.setattr(sys.modules["torchweave.models.weights.quantize"], "Quantizer", Spy)
     load("demo", quantization="fp8")
     assert len(wide) > 35 and max(wide) == 0
 

@@ -9,13 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.attention.attention_cases import CASES, Case, build, in_fp8, reference
+from torchweave.ops.attention.choose import available_backends, get_backend
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES, dequantize_kv, quantize_kv
 from torchweave.ops.attention.op import (
     AttentionCall,
     LayerSpec,
     attention,
-    available_backends,
-    get_backend,
     run_attention,
 )
 from torchweave.ops.registry import boundary_ops, define, op_info
@@ -183,7 +182,7 @@ def test_registry_refuses_a_boundary_with_an_output() -> None:
 
 
 def test_unknown_and_unavailable_backends_are_refused() -> None:
-    with pytest.raises(ValueError, match="choose auto, triton, torch, fa3, cpp"):
+    with pytest.raises(ValueError, match="available: triton, torch, fa3, cpp"):
         get_backend("flash", "cpu")
     with pytest.raises(ValueError, match="needs a CUDA GPU"):
         get_backend("triton", "cpu")
@@ -193,7 +192,7 @@ def test_unknown_and_unavailable_backends_are_refused() -> None:
 
 def test_auto_selects_an_available_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_backend("auto", "cpu").name == "cpp"
-    monkeypatch.setattr("torchweave.ops.attention.op.has_compiler", lambda: False)
+    monkeypatch.setattr("torchweave.ops.attention.choose.has_compiler", lambda: False)
     assert get_backend("auto", "cpu").name == "torch"
     with pytest.raises(ValueError, match=r"no C\+\+ compiler"):
         get_backend("cpp", "cpu")

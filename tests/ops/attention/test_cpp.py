@@ -12,8 +12,9 @@ from torch._inductor import codecache
 
 from tests.ops.attention.attention_cases import CASES, Built, Case, build, in_fp8
 from torchweave.ops.attention.backends.cpp import LONG_PREFILL_TOKENS
+from torchweave.ops.attention.choose import get_backend
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
-from torchweave.ops.attention.op import LayerSpec, get_backend
+from torchweave.ops.attention.op import LayerSpec
 from torchweave.ops.kernels import cpp
 from torchweave.ops.kernels.cpp import has_compiler
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from tests.ops.cross_compile import compile_for_hopper, recorded, spilled_bytes
 from torchweave.ops.attention.backends import triton as attention_triton
-from torchweave.ops.attention.backends.fa3 import unsupported_reason
+from torchweave.ops.attention.backends.fa3 import Fa3Backend
 from torchweave.ops.attention.backends.triton import (
     MAX_SPLITS,
     DecodeConfig,
@@ -200,9 +200,9 @@ def test_block_size_that_is_no_power_of_two_is_refused() -> None:
 
 
 def test_fa3_refuses_unsupported_layers() -> None:
-    assert unsupported_reason(LayerSpec(8, 128, 128, 32), torch.bfloat16) is None
-    assert "bfloat16" in (unsupported_reason(LayerSpec(8, 128, 128, 32), torch.float16) or "")
-    assert "heads of 64 or 128" in (unsupported_reason(LayerSpec(8, 96, 96, 32), torch.bfloat16) or "")
+    assert Fa3Backend.unsupported_reason(LayerSpec(8, 128, 128, 32), torch.bfloat16) is None
+    assert "bfloat16" in (Fa3Backend.unsupported_reason(LayerSpec(8, 128, 128, 32), torch.float16) or "")
+    assert "heads of 64 or 128" in (Fa3Backend.unsupported_reason(LayerSpec(8, 96, 96, 32), torch.bfloat16) or "")
     in_fp8 = LayerSpec(8, 128, 128, 32, cache_dtype=torch.float8_e4m3fn)
-    assert "queries in FP8" in (unsupported_reason(in_fp8, torch.bfloat16) or "")
-    assert "windows" in (unsupported_reason(LayerSpec(8, 64, 64, 64, window=128), torch.bfloat16) or "")
+    assert "queries in FP8" in (Fa3Backend.unsupported_reason(in_fp8, torch.bfloat16) or "")
+    assert "windows" in (Fa3Backend.unsupported_reason(LayerSpec(8, 64, 64, 64, window=128), torch.bfloat16) or "")

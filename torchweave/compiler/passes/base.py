@@ -15,7 +15,6 @@ A user pass is a class with a name, facts and `run`:
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
@@ -26,6 +25,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 from torch import fx
 
 from torchweave.compiler.ir.graph import CapturedGraph
+from torchweave.plug_points import PASSES
 
 Numerics = Literal["exact", "tolerance"]
 Stage = Literal["torch_ir", "aten"]
@@ -114,22 +114,12 @@ def declaration_error(each: Pass) -> str | None:
 
 
 def load_pass(name: str) -> Pass:
-    """Load the pass at `module:Name`: an instance, or a class, which is called without arguments.
+    """Load the pass `module:Name`, or of an entry point: an instance, or a class, which is called without arguments.
 
     Raises:
         ValueError: the module or name does not exist, or the object is not a pass.
     """
-    module_name, _, attribute = name.partition(":")
-    if not (module_name and attribute):
-        raise ValueError(f"passes: {name!r} does not name a pass; write module:Name, for example my_passes:DropDropout")
-    try:
-        loaded = getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise ValueError(f"passes: {name} cannot be imported ({error}); is the module on PYTHONPATH?") from error
-    except AttributeError as error:
-        raise ValueError(
-            f"passes: {name} cannot be loaded; module {module_name} has no attribute {attribute}"
-        ) from error
+    loaded = PASSES.get(name)
     try:
         instance = loaded() if isinstance(loaded, type) else loaded
     except TypeError as error:

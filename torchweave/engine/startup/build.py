@@ -48,8 +48,9 @@ from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
 from torchweave.models.multimodal.support import image_token_id
 from torchweave.models.parallel import PipelineStage
+from torchweave.ops.attention.choose import get_backend
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
-from torchweave.ops.attention.op import AttentionBackend, LayerSpec, get_backend
+from torchweave.ops.attention.op import AttentionBackend, LayerSpec
 from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
 from torchweave.utils.openmp import release_workers
@@ -113,7 +114,9 @@ def resolve_plan(config: EngineConfig) -> Plan:
     Raises:
         ValueError: the model or an option is not supported.
     """
-    return resolve(config, device_facts(config.device), _model_facts(config, None))
+    return resolve(
+        config, device_facts(config.device, attention_backend=config.attention_backend), _model_facts(config, None)
+    )
 
 
 def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, process_groups: ProcessGroups) -> Engine:
@@ -188,7 +191,9 @@ def load_model(
         ValueError: the model or an option is not supported.
     """
     device = config.device if process_groups.size == 1 else process_groups.device
-    plan = resolve(config, device_facts(device, process_groups.rank), _model_facts(config, loaded))
+    plan = resolve(
+        config, device_facts(device, process_groups.rank, config.attention_backend), _model_facts(config, loaded)
+    )
     if loaded is None:
         loaded = load(
             config.model,
@@ -206,6 +211,7 @@ def load_model(
             download_dir=config.download_dir,
             runner=config.runner,
             pooler=config.pooler_config,
+            plugins=config.plugins,
         )
     plan = _with_runner(plan, loaded)
     if config.tokenizer is not None:
@@ -248,7 +254,9 @@ def _with_runner(plan: Plan, loaded: LoadedModel) -> Plan:
 def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts:
     if loaded is None:
         images = config.limit_mm_per_prompt.image > 0
-        return model_facts(config.model, config.trust_remote_code, images, config.revision, config.download_dir)
+        return model_facts(
+            config.model, config.trust_remote_code, images, config.revision, config.download_dir, config.plugins
+        )
     if config.quantization is not None and loaded.quantization is None:
         raise ValueError(
             f"quantization={config.quantization}: {loaded.name} is in memory already; quantise it as it is loaded"

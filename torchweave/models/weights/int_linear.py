@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchweave.models.experts import runs_as_op
+from torchweave.models.weights.formats import QuantizationFormat
 from torchweave.models.weights.quantize import Quantizer
 from torchweave.models.weights.read import set_tensor
 from torchweave.ops.quant.int8_linear import MANY_ROWS
@@ -58,9 +59,14 @@ class IntScheme:
         """Inputs that share a scale in a row of `width`."""
         return self.group or width
 
+    def quantizer(self, model: PreTrainedModel) -> IntQuantizer:
+        """See `Scheme.quantizer`."""
+        return IntQuantizer(model, self)
+
 
 MXFP4, NVFP4 = IntScheme(4, MX_BLOCK, "mxfp4"), IntScheme(4, BLOCK, "nvfp4")
 NVFP4_W4A4 = IntScheme(4, BLOCK, "nvfp4", activations="fp4")
+INT4_FORMAT, NVFP4_FORMAT = QuantizationFormat(scheme=IntScheme()), QuantizationFormat(scheme=NVFP4)
 
 
 class IntWeight(NamedTuple):

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.experts import expert_weights
-from torchweave.models.weights.int_linear import IntWeight, store_experts
+from torchweave.models.experts import expert_weights, experts_modules
+from torchweave.models.weights.formats import QuantizationFormat, WeightQuantizer
+from torchweave.models.weights.int_linear import MXFP4, IntQuantizer, IntWeight, store_experts
 from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE, are_scales
 from torchweave.models.weights.read import CheckpointTensor, set_tensor
 from torchweave.models.weights.shards import TensorShard
@@ -32,9 +33,25 @@ _BYTES = MX_BLOCK // 2
 
 @dataclass(frozen=True)
 class Mxfp4Scheme:
-    """Quantization of experts to MXFP4; the rest of the model keeps its dtype."""
+    """Quantization of experts to MXFP4, the rest of the model keeps its dtype; without experts, of linears."""
 
     name: str = "mxfp4"
+
+    @property
+    def scheme(self) -> Mxfp4Scheme:
+        """See `StoredFormat.scheme`."""
+        return self
+
+    def collect(self, folder: Path, stored: dict[str, CheckpointTensor]) -> Mxfp4Checkpoint:
+        """See `StoredFormat.collect`."""
+        return Mxfp4Checkpoint.collect(folder, stored)
+
+    def quantizer(self, model: PreTrainedModel) -> WeightQuantizer:
+        """See `Scheme.quantizer`."""
+        return Mxfp4Quantizer(model) if experts_modules(model) else IntQuantizer(model, MXFP4)
+
+
+MXFP4_FORMAT = QuantizationFormat(read=lambda _: Mxfp4Scheme(), scheme=Mxfp4Scheme())
 
 
 class Mxfp4Quantizer:
@@ -132,6 +149,16 @@ class Mxfp4Checkpoint:
             )
         return result
 
+    def reader(
+        self,
+        model: PreTrainedModel,
+        stored: dict[str, CheckpointTensor],
+        renamed: Mapping[str, str],
+        shards: Mapping[str, TensorShard],
+    ) -> Mxfp4Reader:
+        """See `StoredWeights.reader`."""
+        return Mxfp4Reader(self, renamed, shards)
+
 
 class Mxfp4Reader:
     """A `TensorAssembler` that joins the bytes and scales of experts.
@@ -172,6 +199,10 @@ class Mxfp4Reader:
             )
         self.scales[target] = arrived[True]
         return arrived[False].flatten(2)
+
+    def quantizer(self, model: PreTrainedModel, experts: Any = None) -> Mxfp4Quantizer:
+        """See `WeightReader.quantizer`."""
+        return Mxfp4Quantizer(model, self.scales)
 
     def _shard_of(self, name: str) -> TensorShard | None:
         """This rank's part: of the experts, the rows, or the groups of inputs."""

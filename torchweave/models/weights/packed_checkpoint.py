@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchweave.models.attention import UnsupportedModel
-from torchweave.models.weights.int_linear import IntScheme, IntWeight, to_layout
+from torchweave.models.weights.int_linear import IntQuantizer, IntScheme, IntWeight, to_layout
 from torchweave.models.weights.read import CheckpointTensor, loadable_tensors
 from torchweave.models.weights.shards import Range, TensorShard
 from torchweave.ops.quant.int_linear import num_groups
@@ -108,6 +108,10 @@ class PackedFormat:
             return _SCALE_DTYPES[self.scheme.code] if leaf == self.scale.leaf else _FLOATS
         integers = "I32" if self.scheme.code == "int" else "U8"
         return ("I8",) if leaf == "weight" and self.scheme.code == "int" else (integers,)
+
+    def collect(self, folder: Path, stored: dict[str, CheckpointTensor]) -> PackedCheckpoint:
+        """See `StoredFormat.collect`."""
+        return PackedCheckpoint.collect(self, folder, stored)
 
 
 def compressed_tensors_format(bits: int, group: int, symmetric: bool) -> PackedFormat:
@@ -226,6 +230,17 @@ class PackedCheckpoint:
             )
         return result
 
+    def reader(
+        self,
+        model: PreTrainedModel,
+        stored: dict[str, CheckpointTensor],
+        renamed: Mapping[str, str],
+        shards: Mapping[str, TensorShard],
+    ) -> PackedReader:
+        """See `StoredWeights.reader`."""
+        self.drop_unused_biases(model, stored, renamed)
+        return PackedReader(self, {name: target for name, target in renamed.items() if name in stored}, shards)
+
     def _check(self, name: str, weight: PackedWeight, stored: Mapping[str, CheckpointTensor]) -> None:
         """Set the weight's shape and check those of its parts."""
         packed_format, owner = self.format, name.removesuffix(".weight")
@@ -342,6 +357,10 @@ class PackedReader:
         weight = self._pack(target, self._arrived.pop(target))
         self.packed[target.removesuffix(".weight")] = weight
         return weight.w
+
+    def quantizer(self, model: PreTrainedModel, experts: Any = None) -> IntQuantizer:
+        """See `WeightReader.quantizer`."""
+        return IntQuantizer(model, self.format.scheme, self.packed, self.linears, experts)
 
     def _shard_of(self, name: str) -> list[TensorShard]:
         """This rank's part of a part; empty: all of it."""

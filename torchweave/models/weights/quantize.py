@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,8 @@ from transformers import PreTrainedModel
 import torchweave.ops.quant.fp8_linear  # noqa: F401  (defines torchweave::fp8_linear)
 from torchweave.models.experts import expert_weights, runs_as_op
 from torchweave.models.multimodal.support import decoder_of
-from torchweave.models.weights.read import set_tensor
+from torchweave.models.weights.formats import QuantizationFormat
+from torchweave.models.weights.read import CheckpointTensor, set_tensor
 from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, has_nan, scale_from_amax, to_fp8
 from torchweave.ops.quant.fp8_linear import block_scales, supports_weight_shape
 from torchweave.report import Report
@@ -52,18 +54,22 @@ class QuantScheme:
         """Argument `group` of `torchweave::fp8_quant`."""
         return GROUP if self.weights == "block" else PER_TOKEN
 
+    @property
+    def scheme(self) -> QuantScheme:
+        """See `StoredFormat.scheme`."""
+        return self
 
-def scheme(name: str) -> QuantScheme:
-    """Parse a value of the option `quantization`; `fp8` is `fp8_per_tensor`."""
-    kinds: dict[str, Literal["tensor", "channel", "block"]] = {
-        "fp8": "tensor",
-        "fp8_per_tensor": "tensor",
-        "fp8_per_channel": "channel",
-        "fp8_per_block": "block",
-    }
-    if name not in kinds:
-        raise ValueError(f"quantization is {name!r}: expected {', '.join(kinds)}, int4, mxfp4, nvfp4.")
-    return QuantScheme(kinds[name])
+    def collect(self, folder: Path, stored: dict[str, CheckpointTensor]) -> None:
+        """See `StoredFormat.collect`: weights are whole, beside their scales."""
+
+    def quantizer(self, model: PreTrainedModel) -> Quantizer:
+        """See `Scheme.quantizer`."""
+        return Quantizer(model, self)
+
+
+FP8_PER_TENSOR, FP8_PER_CHANNEL, FP8_PER_BLOCK = (
+    QuantizationFormat(scheme=QuantScheme(weights)) for weights in ("tensor", "channel", "block")
+)
 
 
 class Fp8Linear(nn.Module):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ from transformers import PreTrainedModel
 from torchweave.config.model_source import Source, read_json
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.weights import packed_checkpoint
+from torchweave.models.weights.formats import QuantizationFormat, Scheme, StoredFormat, unsupported
 from torchweave.models.weights.int_linear import MXFP4, NVFP4, NVFP4_W4A4, PER_CHANNEL, IntScheme
-from torchweave.models.weights.mxfp4_experts import Mxfp4Scheme
 from torchweave.models.weights.packed_checkpoint import PackedFormat
-from torchweave.models.weights.quantize import QuantScheme, scheme
+from torchweave.models.weights.quantize import QuantScheme
 from torchweave.models.weights.read import CheckpointTensor, loadable_tensors, read_tensors
 from torchweave.models.weights.shards import TensorShard
 from torchweave.ops.quant.fp8 import GROUP
+from torchweave.plug_points import QUANTIZATION_FORMATS
 
-Scheme = QuantScheme | IntScheme | Mxfp4Scheme
 WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")
 INPUT_SCALES = (".input_scale", ".activation_scale")
 _CACHE_SCALES = {
@@ -51,33 +51,30 @@ def quantization_config(source: Source) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def checkpoint_scheme(source: Source) -> Scheme | None:
+def checkpoint_scheme(source: Source, plugins: Sequence[str] | None = None) -> Scheme | None:
     """Quantization scheme of a checkpoint; None: unquantized.
+
+    Args:
+        plugins: see `EngineConfig.plugins`.
 
     Raises:
         UnsupportedModel: the format is not supported.
     """
-    result = checkpoint_format(source)
-    return result.scheme if isinstance(result, PackedFormat) else result
+    stored = checkpoint_format(source, plugins)
+    return None if stored is None else stored.scheme
 
 
-def checkpoint_format(source: Source) -> QuantScheme | Mxfp4Scheme | PackedFormat | None:
-    """Scheme of FP8 weights or MXFP4 experts, or the format of packed integers; raises as `checkpoint_scheme`."""
+def checkpoint_format(source: Source, plugins: Sequence[str] | None = None) -> StoredFormat | None:
+    """How a checkpoint stores quantized weights; arguments and errors as of `checkpoint_scheme`."""
     config = quantization_config(source)
     if config is None:
         return None
     method = config.get("quant_method", "unknown")
-    readers = {
-        "compressed-tensors": _compressed_tensors,
-        "fp8": _fine_grained,
-        "awq": _awq,
-        "gptq": _gptq,
-        "mxfp4": lambda _: Mxfp4Scheme(),
-        "modelopt": _modelopt,
-    }
-    if method not in readers:
-        raise _unsupported(f"by {method}")
-    return readers[method](config)
+    known = isinstance(method, str) and ":" not in method and QUANTIZATION_FORMATS.has(method, plugins)
+    read = QUANTIZATION_FORMATS.get(method, plugins).read if known else None
+    if read is None:
+        raise unsupported(f"by {method}")
+    return read(config)
 
 
 def checkpoint_kv_cache_dtype(source: Source) -> str | None:
@@ -111,14 +108,17 @@ def pop_kv_cache_scales(stored: dict[str, CheckpointTensor]) -> dict[int, tuple[
     return {layer: (scales.get("k", 1.0), scales.get("v", 1.0)) for layer, scales in scales_by_layer.items()}
 
 
-def resolve_scheme(source: Source, requested: str | None) -> Scheme | None:
+def resolve_scheme(source: Source, requested: str | None, plugins: Sequence[str] | None = None) -> Scheme | None:
     """Quantization scheme to load with: the checkpoint's, else the requested one.
 
+    Args:
+        plugins: see `EngineConfig.plugins`.
+
     Raises:
-        ValueError: the request contradicts the checkpoint.
+        ValueError: the request is unknown or contradicts the checkpoint.
     """
-    stored_format = checkpoint_format(source)
-    stored = stored_format.scheme if isinstance(stored_format, PackedFormat) else stored_format
+    stored_format = checkpoint_format(source, plugins)
+    stored = None if stored_format is None else stored_format.scheme
     if requested == NVFP4_W4A4.name:
         if not isinstance(stored_format, PackedFormat) or not stored_format.input_scale:
             raise ValueError(
@@ -127,20 +127,21 @@ def resolve_scheme(source: Source, requested: str | None) -> Scheme | None:
             )
         return NVFP4_W4A4
     if stored is None or requested is None:
-        return stored if requested is None else _parse_scheme(requested)
-    if requested != stored.name and _parse_scheme(requested) != stored:
+        return stored if requested is None else _requested_scheme(requested, plugins)
+    if requested != stored.name and _requested_scheme(requested, plugins) != stored:
         raise ValueError(
             f"quantization={requested} contradicts {source.name!r}, which is {stored.name} already; remove the option."
         )
     return stored
 
 
-def _parse_scheme(name: str) -> Scheme:
-    if name == Mxfp4Scheme().name:
-        return Mxfp4Scheme()
-    if name == NVFP4.name:
-        return NVFP4
-    return IntScheme() if name in ("int4", IntScheme().name) else scheme(name)
+def _requested_scheme(name: str, plugins: Sequence[str] | None) -> Scheme:
+    scheme = QUANTIZATION_FORMATS.get("int4" if name == IntScheme().name else name, plugins).scheme
+    if scheme is None:
+        raise ValueError(
+            f"quantization={name} is a format of checkpoints, which is followed without the option; leave it out."
+        )
+    return scheme
 
 
 def _modelopt(config: Mapping[str, Any]) -> QuantScheme | PackedFormat:
@@ -149,20 +150,13 @@ def _modelopt(config: Mapping[str, Any]) -> QuantScheme | PackedFormat:
         return QuantScheme("tensor", static=True)
     if algorithm == "NVFP4":
         return packed_checkpoint.modelopt_fp4_format(NVFP4)
-    raise _unsupported(f"by modelopt with the algorithm {algorithm}")
-
-
-def _unsupported(what: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"This checkpoint is quantized {what}, which is not supported; use an unquantized one (quantization=fp8 or int4 quantizes "
-        "it at load time), or a format of docs/how-to/quantize.md."
-    )
+    raise unsupported(f"by modelopt with the algorithm {algorithm}")
 
 
 def _awq(config: Mapping[str, Any]) -> PackedFormat:
     version, bits = str(config.get("version", "gemm")).lower(), config.get("bits")
     if (version, bits) != ("gemm", 4) or not config.get("zero_point", True):
-        raise _unsupported(
+        raise unsupported(
             f"by awq in the version {version} to {bits} bits, zero_point={config.get('zero_point', True)}"
         )
     return packed_checkpoint.awq_format(_group_size(config.get("group_size"), "by awq"))
@@ -176,10 +170,10 @@ def _gptq(config: Mapping[str, Any]) -> PackedFormat:
         else config.get("checkpoint_format") or config.get("format") or "gptq"
     )
     if form not in ("gptq", "gptq_v2") or bits not in (4, 8) or config.get("pack_dtype", "int32") != "int32":
-        raise _unsupported(f"by gptq in the format {form} to {bits} bits in {config.get('pack_dtype', 'int32')}")
+        raise unsupported(f"by gptq in the format {form} to {bits} bits in {config.get('pack_dtype', 'int32')}")
     rules = _json_object(config.get("dynamic"), "dynamic")
-    if unsupported := [rule for rule in rules if not rule.startswith("-:")]:
-        raise _unsupported(f"by gptq with other settings for {unsupported[0]!r}")
+    if changed := [rule for rule in rules if not rule.startswith("-:")]:
+        raise unsupported(f"by gptq with other settings for {changed[0]!r}")
     group = _group_size(config.get("group_size"), "by gptq")
     return packed_checkpoint.gptq_format(bits, group, bool(config.get("sym", True)), 0 if form == "gptq_v2" else 1)
 
@@ -189,7 +183,7 @@ def _group_size(size: Any, description: str) -> int:
     if size == -1:
         return PER_CHANNEL
     if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size % 8:
-        raise _unsupported(f"{description} in groups of {size}")
+        raise unsupported(f"{description} in groups of {size}")
     return size
 
 
@@ -197,17 +191,17 @@ def _fine_grained(config: Mapping[str, Any]) -> QuantScheme:
     static = config.get("activation_scheme", "dynamic") == "static"
     block = config.get("weight_block_size")
     if config.get("fmt", "e4m3") != "e4m3":
-        raise _unsupported(f"by fp8 in {config['fmt']}")
+        raise unsupported(f"by fp8 in {config['fmt']}")
     if block is None:
         return QuantScheme("tensor", static)
     if block not in _BLOCKS or static:
-        raise _unsupported(f"by fp8 in blocks of {block} with {'static' if static else 'dynamic'} activations")
+        raise unsupported(f"by fp8 in blocks of {block} with {'static' if static else 'dynamic'} activations")
     return QuantScheme("block")
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantScheme | PackedFormat | None:
     if places := sorted(_online_transforms(config)):
-        raise _unsupported(f"by compressed-tensors with online transforms of {', '.join(places)}")
+        raise unsupported(f"by compressed-tensors with online transforms of {', '.join(places)}")
     schemes = {
         _parse_config_group(*each, config.get("format"))
         for each in _json_object(config.get("config_groups"), "config_groups").items()
@@ -215,7 +209,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantScheme | PackedFormat
     if not schemes and config.get("kv_cache_scheme"):
         return None
     if len(schemes) != 1:
-        raise _unsupported(f"by compressed-tensors in {len(schemes)} different ways")
+        raise unsupported(f"by compressed-tensors in {len(schemes)} different ways")
     return schemes.pop()
 
 
@@ -259,7 +253,7 @@ def _parse_config_group(name: str, group: Any, stored_format: Any) -> QuantSchem
         return _parse_integer_group(weights, activations, stored_format, description)
     inputs = _json_object(inputs, "input_activations")
     if any((part.get("type"), part.get("num_bits")) != ("float", 8) for part in (weights, inputs)):
-        raise _unsupported(f"{description} with activations in {inputs.get('type')}{inputs.get('num_bits')}")
+        raise unsupported(f"{description} with activations in {inputs.get('type')}{inputs.get('num_bits')}")
     static = not inputs.get("dynamic", False)
     activations = f"{description} with {'static' if static else 'dynamic'} activations by {inputs.get('strategy')}"
     if strategy == "block":
@@ -271,7 +265,7 @@ def _parse_config_group(name: str, group: Any, stored_format: Any) -> QuantSchem
     elif strategy in ("tensor", "channel") and inputs.get("strategy") == "tensor":
         # With a scale over all tokens of a step, one request would change another's results.
         return QuantScheme(strategy)
-    raise _unsupported(activations)
+    raise unsupported(activations)
 
 
 def _parse_fp4_group(weights: Mapping[str, Any], inputs: Any, stored_format: Any, description: str) -> PackedFormat:
@@ -284,7 +278,7 @@ def _parse_fp4_group(weights: Mapping[str, Any], inputs: Any, stored_format: Any
             return packed_checkpoint.fp4_format(
                 fp4_scheme, "input_global_scale" if in_fp4 and _groups_of(inputs) == settings else ""
             )
-    raise _unsupported(f"{description} in groups of {weights.get('group_size')} in the format {stored_format}")
+    raise unsupported(f"{description} in groups of {weights.get('group_size')} in the format {stored_format}")
 
 
 def _groups_of(numbers: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -298,10 +292,10 @@ def _parse_integer_group(
     strategy, bits, symmetric = weights.get("strategy"), weights.get("num_bits"), bool(weights.get("symmetric", True))
     in_int8 = stored_format == "int-quantized" and bits == 8 and symmetric
     if activations and (not in_int8 or (activations.get("type"), activations.get("num_bits")) != ("int", 8)):
-        raise _unsupported(f"{description} with activations in {activations.get('type')}{activations.get('num_bits')}")
+        raise unsupported(f"{description} with activations in {activations.get('type')}{activations.get('num_bits')}")
     in_int32 = stored_format == "pack-quantized" and bits in (4, 8)
     if weights.get("type") != "int" or not (in_int8 or in_int32) or strategy not in ("group", "channel"):
-        raise _unsupported(f"{description} with unquantized activations in the format {stored_format}")
+        raise unsupported(f"{description} with unquantized activations in the format {stored_format}")
     size = PER_CHANNEL if strategy == "channel" else _group_size(weights.get("group_size"), description)
     by_token = (activations.get("strategy"), activations.get("dynamic"), activations.get("symmetric", True))
     tokens = size == PER_CHANNEL and by_token == ("token", True, True)
@@ -310,6 +304,10 @@ def _parse_integer_group(
         if in_int8
         else packed_checkpoint.compressed_tensors_format(weights["num_bits"], size, symmetric)
     )
+
+
+AWQ, GPTQ, MODELOPT, COMPRESSED_TENSORS = map(QuantizationFormat, (_awq, _gptq, _modelopt, _compressed_tensors))
+FINE_GRAINED_FP8 = QuantizationFormat(_fine_grained, QuantScheme("tensor"))
 
 
 def pop_scales(

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: the ops that models call, the metadata of a step, and the choice of backend.
+"""Attention over a paged KV cache: the ops that models call, and the metadata of a step.
 
 The model calls `torchweave::attention`, which writes into a tensor that the model allocated. It is a boundary op: the engine
 intercepts it and a backend runs it over the cache (`run_attention_op`). Called directly, without an engine, the
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.attention.reference import causal_attention
-from torchweave.ops.kernels.cpp import NO_COMPILER, has_compiler
 from torchweave.ops.quant.fp8 import FP8, GROUP, PER_TOKEN, fp8_quant
 from torchweave.ops.registry import define_boundary
 from torchweave.ops.rope import Rotary
@@ -322,70 +321,3 @@ class AttentionBackend(Protocol):
     def begin(self, meta: AttentionMetadata) -> AttentionStep:
         """Prepare one step: compute once all that depends on the rows but not on the layer."""
         ...
-
-
-BACKENDS = ("triton", "torch", "fa3", "cpp")
-
-
-def available_backends(device: torch.device | str) -> dict[str, str | None]:
-    """For each backend None if it can run on `device`, else the reason."""
-    return {name: _unavailable_reason(name, torch.device(device)) for name in BACKENDS}
-
-
-def get_backend(
-    name: str, device: torch.device | str, dtype: torch.dtype = torch.float32, layers: Sequence[LayerSpec] = ()
-) -> AttentionBackend:
-    """The backend `name` (`auto`: triton on a GPU, cpp on a CPU, torch where these cannot run).
-
-    Raises ValueError if it is unknown, cannot run on the device, or does not support `layers`.
-    """
-    device = torch.device(device)
-    if name == "auto":
-        best = "triton" if device.type == "cuda" else "cpp"
-        name = best if _unavailable_reason(best, device) is None else "torch"
-    if name not in BACKENDS:
-        raise ValueError(f"attention_backend {name!r} is unknown; choose auto, {', '.join(BACKENDS)}")
-    reason = _unavailable_reason(name, device)
-    if reason is not None:
-        raise ValueError(f"attention_backend {name!r} cannot run on {device}: {reason}")
-    if name == "torch":
-        from torchweave.ops.attention.backends.torch_native import TorchBackend
-
-        return TorchBackend()
-    if name == "cpp":
-        from torchweave.ops.attention.backends.cpp import CppBackend
-
-        return CppBackend()
-    if name == "triton":
-        from torchweave.ops.attention.backends.triton import TritonBackend
-
-        return TritonBackend(device)
-    from torchweave.ops.attention.backends.fa3 import Fa3Backend, unsupported_reason
-
-    for spec in layers:
-        reason = unsupported_reason(spec, dtype)
-        if reason is not None:
-            raise ValueError(f"attention_backend 'fa3' cannot run this model: {reason}; choose triton")
-    return Fa3Backend(device)
-
-
-def _unavailable_reason(name: str, device: torch.device) -> str | None:
-    if name == "torch":
-        return None
-    if name == "cpp":
-        if device.type != "cpu":
-            return "it runs only on a CPU"
-        return None if has_compiler() else NO_COMPILER
-    if device.type != "cuda":
-        return "it needs a CUDA GPU"
-    try:
-        if name == "triton":
-            import triton  # noqa: F401
-        else:
-            import fa3_fwd_interface  # noqa: F401 # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        extra = "triton" if name == "triton" else "torchweave[fa3]"
-        return f"{error}; install {extra}"
-    if name == "fa3" and torch.cuda.get_device_capability(device)[0] != 9:
-        return "FlashAttention 3 is built for Hopper GPUs (sm_90)"
-    return None

@@ -20,32 +20,30 @@ PAGE_SIZE = 128
 LONG_QUERY = 256
 
 
-def unsupported_reason(spec: LayerSpec, dtype: torch.dtype) -> str | None:
-    """Why the wheel's FlashAttention 3 cannot run a layer; None if it can."""
-    if dtype != torch.bfloat16:
-        return f"FlashAttention 3 is built for bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if spec.head_dim not in (64, 128) or spec.value_dim != spec.head_dim:
-        return f"FlashAttention 3 takes heads of 64 or 128, not {spec.head_dim} with values of {spec.value_dim}"
-    if spec.cache_dtype is not None:
-        return "FlashAttention 3 reads a cache in FP8 only with queries in FP8"
-    if spec.window or spec.chunk or spec.softcap or spec.sinks or spec.alibi or spec.lookahead:
-        return (
-            "FlashAttention 3 is built without windows, chunks, soft caps, sinks, ALiBi and images that see both ways"
-        )
-    return None
-
-
 class Fa3Backend(TritonBackend):
     """Prefill and mixed steps by FlashAttention 3, decode steps by the Triton kernel, over one cache."""
 
     name = "fa3"
     block_size = PAGE_SIZE
 
+    @staticmethod
+    def unsupported_reason(spec: LayerSpec, dtype: torch.dtype) -> str | None:
+        """Why the wheel's FlashAttention 3 cannot run a layer; None if it can."""
+        if dtype != torch.bfloat16:
+            return f"FlashAttention 3 is built for bfloat16, not {str(dtype).removeprefix('torch.')}"
+        if spec.head_dim not in (64, 128) or spec.value_dim != spec.head_dim:
+            return f"FlashAttention 3 takes heads of 64 or 128, not {spec.head_dim} with values of {spec.value_dim}"
+        if spec.cache_dtype is not None:
+            return "FlashAttention 3 reads a cache in FP8 only with queries in FP8"
+        if spec.window or spec.chunk or spec.softcap or spec.sinks or spec.alibi or spec.lookahead:
+            return "FlashAttention 3 is built without windows, chunks, soft caps, sinks, ALiBi and images that see both ways"
+        return None
+
     def allocate(
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKVCache:
         """See `AttentionBackend.allocate`. Zeroes the cache: slots behind a sequence's end have weight 0 but must be finite."""
-        reason = unsupported_reason(spec, dtype)
+        reason = self.unsupported_reason(spec, dtype)
         if reason is not None:
             raise ValueError(f"attention_backend 'fa3' cannot run this model: {reason}; choose triton")
         if block_size != PAGE_SIZE:

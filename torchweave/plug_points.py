@@ -1,0 +1,44 @@
+"""The plug points: where packages add to Torchweave, each a registry with an entry-point group.
+
+Torchweave's own entries are the lines below; a package adds its own by an entry point of the group (docs/how-to/write-a-plugin.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchweave.utils.registry import Registry
+
+_ATTENTION = "torchweave.ops.attention.choose"
+_WEIGHTS = "torchweave.models.weights"
+
+ATTENTION_BACKENDS: Registry[Any] = Registry(
+    "attention backend",
+    "torchweave.attention_backends",
+    {name: f"{_ATTENTION}:{name.upper()}" for name in ("triton", "torch", "fa3", "cpp")},
+    needs=("unavailable_reason", "unsupported_reason", "__call__"),
+)
+"""Of `torchweave.ops.attention.choose.BackendEntry`; the option `attention_backend`."""
+
+QUANTIZATION_FORMATS: Registry[Any] = Registry(
+    "quantization format",
+    "torchweave.quantization_formats",
+    {
+        "awq": f"{_WEIGHTS}.quantized_checkpoint:AWQ",
+        "compressed-tensors": f"{_WEIGHTS}.quantized_checkpoint:COMPRESSED_TENSORS",
+        "fp8": f"{_WEIGHTS}.quantized_checkpoint:FINE_GRAINED_FP8",
+        "gptq": f"{_WEIGHTS}.quantized_checkpoint:GPTQ",
+        "modelopt": f"{_WEIGHTS}.quantized_checkpoint:MODELOPT",
+        "fp8_per_tensor": f"{_WEIGHTS}.quantize:FP8_PER_TENSOR",
+        "fp8_per_channel": f"{_WEIGHTS}.quantize:FP8_PER_CHANNEL",
+        "fp8_per_block": f"{_WEIGHTS}.quantize:FP8_PER_BLOCK",
+        "int4": f"{_WEIGHTS}.int_linear:INT4_FORMAT",
+        "nvfp4": f"{_WEIGHTS}.int_linear:NVFP4_FORMAT",
+        "mxfp4": f"{_WEIGHTS}.mxfp4_experts:MXFP4_FORMAT",
+    },
+    needs=("read", "scheme"),
+)
+"""Of `torchweave.models.weights.formats.QuantizationFormat`, by the `quant_method` of a checkpoint or the option `quantization`."""
+
+PASSES: Registry[Any] = Registry("pass", "torchweave.passes")
+"""Of `torchweave.compiler.Pass`, or classes of them; the option `torch_compile_config.passes`."""
