@@ -8,9 +8,9 @@ import torch
 from tests.ops.speculation_cases import BLOCK_SIZE, HISTORY, draft_state, drawn_tokens
 from tests.ops.step_cases import Outputs
 from torchweave.ops.kernels import speculation as kernels
+from torchweave.ops.slot_fields import SAMPLED
 from torchweave.ops.slot_state import advance
 from torchweave.ops.speculation import (
-    SAMPLED_FIELDS,
     DraftBuffers,
     DraftOptions,
     accept,
@@ -55,7 +55,7 @@ def check_model_drafts(seed: int, shift: int) -> None:
         compare(inputs, got)
         assert rows.logits_index[:num_rows].tolist() == others.logits_index[:num_rows].tolist()
         drawn = rows.model_entries[rows.model_entries >= 0]
-        for name in (*SAMPLED_FIELDS, "position", "stop_ids"):
+        for name in (*SAMPLED, "position", "stop_ids"):
             assert getattr(buffers.sampled, name)[drawn].equal(getattr(other.sampled, name)[drawn]), name
         if most != 7:
             finish_catch_up(state, slots, rows)
@@ -130,7 +130,7 @@ def main() -> None:
                 wanted
             ].all()
             drawn = rows.entries >= 0
-            for name in (*SAMPLED_FIELDS, "position", "stop_ids"):
+            for name in (*SAMPLED, "position", "stop_ids"):
                 values = getattr(buffers.sampled, name)[: drawn.numel()][drawn]
                 assert values.equal(getattr(other.sampled, name)[: drawn.numel()][drawn]), name
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.slot_state import MAX_STOP_IDS, SEED_BITS, SlotState, SlotUpdates, StepInputs
+from torchweave.ops.slot_state import MAX_STOP_IDS, SlotState, SlotUpdates, StepInputs
 
 BLOCK_SIZE = 4
 
@@ -49,7 +49,7 @@ def set_seed(
     updates: SlotUpdates, slots: Sequence[int] | np.ndarray | int, seeds: Sequence[int] | np.ndarray | int
 ) -> None:
     """Set the 64-bit seed of `slots`; negative seeds are taken modulo 2**64."""
-    wide = np.array([int(seed) % (1 << SEED_BITS) for seed in np.atleast_1d(np.asarray(seeds, object))])
+    wide = np.array([int(seed) % 2**64 for seed in np.atleast_1d(np.asarray(seeds, object))])
     halves = wide.astype(np.uint64).view(np.uint32).reshape(-1, 2).view(np.int32)
     updates.set("seed_lo", slots, halves[:, 0])
     updates.set("seed_hi", slots, halves[:, 1])

@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.step_cases import set_seed, set_stop_ids
+from torchweave.engine.request import SamplingParams
+from torchweave.ops.slot_fields import FIELDS, INDEX, PARAMS
 from torchweave.ops.slot_state import SlotState
 
 
@@ -56,7 +58,7 @@ def test_set_request_equals_setting_each_field() -> None:
     record, apart = one.updates(), other.updates()
     facts = {"position": 9, "min_position": 12, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
     for slot, stops, seed in ((2, (4, 5), 2**63 + 5), (0, tuple(range(10)), -1)):
-        record.set_request(slot, seed=seed, stop_ids=stops, **facts)
+        record.set_request(slot, dict(facts), seed, stops)
         for name, value in facts.items():
             apart.set(name, slot, value)
         set_seed(apart, slot, seed)
@@ -64,6 +66,23 @@ def test_set_request_equals_setting_each_field() -> None:
     one.apply(record)
     other.apply(apart)
     assert one.arena.equal(other.arena) and one.position.tolist() == [9, 0, 9, 0]
+
+
+def test_fields_lie_at_their_index_of_the_table() -> None:
+    """The kernels' addresses: `INDEX[name] * field_stride`, whatever the number of slots and the parts."""
+    for state in (SlotState(5, 7), SlotState(65, 3, history_len=9, rope_axes=3)):
+        for field in FIELDS:
+            if field.name in state.layout and not field.part:
+                assert state.layout[field.name] == INDEX[field.name] * state.field_stride
+                assert getattr(state, field.name).tolist() == [field.default] * state.max_batch
+                assert getattr(state, field.name).dtype == getattr(torch, field.dtype)
+    assert {"rope_delta", "draft_limit"} <= state.layout.keys() and "rope_delta" not in SlotState(5, 7).layout
+
+
+def test_sampling_parameters_of_the_table_are_those_of_requests() -> None:
+    defaults = SamplingParams()
+    for name in PARAMS:
+        assert isinstance(getattr(defaults, name), (int, float)), name
 
 
 def test_the_last_write_to_an_index_wins() -> None:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,25 +28,14 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.kernels.sampling.layout import MAX_STOP_IDS
+from torchweave.ops.slot_fields import FIELDS, INDEX, RECORD
 
-SEED_BITS = 64
 _ALIGNMENT = 64  # int32 elements: each region starts on 256 bytes, so kernels may assume aligned vector loads
 
-# name, is float, value of an empty slot
-_SLOT_FIELDS: tuple[tuple[str, bool, float], ...] = (
-    ("last_token", False, 0),
-    ("position", False, 0),
-    ("temperature", True, 0.0),
-    ("top_k", False, 0),
-    ("top_p", True, 1.0),
-    ("min_p", True, 0.0),
-    ("seed_lo", False, 0),
-    ("seed_hi", False, 0),
-    ("min_position", False, 0),
+_RECORD = struct.Struct(
+    "=" + "".join({"int32": "i", "float32": "f"}[FIELDS[INDEX[name]].dtype] for name in RECORD) + f"{MAX_STOP_IDS}i"
 )
-
-_RECORD = struct.Struct(f"=3i3f2I{MAX_STOP_IDS}i")
-_RECORD_FIELDS = ("position", "min_position", "top_k", "temperature", "top_p", "min_p", "seed_lo", "seed_hi")
+_RECORDED = itemgetter(*RECORD)
 
 IntArray = np.ndarray | Sequence[int] | int
 
@@ -53,41 +43,26 @@ IntArray = np.ndarray | Sequence[int] | int
 class SlotState:
     """The arena and its views. S = max_batch slots, B = max_blocks_per_seq, R = max_rows, G = num_tables groups of layers.
 
-    last_token    int32 [S]     token that the slot's next decode step feeds
-    position      int32 [S]     position of the last token fed or, between steps, of `last_token`; the token that a step samples
-                                has position[slot] + 1 until `advance` makes it the new position[slot]
-    temperature   float32 [S]   0 = greedy
-    top_k         int32 [S]     <= 0 = all
-    top_p, min_p  float32 [S]   1 and 0 = off
-    seed_lo/hi    int32 [S]     the two halves of the 64-bit seed
-    min_position  int32 [S]     stop ids may not be sampled at positions below (prompt length + min_tokens; 0 = no bound)
+    The fields of `torchweave.ops.slot_fields`, [S] each, come first, `field_stride` elements apart: kernels take the arena and
+    that distance. After them:
+
     stop_ids      int32 [S, 8]  -1 = unused
     block_table   int32 [G * S, B]  cache block of each block_size tokens, group by group (`tables`); -1 = none
     slots         int32 [R]     the running decode batch, -1 = padding
-    rope_delta    int32 [S]     with `rope_axes` only: added to the positions of generated tokens for the rotation
-
-    With speculation (`history_len` > 0) also:
-    draft_limit   int32 [S]     last position at which the slot feeds a draft; -1 = no drafts
-    history       int32 [S, history_len]  token of each position, prompt and answer, up to `last_token`
-    draft_computed int32 [S]    positions whose keys and values a draft model has computed, from the first on
+    history       int32 [S, history_len]  with speculation (`history_len` > 0): token of each position, prompt and answer, up to
+                                `last_token`
     """
 
     last_token: Tensor
     position: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed_lo: Tensor
-    seed_hi: Tensor
     min_position: Tensor
+    rope_delta: Tensor
+    draft_limit: Tensor
+    draft_computed: Tensor
     stop_ids: Tensor
     block_table: Tensor
     slots: Tensor
-    draft_limit: Tensor
     history: Tensor
-    draft_computed: Tensor
-    rope_delta: Tensor
 
     def __init__(
         self,
@@ -103,15 +78,15 @@ class SlotState:
         assert max_batch > 0 and max_blocks_per_seq > 0 and max_rows > 0 and num_tables > 0
         self.num_tables, self.rope_axes = num_tables, rope_axes
         self.history_len = history_len
-        fields = (*_SLOT_FIELDS, *((("rope_delta", False, 0),) if rope_axes else ()))
+        parts = {"", *(("rope",) if rope_axes else ()), *(("drafts",) if history_len else ())}
+        fields = [field for field in FIELDS if field.part in parts]
         self.max_batch, self.max_blocks_per_seq, self.max_rows = max_batch, max_blocks_per_seq, max_rows
         self.device = torch.device(device)
-        self.shapes: dict[str, tuple[int, ...]] = {name: (max_batch,) for name, _, _ in fields}
+        self.shapes: dict[str, tuple[int, ...]] = {field.name: (max_batch,) for field in fields}
         self.shapes["stop_ids"] = (max_batch, MAX_STOP_IDS)
         self.shapes["block_table"] = (num_tables * max_batch, max_blocks_per_seq)
         self.shapes["slots"] = (max_rows,)
         if history_len:
-            self.shapes["draft_limit"] = self.shapes["draft_computed"] = (max_batch,)
             self.shapes["history"] = (max_batch, history_len)
         self.layout: dict[str, int] = {}
         """Flat offset of each region in the arena, in int32 elements."""
@@ -119,12 +94,13 @@ class SlotState:
         for name, shape in self.shapes.items():
             self.layout[name] = end
             end += -(-int(np.prod(shape)) // _ALIGNMENT) * _ALIGNMENT
-        self.float_fields = frozenset(name for name, is_float, _ in fields if is_float)
+        self.field_stride = -(-max_batch // _ALIGNMENT) * _ALIGNMENT
+        self.float_fields = frozenset(field.name for field in fields if field.dtype == "float32")
 
         initial = np.full(end, -1, dtype=np.int32)  # all regions but those of `fields` start as "none"
-        for name, is_float, empty in fields:
-            value = np.array(empty, dtype=np.float32 if is_float else np.int32).view(np.int32)
-            initial[self.layout[name] : self.layout[name] + max_batch] = value
+        for field in fields:
+            value = np.array(field.default, dtype=field.dtype).view(np.int32)
+            initial[self.layout[field.name] : self.layout[field.name] + max_batch] = value
         self.arena = torch.from_numpy(initial).to(self.device)
         self.host_arrays: dict[str, np.ndarray] = {}
         """On the CPU only: the same regions as numpy views that share the arena's memory."""
@@ -184,8 +160,8 @@ class SlotUpdates:
         self._indices: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
         stops = state.layout["stop_ids"] + np.arange(MAX_STOP_IDS)
-        offsets = np.concatenate([[state.layout[name] for name in _RECORD_FIELDS], stops])
-        strides = np.concatenate([np.ones(len(_RECORD_FIELDS)), np.full(MAX_STOP_IDS, MAX_STOP_IDS)])
+        offsets = np.concatenate([[state.layout[name] for name in RECORD], stops])
+        strides = np.concatenate([np.ones(len(RECORD)), np.full(MAX_STOP_IDS, MAX_STOP_IDS)])
         self._record_offsets, self._strides = offsets.astype(np.int32), strides.astype(np.int32)
 
     def __len__(self) -> int:
@@ -210,27 +186,18 @@ class SlotUpdates:
         data[...] = values
         self._add(flat.reshape(-1), data.reshape(-1).view(np.int32))
 
-    def set_request(
-        self,
-        slot: int,
-        *,
-        position: int,
-        min_position: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        seed: int,
-        stop_ids: Sequence[int],
-    ) -> None:
+    def set_request(self, slot: int, values: dict[str, Any], seed: int, stop_ids: Sequence[int]) -> None:
         """Set all state of the request that starts in `slot`, as one record, because a burst of requests waits for this call.
-        The first `MAX_STOP_IDS` of `stop_ids` are kept; the caller checks the rest on the host."""
+
+        Args:
+            values: by the names of `slot_fields.RECORD`, but for the halves of the seed.
+            seed: of which 64 bits are kept.
+            stop_ids: the first `MAX_STOP_IDS` are kept; the caller checks the rest on the host.
+        """
         assert 0 <= slot < self.state.max_batch, f"slot {slot} is outside 0..{self.state.max_batch - 1}"
         stops = (*stop_ids[:MAX_STOP_IDS], *(-1,) * (MAX_STOP_IDS - len(stop_ids)))
-        seed %= 1 << SEED_BITS
-        record = _RECORD.pack(
-            position, min_position, top_k, temperature, top_p, min_p, seed & 0xFFFFFFFF, seed >> 32, *stops
-        )
+        values["seed_lo"], values["seed_hi"] = _signed(seed), _signed(seed >> 32)
+        record = _RECORD.pack(*_RECORDED(values), *stops)
         self._indices.append(self._record_offsets + self._strides * np.int32(slot))
         self._values.append(np.frombuffer(record, np.int32))
 
@@ -277,6 +244,11 @@ class SlotUpdates:
         if indices.size:
             self._indices.append(indices)
             self._values.append(values.copy())  # the caller may reuse its array before `apply`
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as an int32."""
+    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 
 def _check_range(what: str, indices: np.ndarray, end: int) -> None:

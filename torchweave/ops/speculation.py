@@ -36,18 +36,8 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.kernels.sampling.layout import DraftRows
+from torchweave.ops.slot_fields import SAMPLED
 from torchweave.ops.slot_state import NOT_EMITTED, SlotState, StepInputs, fill_slot_mapping
-
-SAMPLED_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed_lo",
-    "seed_hi",
-    "min_position",
-)
-"""Fields of a slot, besides position and stop ids, that the sampler reads."""
 
 _ALIGNMENT = 32  # int32 elements: kernels are not compiled again for rows of a matrix at another alignment
 
@@ -228,7 +218,7 @@ def _gather(state: SlotState, row_slots: np.ndarray, sampled: SlotState, query_l
     """The sampler's parameters of each entry, from its row's slot; [R] slots on the CPU."""
     entry_slots, arrays = np.repeat(row_slots, query_len), state.host_arrays
     size, place = entry_slots.size, np.tile(np.arange(query_len), len(row_slots))
-    for name in (*SAMPLED_FIELDS, "stop_ids"):
+    for name in (*SAMPLED, "stop_ids"):
         sampled.host_arrays[name][:size] = arrays[name][entry_slots]
     sampled.host_arrays["position"][:size] = arrays["position"][entry_slots] + place
 

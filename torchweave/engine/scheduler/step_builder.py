@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -13,9 +14,12 @@ from torchweave.engine.scheduler.parts.base import Parts, StepRows
 from torchweave.engine.scheduler.request_state import RequestState, SlotTable
 from torchweave.engine.scheduler.running_set import NO_SLOTS, RunningSet, SlotGroup
 from torchweave.engine.scheduler.step import Chunk, Payload, Step
+from torchweave.ops.slot_fields import PARAMS
 from torchweave.ops.slot_state import SlotUpdates
 
 LOOKAHEAD_TOKENS = 16  # tokens: a sequence gets its next block this early, together with others that need one soon
+
+_PARAMS_OF = attrgetter(*PARAMS)
 
 
 class StepBuilder:
@@ -45,17 +49,13 @@ class StepBuilder:
     def write_request(self, slot: int, state: RequestState) -> None:
         """Enter a request's sampling parameters into a slot of the device."""
         params = state.request.sampling
-        self._updates.set_request(
-            slot,
-            position=state.prefill_len - 1,
-            min_position=min(len(state.prompt) + params.min_tokens, self._limits.max_model_len),
-            temperature=params.temperature if state.search is None else 0.0,
-            top_k=min(max(params.top_k, 0), self._limits.vocab_size),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=state.seed,
-            stop_ids=state.stops,
-        )
+        values = dict(zip(PARAMS, _PARAMS_OF(params), strict=True))
+        values["position"] = state.prefill_len - 1
+        values["min_position"] = min(len(state.prompt) + params.min_tokens, self._limits.max_model_len)
+        values["top_k"] = min(max(params.top_k, 0), self._limits.vocab_size)
+        if state.search is not None:
+            values["temperature"] = 0.0
+        self._updates.set_request(slot, values, state.seed, state.stops)
 
     def rows_of_step(self, running: RunningSet, decoding: np.ndarray, alone: bool) -> np.ndarray:
         """The slots of `decoding` in the next step: one micro-batch of those that may run; for `alone` see `micro_batch`."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchweave.ops.kernels.sampling.layout import DraftRows, SlotTensors
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.kernels.step_io import INT_MIN, cache_slot
+from torchweave.ops.slot_fields import INDEX, SAMPLED
 
 
 class DraftingSlots(SlotTensors, Protocol):
@@ -148,22 +149,19 @@ def prepare_drafts_kernel(
 
 @triton.jit(do_not_specialize=["num_entries"])
 def gather_kernel(
-    slots, entries, position, temperature, top_k, top_p, min_p, seed_lo, seed_hi, min_position, stop_ids,
-    to_position, to_temperature, to_top_k, to_top_p, to_min_p, to_seed_lo, to_seed_hi, to_min_position, to_stop_ids,
-    num_entries, Q: tl.constexpr, NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr,
+    slots, entries, fields, stride, stop_ids, to_fields, to_stride, to_stop_ids, num_entries,
+    POSITION: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    Q: tl.constexpr, NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sampler's parameters of each entry, from its row's slot."""
+    """The sampler's parameters of each entry, the fields FIRST to LAST, from its row's slot."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     drawn = tl.load(entries + entry, mask=entry < num_entries, other=-1) >= 0
     slot = tl.load(slots + entry // Q, mask=drawn, other=0)
-    tl.store(to_position + entry, tl.load(position + slot, mask=drawn, other=0) + entry % Q, mask=drawn)
-    tl.store(to_temperature + entry, tl.load(temperature + slot, mask=drawn, other=0.0), mask=drawn)
-    tl.store(to_top_k + entry, tl.load(top_k + slot, mask=drawn, other=0), mask=drawn)
-    tl.store(to_top_p + entry, tl.load(top_p + slot, mask=drawn, other=0.0), mask=drawn)
-    tl.store(to_min_p + entry, tl.load(min_p + slot, mask=drawn, other=0.0), mask=drawn)
-    tl.store(to_seed_lo + entry, tl.load(seed_lo + slot, mask=drawn, other=0), mask=drawn)
-    tl.store(to_seed_hi + entry, tl.load(seed_hi + slot, mask=drawn, other=0), mask=drawn)
-    tl.store(to_min_position + entry, tl.load(min_position + slot, mask=drawn, other=0), mask=drawn)
+    at = tl.load(fields + POSITION * stride + slot, mask=drawn, other=0) + entry % Q
+    tl.store(to_fields + POSITION * to_stride + entry, at, mask=drawn)
+    for field in tl.static_range(FIRST, LAST + 1):
+        value = tl.load(fields + field * stride + slot, mask=drawn, other=0)
+        tl.store(to_fields + field * to_stride + entry, value, mask=drawn)
     for i in tl.static_range(NUM_STOP_IDS):
         stop = tl.load(stop_ids + slot * NUM_STOP_IDS + i, mask=drawn, other=-1)
         tl.store(to_stop_ids + entry * NUM_STOP_IDS + i, stop, mask=drawn)
@@ -462,10 +460,10 @@ def _table_sizes(state: DraftingSlots, slot_mapping: Tensor) -> tuple[int, int, 
 
 def _launch_gather(state: DraftingSlots, sampled: SlotTensors, slots: Tensor, rows: DraftRows) -> None:
     query_len, num_entries = rows.query_len, slots.numel() * rows.query_len
-    names = ("position", "temperature", "top_k", "top_p", "min_p", "seed_lo", "seed_hi", "min_position", "stop_ids")
     gather_kernel[(cdiv(num_entries, _ROWS),)](
-        slots, rows.entries, *(getattr(state, name) for name in names), *(getattr(sampled, name) for name in names),
-        num_entries, Q=query_len, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, num_warps=4,
+        slots, rows.entries, state.arena, state.field_stride, state.stop_ids, sampled.arena, sampled.field_stride,
+        sampled.stop_ids, num_entries, POSITION=INDEX["position"], FIRST=INDEX[SAMPLED[0]], LAST=INDEX[SAMPLED[-1]],
+        Q=query_len, NUM_STOP_IDS=state.stop_ids.shape[1], BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
 
 

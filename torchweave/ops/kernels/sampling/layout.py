@@ -32,14 +32,11 @@ MAX_BAD_WORD_TOKENS = 32
 
 
 class SlotTensors(Protocol):
-    """Regions of `torchweave.ops.slot_state.SlotState` that the kernels read."""
+    """Parts of `torchweave.ops.slot_state.SlotState` that the kernels read: a field of `torchweave.ops.slot_fields` lies at
+    `INDEX[name] * field_stride` of the arena, and is a view too."""
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed_lo: Tensor
-    seed_hi: Tensor
+    arena: Tensor
+    field_stride: int
     position: Tensor
     min_position: Tensor
     stop_ids: Tensor

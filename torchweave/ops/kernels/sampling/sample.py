@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN, LANES, MAX_STOP_IDS, SlotTensors
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
+from torchweave.ops.slot_fields import INDEX
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
@@ -30,6 +31,10 @@ MINUS_INFINITY_KEY = tl.constexpr(-0x7F800001)
 _INVALID_TOKEN = tl.constexpr(INVALID_TOKEN)
 _LANES = tl.constexpr(LANES)
 _STOPS = tl.constexpr(MAX_STOP_IDS)
+_POSITION, _MIN_POSITION, _SEED_LO, _SEED_HI, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (
+    tl.constexpr(INDEX[name])
+    for name in ("position", "min_position", "seed_lo", "seed_hi", "temperature", "top_k", "top_p", "min_p")
+)
 _CHUNK = 4096
 _SUB = 256
 _CAPACITY = 2048  # largest number of candidates searched in registers
@@ -186,18 +191,30 @@ def _row_search(
 
 
 @triton.jit
-def _row_parameters(slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size):
+def _field(fields, stride, slot, FIELD: tl.constexpr):
+    """An int32 field of a slot."""
+    return tl.load(fields + FIELD * stride + slot)
+
+
+@triton.jit
+def _float_field(fields, stride, slot, FIELD: tl.constexpr):
+    return _field(fields, stride, slot, FIELD).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _row_parameters(fields, stride, slot, vocab_size):
     """(temperature, top_k or vocab_size, top_p, min_p, sampled token's position, whether stop ids are masked) of a slot."""
-    k = tl.load(top_k + slot)
+    k = _field(fields, stride, slot, _TOP_K)
     k = tl.where((k <= 0) | (k > vocab_size), vocab_size, k)
-    at = tl.load(position + slot) + 1
-    stop_masked = at < tl.load(min_position + slot)
-    return tl.load(temperature + slot), k, tl.load(top_p + slot), tl.load(min_p + slot), at, stop_masked
+    at = _field(fields, stride, slot, _POSITION) + 1
+    stop_masked = at < _field(fields, stride, slot, _MIN_POSITION)
+    p, m = _float_field(fields, stride, slot, _TOP_P), _float_field(fields, stride, slot, _MIN_P)
+    return _float_field(fields, stride, slot, _TEMPERATURE), k, p, m, at, stop_masked
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def partial_kernel(
-    logits, row_stride, slots, temperature, top_k, top_p, min_p, seed_lo, seed_hi, position, min_position, stop_ids,
+    logits, row_stride, slots, fields, field_stride, stop_ids,
     partial_key, partial_other, sub_key, counters, vocab_size, num_chunks,
     GREEDY_BELOW: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
@@ -206,9 +223,7 @@ def partial_kernel(
     slot = tl.load(slots + row)
     if slot < 0:  # a mixed step is padded to many rows
         return
-    t, k, p, m, at, stop_masked = _row_parameters(
-        slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size
-    )
+    t, k, p, m, at, stop_masked = _row_parameters(fields, field_stride, slot, vocab_size)
     row_logits = logits + row.to(tl.int64) * row_stride
     row_stops = stop_ids + slot * _STOPS
     first = chunk * CHUNK
@@ -223,8 +238,8 @@ def partial_kernel(
         if (k == vocab_size) & (p >= 1.0) & (m <= 0.0):
             none = tl.full([CHUNK // 4], INT_MIN, tl.int32)
             score, scored = _draw_tile(
-                row_logits, row_stops, stop_masked, first, vocab_size, inverse, tl.load(seed_lo + slot),
-                tl.load(seed_hi + slot), at,
+                row_logits, row_stops, stop_masked, first, vocab_size, inverse,
+                _field(fields, field_stride, slot, _SEED_LO), _field(fields, field_stride, slot, _SEED_HI), at,
                 INT_MIN, 0.0, float("-inf"), none, none ^ INT_MIN ^ INT_MAX, CHUNK // 4,
             )  # fmt: skip
             winner, winner_index = _first_best(score, scored)
@@ -336,7 +351,7 @@ def _draw_row(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "out"])
 def finish_kernel(
-    logits, row_stride, slots, temperature, top_k, top_p, min_p, seed_lo, seed_hi, position, min_position, stop_ids,
+    logits, row_stride, slots, fields, field_stride, stop_ids,
     partial_key, partial_other, sub_key, counters, sub_list, candidate_key, candidate_index, out, vocab_size, num_chunks,
     GREEDY_BELOW: tl.constexpr, CHUNKS: tl.constexpr, SUBS: tl.constexpr, SUB: tl.constexpr, TILE: tl.constexpr,
     CAPACITY: tl.constexpr, AT_ONCE: tl.constexpr, KEY_SHIFT: tl.constexpr,
@@ -346,9 +361,7 @@ def finish_kernel(
     if slot < 0:
         tl.store(out + row, 0)
         return
-    t, k, p, m, at, stop_masked = _row_parameters(
-        slot, temperature, top_k, top_p, min_p, position, min_position, vocab_size
-    )
+    t, k, p, m, at, stop_masked = _row_parameters(fields, field_stride, slot, vocab_size)
     chunk = tl.arange(0, CHUNKS)
     best = tl.load(partial_key + row * num_chunks + chunk, mask=chunk < num_chunks, other=INT_MIN)
     other = tl.load(partial_other + row * num_chunks + chunk, mask=chunk < num_chunks, other=INT_MAX)
@@ -360,7 +373,7 @@ def finish_kernel(
     else:
         row_logits = logits + row.to(tl.int64) * row_stride
         row_stops = stop_ids + slot * _STOPS
-        lo, hi = tl.load(seed_lo + slot), tl.load(seed_hi + slot)
+        lo, hi = _field(fields, field_stride, slot, _SEED_LO), _field(fields, field_stride, slot, _SEED_HI)
         inverse = tl.div_rn(1.0, t)
         log_min_p = tl.log(m)
         largest = _value(top)
@@ -412,10 +425,7 @@ def launch_sample(logits: Tensor, slots: Tensor, state: SlotTensors, out: Tensor
     sizes = (chunks, chunks, chunks * (_CHUNK // _SUB), 2, subs, _CAPACITY, _CAPACITY)
     sizes = [cdiv(rows * size, 64) * 64 for size in sizes]  # aligned parts for any number of rows
     parts = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
-    shared = (
-        logits, logits.stride(0), slots, state.temperature, state.top_k, state.top_p, state.min_p, state.seed_lo, state.seed_hi,
-        state.position, state.min_position, state.stop_ids,
-    )  # fmt: skip
+    shared = (logits, logits.stride(0), slots, state.arena, state.field_stride, state.stop_ids)
     # enable_fp_fusion=False: a score rounds as in the reference.
     partial_kernel[(rows, chunks)](
         *shared, *parts[:4], vocab_size, chunks,

@@ -12,10 +12,12 @@ from torchweave.serving.openai.responses.items import messages_of
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+_IGNORED = frozenset(
+    {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
 _SAME_NAME_FIELDS = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-    "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "structured_outputs", "chat_template", "chat_template_kwargs", "include_reasoning", "priority", "cache_salt",
+    *(name for name in SharedFields.model_fields if name not in _IGNORED), "parallel_tool_calls", "stop", "logit_bias",
+    "structured_outputs", "chat_template", "chat_template_kwargs", "include_reasoning",
 )  # fmt: skip
 
 
