@@ -84,6 +84,7 @@ _FLOAT_FIELDS = (
     "temperature",
     "top_p",
     "min_p",
+    "top_n_sigma",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -117,6 +118,7 @@ _MAX_STOP_REGEXES, _MAX_REGEX_CHARACTERS = 8, 2048
 _MAX_SHOWN = 400  # characters of a value in an error
 _N_RANGE = f"from 1 to {_MAX_N}"  # formatted once, not per request
 _TEMPERATURE_RANGE = f"0 (greedy) or a positive number up to {_MAX_FLOAT:g}"
+_TOP_N_SIGMA_RANGE = f"a number up to {_MAX_FLOAT:g}, or 0 or -1 for all tokens"
 _LOGPROBS_RANGE = "at least 0, -1 for the vocabulary, or None"
 _PENALTY_RANGE = f"between {1 / _MAX_FLOAT:g} and {_MAX_FLOAT:g}, 1 for none"
 
@@ -131,6 +133,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens. 0 or -1: keep all.
         top_p: keep the smallest set of most likely tokens with total probability top_p; applied after top_k.
         min_p: drop tokens less likely than min_p times the most likely token; applied after top_p.
+        top_n_sigma: keep the tokens whose logit is at most so many standard deviations of all logits below the largest; applied
+            before top_k, whatever the temperature (Top-nσ, arXiv 2411.07641); about 1 is usual. 0 or -1: keep all. llama.cpp's.
         seed: make the output reproducible whatever the batch holds. None: a random seed.
         max_tokens: most tokens to generate. None: up to the engine's `max_model_len`.
         min_tokens: tokens to generate before stop tokens and stop strings take effect.
@@ -165,6 +169,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -199,6 +204,7 @@ class SamplingParams:
             ("top_k", self.top_k >= -1, "a positive number, or 0 or -1 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("top_n_sigma", self.top_n_sigma == -1 or 0 <= self.top_n_sigma <= _MAX_FLOAT, _TOP_N_SIGMA_RANGE),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("logprobs", self.logprobs is None or self.logprobs >= -1, _LOGPROBS_RANGE),
@@ -330,7 +336,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-_SAMPLING_DEFAULTS = {"temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+_SAMPLING_DEFAULTS = {"temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "top_n_sigma": (0, -1)}
 _UNSUPPORTED_WITH_BEAMS = {
     "presence_penalty": 0,
     "frequency_penalty": 0,

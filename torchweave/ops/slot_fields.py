@@ -44,6 +44,7 @@ FIELDS = (
     SlotField("top_k", "int32", 0, "params", True, "", "<= 0 = all"),
     SlotField("top_p", "float32", 1.0, "params", True, "", "1 = off"),
     SlotField("min_p", "float32", 0.0, "params", True, "", "0 = off"),
+    SlotField("top_n_sigma", "float32", 0.0, "params", True, "", "<= 0 = off"),
     SlotField("seed_lo", "int32", 0, "scheduler", True, "", "low half of the 64-bit seed"),
     SlotField("seed_hi", "int32", 0, "scheduler", True, "", "high half of the 64-bit seed"),
     SlotField(

@@ -8,10 +8,20 @@ import numpy as np
 import torch
 
 from tests.ops.sampling.sampling_cases import PARAMETERS, build
-from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN
+from torchweave.ops.kernels.sampling.layout import BAD_WORD_LOGIT, INVALID_TOKEN
 from torchweave.ops.kernels.sampling.sample import launch_sample
 from torchweave.ops.sampling.sample import GREEDY_BELOW, sample
 from torchweave.ops.slot_state import SlotState
+
+
+def check_excluded_tokens() -> None:
+    """Rows of two chunks, one of which holds only excluded tokens, and bad words among them."""
+    logits, slots, state = build(6000)
+    logits[:, 4096:] = -torch.inf
+    logits[:, 7:90] = BAD_WORD_LOGIT
+    expected, got = sample(logits, slots, state), torch.empty(len(slots), dtype=torch.int32)
+    launch_sample(logits, slots, state, got, GREEDY_BELOW)
+    assert got.tolist() == expected.tolist()
 
 
 def main() -> None:
@@ -22,6 +32,7 @@ def main() -> None:
             launch_sample(logits, slots, state, got, GREEDY_BELOW)
             wrong = (expected != got).nonzero().flatten().tolist()
             assert not wrong, [(vocab_size, seed, i, (*PARAMETERS, "padding")[i], expected[i], got[i]) for i in wrong]
+    check_excluded_tokens()
     tied = torch.zeros(3, 6000)
     tied[1, [4500, 17]] = 1.0
     tied[2, 4100:] = -0.0

@@ -9,6 +9,7 @@ import torch
 from tests.ops.interpreted import run_interpreted
 from tests.ops.sampling.sampling_cases import build
 from tests.ops.step_cases import set_stop_ids
+from torchweave.ops.kernels.sampling.layout import BAD_WORD_LOGIT
 from torchweave.ops.sampling.sample import filter_logits, gumbel, logprobs, philox_4x32, random_words, sample
 from torchweave.ops.slot_state import SlotState
 
@@ -53,11 +54,14 @@ def state_of(rows: int, **fields: object) -> SlotState:
     return state
 
 
-def probabilities(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+def probabilities(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, top_n_sigma: float = 0.0
+) -> np.ndarray:
     """The filters as documented, one token at a time, in float64."""
     weights = np.exp((np.array(logits) - max(logits)) / temperature)
-    order = np.argsort(-weights, kind="stable")
-    kept = [i for i in order if top_k <= 0 or top_k > len(logits) or weights[i] >= weights[order[top_k - 1]]]
+    lowest = max(logits) - top_n_sigma * np.std([each for each in logits if each > -1e30]) if top_n_sigma > 0 else -np.inf
+    order = [i for i in np.argsort(-weights, kind="stable") if logits[i] >= lowest]
+    kept = [i for i in order if top_k <= 0 or top_k > len(order) or weights[i] >= weights[order[top_k - 1]]]
     total, mass, edge = weights[kept].sum(), 0.0, 0.0
     for i in kept:
         mass, edge = mass + weights[i], weights[i]
@@ -76,18 +80,21 @@ FILTERS = [
     (1.0, 0, 1.0, 0.2),
     (1.2, 7, 0.85, 0.15),
     (2.0, 3, 0.5, 0.0),
+    (1.5, 0, 1.0, 0.0, 1.0),
+    (0.8, 0, 0.9, 0.05, 1.7),
+    (1.0, 4, 0.8, 0.0, 0.9),
 ]
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-def test_frequencies_fit_the_filtered_probabilities(filters: tuple[float, int, float, float]) -> None:
+def test_frequencies_fit_the_filtered_probabilities(filters: tuple[float, ...]) -> None:
     logits, draws = [1.5, -0.3, 2.2, 0.4, 0.9, -1.0, 2.0, 0.1, 1.1, -0.6], 20_000
     state = state_of(
         draws, temperature=filters[0], top_k=filters[1], top_p=filters[2], min_p=filters[3],
-        seed_lo=np.arange(draws) % 7, position=np.arange(draws) // 7,
+        top_n_sigma=filters[4] if len(filters) > 4 else 0.0, seed_lo=np.arange(draws) % 7, position=np.arange(draws) // 7,
     )  # fmt: skip
     tokens = sample(torch.tensor(logits).expand(draws, -1), torch.arange(draws, dtype=torch.int32), state)
-    expected = probabilities(logits, *filters) * draws
+    expected = probabilities(logits, *filters) * draws  # type: ignore[arg-type]
     seen = np.bincount(tokens.numpy(), minlength=len(logits))
     possible = expected > 0
     assert (seen[~possible] == 0).all()
@@ -105,11 +112,31 @@ def test_filters_keep_the_documented_tokens(seed: int) -> None:
     temperature = generator.uniform(0.3, 2, rows)
     top_k, top_p = generator.integers(-1, 35, rows), generator.choice([1.0, 0.93, 0.51, 0.0], rows)
     min_p = generator.choice([0.0, 0.031, 0.27], rows)
-    parameters = [torch.tensor(1 / temperature).float(), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p)]
-    kept = filter_logits(logits.float(), *parameters)
+    top_n_sigma = generator.choice([-1.0, 0.0, 0.613, 1.47, 3.1], rows)
+    filters = (top_k, top_p, min_p, top_n_sigma)
+    kept = filter_logits(logits.float(), torch.tensor(1 / temperature).float(), *map(torch.tensor, filters))
     for row in range(rows):
-        expected = probabilities(logits[row].tolist(), temperature[row], top_k[row], top_p[row], min_p[row]) > 0
-        assert (kept[row] > -torch.inf).tolist() == expected.tolist(), (top_k[row], top_p[row], min_p[row])
+        given = [each[row] for each in filters]
+        expected = probabilities(logits[row].tolist(), temperature[row], *given) > 0
+        assert (kept[row] > -torch.inf).tolist() == expected.tolist(), given
+
+
+def test_excluded_tokens_do_not_count_in_the_deviation() -> None:
+    """Masks and bad words, which would make it huge or no number; a row in which all are excluded keeps its tokens."""
+    logits = [0.0, 1.0, 2.0, 3.0, -np.inf, BAD_WORD_LOGIT]
+    lowest = 3.0 - 1.2 * np.std(logits[:4])
+    none, n = torch.ones(2), torch.tensor([1.2, 1.2])
+    rows = torch.tensor([logits, [BAD_WORD_LOGIT] * 4 + [-np.inf] * 2])
+    kept = filter_logits(rows, none, torch.tensor([0, 0]), none, torch.zeros(2), n)
+    assert (kept[0] > -torch.inf).tolist() == [each >= lowest for each in logits]
+    assert (kept[1] > -torch.inf).tolist() == [True] * 4 + [False] * 2
+
+
+def test_top_n_sigma_keeps_the_same_tokens_at_every_temperature() -> None:
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0))
+    none, n = torch.ones(1), torch.tensor([1.5])
+    kept = [filter_logits(logits, none / t, torch.tensor([0]), none, none * 0, n).isfinite() for t in (0.1, 1.0, 9.0)]
+    assert kept[0].equal(kept[1]) and kept[1].equal(kept[2]) and 1 < int(kept[0].sum()) < 500
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:

@@ -1,10 +1,14 @@
-"""Sampling on the device: greedy, or temperature with top-k, top-p and min-p, by the parameters of each row's slot.
+"""Sampling on the device: greedy, or temperature with top-nσ, top-k, top-p and min-p, by the parameters of each row's slot.
 
-The filters apply in this order, all after temperature: keep the top_k most likely tokens; of these the smallest set of most
-likely tokens whose renormalised probability reaches top_p; of these the tokens with at least min_p times the largest
-probability. A token tied with the last kept token is kept. The rest is sampled by Gumbel-max with noise keyed by (seed,
-position, vocabulary index), so a request's tokens do not depend on its batch. While the sampled token's position is below
-min_position, stop ids have logit -inf.
+The filters apply in this order, all after temperature: keep the tokens whose logit is at least max - top_n_sigma * σ; of these the
+top_k most likely; of these the smallest set of most likely tokens whose renormalised probability reaches top_p; of these the tokens
+with at least min_p times the largest probability. A token tied with the last kept token is kept.
+
+σ is the standard deviation of the row's logits, as of a population, but for those that a mask or a bad word excludes (Tang et al.,
+"Top-nσ: Not All Logits Are You Need", arXiv 2411.07641). It grows as the logits do, so the temperature changes nothing here.
+
+The rest is sampled by Gumbel-max with noise keyed by (seed, position, vocabulary index), so a request's tokens do not depend on its
+batch. While the sampled token's position is below min_position, stop ids have logit -inf.
 
 Random numbers are those of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A token's noise
 depends on (seed, position, vocabulary index) only. One Philox call gives four words, shared by four vocabulary indices that lie
@@ -19,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN, LANES
+from torchweave.ops.kernels.sampling.layout import BAD_WORD_LOGIT, INVALID_TOKEN, LANES
 from torchweave.ops.slot_state import SlotState
 
 _MASK = np.uint64(0xFFFFFFFF)
@@ -120,26 +124,30 @@ def _draw(logits: Tensor, slots: np.ndarray, positions: np.ndarray, state: SlotS
     """Gumbel-max over the kept tokens of logits float32 [M, V], for rows with a temperature."""
     host_arrays = state.host_arrays
     inverse = torch.from_numpy(np.float32(1) / host_arrays["temperature"][slots])
-    filtered = filter_logits(
-        logits, inverse, *(torch.from_numpy(host_arrays[name][slots]) for name in ("top_k", "top_p", "min_p"))
-    )
+    names = ("top_k", "top_p", "min_p", "top_n_sigma")
+    filtered = filter_logits(logits, inverse, *(torch.from_numpy(host_arrays[name][slots]) for name in names))
     noise = gumbel(
         random_words(host_arrays["seed_lo"][slots], host_arrays["seed_hi"][slots], positions, logits.shape[1])
     )
     return (filtered * inverse[:, None] + torch.from_numpy(noise)).argmax(dim=-1)
 
 
-def filter_logits(logits: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def filter_logits(
+    logits: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, top_n_sigma: Tensor
+) -> Tensor:
     """logits float32 [M, V] with -inf for every token that the filters (each [M]) drop."""
     vocab_size = logits.shape[1]
     limited = (top_k > 0) & (top_k < vocab_size)
     nucleus = top_p < 1
     largest = logits.amax(dim=-1, keepdim=True)
     cutoff = torch.full_like(largest, -torch.inf)
+    if bool((top_n_sigma > 0).any()):
+        lowest = largest - top_n_sigma[:, None] * _deviation(logits)
+        cutoff = torch.where(top_n_sigma[:, None] > 0, lowest, cutoff)
     if bool((limited | nucleus).any()):
         ordered = logits.sort(dim=-1, descending=True).values
         kth = ordered.gather(1, (top_k.long().clamp(1, vocab_size) - 1)[:, None])
-        cutoff = torch.where(limited[:, None], kth, cutoff)
+        cutoff = torch.where(limited[:, None], torch.maximum(kth, cutoff), cutoff)
         if bool(nucleus.any()):
             mass = ((ordered - largest) * inverse_temperature[:, None]).exp().double()
             mass = mass.masked_fill(ordered < cutoff, 0).cumsum(dim=-1)
@@ -149,6 +157,15 @@ def filter_logits(logits: Tensor, inverse_temperature: Tensor, top_k: Tensor, to
             cutoff = torch.maximum(cutoff, edge)
     dropped = (logits < cutoff) | ((logits - largest) * inverse_temperature[:, None] < min_p.log()[:, None])
     return logits.masked_fill(dropped, -torch.inf)
+
+
+def _deviation(logits: Tensor) -> Tensor:
+    """Standard deviation float32 [M, 1] of each row's logits that are not excluded; infinity if there are none."""
+    allowed, values = logits > BAD_WORD_LOGIT, logits.double()
+    count = allowed.sum(dim=-1, keepdim=True)
+    mean = values.where(allowed, 0.0).sum(dim=-1, keepdim=True) / count
+    variance = (values - mean).square().where(allowed, 0.0).sum(dim=-1, keepdim=True) / count
+    return variance.sqrt().masked_fill(count == 0, torch.inf).float()
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -180,6 +180,7 @@ class SharedFields(Body):
     # vLLM's extra fields
     top_k: Whole | None = None
     min_p: float | None = None
+    top_n_sigma: float | None = None  # llama.cpp's
     repetition_penalty: float | None = None
     min_tokens: Whole | None = None
     stop_token_ids: Annotated[list[Whole], Field(max_length=MAX_STOPS)] | None = None

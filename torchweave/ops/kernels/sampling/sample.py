@@ -5,9 +5,10 @@
     finish    (rows)                    joins the chunks' bests; or, for filtered rows, finds the cutoff and samples.
 
 Every filter keeps the tokens whose logit reaches a cutoff. Logits are compared as `keys`: int32 in the order of the floats, so
-that the cutoff is found exactly, one bit of the key at a time. To search few tokens in place of the row, `finish` first takes a
+that the cutoff is found exactly, one bit of the key at a time. To search few tokens instead of the row, `finish` first takes a
 bound from the subs: at least k tokens reach the k-th largest sub maximum, and few more do. The tokens that reach the bound, the
 candidates, go to a list if they fit; if they are certain to include all kept tokens, the search runs on them, else on the row.
+Top-nσ is such a bound itself, known before the search: `partial` adds count, mean and squared deviations of each chunk's logits.
 """
 
 # Triton's decorators and constexpr arguments are untyped.
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchweave.ops.kernels.sampling.layout import INVALID_TOKEN, LANES, MAX_STOP_IDS, SlotTensors
+from torchweave.ops.kernels.sampling.layout import BAD_WORD_LOGIT, INVALID_TOKEN, LANES, MAX_STOP_IDS, SlotTensors
 from torchweave.ops.kernels.sizes import cdiv, next_power_of_2
 from torchweave.ops.slot_fields import INDEX
 
@@ -31,10 +32,13 @@ MINUS_INFINITY_KEY = tl.constexpr(-0x7F800001)
 _INVALID_TOKEN = tl.constexpr(INVALID_TOKEN)
 _LANES = tl.constexpr(LANES)
 _STOPS = tl.constexpr(MAX_STOP_IDS)
-_POSITION, _MIN_POSITION, _SEED_LO, _SEED_HI, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (
+_BAD_WORD_LOGIT = tl.constexpr(BAD_WORD_LOGIT)
+_POSITION, _MIN_POSITION, _SEED_LO, _SEED_HI, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _TOP_N_SIGMA = (
     tl.constexpr(INDEX[name])
-    for name in ("position", "min_position", "seed_lo", "seed_hi", "temperature", "top_k", "top_p", "min_p")
-)
+    for name in (
+        "position", "min_position", "seed_lo", "seed_hi", "temperature", "top_k", "top_p", "min_p", "top_n_sigma",
+    )
+)  # fmt: skip
 _CHUNK = 4096
 _SUB = 256
 _CAPACITY = 2048  # largest number of candidates searched in registers
@@ -203,19 +207,45 @@ def _float_field(fields, stride, slot, FIELD: tl.constexpr):
 
 @triton.jit
 def _row_parameters(fields, stride, slot, vocab_size):
-    """(temperature, top_k or vocab_size, top_p, min_p, sampled token's position, whether stop ids are masked) of a slot."""
+    """(temperature, top_k or vocab_size, top_p, min_p, top_n_sigma, the sampled token's position, whether stop ids are masked)."""
     k = _field(fields, stride, slot, _TOP_K)
     k = tl.where((k <= 0) | (k > vocab_size), vocab_size, k)
     at = _field(fields, stride, slot, _POSITION) + 1
     stop_masked = at < _field(fields, stride, slot, _MIN_POSITION)
     p, m = _float_field(fields, stride, slot, _TOP_P), _float_field(fields, stride, slot, _MIN_P)
-    return _float_field(fields, stride, slot, _TEMPERATURE), k, p, m, at, stop_masked
+    n = _float_field(fields, stride, slot, _TOP_N_SIGMA)
+    return _float_field(fields, stride, slot, _TEMPERATURE), k, p, m, n, at, stop_masked
+
+
+@triton.jit
+def _store_moments(value, into):
+    """Count, mean and sum of squared deviations of a chunk's logits [SUBS, SUB] that no mask and no bad word excludes."""
+    allowed = value > _BAD_WORD_LOGIT
+    count = tl.sum(tl.sum(allowed.to(tl.float32), axis=1), axis=0)
+    mean = tl.sum(tl.sum(tl.where(allowed, value, 0.0), axis=1), axis=0) / tl.maximum(count, 1.0)
+    deviation = tl.where(allowed, value - mean, 0.0)
+    tl.store(into, count)
+    tl.store(into + 1, mean)
+    tl.store(into + 2, tl.sum(tl.sum(deviation * deviation, axis=1), axis=0))
+
+
+@triton.jit
+def _deviation(moments, chunk, num_chunks):
+    """Standard deviation of a row's logits, from the moments of its chunks; infinity if all are excluded."""
+    inside = chunk < num_chunks
+    count = tl.load(moments + chunk * 3, mask=inside, other=0.0)
+    mean = tl.load(moments + chunk * 3 + 1, mask=inside, other=0.0)
+    squares = tl.load(moments + chunk * 3 + 2, mask=inside, other=0.0)
+    total = tl.sum(count, axis=0)
+    offset = mean - tl.sum(count * mean, axis=0) / tl.maximum(total, 1.0)
+    variance = tl.sum(squares + count * offset * offset, axis=0) / tl.maximum(total, 1.0)
+    return tl.where(total > 0.0, tl.sqrt_rn(variance), float("inf"))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def partial_kernel(
     logits, row_stride, slots, fields, field_stride, stop_ids,
-    partial_key, partial_other, sub_key, counters, vocab_size, num_chunks,
+    partial_key, partial_other, sub_key, counters, moments, vocab_size, num_chunks,
     GREEDY_BELOW: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """partial_key[row, chunk]: key of the best score or the largest logit; partial_other: its index, or the mass as float bits."""
@@ -223,7 +253,7 @@ def partial_kernel(
     slot = tl.load(slots + row)
     if slot < 0:  # a mixed step is padded to many rows
         return
-    t, k, p, m, at, stop_masked = _row_parameters(fields, field_stride, slot, vocab_size)
+    t, k, p, m, n, at, stop_masked = _row_parameters(fields, field_stride, slot, vocab_size)
     row_logits = logits + row.to(tl.int64) * row_stride
     row_stops = stop_ids + slot * _STOPS
     first = chunk * CHUNK
@@ -235,7 +265,7 @@ def partial_kernel(
         tl.store(partial_other + into, best_index)
     else:
         inverse = tl.div_rn(1.0, t)
-        if (k == vocab_size) & (p >= 1.0) & (m <= 0.0):
+        if (k == vocab_size) & (p >= 1.0) & (m <= 0.0) & (n <= 0.0):
             none = tl.full([CHUNK // 4], INT_MIN, tl.int32)
             score, scored = _draw_tile(
                 row_logits, row_stops, stop_masked, first, vocab_size, inverse,
@@ -257,6 +287,8 @@ def partial_kernel(
             tl.store(partial_key + into, top)
             tl.store(partial_other + into, tl.sum(tl.sum(mass, axis=1), axis=0).to(tl.int32, bitcast=True))
             tl.store(sub_key + into * (CHUNK // SUB) + tl.arange(0, CHUNK // SUB), subs)
+            if n > 0.0:
+                _store_moments(value, moments + into * 3)
 
 
 @triton.jit
@@ -287,18 +319,33 @@ def _collect(
 
 @triton.jit
 def _draw_candidates(
-    key, index, k, p, whole_mass, largest, inverse, log_min_p, seed_lo, seed_hi, at, vocab_size, KEY_SHIFT: tl.constexpr
+    key,
+    index,
+    k,
+    p,
+    whole_mass,
+    floor,
+    largest,
+    inverse,
+    log_min_p,
+    seed_lo,
+    seed_hi,
+    at,
+    vocab_size,
+    KEY_SHIFT: tl.constexpr,
 ):
-    """Token sampled from the candidates, which include all kept tokens. whole_mass: of the row, used without top_k."""
+    """Token sampled from the candidates, which include all kept tokens. floor: the least key of kept tokens, INT_MIN if unknown;
+    whole_mass: of the row, used without it and without top_k."""
     value = _value(key)
     inside = key > INT_MIN
-    cutoff = tl.full((), INT_MIN, tl.int32)
+    cutoff = floor
     if k < vocab_size:
-        cutoff = _search(key, tl.where(inside, 1.0, 0.0), INT_MIN, k.to(tl.float32), KEY_SHIFT)
+        cutoff = tl.maximum(floor, _search(key, tl.where(inside, 1.0, 0.0), floor, k.to(tl.float32), KEY_SHIFT))
     if p < 1.0:
         weight = _fixed_mass(key, largest, inverse)
         mass = tl.sum(tl.where(key >= cutoff, weight, 0), axis=0).to(tl.float64)
-        mass = tl.where(k < vocab_size, mass, whole_mass.to(tl.float64) * 1099511627776.0)
+        is_limited = (k < vocab_size) | (floor > INT_MIN)
+        mass = tl.where(is_limited, mass, whole_mass.to(tl.float64) * 1099511627776.0)
         cutoff = tl.maximum(cutoff, _search(key, weight, cutoff, (p * mass).to(tl.int64), KEY_SHIFT))
     cutoff = tl.minimum(cutoff, _key(largest))
     w0, w1, w2, w3 = philox(index // (4 * _LANES) * _LANES + index % _LANES, at, seed_lo, seed_hi)
@@ -311,18 +358,18 @@ def _draw_candidates(
 
 @triton.jit
 def _draw_row(
-    row_logits, stop_ids, stop_masked, k, p, whole_mass, largest, inverse, log_min_p, seed_lo, seed_hi, at, vocab_size,
+    row_logits, stop_ids, stop_masked, k, p, whole_mass, floor, largest, inverse, log_min_p, seed_lo, seed_hi, at, vocab_size,
     KEY_SHIFT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Token sampled from the row, read once a bit: for flat distributions and very large top_k."""
-    cutoff = tl.full((), INT_MIN, tl.int32)
+    """Token sampled from the row, read once a bit: for flat distributions and very large top_k. floor: see `_draw_candidates`."""
+    cutoff = floor
     if k < vocab_size:
         cutoff = _row_search(
             row_logits,
             stop_ids,
             stop_masked,
             vocab_size,
-            INT_MIN,
+            floor,
             k.to(tl.float32),
             largest,
             inverse,
@@ -330,9 +377,10 @@ def _draw_row(
             KEY_SHIFT,
             TILE,
         )
+        cutoff = tl.maximum(floor, cutoff)
     if p < 1.0:
         mass = whole_mass
-        if k < vocab_size:
+        if (k < vocab_size) | (floor > INT_MIN):
             mass = _row_weight(row_logits, stop_ids, stop_masked, vocab_size, cutoff, largest, inverse, True, TILE)
         edge = _row_search(
             row_logits, stop_ids, stop_masked, vocab_size, cutoff, p * mass, largest, inverse, True, KEY_SHIFT, TILE
@@ -352,7 +400,7 @@ def _draw_row(
 @triton.jit(do_not_specialize_on_alignment=["slots", "out"])
 def finish_kernel(
     logits, row_stride, slots, fields, field_stride, stop_ids,
-    partial_key, partial_other, sub_key, counters, sub_list, candidate_key, candidate_index, out, vocab_size, num_chunks,
+    partial_key, partial_other, sub_key, counters, moments, sub_list, candidate_key, candidate_index, out, vocab_size, num_chunks,
     GREEDY_BELOW: tl.constexpr, CHUNKS: tl.constexpr, SUBS: tl.constexpr, SUB: tl.constexpr, TILE: tl.constexpr,
     CAPACITY: tl.constexpr, AT_ONCE: tl.constexpr, KEY_SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -361,13 +409,13 @@ def finish_kernel(
     if slot < 0:
         tl.store(out + row, 0)
         return
-    t, k, p, m, at, stop_masked = _row_parameters(fields, field_stride, slot, vocab_size)
+    t, k, p, m, n, at, stop_masked = _row_parameters(fields, field_stride, slot, vocab_size)
     chunk = tl.arange(0, CHUNKS)
     best = tl.load(partial_key + row * num_chunks + chunk, mask=chunk < num_chunks, other=INT_MIN)
     other = tl.load(partial_other + row * num_chunks + chunk, mask=chunk < num_chunks, other=INT_MAX)
     top = tl.max(best, axis=0)
     is_valid = (top > MINUS_INFINITY_KEY) & (top < INFINITY_KEY)
-    if (t < GREEDY_BELOW) | ((k == vocab_size) & (p >= 1.0) & (m <= 0.0)):
+    if (t < GREEDY_BELOW) | ((k == vocab_size) & (p >= 1.0) & (m <= 0.0) & (n <= 0.0)):
         _, token = _first_best(best, other)
         tl.store(out + row, tl.where(is_valid, token, _INVALID_TOKEN))
     else:
@@ -394,6 +442,10 @@ def finish_kernel(
             bound = tl.maximum(
                 _search(sub_max, tl.where(sub < num_subs, 1.0, 0.0), INT_MIN, rank.to(tl.float32), KEY_SHIFT), bound
             )
+        floor = tl.full((), INT_MIN, tl.int32)
+        if n > 0.0:  # all kept tokens reach it, and with top_k the bound too
+            floor = _key(largest - n * _deviation(moments + row * num_chunks * 3, chunk, num_chunks))
+            bound = tl.where(by_k, tl.maximum(bound, floor), floor)
         num_candidates = _collect(
             row_logits, row_stops, stop_masked, vocab_size, sub_max, bound, sub_list + row * SUBS, candidate_key + row * CAPACITY,
             candidate_index + row * CAPACITY, counters + row * 2, SUBS, SUB, CAPACITY, AT_ONCE,
@@ -404,13 +456,13 @@ def finish_kernel(
         candidate_mass = tl.sum(_fixed_mass(key, largest, inverse), axis=0).to(tl.float32) * 9.094947017729282e-13
         is_complete = by_k | ((k == vocab_size) & (p < 1.0) & (candidate_mass >= p * whole_mass))
         is_complete |= (m > 0.0) & (k == vocab_size) & (p >= 1.0) & ((_value(bound) - largest) * inverse < log_min_p)
-        if (num_candidates <= CAPACITY) & (row_fits | is_complete):
+        if (num_candidates <= CAPACITY) & (row_fits | is_complete | (n > 0.0)):
             token = _draw_candidates(
-                key, index, k, p, whole_mass, largest, inverse, log_min_p, lo, hi, at, vocab_size, KEY_SHIFT
+                key, index, k, p, whole_mass, floor, largest, inverse, log_min_p, lo, hi, at, vocab_size, KEY_SHIFT
             )
         else:
             token = _draw_row(
-                row_logits, row_stops, stop_masked, k, p, whole_mass, largest, inverse, log_min_p, lo, hi, at, vocab_size,
+                row_logits, row_stops, stop_masked, k, p, whole_mass, floor, largest, inverse, log_min_p, lo, hi, at, vocab_size,
                 KEY_SHIFT, TILE,
             )  # fmt: skip
         tl.store(out + row, tl.where(is_valid, token, _INVALID_TOKEN))
@@ -422,17 +474,17 @@ def launch_sample(logits: Tensor, slots: Tensor, state: SlotTensors, out: Tensor
     assert logits.stride(1) == 1 and rows > 0
     chunks = cdiv(vocab_size, _CHUNK)
     subs = next_power_of_2(cdiv(vocab_size, _SUB))
-    sizes = (chunks, chunks, chunks * (_CHUNK // _SUB), 2, subs, _CAPACITY, _CAPACITY)
+    sizes = (chunks, chunks, chunks * (_CHUNK // _SUB), 2, 3 * chunks, subs, _CAPACITY, _CAPACITY)
     sizes = [cdiv(rows * size, 64) * 64 for size in sizes]  # aligned parts for any number of rows
     parts = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
     shared = (logits, logits.stride(0), slots, state.arena, state.field_stride, state.stop_ids)
     # enable_fp_fusion=False: a score rounds as in the reference.
     partial_kernel[(rows, chunks)](
-        *shared, *parts[:4], vocab_size, chunks,
+        *shared, *parts[:4], parts[4].view(torch.float32), vocab_size, chunks,
         GREEDY_BELOW=greedy_below, CHUNK=_CHUNK, SUB=_SUB, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     finish_kernel[(rows,)](
-        *shared, *parts, out, vocab_size, chunks,
+        *shared, *parts[:4], parts[4].view(torch.float32), *parts[5:], out, vocab_size, chunks,
         GREEDY_BELOW=greedy_below, CHUNKS=next_power_of_2(chunks), SUBS=subs, SUB=_SUB, TILE=_CHUNK,
         CAPACITY=_CAPACITY, AT_ONCE=_SUBS_AT_ONCE, KEY_SHIFT=_KEY_SHIFT[logits.dtype], num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
