@@ -511,6 +511,9 @@ class Responses(Sequence[Response]):
         self.tokens = tokens
         self.others = list(others)
 
+    def extend(self, responses: Iterable[Response]) -> None:
+        self.others.extend(responses)
+
     def request_ids(self) -> list[int]:
         return [*self.ids.tolist(), *(response.id for response in self.others)]
 
@@ -532,6 +535,3 @@ class Responses(Sequence[Response]):
     def __getitem__(self, index: slice) -> list[Response]: ...
     def __getitem__(self, index: int | slice) -> Response | list[Response]:
         return list(self)[index]
-
-
-NO_RESPONSES = Responses()

@@ -20,7 +20,6 @@ import numpy as np
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.request import (
     INVALID_LOGITS,
-    NO_RESPONSES,
     FinishReason,
     InferenceRequest,
     Response,
@@ -42,6 +41,7 @@ from torchweave.ops.slot_state import SlotUpdates
 
 StateChange = Literal["started", "paused", "answering"]
 _log = logging.getLogger("torchweave")
+_NO_RESPONSES = Responses()
 
 
 class Scheduler:
@@ -280,14 +280,13 @@ class Scheduler:
             part.stored(StoredRows(step, result, slots, tokens, ended))
 
         streamed = table.streaming[slots] & ~ended
-        responses = NO_RESPONSES
-        if streamed.any():
-            plain = streamed & ~needs_host_work & (table.num_sent[slots] == table.num_generated[slots] - 1)
-            table.num_sent[slots[plain]] += 1
-            others = (self._make_response(int(slot)) for slot in slots[streamed & ~plain])
-            responses = Responses(others, table.ids[slots[plain]], tokens[plain])
-        if self._running.pending_release:
-            responses = Responses([*responses.others, *self._release()], responses.ids, responses.tokens)
+        if not (self._running.pending_release or streamed.any()):
+            return _NO_RESPONSES
+        plain = streamed & ~needs_host_work & (table.num_sent[slots] == table.num_generated[slots] - 1)
+        table.num_sent[slots[plain]] += 1
+        others = (self._make_response(int(slot)) for slot in slots[streamed & ~plain])
+        responses = Responses(others, table.ids[slots[plain]], tokens[plain])
+        responses.extend(self._release())
         return responses
 
     def _end_invalid(self, slots: np.ndarray) -> None:

@@ -37,10 +37,9 @@ from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.parts.base import Resources
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
-from torchweave.engine.scheduler.speculation import AdaptiveDrafts, StepCosts
 from torchweave.engine.startup.compile_model import build_forward
 from torchweave.engine.startup.device_facts import device_facts
-from torchweave.engine.startup.draft_model import load_draft_model
+from torchweave.engine.startup.draft_model import adaptive_drafts, load_draft_model
 from torchweave.engine.startup.image_encoder import compile_image_encoder, large_image_encoding, record_encoder_graphs
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.load import LoadedModel, load, model_facts, with_tokenizer
@@ -462,20 +461,8 @@ def _build_scheduler(
         max_span = plan.max_num_tokens - plan.max_batch_size  # beside a decode row of each request
         image_rows = ImageRows(encoder, plan.max_batch_size, config.limit_mm_per_prompt.image, max_span)
         report.event("images", served=True, rows=encoder.num_rows, bytes=loaded.module.image_rows.nbytes)
-    drafts = _adaptive_drafts(plan, step_costs, report)
+    drafts = adaptive_drafts(plan, step_costs, report)
     return Scheduler(limits, kv, policy, state.updates(), eos, reuse, Resources(grammars, image_rows, drafts))
-
-
-def _adaptive_drafts(plan: Plan, step_costs: Sequence[tuple[int, int, float]], report: Report) -> AdaptiveDrafts | None:
-    """Selects the number of drafts of each step; None without speculation, or if it is fixed."""
-    if not plan.query_lens or not plan.config.speculative_config.adaptive:
-        return None
-    for rows, query_len, seconds in step_costs:
-        report.event("step_cost", rows=rows, tokens=query_len, seconds=seconds)
-    costs = StepCosts(plan.max_batch_size, plan.query_lens, step_costs)
-    by_model = plan.config.speculative_config.method != "ngram"
-    # After steps without drafts, a draft model first computes what it lacks.
-    return AdaptiveDrafts(plan.max_batch_size, costs, **({"min_interval": 64} if by_model else {}))
 
 
 def _host_pool(runner: ModelRunner, report: Report) -> HostBlockPool | None:

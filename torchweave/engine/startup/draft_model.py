@@ -1,7 +1,8 @@
-"""Load the draft model or the draft head of `speculative_config`, and check that it suits the model it drafts for."""
+"""Load the draft model or the draft head of `speculative_config`, check that it suits its model, and adapt the number of drafts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from torchweave.config import Plan
 from torchweave.config.model_source import resolve
 from torchweave.distributed.process_groups import ProcessGroups
+from torchweave.engine.scheduler.speculation import AdaptiveDrafts, StepCosts
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.load import LoadedModel, load
 from torchweave.models.multimodal.image_step import ImageDecoderStep
@@ -135,3 +137,15 @@ def _check(draft: LoadedModel, target: LoadedModel) -> None:
                 f"{other} has another tokenizer than {target.name} (the token {text!r} is {vocab.get(text)} in one and "
                 f"{target_vocab.get(text)} in the other); choose a draft model with the same tokenizer"
             )
+
+
+def adaptive_drafts(plan: Plan, step_costs: Sequence[tuple[int, int, float]], report: Report) -> AdaptiveDrafts | None:
+    """Selects the number of drafts of each step; None without speculation, or if it is fixed."""
+    if not plan.query_lens or not plan.config.speculative_config.adaptive:
+        return None
+    for rows, query_len, seconds in step_costs:
+        report.event("step_cost", rows=rows, tokens=query_len, seconds=seconds)
+    costs = StepCosts(plan.max_batch_size, plan.query_lens, step_costs)
+    by_model = plan.config.speculative_config.method != "ngram"
+    # After steps without drafts, a draft model first computes what it lacks.
+    return AdaptiveDrafts(plan.max_batch_size, costs, **({"min_interval": 64} if by_model else {}))
