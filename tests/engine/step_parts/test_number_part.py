@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,22 @@ from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 
 PROMPTS = ["Once upon a time", "The cat sat", "1 + 1 ="]
-ENTRY_POINTS = """\
-[torchweave.step_parts]
-number = tests.engine.step_parts.number_host:PART
-
-[torchweave.runner_parts]
-number = tests.engine.step_parts.number_device:PART
-"""
+HOST = "[torchweave.step_parts]\nnumber = tests.engine.step_parts.number_host:PART\n"
+DEVICE = "[torchweave.runner_parts]\nnumber = tests.engine.step_parts.number_device:PART\n"
 
 
-@pytest.fixture(autouse=True)
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A package with the part's entry points; ranks are started with the same `sys.path`."""
-    folder = tmp_path / "number_part-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: number-part\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text(ENTRY_POINTS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entry_points: str) -> None:
+    """Install a package with entry points; ranks are started with the same `sys.path`."""
+    info = folder / "number_part-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: number-part\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    monkeypatch.syspath_prepend(folder)
 
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
-def test_numbers_travel_and_return(options: dict[str, Any]) -> None:
+def test_numbers_travel_and_return(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, HOST + DEVICE)
     ranks = options.get("tensor_parallel_size", 1)
     plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     seeded = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, seed=3)
@@ -57,7 +50,14 @@ def test_numbers_travel_and_return(options: dict[str, Any]) -> None:
     assert sum(bool(each.returned) for each in exchanges) >= 6
 
 
-def test_engines_without_the_package_do_not_have_it(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_a_part_without_a_file_for_the_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, HOST)
+    with pytest.raises(
+        ValueError, match=r"step part number has no runner part; add an entry point torchweave\.runner_parts"
+    ):
+        LLM("demo", **OPTIONS)
+
+
+def test_engines_without_the_package_do_not_have_it() -> None:
     with LLM("demo", **OPTIONS) as llm:
         assert "number" not in llm.engine.scheduler.parts.held and "number" not in llm.engine.runner.parts

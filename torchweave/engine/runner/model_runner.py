@@ -220,14 +220,17 @@ class ModelRunner:
             self._host_buffers.record_end(ring_index)
         return LaunchedStep(ring_index, num_rows, num_out, step.query_len, run.how, pending)
 
+    def _carried(self, step: Step) -> list[tuple[RunnerPart, Any]]:
+        """The parts of a step with their payloads; those that this rank does not hold have nothing to do on its stage."""
+        return [(self.parts[name], payload) for name, payload in step.parts.items() if name in self.parts]
+
     def _begin_parts(self, step: Step) -> dict[str, Tensor]:
         """Run parts before the model; returns indices of further tokens whose logits they read, by part."""
         further: dict[str, Tensor] = {}
-        for name, payload in step.parts.items():
-            part = self.parts[name]
+        for part, payload in self._carried(step):
             part.before(payload, step)
             if (index := part.further_logits(payload)) is not None:
-                further[name] = index
+                further[part.name] = index
         return further
 
     def _end_parts(self, step: Step, run: StepRun, further: dict[str, Tensor]) -> dict[str, Any]:
@@ -237,10 +240,9 @@ class ModelRunner:
             sizes = [len(index) for index in further.values()]
             further_logits = dict(zip(further, run.logits[-sum(sizes) :].split(sizes), strict=True))
         output = StepOutput(step, run.logits, run.tokens, run.out, further_logits)
-        for name, payload in step.parts.items():
-            part = self.parts[name]
+        for part, payload in self._carried(step):
             if self._has_logits or not part.needs_logits:
-                pending[name] = part.after(payload, output)
+                pending[part.name] = part.after(payload, output)
         return {name: value for name, value in pending.items() if value is not None}
 
     def _add_stage_tokens(self, stage_tokens: StageTokens, step: Step, tokens: Tensor) -> None:

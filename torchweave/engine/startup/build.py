@@ -31,6 +31,7 @@ from torchweave.engine.runner import warm_up
 from torchweave.engine.runner.encoder_graphs import EncoderGraphs
 from torchweave.engine.runner.memory import GIB, KVCacheSpec, MemoryUse, blocks_that_fit, longest_step, measure_memory
 from torchweave.engine.runner.model_runner import ModelRunner, min_size
+from torchweave.engine.runner.parts.base import RUNNER_PARTS
 from torchweave.engine.runner.parts.drafts import DraftModel
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.limits import Limits
@@ -462,7 +463,12 @@ def _build_scheduler(
         image_rows = ImageRows(encoder, plan.max_batch_size, config.limit_mm_per_prompt.image, max_span)
         report.event("images", served=True, rows=encoder.num_rows, bytes=loaded.module.image_rows.nbytes)
     drafts = adaptive_drafts(plan, step_costs, report)
-    return Scheduler(limits, kv, policy, state.updates(), eos, reuse, Resources(grammars, image_rows, drafts))
+    scheduler = Scheduler(limits, kv, policy, state.updates(), eos, reuse, Resources(grammars, image_rows, drafts))
+    if missing := sorted(scheduler.parts.held.keys() - set(RUNNER_PARTS.names())):
+        raise ValueError(
+            f"The step part {missing[0]} has no runner part; add an entry point {RUNNER_PARTS.group} for it"
+        )
+    return scheduler
 
 
 def _host_pool(runner: ModelRunner, report: Report) -> HostBlockPool | None:

@@ -19,8 +19,7 @@ class ImagesPart(InStepPart):
 
     @classmethod
     def needed(cls, device: Device) -> bool:
-        has_inputs = device.state.rope_axes > 0 or device.both_ways
-        return has_inputs or device.plan.config.pipeline_parallel_size > 1  # of another stage
+        return device.state.rope_axes > 0 or device.both_ways
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)

@@ -16,7 +16,7 @@ class StatesPart(RunnerPart):
 
     @classmethod
     def needed(cls, device: Device) -> bool:
-        return bool(device.recurrent_states) or device.plan.config.pipeline_parallel_size > 1  # of another stage
+        return bool(device.recurrent_states)
 
     def before(self, payload: StateCopies, step: Step) -> None:
         if payload.restores is not None:
