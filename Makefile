@@ -16,11 +16,13 @@ else
 TORCH := torch>=2.11
 endif
 
-.PHONY: help demo test lint style types site checks pytest docs clean
+.PHONY: help demo test test-all test-gpu lint style types site checks pytest docs clean
 
 help:
 	@echo "make demo   create .venv, install, and let the built-in model answer"
-	@echo "make test   ruff, import-linter, pyright and all tests"
+	@echo "make test   ruff, import-linter, pyright, the docs and the tests"
+	@echo "make test-all   also what runs the code of another test, and Ray"
+	@echo "make test-gpu   the tests that need a GPU"
 	@echo "make docs   rewrite every generated page"
 	@echo "make site   build the docs as a site into site/"
 	@echo "make clean  remove .venv and what tools left behind"
@@ -34,10 +36,20 @@ test: style
 
 checks: types site
 
+# docs/develop/testing.md says what this leaves out and when to run the rest.
+MARKED := not whole
+
+test-all:
+	@$(MAKE) test MARKED='whole or not whole'
+
+# Files that need more GPUs than there are skip themselves.
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
 # A file at a time on each of two processes, which take a core each; tests/conftest.py orders the files. Bytecode is written: tests
 # start hundreds of processes, each of which would compile the package.
 pytest: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m '$(MARKED)'
 
 lint: style types site
 

@@ -20,6 +20,7 @@ gc.set_threshold(50_000)
 # Files of 25 s and more. A process of pytest-xdist takes a file at a time in this order (`--no-loadscope-reorder`, since files
 # with most tests are not those that take longest), so that no process ends alone with a long one.
 LONGEST_FIRST = (
+    "serving/test_ray_serve.py",  # of test-all
     "engine/test_mtp.py",
     "engine/test_speculation.py",
     "engine/ranks/test_pipeline.py",
@@ -40,7 +41,6 @@ LONGEST_FIRST = (
     "models/weights/test_packed_checkpoint.py",
     "distributed/test_launchers.py",
     "engine/ranks/test_ranks.py",
-    "serving/test_ray_serve.py",
     "serving/engine_client/test_replicas.py",
     "compiler/test_foreign_modules.py",
     "compiler/runtime/test_compiled_graph.py",

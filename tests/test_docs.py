@@ -155,3 +155,13 @@ def test_there_are_command_lines():
 @pytest.mark.parametrize("page", sorted((DOCS / "how-to").glob("*.md")), ids=lambda page: page.name)
 def test_every_how_to_page_has_an_example_that_is_checked(page: Path):
     assert commands(page) or re.search(r"^```(python|py|bash)$", text_of(page), flags=re.MULTILINE)
+
+
+def test_every_file_of_gpu_tests_says_what_it_needs():
+    table = dict(
+        re.findall(r"^\| `(test_\w+\.py)` \| (\d) \| ", text_of(DOCS / "develop" / "testing.md"), flags=re.MULTILINE)
+    )
+    files = {path.name: path for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert set(table) == set(files)
+    several = {name for name, path in files.items() if "device_count()" in text_of(path)}
+    assert several == {name for name, count in table.items() if count != "1"}

@@ -19,7 +19,7 @@ from torchweave.distributed.rendezvous import RendezvousServer, connect_to_rende
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
 
-LIMIT = 10.0
+LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def expected() -> list[int]:
 def test_torchrun_runs_one_script_on_two_ranks(expected: list[int]):
     script = Path(__file__).with_name("two_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr
     assert re.findall(r"rank (\d) drew (.*), agreed (\w+)", run.stdout) == [("0", str(expected), "True")]
 
@@ -59,6 +59,7 @@ def cluster() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.mark.whole
 def test_ray_starts_ranks_and_a_killed_actor_ends_all(cluster: None, expected: list[int]):
     with LLM("demo", executor="ray", **OPTIONS) as llm:
         assert list(llm.generate("1+1=", GREEDY)[0].outputs[0].token_ids) == expected
@@ -75,6 +76,7 @@ def test_ray_starts_ranks_and_a_killed_actor_ends_all(cluster: None, expected: l
         assert time.monotonic() - begin < LIMIT
 
 
+@pytest.mark.whole
 def test_ray_cluster_without_resources_is_an_error(cluster: None):
     with pytest.raises(ValueError, match=r"no room for 4 ranks with a CPU each.* \(it has 2 CPUs and 0 GPUs\)"):
         LLM("demo", executor="ray", **(OPTIONS | {"tensor_parallel_size": 4}))

@@ -21,7 +21,7 @@ from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.distributed.worker_group import MessageKind, RankFailure, WorkerGroup
 from torchweave.engine.ranks.leader_runner import Executor
 
-LIMIT = 10.0
+LIMIT = 60.0
 
 
 @contextmanager

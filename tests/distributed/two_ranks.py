@@ -12,6 +12,7 @@ OPTIONS = {
     "device": "cpu",
     "cpu_kv_cache_gib": 0.02,
     "tensor_parallel_size": 2,
+    "rank_timeout": 60.0,  # a busy machine may keep a thread waiting
     "torch_compile_config": {"enable_fullgraph": False, "debug": True},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

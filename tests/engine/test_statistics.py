@@ -167,26 +167,29 @@ def test_no_statistics_when_nothing_is_active() -> None:
         assert not h.stats
         h.ask(1, [1], max_tokens=3)
         h.wait_final(1)
-        time.sleep(0.05)
-        seen = len(h.stats)
+        end = time.monotonic() + 60
+        while len(h.stats) < 3 and time.monotonic() < end:  # the last one follows the answer
+            time.sleep(0.01)
         time.sleep(0.1)
-        assert len(h.stats) == seen == 3
+        assert len(h.stats) == 3
 
 
 def test_the_latency_of_an_iteration_is_not_that_of_the_pause_before() -> None:
     with (h := Harness()).manager:
-        for number in (1, 2):
+        for number in range(1, 5):
             h.ask(number, [1], max_tokens=1)
             h.wait_final(number)
             time.sleep(0.3)
-    assert all(record["iterLatencyMS"] < 250 for record in h.stats)
+    assert min(record["iterLatencyMS"] for record in h.stats[1:]) < 250, "a busy machine may delay some, not all"
 
 
 def test_stats_interval_loses_no_request() -> None:
     """The last statistics before the manager is idle are always sent, so that monitors do not show ended requests."""
     with (h := Harness(stats_interval=0.02, sizes={"max_model_len": 1000, "num_blocks": 400})).manager:
+        begin = time.monotonic()
         h.ask(1, [1], max_tokens=900)
         h.wait_final(1)
         time.sleep(0.05)
-    assert 1 < len(h.stats) < 300
+        seconds = time.monotonic() - begin
+    assert 1 < len(h.stats) <= min(seconds / 0.02 + 2, 899)
     assert sum(s["numCompletedRequests"] for s in h.stats) == sum(s["numNewActiveRequests"] for s in h.stats) == 1

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,13 +60,22 @@ class ServerProcess:
         return children(self.process.pid, beginning)
 
 
+def finish_reason(stream: Iterable[Any]) -> str:
+    """Read a stream of completions to its end and return why it ended; empty if it was cut off.
+
+    Events are not counted: on a busy machine one of them holds several tokens.
+    """
+    reasons = [choice.finish_reason for chunk in stream for choice in chunk.choices if choice.finish_reason]
+    return reasons[-1] if reasons else ""
+
+
 def read_while_killed(streams: Sequence[Any], victim: int) -> list[tuple[str, float]]:
-    """How each stream ends when process `victim` is killed: (number of events, 0), or (the error, seconds until it came)."""
+    """How each stream ends when process `victim` is killed: (finish reason, 0), or (the error, seconds until it came)."""
     begin = time.monotonic()
 
     def rest(stream: Any) -> tuple[str, float]:
         try:
-            return str(len(list(stream))), 0.0
+            return finish_reason(stream), 0.0
         except openai.APIError as error:
             return str(error), time.monotonic() - begin
 

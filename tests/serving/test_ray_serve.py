@@ -12,7 +12,15 @@ import openai
 import pytest
 
 from tests.serving.metrics.test_metrics import values_of
-from tests.serving.running import ENGINE_NAME, SHORTER, children, free_port, read_while_killed, wait_until
+from tests.serving.running import (
+    ENGINE_NAME,
+    SHORTER,
+    children,
+    finish_reason,
+    free_port,
+    read_while_killed,
+    wait_until,
+)
 
 serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 
@@ -37,7 +45,7 @@ def client() -> Iterator[openai.OpenAI]:
     port = free_port()
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(app("demo", num_replicas=2, **QUICK), name=NAME)
+        serve.run(app("demo", num_replicas=2, drain_timeout=120.0, **QUICK), name=NAME)
         yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
         serve.shutdown()
     finally:
@@ -92,6 +100,7 @@ def generated(client: openai.OpenAI) -> set[float]:
     return metric_values(client, "generation_tokens_total")
 
 
+@pytest.mark.whole
 def test_chats_stream_and_both_replicas_work(client: openai.OpenAI) -> None:
     with ThreadPoolExecutor(16) as pool:
         assert set(pool.map(lambda _: chat(client, "12+30="), range(32))) == {"42"}
@@ -101,13 +110,14 @@ def test_chats_stream_and_both_replicas_work(client: openai.OpenAI) -> None:
         client.completions.create(model="demo", prompt="a" * 2000)
 
 
+@pytest.mark.whole
 def test_dead_engine_is_reported_and_replaced(client: openai.OpenAI) -> None:
     for _ in range(4):  # once more where all streams were at one replica
         running, before = streams_of_both(client), engines()
         ends = read_while_killed(running, before[0])
         errors = [(why, seconds) for why, seconds in ends if seconds]
-        assert all(why == "The engine process ended unexpectedly." and seconds < 10 for why, seconds in errors)
-        assert all(int(why) > 100 for why, seconds in ends if not seconds), "the streams of the other are whole"
+        assert all(why == "The engine process ended unexpectedly." and seconds < 60 for why, seconds in errors)
+        assert all(why == "length" for why, seconds in ends if not seconds), "the streams of the other are whole"
         assert chat(client.with_options(max_retries=5), "12+30=") == "42"
         # The router knows of a new replica some time after its engine has begun.
         assert wait_until(lambda: before[0] not in engines() and len(generated(client)) == 2, 60)  # noqa: B023
@@ -117,12 +127,13 @@ def test_dead_engine_is_reported_and_replaced(client: openai.OpenAI) -> None:
     pytest.fail(f"no round had streams of both replicas: {ends}")
 
 
+@pytest.mark.whole
 def test_removed_replica_finishes_its_requests(client: openai.OpenAI) -> None:
     """The last test of this application."""
     running = streams(client, 4)
     with ThreadPoolExecutor(5) as pool:
         deleted = pool.submit(serve.delete, NAME)
-        assert all(count > 100 for count in pool.map(lambda stream: len(list(stream)), running))
+        assert set(pool.map(finish_reason, running)) == {"length"}
         deleted.result()
     assert engines() == []
 

@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
 }
 PROMPTS = ["Once upon a time", "The cat sat", "1 + 1 =", "A"]
 LONG = SamplingParams(temperature=0.0, max_tokens=450, ignore_eos=True)
-LIMIT = 10.0  # seconds in which everything has to be over once a rank has failed
+LIMIT = 60.0  # seconds: a rank that hangs does so for minutes, and a busy machine takes its time
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.serving.metrics.test_metrics import Values, values_of
-from tests.serving.running import SHORTER, ServerProcess, read_while_killed, serving, wait_until
+from tests.serving.running import SHORTER, ServerProcess, finish_reason, read_while_killed, serving, wait_until
 from tests.serving.watched import STATS, asking, record_some_requests, watched_replicas
 from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileConfig
 from torchweave.config.validate import check_server
@@ -113,8 +113,8 @@ def test_dead_replica_fails_only_its_requests_and_restarts(pair: ServerProcess) 
     assert answer(pair, "12+30=") == "42", "the other one goes on"
     told = Counter(why for why, _ in ends)
     assert told["The engine process ended unexpectedly."] == 2 and len(told) > 1, ends
-    assert max(seconds for _, seconds in ends) < 2
-    assert all(int(why) > 100 for why, seconds in ends if not seconds), "the streams of the other are whole"
+    assert max(seconds for _, seconds in ends) < 60
+    assert all(why == "length" for why, seconds in ends if not seconds), "the streams of the other are whole"
     health = pair.get("/health")
     assert health.status_code == 200
     body = health.json()
@@ -140,8 +140,8 @@ def test_sigterm_drains_all_replicas(pair: ServerProcess) -> None:
     with pytest.raises(openai.InternalServerError, match="shutting down"):
         client.completions.create(model="demo", prompt="1+1=")
     with ThreadPoolExecutor(4) as pool:
-        assert all(count > 100 for count in pool.map(lambda stream: len(list(stream)), streams))
-    assert pair.process.wait(15) == 0
+        assert set(pool.map(finish_reason, streams)) == {"length"}
+    assert pair.process.wait(60) == 0
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 

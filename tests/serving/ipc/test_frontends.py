@@ -26,6 +26,7 @@ from tests.serving.running import (
     LONG,
     SHORTER,
     ServerProcess,
+    finish_reason,
     free_port,
     read_while_killed,
     serve_command,
@@ -181,7 +182,7 @@ def test_frontends_do_not_import_torch(three: ServerProcess) -> None:
 def test_all_frontends_report_engine_death_and_restart(three: ServerProcess) -> None:
     ends = read_while_killed(streams(three, 4), three.engine_pid())
     assert {why for why, _ in ends} == {"The engine process ended unexpectedly."}
-    assert max(seconds for _, seconds in ends) < 10
+    assert max(seconds for _, seconds in ends) < 60
     refused = three.post("/v1/completions", {"model": "demo", "prompt": "1+1="})
     assert refused.status_code == 503
     assert wait_until(lambda: three.get("/ready").status_code == 200, 60)
@@ -205,8 +206,8 @@ def test_sigterm_drains_all_frontends(three: ServerProcess) -> None:
         with pytest.raises(openai.InternalServerError, match="shutting down"):
             three.client().completions.create(model="demo", prompt="1+1=")
     with ThreadPoolExecutor(4) as pool:
-        assert all(count > 100 for count in pool.map(lambda stream: len(list(stream)), answering))
-    assert three.process.wait(15) == 0
+        assert set(pool.map(finish_reason, answering)) == {"length"}
+    assert three.process.wait(60) == 0
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
@@ -233,7 +234,7 @@ def started(*options: str) -> Iterator[ServerProcess]:
 def test_dead_frontend_ends_the_server() -> None:
     def end_of(stream: Any) -> str:
         try:
-            return str(len(list(stream)))
+            return finish_reason(stream)
         except Exception as error:
             return str(error)
 
@@ -243,7 +244,7 @@ def test_dead_frontend_ends_the_server() -> None:
         with ThreadPoolExecutor(len(answering)) as pool:
             reading = [pool.submit(end_of, stream) for stream in answering]
             os.kill(pids[0], signal.SIGKILL)
-            _, said = running.process.communicate(timeout=20)
+            _, said = running.process.communicate(timeout=120)
         ends = Counter(each.result() for each in reading)
         assert running.process.returncode == 1
         assert said == "torchweave: An HTTP process of the server ended unexpectedly.\n"
@@ -286,7 +287,7 @@ def test_a_signal_ends_all_of_them_while_they_start() -> None:
         assert wait_until(lambda: len(running.pids("tw-http-")) == 2, 60)
         assert wait_until(lambda: is_listening(int(running.url.rpartition(":")[2])), 60)
         running.process.send_signal(signal.SIGTERM)
-        greeting, said = running.process.communicate(timeout=20)
+        greeting, said = running.process.communicate(timeout=120)
         assert running.process.returncode == 0 and not greeting and "Traceback" not in said, said
 
 

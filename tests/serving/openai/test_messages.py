@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -40,9 +41,9 @@ def test_a_message_whole_and_streamed(server: ServerProcess) -> None:
         assert "".join(stream.text_stream) == "42"
         final = stream.get_final_message()
     assert final.content[0].text == "42" and final.stop_reason == "end_turn" and final.usage.output_tokens == 3
-    kinds = [event.type for event in messages.create(stream=True, **SUM)]
-    assert kinds == [
-        "message_start", "content_block_start", *["content_block_delta"] * 2, "content_block_stop", "message_delta",
+    kinds = [kind for kind, _ in groupby(event.type for event in messages.create(stream=True, **SUM))]
+    assert kinds == [  # deltas are one or two: a busy machine sends both tokens as one
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
         "message_stop",
     ]  # fmt: skip
     assert messages.create(**SUM | {"max_tokens": 1}).stop_reason == "max_tokens"
