@@ -58,6 +58,7 @@ def test_a_part_without_a_file_for_the_device_is_refused(tmp_path: Path, monkeyp
         LLM("demo", **OPTIONS)
 
 
-def test_engines_without_the_package_do_not_have_it() -> None:
-    with LLM("demo", **OPTIONS) as llm:
+def test_the_option_plugins_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, HOST + DEVICE)
+    with LLM("demo", **OPTIONS, plugins=()) as llm:
         assert "number" not in llm.engine.scheduler.parts.held and "number" not in llm.engine.runner.parts

@@ -19,9 +19,7 @@ from torchweave.distributed.symmetric_memory import enable_symmetric_memory
 from torchweave.engine.batch_manager import StepRunner
 from torchweave.engine.control.host import CallRanks
 from torchweave.engine.control.rank import Rank
-from torchweave.engine.kv_cache.block_copy import make_block_copier
 from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.kv_cache.cpu_offload import HostBlockPool
 from torchweave.engine.kv_cache.image_rows import ImageRows
 from torchweave.engine.kv_cache.layer_groups import KVLayout, group_layers, longest_sequence
 from torchweave.engine.kv_cache.state_snapshots import StateSnapshots
@@ -29,9 +27,9 @@ from torchweave.engine.ranks.control import RankCalls
 from torchweave.engine.ranks.leader_runner import Executor
 from torchweave.engine.runner import warm_up
 from torchweave.engine.runner.encoder_graphs import EncoderGraphs
-from torchweave.engine.runner.memory import GIB, KVCacheSpec, MemoryUse, blocks_that_fit, longest_step, measure_memory
+from torchweave.engine.runner.memory import KVCacheSpec, MemoryUse, blocks_that_fit, longest_step, measure_memory
 from torchweave.engine.runner.model_runner import ModelRunner, min_size
-from torchweave.engine.runner.parts.base import RUNNER_PARTS
+from torchweave.engine.runner.parts.base import check_parts
 from torchweave.engine.runner.parts.drafts import DraftModel
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.limits import Limits
@@ -41,6 +39,7 @@ from torchweave.engine.scheduler.scheduler import Scheduler
 from torchweave.engine.startup.compile_model import build_forward
 from torchweave.engine.startup.device_facts import device_facts
 from torchweave.engine.startup.draft_model import adaptive_drafts, load_draft_model
+from torchweave.engine.startup.host_memory import host_pool
 from torchweave.engine.startup.image_encoder import compile_image_encoder, large_image_encoding, record_encoder_graphs
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.load import LoadedModel, load, model_facts, with_tokenizer
@@ -175,6 +174,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
     scheduler = _build_scheduler(
         runner, num_blocks, num_snapshots, cache_spec.layout, loaded, report, step_costs, encoder_graphs
     )
+    check_parts(scheduler.parts.held, plan.config.plugins)
     watch_builds(report, has_triton=plan.device != "cpu")
     return Engine(plan, loaded, scheduler, runner, report, runner, RankCalls(Rank(runner, process_groups.rank)))
 
@@ -448,7 +448,7 @@ def _build_scheduler(
         state.max_blocks_per_seq,
         windows=layout.windows,
         longest_step=longest_step(plan),
-        host=_host_pool(runner, report),
+        host=host_pool(runner, report),
         snapshots=StateSnapshots(plan.max_batch_size, num_snapshots, plan.block_size) if num_snapshots else None,
     )
     policy = POLICIES[config.capacity_scheduler_policy]
@@ -463,29 +463,8 @@ def _build_scheduler(
         image_rows = ImageRows(encoder, plan.max_batch_size, config.limit_mm_per_prompt.image, max_span)
         report.event("images", served=True, rows=encoder.num_rows, bytes=loaded.module.image_rows.nbytes)
     drafts = adaptive_drafts(plan, step_costs, report)
-    scheduler = Scheduler(limits, kv, policy, state.updates(), eos, reuse, Resources(grammars, image_rows, drafts))
-    if missing := sorted(scheduler.parts.held.keys() - set(RUNNER_PARTS.names())):
-        raise ValueError(
-            f"The step part {missing[0]} has no runner part; add an entry point {RUNNER_PARTS.group} for it"
-        )
-    return scheduler
-
-
-def _host_pool(runner: ModelRunner, report: Report) -> HostBlockPool | None:
-    """Allocate host memory for offloaded KV-cache blocks; None if `kv_offload_gb` is 0."""
-    plan = runner.plan
-    if not plan.kv_offload_gb:
-        return None
-    tensors = {tensor.data_ptr(): tensor for layer in runner.caches for tensor in layer.tensors}
-    block_bytes = sum(tensor[0].nbytes for tensor in tensors.values())
-    if plan.kv_offload_gb * GIB < block_bytes:
-        raise ValueError(
-            f"kv_offload_gb={plan.kv_offload_gb} is less than a block of the KV cache ({block_bytes} bytes); raise it, or set 0."
-        )
-    with report.stage("allocating host memory"):
-        copier = make_block_copier(list(tensors.values()), int(plan.kv_offload_gb * GIB))
-    report.event("kv_offload", blocks=copier.num_host_blocks, bytes=copier.num_host_blocks * block_bytes)
-    return HostBlockPool(copier, plan.max_batch_size)
+    resources = Resources(grammars, image_rows, drafts, config.plugins)
+    return Scheduler(limits, kv, policy, state.updates(), eos, reuse, resources)
 
 
 # -- memory of the process ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -171,5 +171,18 @@ class InStepPart(RunnerPart):
 
 def make_parts(device: Device) -> dict[str, RunnerPart]:
     """The parts that a runner holds, by name."""
-    classes = (RUNNER_PARTS.get(name) for name in RUNNER_PARTS.names())
+    plugins = device.plan.config.plugins
+    classes = (RUNNER_PARTS.get(name, plugins) for name in RUNNER_PARTS.names(plugins))
     return {part.name: part(device) for part in classes if part.needed(device)}
+
+
+def check_parts(held: Iterable[str], plugins: Collection[str] | None) -> None:
+    """Check that each of the host's parts has one for the device.
+
+    Raises:
+        ValueError: an installed package has one without the other.
+    """
+    if missing := sorted(set(held) - set(RUNNER_PARTS.names(plugins))):
+        raise ValueError(
+            f"The step part {missing[0]} has no runner part; add an entry point {RUNNER_PARTS.group} for it"
+        )

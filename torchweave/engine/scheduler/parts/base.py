@@ -46,11 +46,13 @@ class Resources:
         grammars: of structured outputs; None if the model has no tokenizer.
         image_rows: the pool of images; None for a model without images.
         adaptive_drafts: selects the number of drafts of each step; None: as many as the limits allow.
+        plugins: see `EngineConfig.plugins`.
     """
 
     grammars: GrammarManager | None = None
     image_rows: ImageRows | None = None
     adaptive_drafts: AdaptiveDrafts | None = None
+    plugins: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,8 @@ class Parts:
     """
 
     def __init__(self, host: Host) -> None:
-        classes = (STEP_PARTS.get(name) for name in STEP_PARTS.names())
+        plugins = host.resources.plugins
+        classes = (STEP_PARTS.get(name, plugins) for name in STEP_PARTS.names(plugins))
         self.held: dict[str, StepPart] = {part.name: part(host) for part in classes if part.needed(host)}
         self.active: tuple[StepPart, ...] = ()
         self._used: dict[int, tuple[str, ...]] = {}  # by slot
