@@ -145,7 +145,7 @@ def read_eos_token_id(folder: Path) -> int | None:
         return None  # errors in the files are reported when the tokenizer is used
 
 
-def _check_beginning(text: str, max_tokens: int, encode: Callable[[str], list[int]]) -> None:
+def _check_start(text: str, max_tokens: int, encode: Callable[[str], list[int]]) -> None:
     """Refuse a long text whose beginning has too many tokens already: megabytes take a minute, and gigabytes of memory."""
     length = max(_LONG_CHARS, _CHARS_PER_TOKEN * max_tokens)
     if len(text) > 2 * length and (count := len(encode(text[:length]))) > max_tokens + _CUT_TOKENS:
@@ -208,7 +208,7 @@ class Tokenizer:
         # Not verbose: the engine reports texts that are too long.
         encode = functools.partial(self.hf_tokenizer.encode, add_special_tokens=add_special_tokens, verbose=False)
         if max_tokens is not None:
-            _check_beginning(text, max_tokens, encode)
+            _check_start(text, max_tokens, encode)
         return encode(text)
 
     def _check_text(self, text: str, max_tokens: int | None) -> None:

@@ -156,6 +156,24 @@ def test_a_request_without_an_id_costs_no_other(odd: Any) -> None:
     assert list(h.received) == [2] and h.tokens(2) == expected([2], 5)
 
 
+def test_an_odd_id_of_a_cancellation_costs_no_other() -> None:
+    """0.5 is not request 0, and the ids beside it count."""
+    h = Harness(sizes={"max_model_len": 500, "num_blocks": 200})
+    ids = [[0.5, "a", None, 2]]
+    h.manager._loop._callbacks = h.manager._loop._callbacks.__class__(
+        h.get_requests,
+        None,
+        h.send_response,
+        lambda: ids.pop() if ids and h.received[0] and h.received[2] else (),
+        None,
+    )
+    with h.manager:
+        h.ask(0, [1], streaming=True, max_tokens=20)
+        h.ask(2, [2], streaming=True, max_tokens=400)
+        h.wait_final(0, 2)
+    assert h.tokens(0) == expected([1], 20) and len(h.tokens(2)) < 400
+
+
 @pytest.mark.parametrize("field", [{"cache_salt": None}, {"cache_salt": "\ud800"}, {"priority": None}], ids=ascii)
 def test_a_request_that_cannot_be_queued_is_answered(field: dict[str, Any]) -> None:
     with (h := Harness()).manager:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torchweave
 from tests.serving.running import ServerProcess, cpu_seconds
 from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.serving.http import responses
 from torchweave.serving.ipc import messages
 from torchweave.serving.tokenization import AsyncTokenizer
 from torchweave.tokenizer import TextTooLong, Tokenizer
@@ -22,6 +25,14 @@ HEAVY: dict[str, tuple[dict[str, Any], str]] = {
     "stop strings": ({"prompt": "1+1=", "n": 32, "stop": [f"s{number}" for number in range(100_000)]}, "at most 1024"),
     "text": ({"prompt": "12+30= " * 1_000_000}, "maximum context length is 512 tokens"),
     "conversation": ({"messages": [{"role": "user", "content": "1+1= " * 1_000_000}]}, "maximum context length is 512"),
+    "log-probabilities": (
+        {"prompt": "1+1=", "n": 64, "logprobs": 100, "max_tokens": 400},
+        "2585600 log-probabilities (64 answers, of at most 25600 tokens in all with 101 each",
+    ),
+    "log-probabilities of prompts": (
+        {"prompt": [[5] * 500] * 256, "prompt_logprobs": 100, "max_tokens": 1},
+        "at most 1048576 to one request (max_request_logprobs)",
+    ),
     "texts": ({"prompt": ["12+30= " * 100] * 2000}, "asks for 2000 answers"),
 }
 
@@ -76,6 +87,36 @@ def test_short_texts_do_not_wait_for_long_ones_and_nobody_encodes_for_those_who_
         assert await long[2] == [200_003]
         assert sorted(Slow.begun) == [1, 200_001, 200_003]
         tokenizer.close()
+
+    asyncio.run(scenario())
+
+
+def test_answers_are_encoded_in_slices_and_no_further_for_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "_SLICE_SECONDS", 0.0)
+    made: list[int] = []
+
+    def items() -> Iterator[dict[str, int]]:
+        for number in range(1000):
+            made.append(number)
+            yield {"number": number}
+
+    async def scenario() -> None:
+        others = 0
+        encoding = asyncio.create_task(responses.encode_in_slices({"a": [{"b": items()}], "c": iter(())}))
+        while not encoding.done():
+            others += 1
+            await asyncio.sleep(0)
+        assert others > 900 and json.loads(encoding.result()) == {
+            "a": [{"b": [{"number": each} for each in range(1000)]}],
+            "c": [],
+        }
+        made.clear()
+        left = asyncio.create_task(responses.encode_in_slices({"a": items()}))
+        while len(made) < 10:
+            await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        assert left.cancelled() and len(made) < 20
 
     asyncio.run(scenario())
 

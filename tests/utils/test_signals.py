@@ -11,16 +11,16 @@ import pytest
 
 SCRIPT = """
 import signal, sys
-from torchweave.utils.signals import reset_on_delivery
-print(reset_on_delivery(signal.SIGTERM))
+from torchweave.utils.signals import reset_after_next
+print(reset_after_next(signal.SIGTERM))
 handled = []
 def handle(number, frame):
     handled.append(number)
     signal.signal(signal.SIGTERM, handle)
-    reset_on_delivery(signal.SIGTERM)
+    reset_after_next(signal.SIGTERM)
     print(len(handled), flush=True)
 signal.signal(signal.SIGTERM, handle)
-print(reset_on_delivery(signal.SIGTERM), flush=True)
+print(reset_after_next(signal.SIGTERM), flush=True)
 if sys.argv[1] == "busy":
     sum(range(10**15))  # one call into C
 while len(handled) < 3:

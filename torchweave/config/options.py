@@ -338,6 +338,8 @@ class ServerConfig:
             request, together.
         max_request_tokens: most tokens per HTTP request, prompts and outputs together. None: the engine's capacity.
         max_request_sequences: most output sequences per HTTP request (prompts times `n`).
+        max_request_logprobs: most log-probabilities per HTTP request: of each token of its answers, the token's own and `logprobs`
+            further ones, and the same for its prompts.
         max_waiting_requests: most requests queued beyond those in a step; further requests get status 429.
         request_timeout: seconds until a request is cancelled. 0: never.
         drain_timeout: seconds that running requests have to finish at shutdown.
@@ -371,6 +373,7 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     max_request_tokens: int | None = None
     max_request_sequences: int = 256
+    max_request_logprobs: int = 1 << 20
     max_waiting_requests: int = 1024
     request_timeout: float = 0.0
     drain_timeout: float = 30.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import os
 import threading
 import time
@@ -361,11 +362,17 @@ class GenerationLoop:
         if poll_stop is None:
             return
         try:
-            request_ids = poll_stop()
-            stops = [int(each) for each in request_ids] if request_ids is not None else []
+            returned = poll_stop()
+            request_ids = [] if returned is None else list(returned)
         except BaseException:
             self._log_callback_error("poll_stop", "no request is cancelled")
             return
+        stops = []
+        for each in request_ids:
+            try:
+                stops.append(operator.index(each))
+            except TypeError:
+                self._log_callback_error("poll_stop", f"{each!r:.80} is no request id and is left out")
         if stops:
             self._send(Responses(response for each in stops for response in self._scheduler.cancel(each)))
 

@@ -18,7 +18,7 @@ from torchweave.serving.ipc.processes import critical_task
 from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.service import Service
 from torchweave.utils import gc
-from torchweave.utils.signals import reset_on_delivery
+from torchweave.utils.signals import reset_after_next
 
 _FAILED_SECONDS = 1.0  # for clients to receive the engine's failure
 _POLL_SECONDS = 0.05  # of the requests in flight during the drain
@@ -103,7 +103,7 @@ class Server:
         """Drain at a signal. Should the event loop be stuck, so that nothing happens, a second signal ends the process."""
         for each in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(each, self._on_signal)
-            reset_on_delivery(each)
+            reset_after_next(each)
 
     def _on_signal(self) -> None:
         self._handle_signals()

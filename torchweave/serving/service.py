@@ -151,6 +151,7 @@ class Service:
         sequences = len(prompts) * params.n
         self.check_sequences(sequences)
         self._check_tokens(prompts, params, model)
+        self._check_logprobs(prompts, params, model)
         waiting = self.client.num_waiting
         if waiting + sequences > settings.max_waiting_requests + self.client.num_free:
             raise ApiError(
@@ -190,6 +191,27 @@ class Service:
                 f"The request may take {total} tokens, prompts and answers together, but this server allows {limit} for one "
                 "request; shorten the prompt or lower max_tokens.",
                 param="max_tokens",
+            )
+
+    def _check_logprobs(self, prompts: Sequence[Sequence[int]], params: SamplingParams, model: ModelCard) -> None:
+        """Raise ApiError 400 if the answers may hold more log-probabilities than this server returns for a request."""
+        each, each_of_prompt = (
+            1 + count if (count := numbers(model.vocab_size)) >= 0 else 0
+            for numbers in (params.num_logprobs, params.num_prompt_logprobs)
+        )
+        if not (each or each_of_prompt):
+            return
+        limit, longest = self.settings.max_request_logprobs, model.max_model_len
+        most = longest if params.max_tokens is None else params.max_tokens
+        answers = sum(max(min(most, longest - len(prompt)), 0) for prompt in prompts) * params.n
+        total = answers * each + sum(map(len, prompts)) * each_of_prompt
+        if total > limit:
+            raise ApiError(
+                400,
+                f"The request asks for {total} log-probabilities ({len(prompts) * params.n} answers, of at most {answers} tokens "
+                f"in all with {each} each, and {each_of_prompt} for each token of the prompts), but this server returns at most "
+                f"{limit} to one request (max_request_logprobs); lower max_tokens, logprobs, prompt_logprobs or n, or split it.",
+                param="logprobs" if each else "prompt_logprobs",
             )
 
     def _retry_after(self, waiting: int) -> int:

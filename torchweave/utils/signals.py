@@ -6,7 +6,7 @@ import ctypes
 import signal
 import sys
 
-_RESET_ON_DELIVERY = 0x80000000  # SA_RESETHAND
+_RESET_HANDLER = 0x80000000  # SA_RESETHAND
 
 
 class _Action(ctypes.Structure):
@@ -20,7 +20,7 @@ class _Action(ctypes.Structure):
     )
 
 
-def reset_on_delivery(number: signal.Signals) -> bool:
+def reset_after_next(number: signal.Signals) -> bool:
     """Let the next delivery of a signal restore the default action besides calling the handler; False on other systems.
 
     Python's handlers run between two bytecodes of the main thread, hence never during a long call into C. The system ends the
@@ -28,8 +28,8 @@ def reset_on_delivery(number: signal.Signals) -> bool:
     """
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return False
-    libc, action = ctypes.CDLL(None), _Action()
-    if libc.sigaction(int(number), None, ctypes.byref(action)) != 0:
+    library, action = ctypes.CDLL(None), _Action()
+    if library.sigaction(int(number), None, ctypes.byref(action)) != 0:
         return False
-    action.flags |= _RESET_ON_DELIVERY
-    return libc.sigaction(int(number), ctypes.byref(action), None) == 0
+    action.flags |= _RESET_HANDLER
+    return library.sigaction(int(number), ctypes.byref(action), None) == 0

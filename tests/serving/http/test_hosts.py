@@ -41,6 +41,8 @@ def test_requests_for_a_foreign_name_are_refused_where_no_key_is_set() -> None:
     foreign = ask("evil.example.com:8000")
     assert foreign.status_code == REFUSED and "allowed_hosts" in foreign.json()["error"]["message"]
     assert ask("localhost.example.com").status_code == REFUSED and ask("127.0.0.1.example.com").status_code == REFUSED
+    for malformed in ("[::1].example.com", "[::1]example.com:80", "[::1", "localhost:80:80", "[localhost]"):
+        assert ask(malformed).status_code == REFUSED, malformed
     assert ask("evil.example.com", "/health").status_code == 503, "probes are answered"
     assert ask("evil.example.com", api_key=("sesame",)).status_code == 401
     assert ask("Chat.example.com", allowed_hosts=("chat.example.com",)).status_code == ANSWERED

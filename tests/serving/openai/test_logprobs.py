@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Rust
@@ -25,11 +26,11 @@ def test_texts_and_places_of_tokens_are_those_of_the_text(make: Callable[[], Rus
     answer = both[len(prompt) :]
     assert both[: len(prompt)] == prompt
 
-    echoed = completion_logprobs(
-        tokenizer, [None, *map(entry, prompt[1:])], TextOffsets(tokenizer, [], 0, True), prompt[0]
+    echoed = lists(
+        completion_logprobs(tokenizer, [None, *map(entry, prompt[1:])], TextOffsets(tokenizer, [], 0, True), prompt[0])
     )
     text_offsets = TextOffsets(tokenizer, prompt, len("Hello world"), True)
-    found = completion_logprobs(tokenizer, list(map(entry, answer)), text_offsets)
+    found = lists(completion_logprobs(tokenizer, list(map(entry, answer)), text_offsets))
     assert "".join(echoed["tokens"]).lstrip() == "Hello world"
     assert "".join(found["tokens"]).replace("\ufffd", "") == ", don't panic ."
     text = "Hello world, don't 🎉panic ."
@@ -39,6 +40,10 @@ def test_texts_and_places_of_tokens_are_those_of_the_text(make: Callable[[], Rus
         whole = token.replace("\ufffd", "")  # a part of the character has no text
         assert (whole.lstrip() if begin == 0 else whole) == text[begin:end].replace("🎉", "")
     tokenizer.close()
+
+
+def lists(logprobs: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: list(values) for name, values in logprobs.items()}
 
 
 def entry(token: int) -> TokenLogprobs:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from torchweave.serving.errors import ApiError
-from torchweave.serving.openai.bounds import MAX_STOPS, MAX_TOOLS, BoundedModel
+from torchweave.serving.openai.bounds import MAX_STOPS, MAX_TOOLS, ModelWithBounds
 from torchweave.serving.openai.protocol import Body, ChatRequest, Priority, Whole
 
 _SAME_NAME_FIELDS = (
@@ -25,7 +25,7 @@ _SAME_NAME_FIELDS = (
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class Turn(BoundedModel):
+class Turn(ModelWithBounds):
     """A message: a text, or a list of content blocks."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -33,7 +33,7 @@ class Turn(BoundedModel):
     content: str | list[dict[str, Any]]
 
 
-class ClientTool(BoundedModel):
+class ClientTool(ModelWithBounds):
     """A function that the model may call."""
 
     model_config = ConfigDict(extra="ignore", strict=True)

@@ -13,7 +13,7 @@ from torchweave.serving.anthropic.protocol import CountTokensRequest, MessagesRe
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.chat_template import encode, resolve_tool_use, start_chat
 from torchweave.serving.http.middleware import REQUEST_ID
-from torchweave.serving.http.responses import read_chat, respond, time_limit, unless_disconnected
+from torchweave.serving.http.responses import encode_in_slices, read_chat, respond, time_limit, unless_disconnected
 from torchweave.serving.openai.protocol import ChatBatchRequest, ChatRequest, CompletionRequest, Generation, Prompts
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only, truncate
@@ -41,12 +41,10 @@ async def chat_completion_batch(body: ChatBatchRequest, request: Request) -> Res
     service.check_sequences(len(body.messages) * (body.n or 1))
     answer = _answer_batch(service, body.conversations, name, _id(body, request))
     async with time_limit(service.settings.request_timeout):
-        return JSONResponse(await unless_disconnected(answer, request, takes_long=True))
+        return Response(await unless_disconnected(answer, request, takes_long=True), media_type="application/json")
 
 
-async def _answer_batch(
-    service: Service, requests: Sequence[ChatRequest], model: str, request_id: str
-) -> dict[str, Any]:
+async def _answer_batch(service: Service, requests: Sequence[ChatRequest], model: str, request_id: str) -> bytes:
     """Answer conversations together. Choices are numbered through all of them; `usage` is the sum.
 
     Raises:
@@ -64,14 +62,14 @@ async def _answer_batch(
         ChatResponseBuilder(answer_stream, request, request_id, model, answer_format).full(answer)
         for request, (answer_stream, answer_format), answer in zip(requests, started, deltas, strict=True)
     ]
-    return _join_answers(answers)
+    return await encode_in_slices(_join_answers(answers))
 
 
 def _join_answers(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One body. What a body has of its prompt (`prompt_token_ids`, `prompt_logprobs`) moves to its choices."""
     choices = []
     for body in answers:
-        of_prompt = {name: body[name] for name in ("prompt_token_ids", "prompt_logprobs") if name in body}
+        of_prompt = {name: list(body[name]) for name in ("prompt_token_ids", "prompt_logprobs") if name in body}
         choices += [choice | of_prompt for choice in body["choices"]]
     usage: dict[str, Any] = {name: sum(body["usage"][name] for body in answers) for name in _USAGE}
     for name in ("prompt_tokens_details", "completion_tokens_details"):

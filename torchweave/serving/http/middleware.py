@@ -44,6 +44,7 @@ PROXIED = "torchweave.relayed"
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a disconnected client; used in logs and metrics only
 _CLIENT_ID = re.compile(rb"[!-~]{1,128}")
 _JSON_TYPE = re.compile(rb"\s*application/(?:[^;\s]+\+)?json\s*(?:;|$)", re.IGNORECASE)
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]*))(?::\d*)?")
 _LARGE_BODY = 1 << 20  # bytes; after such bodies, cycles are collected
 _COLLECT_SECONDS = 2.0
 _BODY_SECONDS = 60.0  # time limit for receiving a body
@@ -189,7 +190,7 @@ class AuthLimitsMiddleware(HttpMiddleware):
         if not _is_loopback(settings.host) or "*" in settings.allowed_hosts:
             return
         given = header(scope, b"host").decode("latin-1").lower()
-        name = given.partition("]")[0].lstrip("[") if given.startswith("[") else given.partition(":")[0]
+        name = _host_name(given)
         known = (settings.host, *settings.allowed_hosts)
         if not name or _is_loopback(name) or _is_ip_address(name) or name in (each.lower() for each in known):
             return
@@ -378,6 +379,12 @@ def _too_long(limit: int) -> ApiError:
 def header(scope: Any, name: bytes) -> bytes:
     """Value of a header by its lower-case name; empty if absent."""
     return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _host_name(given: str) -> str:
+    """The name or address in a `Host` header, without a port; a malformed one as it is given."""
+    match = _HOST.fullmatch(given)
+    return (match[1] or match[2]) if match else given
 
 
 def _is_loopback(host: str) -> bool:

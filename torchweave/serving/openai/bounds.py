@@ -23,21 +23,21 @@ _OPAQUE = frozenset(("metadata", "default", "serialization", "cls"))
 """Entries of a core schema that hold no schemas of values."""
 
 
-def _bounded(schema: Any) -> Any:
+def _with_bounds(schema: Any) -> Any:
     """A core schema in which each list has a bound and ends with its first error."""
     if isinstance(schema, (list, tuple)):
-        return type(schema)(map(_bounded, schema))
+        return type(schema)(map(_with_bounds, schema))
     if not isinstance(schema, dict):
         return schema
-    inner = {name: value if name in _OPAQUE else _bounded(value) for name, value in schema.items()}
+    inner = {name: value if name in _OPAQUE else _with_bounds(value) for name, value in schema.items()}
     if inner.get("type") == "list":
         inner = {"max_length": MAX_ITEMS, **inner, "fail_fast": True}
     return inner
 
 
-class BoundedModel(BaseModel):
+class ModelWithBounds(BaseModel):
     """A model whose lists are bounded. Pydantic would look at every item, and note an error of two kilobytes for each wrong one."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return _bounded(handler(source))
+        return _with_bounds(handler(source))

@@ -1,8 +1,12 @@
-"""Log-probabilities in OpenAI's two formats, and in vLLM's format for prompts."""
+"""Log-probabilities in OpenAI's two formats, and in vLLM's format for prompts.
+
+Lists with an item for each token are iterators: an answer may have megabytes of them, which are encoded in slices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchweave.engine.request import TokenLogprobs
@@ -10,17 +14,14 @@ from torchweave.serving.tokenization import AsyncTokenizer
 
 
 def chat_logprobs(tokenizer: AsyncTokenizer | None, entries: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
-    """Build `choices[].logprobs` of a chat completion."""
-    content = []
-    for entry in entries:
-        best = list(entry.top.items())[: None if num_top == -1 else num_top]
-        content.append(
-            {
-                **_token(tokenizer, entry.token_id, entry.logprob),
-                "top_logprobs": [_token(tokenizer, token, logprob) for token, logprob in best],
-            }
-        )
-    return {"content": content, "refusal": None}
+    """Build `choices[].logprobs` of a chat completion; its `content` is an iterator."""
+
+    def content(entry: TokenLogprobs) -> dict[str, Any]:
+        best = itertools.islice(entry.top.items(), None if num_top == -1 else num_top)
+        top = [_token(tokenizer, token, logprob) for token, logprob in best]
+        return {**_token(tokenizer, entry.token_id, entry.logprob), "top_logprobs": top}
+
+    return {"content": map(content, entries), "refusal": None}
 
 
 class TextOffsets:
@@ -51,7 +52,7 @@ def completion_logprobs(
     text_offsets: TextOffsets,
     first_token: int | None = None,
 ) -> dict[str, Any]:
-    """Build `choices[].logprobs` of a completion.
+    """Build `choices[].logprobs` of a completion: iterators over its tokens.
 
     Args:
         entries: None for the first token of a prompt, which has no log-probability.
@@ -59,18 +60,18 @@ def completion_logprobs(
     """
     tokens = [first_token if entry is None else entry.token_id for entry in entries]
     return {
-        "tokens": ["" if token is None else token_text(tokenizer, token) for token in tokens],
-        "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
-        "top_logprobs": [None if entry is None else _by_text(tokenizer, entry) for entry in entries],
-        "text_offset": [0 if token is None else text_offsets.of(token) for token in tokens],
+        "tokens": ("" if token is None else token_text(tokenizer, token) for token in tokens),
+        "token_logprobs": (None if entry is None else entry.logprob for entry in entries),
+        "top_logprobs": (None if entry is None else _by_text(tokenizer, entry) for entry in entries),
+        "text_offset": (0 if token is None else text_offsets.of(token) for token in tokens),
     }
 
 
 def prompt_logprobs(
     tokenizer: AsyncTokenizer | None, entries: Sequence[TokenLogprobs | None]
-) -> list[dict[str, Any] | None]:
+) -> Iterator[dict[str, Any] | None]:
     """Build vLLM's `prompt_logprobs`: for each prompt token a map from token id to log-probability, rank and text."""
-    return [None if entry is None else _ranked(tokenizer, entry) for entry in entries]
+    return (None if entry is None else _ranked(tokenizer, entry) for entry in entries)
 
 
 def _ranked(tokenizer: AsyncTokenizer | None, entry: TokenLogprobs) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from torchweave.serving.openai.bounds import (
     MAX_STOP_REGEXES,
     MAX_STOPS,
     MAX_TOOLS,
-    BoundedModel,
+    ModelWithBounds,
 )
 from torchweave.tokenizer import content_text
 from torchweave.utils.suggest import did_you_mean
 
 
-class Body(BoundedModel):
+class Body(ModelWithBounds):
     """A body that rejects unknown fields and does not convert types (`"5"` is not a number). Null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -144,7 +144,7 @@ class StructuredBody(Body):
         return value  # field names differ from the body's (alias); `extra="forbid"` rejects unknown ones
 
 
-class JsonSchema(BoundedModel):
+class JsonSchema(ModelWithBounds):
     """Schema of an answer; always enforced, regardless of `strict`."""
 
     model_config = ConfigDict(extra="ignore", strict=True, populate_by_name=True)
@@ -246,7 +246,7 @@ class CompletionRequest(Generation):
     add_special_tokens: bool = True
 
 
-class Message(BoundedModel):
+class Message(ModelWithBounds):
     """A message of a conversation. Further fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -355,15 +355,15 @@ class ChatRequest(ChatTemplate, Generation):
         ):
             expected = '{"mode": "auto" or "required", "tools": [...]}'
             raise ValueError(f"tool_choice of type allowed_tools needs allowed_tools: {expected}")
-        offered = value.get("tools")
-        if not isinstance(offered, list):
+        given = value.get("tools")
+        if not isinstance(given, list):
             raise ValueError("tool_choice of type allowed_tools needs tools, a list")
-        if max(len(listed), len(offered)) > MAX_TOOLS:
+        if max(len(listed), len(given)) > MAX_TOOLS:
             raise ValueError(f"tools and allowed_tools hold more than {MAX_TOOLS} functions; send fewer")
         names = dict.fromkeys(map(_function_name, listed))
-        tools = [tool for tool in offered if _function_name(tool) in names]
-        offered_names = set(map(_function_name, tools))
-        if missing := [name for name in names if name not in offered_names]:
+        tools = [tool for tool in given if _function_name(tool) in names]
+        known = set(map(_function_name, tools))
+        if missing := [name for name in names if name not in known]:
             raise ValueError(f"tool_choice allows {str(missing[0])[:80]!r}, which is not in tools")
         return {**value, "tools": tools, "tool_choice": allowed["mode"]}
 

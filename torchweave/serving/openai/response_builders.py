@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from torchweave.serving.openai.logprobs import TextOffsets, chat_logprobs, compl
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation, StreamOptions
 from torchweave.serving.openai.tools import Call, ParserDelta, ReasoningDelta, TextDelta
 
-_encode = msgspec.json.encode
+_encode = msgspec.json.Encoder(enc_hook=list).encode  # iterators, see `logprobs`
 _MARK = "\0text\0"
 _DONE = b"data: [DONE]\n\n"
 
@@ -67,7 +68,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def full(self, answers: list[Delta]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+        """The body of a response that is not streamed; long lists in it are iterators."""
 
 
 class OpenAIResponseBuilder(ResponseBuilder):
@@ -132,7 +133,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         """Further counts for `usage`."""
         return {}
 
-    def _prompt_logprobs(self, prompt: int) -> list[dict[str, Any] | None]:
+    def _prompt_logprobs(self, prompt: int) -> Iterator[dict[str, Any] | None]:
         return prompt_logprobs(self._tokenizer, self._answer_stream.prompt_logprobs(prompt))
 
 
@@ -216,7 +217,9 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
             text_offsets = TextOffsets(self._tokenizer, [], 0, not self._echoes_special)
             entries, first = self._answer_stream.prompt_logprobs(prompt), self._answer_stream.prompts[prompt][0]
             of_prompt = completion_logprobs(self._shown, entries, text_offsets, first)
-            choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in of_prompt.items()}
+            choice["logprobs"] = {
+                name: itertools.chain(values, choice["logprobs"][name]) for name, values in of_prompt.items()
+            }
         if self._with_prompt_logprobs:
             choice["prompt_logprobs"] = self._prompt_logprobs(prompt)
         if delta.finish_reason is not None:

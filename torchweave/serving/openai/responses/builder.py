@@ -138,7 +138,7 @@ class ResponsesBuilder(ResponseBuilder):
         entries = delta.logprobs
         if len(entries) == len(self._answer_stream.answer_ids[0]):  # the whole answer at once
             entries = entries[self._parser.num_reasoning_tokens(delta.token_ids, self._tokenizer) :]
-        new = chat_logprobs(self._tokenizer, entries, self._num_top)["content"]
+        new = list(chat_logprobs(self._tokenizer, entries, self._num_top)["content"])
         self._logprobs += new
         return new
 
