@@ -29,13 +29,15 @@ ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
 CacheFormat = Literal["binary", "unpacked"]
 ToolCallParser = Literal[
-    "auto", "deepseek_v3", "deepseek_v32", "glm45", "gpt_oss", "granite", "granite31", "hermes", "internlm", "jamba",
-    "kimi_k2", "llama3_json", "minimax_m2", "mistral", "phi4_mini", "phi4_tool_call", "pythonic", "qwen3_coder",
-    "seed_oss",
+    "auto", "cohere", "cohere_command", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "ernie45",
+    "functiongemma", "gemma4", "glm45", "glm47", "gpt_oss", "granite", "granite31", "granite4", "hermes",
+    "hunyuan_a13b", "hy_v3", "internlm", "jamba", "kimi_k2", "kimi_k3", "lfm2", "llama3_json", "llama4_pythonic",
+    "longcat", "mimo", "minimax", "minimax_m2", "minimax_m3", "mistral", "nemotron_json", "olmo3", "openai",
+    "phi4_mini", "phi4_tool_call", "pythonic", "qwen3_coder", "qwen3_xml", "seed_oss", "step3", "step3p5", "xlam",
 ]  # fmt: skip
 ReasoningParser = Literal[
-    "auto", "none", "deepseek_r1", "glm45", "gpt_oss", "granite", "kimi_k2", "kimi_vl", "minimax_m2", "mistral",
-    "qwen3", "seed_oss",
+    "auto", "none", "cohere", "deepseek_r1", "ernie45", "gemma4", "glm45", "gpt_oss", "granite", "kimi_k2", "kimi_k3", "kimi_vl",
+    "minimax_m2", "mistral", "qwen3", "seed_oss", "step3",
 ]  # fmt: skip
 PassNumerics = Literal["exact", "tolerance"]
 Executor = Literal["local", "torchrun", "ray"]

@@ -13,7 +13,6 @@ from torchweave.config.options import ToolCallParser
 from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser
 from torchweave.serving.openai.reasoning import FORMATS, detect_reasoning_format
 from torchweave.serving.openai.tools import (
-    FAMILIES,
     ArgumentsDelta,
     Call,
     ReasoningDelta,
@@ -23,6 +22,7 @@ from torchweave.serving.openai.tools import (
     detect_tool_format,
     make_tool_parser,
 )
+from torchweave.serving.openai.tools.families import PARSERS
 from torchweave.serving.openai.tools.schema_types import Parameters
 
 TOOLS = [
@@ -138,7 +138,7 @@ def test_calls_of_todays_families(form: str, answer: str, text: str, calls: list
 
 
 def test_every_parser_is_an_option() -> None:
-    assert {"auto", *FAMILIES} == {*ToolCallParser.__args__}  # type: ignore[attr-defined]
+    assert {"auto", *PARSERS} == {*ToolCallParser.__args__}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ class ReasoningFormat:
         closing: texts that end it.
         is_implicit: an answer without the opening text begins with reasoning, too.
         keep_special: these texts are special tokens.
+        ignored: texts that are no part of the answer.
         in_channels: the whole answer is in the harmony format, which `HarmonyGrammar` reads.
     """
 
@@ -29,6 +30,7 @@ class ReasoningFormat:
     closing: tuple[str, ...]
     is_implicit: bool = False
     keep_special: bool = False
+    ignored: tuple[str, ...] = ()
     in_channels: bool = False
 
 
@@ -44,6 +46,21 @@ FORMATS: dict[str, ReasoningFormat] = {
     "gpt_oss": ReasoningFormat(("<|channel|>analysis<|message|>",), ("<|end|>",), keep_special=True, in_channels=True),
     "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
     "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",), keep_special=True),
+    "step3": _IMPLICIT_THINK,
+    "ernie45": ReasoningFormat(("<think>",), ("</think>",), True, ignored=("<response>", "</response>")),
+    "cohere": ReasoningFormat(
+        ("<|START_THINKING|>",),
+        ("<|END_THINKING|>",),
+        keep_special=True,
+        ignored=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    "gemma4": ReasoningFormat(("<|channel>thought",), ("<channel|>",), keep_special=True),
+    "kimi_k3": ReasoningFormat(
+        ("<|open|>think<|sep|>",),
+        ("<|close|>think<|sep|>",),
+        keep_special=True,
+        ignored=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>", "<|end_of_msg|>"),
+    ),
     "granite": ReasoningFormat(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
@@ -53,6 +70,9 @@ _TEMPLATE_MARKERS = (
     ("[THINK]", "mistral"),
     ("<|channel|>", "gpt_oss"),
     ("◁think▷", "kimi_vl"),
+    ("<|START_THINKING|>", "cohere"),
+    ("<|channel>thought", "gemma4"),
+    ("<|open|>think", "kimi_k3"),
     ("<seed:think>", "seed_oss"),
     ("Here is my thought process", "granite"),
     ("<think>", "qwen3"),
@@ -95,7 +115,8 @@ class ReasoningGrammar:
         if self._calls is not None:
             yield from self._calls.parse(source, output)
         else:
-            yield from source.read_until(output.text)
+            while marker := (yield from source.read_until(output.text, *self._form.ignored)):
+                source.take(len(marker))
 
     def _read_reasoning(self, source: Source, output: Output) -> Steps[None]:
         reasoning = _ReasoningText(output, self._is_continued)

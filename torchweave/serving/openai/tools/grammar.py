@@ -18,7 +18,6 @@ NAME = r"(?P<name>[^\s<>{}()\[\]\"'`,;:|｜]{1,256})"
 """Pattern of a function's name."""
 _NAME = regex.compile(NAME)
 _SEPARATORS = SPACE + ",;"
-_BRACKETS = "[]}"  # of a list of calls; small models write a surplus closing brace, too
 _COLON = regex.compile(rf"[{SPACE}]*:[{SPACE}]*")
 
 
@@ -88,13 +87,17 @@ class Grammar:
     Attributes:
         calls: forms of a call, tried in this order.
         opening: markers before calls; text may stand around them.
-        closing: marker after them; empty: the format has none.
+        closing: markers after them; empty: the format has none.
+        ignored: markers that are no part of the text.
+        brackets: brackets of a list of calls, which may be skipped; small models write a surplus closing brace, too.
         start: what an answer begins with that has calls without a marker. Only functions of the request are called so.
     """
 
     calls: tuple[CallGrammar, ...]
     opening: tuple[str, ...] = ()
-    closing: str = ""
+    closing: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    brackets: str = "[]}"
     start: regex.Pattern[str] | None = None
 
     def parse(self, source: Source, output: Output, tools: Mapping[str, Any]) -> Steps[None]:
@@ -102,25 +105,30 @@ class Grammar:
         state = Parsing(source, output, tools)
         if self.start is not None and (yield from source.match(self.start)) is not None:
             state.known_only = True
-            yield from self._read_section(state, "")
+            source.hold()
+            yield from source.accept(self.start)
+            yield from self._read_section(state)
             state.known_only = False
-        while (yield from source.read_until(output.text, *self.opening)):
-            yield from self.read_section(state)
+        while marker := (yield from source.read_until(output.text, *self.opening, *self.ignored)):
+            if marker in self.ignored:
+                source.take(len(marker))
+            else:
+                yield from self.read_section(state)
 
     def read_section(self, state: Parsing) -> Steps[None]:
         """Read a marker, which is next, and the calls after it."""
         marker = yield from state.source.starts_with(*self.opening)
+        state.source.hold()
         state.source.take(len(marker))
-        yield from self._read_section(state, marker)
+        yield from self._read_section(state)
 
-    def _read_section(self, state: Parsing, marker: str) -> Steps[None]:
+    def _read_section(self, state: Parsing) -> Steps[None]:
         """Read calls up to the closing marker, or to text that is no call."""
         source = state.source
-        source.hold(marker)
         num_calls = 0
         while True:
             yield from self._read_between(source)
-            end = yield from source.starts_with(self.closing or END, END)
+            end = yield from source.starts_with(*self.closing, END)
             if end or not (yield from self._read_call(state)):
                 break
             num_calls += 1
@@ -147,9 +155,9 @@ class Grammar:
         """Skip what separates calls."""
         while True:
             yield from source.skip(_SEPARATORS)
-            if (yield from source.starts_with(*self.opening, self.closing or END)):
+            if (yield from source.starts_with(*self.opening, *self.closing, END)):
                 return
-            if (yield from source.peek()) not in _BRACKETS:
+            if (yield from source.peek()) not in self.brackets:
                 return
             source.take(1)
 

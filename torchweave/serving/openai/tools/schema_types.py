@@ -24,16 +24,19 @@ class Parameters:
 
     Args:
         schema: their JSON schema; anything else declares nothing.
+        root: the schema in which references are resolved; None: `schema`.
     """
 
-    def __init__(self, schema: Any) -> None:
-        self._root = schema if isinstance(schema, Mapping) else {}
+    def __init__(self, schema: Any, root: Any = None) -> None:
+        self._own = schema if isinstance(schema, Mapping) else {}
+        self._root = self._own if root is None else root
         self._properties: dict[str, Any] = {}
-        self._others: Any = None
-        for part in self._parts(self._root):
+        self._others = self._items = None
+        for part in self._alternatives(self._own):
             properties, others = part.get("properties"), part.get("additionalProperties")
-            self._properties |= {} if not isinstance(properties, Mapping) else dict(properties)
+            self._properties |= dict(properties) if isinstance(properties, Mapping) else {}
             self._others = others if isinstance(others, Mapping) else self._others
+            self._items = part.get("items", self._items)
 
     def __contains__(self, name: str) -> bool:
         return name in self._properties
@@ -41,10 +44,39 @@ class Parameters:
     def _schema(self, name: str) -> Any:
         return self._properties.get(name, self._others)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the function has just the arguments that it declares."""
+        return bool(self._properties) and self._others is None
+
+    def child(self, name: str) -> Parameters:
+        """The properties of an argument that is an object."""
+        return Parameters(self._schema(name), self._root)
+
+    @property
+    def root(self) -> Any:
+        """The schema in which references are resolved."""
+        return self._root
+
+    @property
+    def items(self) -> Any:
+        """Schema of the items of a list."""
+        return self._items
+
+    @property
+    def types(self) -> list[str]:
+        """JSON types that the schema itself allows; empty if it allows any."""
+        return self._types(self._own)
+
     def is_text(self, name: str) -> bool:
         """Whether the argument is a text whatever it looks like."""
         schema = self._schema(name)
         return schema is None or (not self._constants(schema) and self._types(schema) == ["string"])
+
+    def types_of(self, name: str) -> list[str]:
+        """JSON types that an argument may have; empty if it may have any."""
+        schema = self._schema(name)
+        return self._types(schema) if isinstance(schema, Mapping) else []
 
     def value(self, name: str, text: str) -> Any:
         """The value of an argument that is written as text; the text itself where no other type fits."""
@@ -77,6 +109,13 @@ class Parameters:
             yield from self._parts(target, depth + 1)
         for part in _list(schema.get("allOf")):
             yield from self._parts(part, depth + 1)
+
+    def _alternatives(self, schema: Any) -> Iterator[Mapping[str, Any]]:
+        """The parts of the schema, and those of its options."""
+        for part in self._parts(schema):
+            yield part
+            for option in _options(part):
+                yield from self._parts(option, 1)
 
     def _target(self, schema: Mapping[str, Any]) -> Any:
         """What the schema refers to within the parameters."""

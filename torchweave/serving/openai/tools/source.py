@@ -64,9 +64,9 @@ class Source:
 
     # -- what may turn out not to be a call ----------------------------------------------------------------------------
 
-    def hold(self, taken: str = "") -> None:
-        """Remember what is taken from now on, after `taken`."""
-        self._held = [taken]
+    def hold(self) -> None:
+        """Remember what is taken from now on."""
+        self._held = []
 
     def release(self) -> str:
         """Return what was taken since `hold`, and forget it."""

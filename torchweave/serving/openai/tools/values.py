@@ -50,7 +50,7 @@ class ValueReader:
         self._quote = ""  # of the current text
         self._word: list[str] | None = None  # parts of the current word or number
         self._comma = ""  # held back: a value may not follow
-        self.done = self.guessed = False
+        self.done = self.guessed = self._was_nested = False
 
     def read(self, text: str, at: int) -> int:
         """Read on; returns the place up to which the text was read."""
@@ -65,6 +65,11 @@ class ValueReader:
                 break
             at = end
         return at
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the value is an object or a list, which is open or has ended."""
+        return self._was_nested
 
     def finish(self) -> None:
         """End the text: a word or number has ended, too."""
@@ -140,6 +145,7 @@ class ValueReader:
             self._write('"": ')
             self.guessed = True
         self._stack.append(_OPENING[mark])
+        self._was_nested = True
         self._write("{" if mark == "{" else "[")
         self._state = "key" if mark == "{" else "value"
 

@@ -20,7 +20,7 @@ FAMILY = Family(
     grammar=Grammar(
         (HeadedCall(_HEAD, JsonArguments(), (regex.compile(r"\s*```"), regex.compile(r"\s*<｜tool▁call▁end｜>"))),),
         opening=("<｜tool▁calls▁begin｜>",),
-        closing="<｜tool▁calls▁end｜>",
+        closing=("<｜tool▁calls▁end｜>",),
     ),
     template=("<｜tool▁calls▁begin｜>",),
     special_tokens=True,

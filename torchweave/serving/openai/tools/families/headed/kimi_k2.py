@@ -19,7 +19,7 @@ FAMILY = Family(
     grammar=Grammar(
         (HeadedCall(_HEAD, JsonArguments(), (regex.compile(r"\s*<\|tool_call_end\|>"),)),),
         opening=("<|tool_calls_section_begin|>",),
-        closing="<|tool_calls_section_end|>",
+        closing=("<|tool_calls_section_end|>",),
     ),
     template=("<|tool_calls_section_begin|>",),
     special_tokens=True,

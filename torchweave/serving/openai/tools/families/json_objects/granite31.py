@@ -9,6 +9,7 @@ FAMILY = Family(
     name="granite31",
     models="Granite 3.1 to 3.3, Granite 4",
     source="chat template of ibm-granite/granite-3.3-8b-instruct",
-    grammar=Grammar((JsonCall(),), opening=("<tool_call>", "<|tool_call|>"), closing="</tool_call>"),
+    grammar=Grammar((JsonCall(),), opening=("<tool_call>", "<|tool_call|>"), closing=("</tool_call>",)),
     special_tokens=True,
+    aliases=("granite4",),
 )

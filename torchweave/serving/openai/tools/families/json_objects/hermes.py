@@ -9,6 +9,6 @@ FAMILY = Family(
     name="hermes",
     models="Hermes 2 and 3, Qwen2.5, Qwen3, QwQ, MiMo-7B",
     source="chat template of Qwen/Qwen3-8B",
-    grammar=Grammar((JsonCall(),), opening=("<tool_call>",), closing="</tool_call>"),
+    grammar=Grammar((JsonCall(),), opening=("<tool_call>",), closing=("</tool_call>",)),
     template=("<tool_call>",),
 )

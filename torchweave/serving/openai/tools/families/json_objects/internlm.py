@@ -9,7 +9,7 @@ FAMILY = Family(
     name="internlm",
     models="InternLM 2, 2.5 and 3",
     source="chat template and chat format of internlm/internlm2_5-7b-chat",
-    grammar=Grammar((JsonCall(),), opening=("<|action_start|><|plugin|>",), closing="<|action_end|>"),
+    grammar=Grammar((JsonCall(),), opening=("<|action_start|><|plugin|>",), closing=("<|action_end|>",)),
     template=("<|action_start|>",),
     special_tokens=True,
 )

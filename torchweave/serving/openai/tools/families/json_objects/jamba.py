@@ -9,6 +9,7 @@ FAMILY = Family(
     name="jamba",
     models="Jamba 1.5 and later, Hunyuan-A13B, MiniMax-M1",
     source="chat template of ai21labs/AI21-Jamba-Mini-1.5",
-    grammar=Grammar((JsonCall(),), opening=("<tool_calls>",), closing="</tool_calls>"),
+    grammar=Grammar((JsonCall(),), opening=("<tool_calls>",), closing=("</tool_calls>",)),
     template=("<tool_calls>",),
+    aliases=("hunyuan_a13b", "minimax"),
 )

@@ -9,7 +9,7 @@ FAMILY = Family(
     name="phi4_tool_call",
     models="Phi-4-mini, Phi-4-multimodal",
     source="chat template of microsoft/Phi-4-mini-instruct",
-    grammar=Grammar((JsonCall(),), opening=("<|tool_call|>",), closing="<|/tool_call|>"),
+    grammar=Grammar((JsonCall(),), opening=("<|tool_call|>",), closing=("<|/tool_call|>",)),
     template=("<|/tool_call|>",),
     special_tokens=True,
 )

@@ -9,14 +9,15 @@ from torchweave.serving.openai.tools.grammar import Grammar, PythonCall
 
 FAMILY = Family(
     name="pythonic",
-    models="Llama 3.2, Llama 4, ToolACE",
+    models="Llama 3.2, Llama 4, Gemma 3 (as its guide prompts it), ToolACE",
     source="chat template of meta-llama/Llama-4-Scout-17B-16E-Instruct",
     grammar=Grammar(
         (PythonCall(),),
         opening=("<|python_start|>", "<|python_tag|>"),
-        closing="<|python_end|>",
+        closing=("<|python_end|>",),
         start=regex.compile(r"\s*(?=\[)"),
     ),
     template=("func_name1(params_name1",),
     special_tokens=True,
+    aliases=("llama4_pythonic",),
 )

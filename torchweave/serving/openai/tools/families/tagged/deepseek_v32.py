@@ -12,6 +12,6 @@ FAMILY = Family(
     models="DeepSeek V3.2",
     source="encoding_dsv32.py of deepseek-ai/DeepSeek-V3.2",
     grammar=invoke_grammar((f"<{_BAR}function_calls>",), f"</{_BAR}function_calls>", _BAR),
-    template=(_BAR,),
+    template=(f"{_BAR}function_calls",),
     special_tokens=True,
 )

@@ -6,23 +6,17 @@ import regex
 
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import NAME, Grammar, HeadedCall
-from torchweave.serving.openai.tools.tagged import TaggedArguments
+from torchweave.serving.openai.tools.source import END
+from torchweave.serving.openai.tools.tagged import key_value_arguments
 
-_HEAD = regex.compile(rf"\s*{NAME}(?=\s*(?:<arg_key>|</tool_call>|\U0010ffff))")
-_ARGUMENTS = TaggedArguments(
-    key=r"<arg_key>(?P<key>[^<]{1,256})</arg_key>\s*<arg_value>",
-    opening="<arg_key>",
-    closing="</arg_value>",
-    call_end="",
-    section_end="</tool_call>",
-    next_call=r"<tool_call>\s*[^\s<>{}]{1,256}\s*<",
-)
+_HEAD = regex.compile(rf"\s*{NAME}(?=\s*(?:<arg_key>|</tool_call>|{END}))")
+_ARGUMENTS = key_value_arguments("", "", "</tool_call>", r"<tool_call>\s*[^\s<>{}]{1,256}\s*<")
 
 FAMILY = Family(
     name="glm45",
     models="GLM-4.5, 4.6, 4.7, GLM-5",
     source="chat template of zai-org/GLM-4.5",
-    grammar=Grammar((HeadedCall(_HEAD, _ARGUMENTS),), opening=("<tool_call>",), closing="</tool_call>"),
+    grammar=Grammar((HeadedCall(_HEAD, _ARGUMENTS),), opening=("<tool_call>",), closing=("</tool_call>",)),
     template=("<arg_key>",),
     aliases=("glm47",),
 )

@@ -7,9 +7,9 @@ from torchweave.serving.openai.tools.tagged import function_grammar
 
 FAMILY = Family(
     name="qwen3_coder",
-    models="Qwen3-Coder, Qwen3.5 and later, Nemotron 3 Nano, MiMo-V2-Flash",
+    models="Qwen3-Coder, Qwen3.5 and later, Nemotron 3 Nano, MiMo-V2-Flash, Step 3.5",
     source="chat template of Qwen/Qwen3-Coder-30B-A3B-Instruct",
     grammar=function_grammar("tool_call"),
     template=("<function=",),
-    aliases=("qwen3_xml",),
+    aliases=("qwen3_xml", "mimo", "step3p5"),
 )

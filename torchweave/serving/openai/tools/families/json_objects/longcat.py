@@ -1,0 +1,23 @@
+"""Calls of LongCat: a JSON object between tags, or a name with keys and values between tags."""
+
+from __future__ import annotations
+
+import regex
+
+from torchweave.serving.openai.tools.family import Family
+from torchweave.serving.openai.tools.grammar import NAME, Grammar, HeadedCall, JsonCall
+from torchweave.serving.openai.tools.source import END
+from torchweave.serving.openai.tools.tagged import key_value_arguments
+
+_END = "</longcat_tool_call>"
+_HEAD = regex.compile(rf"\s*{NAME}(?=\s*(?:<longcat_arg_key>|{_END}|{END}))")
+_ARGUMENTS = key_value_arguments("longcat_", "", _END, r"<longcat_tool_call>\s*[^\s<>]{1,256}\s*<")
+
+FAMILY = Family(
+    name="longcat",
+    models="LongCat-Flash",
+    source="chat templates of meituan-longcat/LongCat-Flash-Chat and later",
+    grammar=Grammar((JsonCall(), HeadedCall(_HEAD, _ARGUMENTS)), opening=("<longcat_tool_call>",), closing=(_END,)),
+    template=("<longcat_tool_call>",),
+    special_tokens=True,
+)
