@@ -66,7 +66,10 @@ def test_packages_left_out_are_not_loaded_and_the_message_says_so(site: Path) ->
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ("x = acme_things:MISSING", "package acme-things cannot be loaded: module acme_things has no attribute MISSING"),
+        (
+            "x = acme_things:MISSING",
+            "package acme-things cannot be loaded: module acme_things has no attribute MISSING",
+        ),
         ("x = acme_nothing:VALUE", "package acme-things cannot be imported .*acme_nothing.*update it or leave it out"),
         ("x = acme_things:NUMBER", "'x' of the package acme-things is no thing: it lacks upper"),
     ],

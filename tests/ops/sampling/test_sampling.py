@@ -59,7 +59,9 @@ def probabilities(
 ) -> np.ndarray:
     """The filters as documented, one token at a time, in float64."""
     weights = np.exp((np.array(logits) - max(logits)) / temperature)
-    lowest = max(logits) - top_n_sigma * np.std([each for each in logits if each > -1e30]) if top_n_sigma > 0 else -np.inf
+    lowest = (
+        max(logits) - top_n_sigma * np.std([each for each in logits if each > -1e30]) if top_n_sigma > 0 else -np.inf
+    )
     order = [i for i in np.argsort(-weights, kind="stable") if logits[i] >= lowest]
     kept = [i for i in order if top_k <= 0 or top_k > len(order) or weights[i] >= weights[order[top_k - 1]]]
     total, mass, edge = weights[kept].sum(), 0.0, 0.0

@@ -99,8 +99,8 @@ def answer(random_: random.Random, parser: str) -> tuple[str, str, list[CallText
 
 def cuts(random_: random.Random, text: str) -> Iterator[list[str]]:
     """Ways to cut a text into parts: at each place if it is short, else at some."""
-    yield list(text)
     if len(text) <= SHORT:
+        yield list(text)
         yield from ([text[:at], text[at:]] for at in range(1, len(text)))
         return
     for _ in range(12):

@@ -40,7 +40,12 @@ TOOLS = [
         },
     ),
     tool("now"),
-]
+    tool("plan", {"properties": {
+        "stops": {"type": "array", "items": {"$ref": "#/$defs/Stop"}},
+        "tags": {"type": "array"},
+    }, "$defs": {"Stop": {"type": "object", "properties": {"city": {"type": "string"}, "nights": {"type": "integer"}}}}}),
+]  # fmt: skip
+DAYS = ("get_weather", {"days": 3})
 WEATHER = ("get_weather", {"city": "San Francisco, CA", "days": 3})
 JSON = json.dumps({"name": WEATHER[0], "arguments": WEATHER[1]})
 ARGUMENTS = json.dumps(WEATHER[1])
@@ -126,6 +131,45 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("gpt_oss", f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.get_weather<|channel|>"
      f"commentary json<|message|>{ARGUMENTS}<|call|>", "I look.", [WEATHER]),
     ("gpt_oss", "Plain text.", "Plain text.", []),
+]  # fmt: skip
+
+
+NS = "]<]minimax[>["
+CASES += [
+    ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"days": 3}},\n'
+     '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>', "", [DAYS, ("now", {})]),
+    ("cohere", "<|START_RESPONSE|>It rains.<|END_RESPONSE|>", "It rains.", []),
+    ("ernie45", f"<tool_call>\n{JSON}\n</tool_call>\n<response>\nOK\n</response>", "OK", [WEATHER]),
+    ("nemotron_json", f"Wait.<TOOLCALL>[{JSON}]</TOOLCALL>", "Wait.", [WEATHER]),
+    ("longcat", f"<longcat_tool_call>{JSON}</longcat_tool_call>", "", [WEATHER]),
+    ("longcat", "<longcat_tool_call>get_weather\n<longcat_arg_key>days</longcat_arg_key>\n<longcat_arg_value>3"
+     "</longcat_arg_value>\n</longcat_tool_call>", "", [DAYS]),
+    ("xlam", f"[{JSON}]", "", [WEATHER]),
+    ("xlam", f"Sure:\n```json\n[{JSON}]\n```", "Sure:", [WEATHER]),
+    ("lfm2", "I look.<|tool_call_start|>[get_weather(days=3), now()]<|tool_call_end|>", "I look.", [DAYS, ("now", {})]),
+    ("lfm2", f"<|tool_call_start|>[{JSON}]<|tool_call_end|>", "", [WEATHER]),
+    ("olmo3", "<function_calls>get_weather(city='Martha\\'s', night=true)\nnow()</function_calls>", "",
+     [("get_weather", {"city": "Martha's", "night": True}), ("now", {})]),
+    ("functiongemma", "<start_function_call>call:get_weather{days:3,city:<escape>a, \"b\"<escape>}<end_function_call>", "",
+     [("get_weather", {"days": 3, "city": 'a, "b"'})]),
+    ("gemma4", 'So.<|tool_call>call:get_weather{city:<|"|>x{y}<|"|>,hours:[1,2.5],night:true}<tool_call|><|tool_call>call:now{}'
+     "<tool_call|>", "So.", [("get_weather", {"city": "x{y}", "hours": [1, 2.5], "night": True}), ("now", {})]),
+    ("step3", "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name=\"get_weather\">"
+     '<steptml:parameter name="days">3</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_sep｜><｜tool_call_begin｜>'
+     '<steptml:invoke name="now"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>', "", [DAYS, ("now", {})]),
+    ("hy_v3", "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n<arg_key:opensource>days"
+     "</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+     "", [DAYS]),
+    ("kimi_k3", 'Hi<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument '
+     'key="days" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|>'
+     '<|open|>json type="object"<|sep|>{}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
+     "Hi", [DAYS, ("now", {})]),
+    ("deepseek_v4", DSML.replace("function_calls", "tool_calls"), "", [WEATHER]),
+    ("minimax_m3", f'{NS}<tool_call>\n{NS}<invoke name="get_weather">{NS}<days>3{NS}</days>{NS}</invoke>\n'
+     f'{NS}<invoke name="now">{NS}</invoke>\n{NS}</tool_call>', "", [DAYS, ("now", {})]),
+    ("minimax_m3", f'{NS}<tool_call>{NS}<invoke name="plan">{NS}<stops>{NS}<item>{NS}<city>Bern{NS}</city>{NS}<nights>2'
+     f"{NS}</nights>{NS}</item>{NS}</stops>{NS}<tags>{NS}</tags>{NS}</invoke>{NS}</tool_call>", "",
+     [("plan", {"stops": [{"city": "Bern", "nights": 2}], "tags": []})]),
 ]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def split_at(text: str, *markers: str) -> tuple[str, str, str]:
     """
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if found:
-        at, marker = min(found)
+        at, marker = min(found, key=lambda hit: (hit[0], -len(hit[1])))  # the longest of those at one place
         return text[:at], marker, text[at + len(marker) :]
     keep = len(text) - max(_partial_match_length(text, marker) for marker in markers)
     return text[:keep], "", text[keep:]
@@ -55,7 +55,8 @@ def split_at(text: str, *markers: str) -> tuple[str, str, str]:
 
 def _partial_match_length(text: str, marker: str) -> int:
     """Length of the longest proper prefix of `marker` that `text` ends with."""
-    for size in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-size:]):
-            return size
-    return 0
+    tail = text[1 - len(marker) :] if len(marker) > 1 else ""
+    at = tail.find(marker[0])
+    while at >= 0 and not marker.startswith(tail[at:]):
+        at = tail.find(marker[0], at + 1)
+    return len(tail) - at if at >= 0 else 0

@@ -44,6 +44,7 @@ class ValueReader:
         self, write: Callable[[str], None], quotes: tuple[str, ...] = JSON_QUOTES, bare_keys: bool = False
     ) -> None:
         self._write, self._quotes, self._bare_keys = write, quotes, bare_keys
+        self._first_of_quotes = "".join(quote[0] for quote in quotes)
         self._word_pattern = _WORD if set(quotes) <= set(PYTHON_QUOTES) else _WORD_BEFORE_MARKS
         self._stack: list[str] = []  # closing brackets of the open ones
         self._state = "value"  # value, key, colon, or next: what is expected
@@ -86,16 +87,18 @@ class ValueReader:
             elif self._stack:
                 self._write(space[0])
             return space.end()
+        if text[at] not in self._first_of_quotes:
+            return self._read_mark(text, at)
         rest = text[at : at + 16]
         if any(len(quote) > len(rest) and quote.startswith(rest) for quote in self._quotes):
             return _WAITS
         quote = next((quote for quote in self._quotes if rest.startswith(quote)), "")
-        if quote:
-            self._begin()
-            self._write('"')
-            self._quote = quote
-            return at + len(quote)
-        return self._read_mark(text, at)
+        if not quote:
+            return self._read_mark(text, at)
+        self._begin()
+        self._write('"')
+        self._quote = quote
+        return at + len(quote)
 
     def _read_mark(self, text: str, at: int) -> int:
         mark = text[at]
