@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchweave.config.options import CudaGraphConfig as CudaGraphConfig
     from torchweave.config.options import EngineConfig as EngineConfig
     from torchweave.config.options import TorchCompileConfig as TorchCompileConfig
+    from torchweave.engine.async_llm import AsyncLLM as AsyncLLM
     from torchweave.engine.batch_manager import BatchManager as BatchManager
     from torchweave.engine.gpt_manager import GptManager as GptManager
     from torchweave.engine.llm import LLM as LLM
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 LAZY_EXPORTS = {
     "LLM": "torchweave.engine.llm",
+    "AsyncLLM": "torchweave.engine.async_llm",
     "SamplingParams": "torchweave.engine.request",
     "StructuredOutputs": "torchweave.engine.request",
     "InferenceRequest": "torchweave.engine.request",
@@ -47,6 +49,7 @@ LAZY_EXPORTS = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BatchManager",
     "BeamSearchParams",
     "CompletionOutput",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.running import LONG, ServerProcess, serving, wait_until
+from tests.serving.running import SHORTER, ServerProcess, serving, wait_until
 
 GREEDY = {"max_tokens": 6, "temperature": 0}
 
@@ -32,9 +32,9 @@ def answer(running: ServerProcess, prompt: str = "12+30=") -> str:
 
 def test_paused_replicas_keep_their_requests_and_new_ones_wait(pair: ServerProcess) -> None:
     expected = answer(pair)
-    whole = pair.client().completions.create(model="demo", prompt="1+1=", **LONG).choices[0].text
+    whole = pair.client().completions.create(model="demo", prompt="1+1=", **SHORTER).choices[0].text
     streams = [
-        iter(pair.client().completions.create(model="demo", prompt="1+1=", stream=True, **LONG)) for _ in range(4)
+        iter(pair.client().completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)) for _ in range(4)
     ]
     texts = [next(stream).choices[0].text for stream in streams]
     assert pair.request("POST", "/pause?mode=keep").json() == {"status": "paused"}
@@ -52,7 +52,7 @@ def test_paused_replicas_keep_their_requests_and_new_ones_wait(pair: ServerProce
 
 
 def test_abort_answers_all_and_the_wait_is_bounded(pair: ServerProcess) -> None:
-    stream = pair.client().completions.create(model="demo", prompt="1+1=", stream=True, **LONG)
+    stream = pair.client().completions.create(model="demo", prompt="1+1=", stream=True, **SHORTER)
     next(iter(stream))
     assert pair.request("POST", "/pause").status_code == 200
     assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "abort"

@@ -86,7 +86,7 @@ class WorkerGroup:
         self._listeners: list[Callable[[RankFailure], None]] = []
         self._condition = threading.Condition()
         self._closing = False
-        self._calling = False  # a control call runs, which may hold the interpreter lock of a rank for long
+        self._in_call = False  # a control call runs, which may hold the interpreter lock of a rank for long
         self._thread = threading.Thread(target=self._monitor, name="torchweave-worker-group", daemon=True)
         self._thread.start()
 
@@ -99,7 +99,7 @@ class WorkerGroup:
             RankFailure: a rank has ended.
         """
         self.check()
-        self._calling = kind == MessageKind.CALL
+        self._in_call = kind == MessageKind.CALL
         for channel in self._channels:
             try:
                 channel.send(kind, payload)
@@ -231,7 +231,7 @@ class WorkerGroup:
             self._condition.notify_all()
 
     def _check_heartbeats(self, now: float) -> None:
-        runs_steps = len(self.worker_facts) == len(self._workers) and not self._calling
+        runs_steps = len(self.worker_facts) == len(self._workers) and not self._in_call
         limit = _heartbeat_timeout(self._timeout, runs_steps)
         for number, last_seen in enumerate(self._last_seen):
             if now - last_seen > limit:

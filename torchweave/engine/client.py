@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -30,7 +32,38 @@ from torchweave.tokenizer import IncrementalDetokenizer, Tokenizer
 if TYPE_CHECKING:
     from torchweave.engine.batch_manager import BatchManager
 
-Inbox = queue.SimpleQueue[Sequence[Response]]
+
+class Inbox(Protocol):
+    """Where the responses of a stream arrive."""
+
+    def put(self, batch: Sequence[Response], /) -> None:
+        """Add responses, from any thread."""
+        ...
+
+
+class AsyncInbox:
+    """An inbox for the event loop that creates it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._batches: deque[Sequence[Response]] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, batch: Sequence[Response]) -> None:
+        """Add responses, from any thread; dropped after the loop's end."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._add, batch)
+
+    def _add(self, batch: Sequence[Response]) -> None:
+        self._batches.append(batch)
+        self._arrived.set()
+
+    async def get(self) -> Sequence[Response]:
+        """Wait for the next responses."""
+        while not self._batches:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._batches.popleft()
 
 
 class Client:
@@ -61,6 +94,7 @@ class Client:
         streaming: bool,
         metrics: RequestMetrics | None = None,
         pooling: bool = False,
+        priority: int = 0,
     ) -> int:
         """Queue a request whose responses go to `inbox` and return its id; the caller then wakes the batch manager.
 
@@ -74,7 +108,9 @@ class Client:
             if self._closed:
                 raise RuntimeError("The engine was shut down; make a new one.")
             ids, images = prompt.token_ids, prompt.images
-            request = InferenceRequest(next(self._ids), ids, params, streaming, images=images, pooling=pooling)
+            request = InferenceRequest(
+                next(self._ids), ids, params, streaming, priority, images=images, pooling=pooling
+            )
             self._inboxes[request.id] = inbox
             self.metrics[request.id] = metrics or RequestMetrics()
             self._prompt_lengths[request.id] = len(request.input_ids)
@@ -184,6 +220,7 @@ class RequestStream:
 
     Args:
         tokenizer: None if the model has none; completions then have no text.
+        inbox: an `AsyncInbox` for `next_responses`, else for `responses`.
 
     Attributes:
         completions: by request id; several for a beam search.
@@ -192,18 +229,29 @@ class RequestStream:
         pooled: rows of requests that pool, by id.
     """
 
-    def __init__(self, client: Client, manager: BatchManager, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        manager: BatchManager,
+        tokenizer: Tokenizer | None,
+        inbox: queue.SimpleQueue[Sequence[Response]] | AsyncInbox,
+    ) -> None:
         self.completions: dict[int, list[CompletionBuilder]] = {}
         self.metrics: dict[int, RequestMetrics] = {}
         self.num_cached_tokens: dict[int, int] = {}
         self.pooled: dict[int, np.ndarray] = {}
         self._active_ids: set[int] = set()
-        self._inbox: Inbox = queue.SimpleQueue()
+        self._inbox = inbox
         self._client = client
         self._manager = manager
         self._tokenizer = tokenizer
 
-    def submit(self, prompt: EncodedPrompt, params: SamplingParams, streaming: bool) -> list[int]:
+    @property
+    def is_active(self) -> bool:
+        """Whether a request has not had its last response."""
+        return bool(self._active_ids)
+
+    def submit(self, prompt: EncodedPrompt, params: SamplingParams, streaming: bool, priority: int = 0) -> list[int]:
         """Queue the `n` completions of a prompt and return their request ids; call `wake_engine` after the last prompt.
 
         Raises:
@@ -215,15 +263,15 @@ class RequestStream:
             CompletionBuilder(params, self._detokenizer(ids, params), index, text) for index in range(params.n)
         ]
         if params.beam_width > 1:
-            return [self._submit(prompt, params, streaming, completions)]
+            return [self._submit(prompt, params, streaming, completions, priority)]
         request_ids = []
         for completion, seeded in zip(completions, params.each(), strict=True):
-            request_ids.append(self._submit(prompt, seeded, streaming, [completion]))
+            request_ids.append(self._submit(prompt, seeded, streaming, [completion], priority))
         return request_ids
 
-    def submit_pooling(self, prompt: EncodedPrompt) -> int:
+    def submit_pooling(self, prompt: EncodedPrompt, priority: int = 0) -> int:
         """Queue a prompt that pools and return its request id; see `submit`."""
-        return self._submit(prompt, POOLING_PARAMS, False, [CompletionBuilder(POOLING_PARAMS, None, 0)], pooling=True)
+        return self._submit(prompt, POOLING_PARAMS, False, [CompletionBuilder(POOLING_PARAMS, None, 0)], priority, True)
 
     def _submit(
         self,
@@ -231,10 +279,11 @@ class RequestStream:
         params: SamplingParams,
         streaming: bool,
         completions: list[CompletionBuilder],
+        priority: int,
         pooling: bool = False,
     ) -> int:
         metrics = RequestMetrics()
-        request_id = self._client.submit(prompt, params, self._inbox, streaming, metrics, pooling)
+        request_id = self._client.submit(prompt, params, self._inbox, streaming, metrics, pooling, priority)
         self._active_ids.add(request_id)
         self.metrics[request_id] = metrics
         self.completions[request_id] = completions
@@ -262,24 +311,43 @@ class RequestStream:
             RuntimeError: the engine failed or was shut down.
         """
         while self._active_ids:
-            for response in self._next_responses():
-                if response.final:
-                    self._active_ids.discard(response.id)
-                if response.error:
-                    raise RuntimeError(response.error) from self._manager.failure
-                output = response.output
-                completions = self.completions[response.id]
-                if response.final:
-                    self.num_cached_tokens[response.id] = output.num_cached_tokens
-                    if output.pooled:
-                        self.pooled[response.id] = np.frombuffer(output.pooled, np.float32)
-                completions[0].prompt_logprobs += output.prompt_logprobs
-                for completion, new_output in zip(completions, output.beams or (output,), strict=False):
-                    if completion.add(new_output.token_ids.tolist(), new_output.finish_reason, new_output.logprobs):
-                        self._client.stop(response.id)
+            for response in self._wait():
+                self._add(response)
                 yield response.id, response.final
 
-    def _next_responses(self) -> Sequence[Response]:
+    async def next_responses(self) -> None:
+        """Wait for responses of an `AsyncInbox`, and add them to their completions; errors as those of `responses`."""
+        assert isinstance(self._inbox, AsyncInbox)
+        while True:
+            was_alive = self._manager.alive
+            try:
+                async with asyncio.timeout(_POLL_SECONDS):
+                    responses = await self._inbox.get()
+                break
+            except TimeoutError:
+                if not was_alive:
+                    raise self._engine_ended() from self._manager.failure
+        for response in responses:
+            self._add(response)
+
+    def _add(self, response: Response) -> None:
+        if response.final:
+            self._active_ids.discard(response.id)
+        if response.error:
+            raise RuntimeError(response.error) from self._manager.failure
+        output = response.output
+        completions = self.completions[response.id]
+        if response.final:
+            self.num_cached_tokens[response.id] = output.num_cached_tokens
+            if output.pooled:
+                self.pooled[response.id] = np.frombuffer(output.pooled, np.float32)
+        completions[0].prompt_logprobs += output.prompt_logprobs
+        for completion, new_output in zip(completions, output.beams or (output,), strict=False):
+            if completion.add(new_output.token_ids.tolist(), new_output.finish_reason, new_output.logprobs):
+                self._client.stop(response.id)
+
+    def _wait(self) -> Sequence[Response]:
+        assert not isinstance(self._inbox, AsyncInbox)
         while True:
             try:
                 return self._inbox.get(timeout=_POLL_SECONDS)
@@ -290,8 +358,13 @@ class RequestStream:
     def _engine_ended(self) -> RuntimeError:
         return RuntimeError(f"The engine has ended: {self._manager.end_reason}")
 
+    def abort(self) -> None:
+        """Stop unfinished requests; their final responses still arrive."""
+        for request_id in self._active_ids:
+            self._client.stop(request_id)
+
     def close(self) -> None:
-        """Stop unfinished requests."""
+        """Stop unfinished requests, and ignore their further responses."""
         while self._active_ids:
             self._client.stop(self._active_ids.pop())
 

@@ -134,6 +134,7 @@ class CompletionBuilder:
         self._holdback = max((len(text) for text in self._stops), default=1) - 1
         self._matcher = _stop_matcher(self._stops) if self._stops else None
         self._match_state = 0
+        self._stops_in_text = params.stops_in_text
         self._regexes = [RegexMatcher(pattern) for pattern in params.stop_regexes]
 
     @property
@@ -144,7 +145,7 @@ class CompletionBuilder:
         self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()
     ) -> bool:
         """Add new tokens; return True if a stop string ended the completion, so that the caller stops the request."""
-        if self.finished:
+        if self.finish_reason is not None:
             return False
         ids = list(map(int, token_ids))
         self._logprobs += logprobs
@@ -164,7 +165,7 @@ class CompletionBuilder:
     def _append_text(self, ids: list[int]) -> bool:
         """Add the text of `ids`, one by one if there are stop strings, so that the tokens end with the text."""
         assert self._detokenizer is not None
-        if not self._params.stops_in_text:
+        if not self._stops_in_text:
             self.text += self._detokenizer.feed(ids)
             return False
         num_before_min = self._params.min_tokens - len(self.token_ids)
@@ -214,7 +215,8 @@ class CompletionBuilder:
 
     def result(self) -> CompletionOutput:
         """The whole completion."""
-        return self._with_logprobs(CompletionOutput(self.index, self.text, self.token_ids, self.finish_reason), 0)
+        token_ids = self.token_ids.copy()  # the completion may go on
+        return self._with_logprobs(CompletionOutput(self.index, self.text, token_ids, self.finish_reason), 0)
 
     def _with_logprobs(self, output: CompletionOutput, first: int) -> CompletionOutput:
         """Add log-probabilities to `output`, whose tokens begin at index `first`."""

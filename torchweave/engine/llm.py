@@ -12,13 +12,14 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig, use_passive_openmp
 from torchweave.config.peer_options import engine_config
 from torchweave.engine import pooling_methods
-from torchweave.engine.client import Client, RequestStream
+from torchweave.engine.client import AsyncInbox, Client, RequestStream
 from torchweave.engine.control.methods import ControlMethods, result_of
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.outputs import (
@@ -164,9 +165,7 @@ class LLM(ControlMethods):
             RuntimeError: the engine failed or was shut down.
         """
         texts, params = as_lists(prompts, self._params_or_default(sampling_params))
-        params = [self._encode_bad_words(each) for each in params]
-        ids = self._encode_all(texts)
-        self._validate(ids, params)
+        ids, params = self._prepare(texts, params)
         with self._open_stream() as stream:
             request_ids = [
                 stream.submit(*each, streaming=each[1].stops_in_text) for each in zip(ids, params, strict=True)
@@ -356,9 +355,7 @@ class LLM(ControlMethods):
         texts, params = as_lists(prompts, self._params_or_default(sampling_params))
         if any(each.prompt_logprobs is not None for each in params):
             raise ValueError("A stream does not return prompt_logprobs; use generate.")
-        params = [self._encode_bad_words(each) for each in params]
-        ids = self._encode_all(texts)
-        self._validate(ids, params)
+        ids, params = self._prepare(texts, params)
         stream = self._open_stream()
         prompt_of: dict[int, int] = {}
         for number, (prompt, settings) in enumerate(zip(ids, params, strict=True)):
@@ -457,6 +454,19 @@ class LLM(ControlMethods):
             raise ValueError(f"{self.engine.loaded.name} has no tokenizer; give the prompt as token ids.")
         return self.tokenizer
 
+    def _prepare(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
+        """Token ids of prompts, and their parameters as the engine reads them.
+
+        Raises:
+            ValueError: the engine does not support a prompt or its parameters.
+        """
+        encoded_params = [self._encode_bad_words(each) for each in params]
+        encoded = self._encode_all(prompts)
+        self._validate(encoded, encoded_params)
+        return encoded, encoded_params
+
     def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         return encode_bad_words(params, lambda text: self._require_tokenizer().encode(text, add_special_tokens=False))
 
@@ -496,8 +506,8 @@ class LLM(ControlMethods):
             if why:
                 raise ValueError(why if len(prompts) == 1 else f"Prompt {number}: {why}")
 
-    def _open_stream(self) -> RequestStream:
-        return RequestStream(self._client, self.manager, self.tokenizer)
+    def _open_stream(self, inbox: AsyncInbox | None = None) -> RequestStream:
+        return RequestStream(self._client, self.manager, self.tokenizer, SimpleQueue() if inbox is None else inbox)
 
     def shutdown(self, drain: bool = True) -> None:
         """End the engine: after all requests have finished, or (`drain=False`) now, failing unfinished requests."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -37,6 +37,7 @@ class _LLM(Protocol):
     def _open_stream(self) -> RequestStream: ...
 
 
+NumbersOf = Callable[[np.ndarray], np.ndarray]
 _Row = tuple[int, EncodedPrompt, np.ndarray, int]
 """Id, prompt, row and cached tokens of a request."""
 
@@ -63,14 +64,30 @@ def classify(
 
 def encode(llm: _LLM, prompts: Sequence[Any], task: str, use_tqdm: bool) -> list[PoolingRequestOutput[PoolingOutput]]:
     """See `LLM.encode`."""
+    numbers_of, encoded = prepare(llm, prompts, task)
+    return [tensor_output(row, numbers_of) for row in _wait_for_rows(llm, encoded, use_tqdm)]
+
+
+def prepare(llm: _LLM, prompts: Sequence[Any], task: str | None) -> tuple[NumbersOf, list[EncodedPrompt]]:
+    """How a row becomes the numbers of `task` (None: that of the model), and the prompts as the engine takes them.
+
+    Raises:
+        ValueError: the model does not do the task, or the engine does not support a prompt.
+    """
+    if task is None and (of_model := llm.engine.loaded.module.pooling) is not None:
+        task = of_model.task
+    if task not in ("embed", "classify", None):
+        raise ValueError(f"pooling_task={task!r} is not supported: a prompt pools to one row; use embed or classify.")
+    pooling = require_pooling(llm, "classify" if task == "classify" else "embed")
+    encoded = _checked(llm, pooling, llm._encode_all(prompts))
+    return (pooling.probabilities if task == "classify" else pooling.embedding), encoded
+
+
+def tensor_output(row: _Row, numbers_of: NumbersOf) -> PoolingRequestOutput[PoolingOutput]:
+    """The output of a request with the numbers of its row."""
     import torch
 
-    if task not in ("embed", "classify"):
-        raise ValueError(f"pooling_task={task!r} is not supported: a prompt pools to one row; use embed or classify.")
-    pooling = require_pooling(llm, task)
-    numbers_of = pooling.embedding if task == "embed" else pooling.probabilities
-    rows = _pool(llm, pooling, llm._encode_all(prompts), use_tqdm)
-    return [_output(row, PoolingOutput(torch.tensor(numbers_of(row[2])))) for row in rows]
+    return _output(row, PoolingOutput(torch.tensor(numbers_of(row[2]))))
 
 
 def score(
@@ -116,11 +133,19 @@ def _pool(llm: _LLM, pooling: Pooling, prompts: Sequence[EncodedPrompt], use_tqd
         ValueError: a prompt is refused; no request is started.
         RuntimeError: the engine failed or was shut down.
     """
+    return _wait_for_rows(llm, _checked(llm, pooling, prompts), use_tqdm)
+
+
+def _checked(llm: _LLM, pooling: Pooling, prompts: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:
     prompts = [EncodedPrompt(np.asarray(pooling.strip(prompt.token_ids)), prompt.images) for prompt in prompts]
     for number, prompt in enumerate(prompts):
         request = InferenceRequest(0, prompt.token_ids, POOLING_PARAMS, images=prompt.images, pooling=True)
         if why := llm.engine.scheduler.rejection_reason(request):
             raise ValueError(why if len(prompts) == 1 else f"Prompt {number}: {why}")
+    return prompts
+
+
+def _wait_for_rows(llm: _LLM, prompts: Sequence[EncodedPrompt], use_tqdm: bool) -> list[_Row]:
     with llm._open_stream() as stream:
         ids = [stream.submit_pooling(prompt) for prompt in prompts]
         stream.wake_engine()

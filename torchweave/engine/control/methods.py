@@ -99,6 +99,9 @@ def result_of(loop: LoopState, future: Future[Value]) -> Value:
             if not loop.alive:
                 raise RuntimeError(f"The engine has ended: {loop.end_reason}") from None
         except ControlError as error:
-            if error.kind == "invalid":
-                raise ValueError(str(error)) from None
-            raise
+            raise as_user_error(error) from None
+
+
+def as_user_error(error: RuntimeError) -> Exception:
+    """The error of a call for its caller: a `ValueError` if the call's name or arguments are invalid."""
+    return ValueError(str(error)) if isinstance(error, ControlError) and error.kind == "invalid" else error
