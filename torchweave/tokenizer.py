@@ -372,7 +372,9 @@ class IncrementalDetokenizer:
     def feed(self, ids: Sequence[int]) -> str:
         """The text completed by `ids`; empty while a character is incomplete."""
         window = [*self._window, *ids]
-        text = self._decode_window(window)
+        text = self._decode(window)
+        if not text.startswith(self._stable_text):
+            text = self._decode_window(window)
         if len(ids) > 1 and _REPLACEMENT in text[len(self._stable_text) :]:
             # Invalid bytes may garble their neighbours; split so that the result equals that of feeding ids one by one.
             half = len(ids) // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_requests_run_together_and_outputs_grow_to_those_of_llm(engine: AsyncLLM
         assert [answer.logprobs for answer in last.outputs] == [answer.logprobs for answer in whole.outputs]
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
         assert last.metrics is not None and last.metrics.num_generation_tokens == 24 * len(last.outputs)
-        for before, after in zip(outputs, outputs[1:], strict=False):
+        for before, after in pairwise(outputs):
             for earlier, later in zip(before.outputs, after.outputs, strict=True):
                 assert later.text.startswith(earlier.text) and len(later.token_ids) >= len(earlier.token_ids)
     assert len(answers[0]) > 1, "outputs come while the request runs"
@@ -67,9 +68,11 @@ def test_abort_ends_requests_and_leaves_the_others(engine: AsyncLLM) -> None:
         begun, other = asyncio.Event(), asyncio.create_task(outputs_of(engine, "The cat", GREEDY, request_id="c"))
 
         async def read(name: str) -> RequestOutput:
+            outputs = []
             async for output in engine.generate("Once upon", LONG, request_id=name):
+                outputs.append(output)
                 begun.set()
-            return output
+            return outputs[-1]
 
         reading = [asyncio.create_task(read(name)) for name in ("a", "b")]
         await begun.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -246,6 +246,13 @@ class SamplingParams:
         if self.beam_width > 1 and (why := _beam_search_error(self)):
             raise ValueError(why)
 
+    @classmethod
+    def restored(cls, changed: dict[str, Any]) -> SamplingParams:
+        """Parameters that were valid before they were sent, from the fields that differ from the defaults: without a validation."""
+        params = object.__new__(cls)
+        params.__dict__.update(_DEFAULTS, **changed)
+        return params
+
     def clone(self) -> SamplingParams:
         """A copy, under vLLM's name."""
         return deepcopy(self)
@@ -287,6 +294,7 @@ class SamplingParams:
 
 
 SamplingParams.__init__ = suggest_keywords(SamplingParams.__init__)
+_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
 
 
 def _count(logprobs: int | None, vocab_size: int) -> int:

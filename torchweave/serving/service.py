@@ -71,10 +71,11 @@ class Service:
         try:
             await asyncio.to_thread(import_without_torch)  # takes a second, while the engine is built
             await self.client.wait_until_ready()
-            folder = self.model.folder
-            if folder is not None:
-                card = self.model
-                self.tokenizer = await AsyncTokenizer.open(folder, self._template, card.trust_remote_code, card.images)
+            card = self.model
+            if card.folder is not None:
+                self.tokenizer = await AsyncTokenizer.open(
+                    card.folder, self._template, card.trust_remote_code, card.images
+                )
             self.startup_ok = True
         except EngineUnavailable:
             pass  # `client.failure` says why
@@ -127,16 +128,16 @@ class Service:
         Raises:
             ApiError: 503 while it is loaded, 400 for a model without a tokenizer.
         """
+        if self.tokenizer is not None:
+            return self.tokenizer
         name = self.model.name
-        if self.tokenizer is None and not self.startup_ok:
+        if not self.startup_ok:
             raise ApiError(
                 503, "The tokenizer is being loaded; GET /ready shows the progress.", headers={"Retry-After": "1"}
             )
-        if self.tokenizer is None:
-            raise ApiError(400, f"{name} has no tokenizer; send the prompt as token ids.", param="prompt")
-        return self.tokenizer
+        raise ApiError(400, f"{name} has no tokenizer; send the prompt as token ids.", param="prompt")
 
-    def check_admission(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    def check_admission(self, prompts: Sequence[Sequence[int]], params: SamplingParams, model: ModelCard) -> None:
         """Check a request against the server's limits.
 
         Raises:
@@ -147,9 +148,9 @@ class Service:
             raise ApiError(
                 503, "The server is shutting down; send the request to another server.", code="shutting_down"
             )
-        model, settings = self.model, self.settings
+        settings = self.settings
         sequences = len(prompts) * params.n
-        self.check_sequences(sequences)
+        self.check_sequences(sequences, model)
         self._check_tokens(prompts, params, model)
         self._check_logprobs(prompts, params, model)
         waiting = self.client.num_waiting
@@ -161,7 +162,7 @@ class Service:
                 headers={"Retry-After": str(self._retry_after(waiting))},
             )
 
-    def check_sequences(self, count: int) -> None:
+    def check_sequences(self, count: int, model: ModelCard) -> None:
         """Check the number of answers to a request.
 
         Raises:
@@ -169,7 +170,7 @@ class Service:
         """
         settings = self.settings
         # Capacity of an idle server: a larger request would get 429 forever.
-        capacity = settings.max_waiting_requests + self.model.max_batch_size * len(self.client.engines)
+        capacity = settings.max_waiting_requests + model.max_batch_size * len(self.client.engines)
         limit = min(settings.max_request_sequences, capacity)
         if count > limit:
             raise ApiError(
@@ -229,6 +230,7 @@ class Service:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
+        model: ModelCard,
         *,
         stream: bool,
         priority: int,
@@ -245,21 +247,21 @@ class Service:
             ValueError: the engine refused a request; the message says why.
             EngineUnavailable: no engine is ready.
         """
-        self.check_admission(prompts, params)
+        self.check_admission(prompts, params, model)
         if any(isinstance(word, str) for word in params.bad_words or ()):
             params = await self.require_tokenizer().encode_bad_words(params)
         if params.structured_outputs is not None and (
             why := await asyncio.to_thread(rejection_reason, params.structured_outputs)
         ):
             raise ApiError(400, why)
-        answer_stream = AnswerStream(self.client.request_stream(), self.tokenizer, params, self._finish, prompt_only)
+        answer_stream = AnswerStream(self.client, self.tokenizer, params, self._finish, prompt_only)
         try:
-            answer_stream.submit(prompts, stream, priority, cache_salt or "")
-            await answer_stream.request_stream.wait_until_accepted()
+            answer_stream.submit_prompts(prompts, stream, priority, cache_salt or "")
+            await answer_stream.wait_until_accepted()
         except BaseException as error:
             answer_stream.close()
             if isinstance(error, ValueError):
-                _check_length(prompts, self.model)
+                _check_length(prompts, model)
             raise
         return answer_stream
 
@@ -269,7 +271,8 @@ class Service:
         Raises:
             ApiError, ValueError, EngineUnavailable: see `generate`.
         """
-        self.check_admission(prompts, POOLING_PARAMS)
+        model = self.model
+        self.check_admission(prompts, POOLING_PARAMS, model)
         rows: dict[int, np.ndarray] = {}
         with self.client.request_stream() as stream:
             ids = [
@@ -281,7 +284,7 @@ class Service:
             try:
                 await stream.wait_until_accepted()
             except ValueError as error:
-                if max(map(len, prompts)) > self.model.max_model_len:
+                if max(map(len, prompts)) > model.max_model_len:
                     raise ApiError(400, str(error), code="context_length_exceeded") from None
                 raise
             while new_output := await stream.new_output():

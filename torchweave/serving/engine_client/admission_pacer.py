@@ -39,7 +39,7 @@ class AdmissionPacer:
         """Admit the next request after a step's tokens were delivered; `more`: requests wait for further tokens."""
         loop = asyncio.get_running_loop()
         self._tokens_expected_until = loop.time() + _TOKENS_EXPECTED_SECONDS if more else 0.0
-        loop.call_soon(self._admit_next)  # after the tasks that the tokens woke
+        loop.call_soon(self._admit_next if self._waiters else collect_if_due)  # after the tasks that the tokens woke
 
     def _admit_next(self) -> None:
         if self._timer is not None:

@@ -77,6 +77,8 @@ class EngineClient(ABC):
         self._ids = replica_info.ids(frontend_context.frontend)
         self._request_streams: dict[int, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._last_load = (0, 0)  # requests, prompt tokens to prefill
+        self._silent_seconds = 0.0  # since the last message of the engine
         self._events: list[tuple[float, str, dict[str, Any]]] = []
         self._progress_bars: dict[str, dict[str, Any]] = {}
         self._listeners: list[Listener] = []
@@ -239,6 +241,7 @@ class EngineClient(ABC):
             reading.cancel()
 
     def _on_message(self, message: msgspec.Struct) -> None:
+        self._silent_seconds = 0.0
         if isinstance(message, messages.Outputs):
             engine_failing = message.failing or self.state != "ready"
             self._deliver_tokens(message.new_tokens())
@@ -259,10 +262,13 @@ class EngineClient(ABC):
             self._on_answer(message)
         elif isinstance(message, messages.Failed):
             self.failure, self.is_config_error = message.why, message.is_config_error
-        self._publish_load()
+        load = len(self._request_streams), self.request_metrics.pending_prefill_tokens
+        if load != self._last_load:
+            self._publish_load()
         if isinstance(message, messages.Outputs):  # after finished requests have left the counters
             context = self._frontend_context
-            context.admission_pacer.on_step_tokens(more=context.shared_load.has_requests(context.frontend))
+            more = bool(self._request_streams) or context.shared_load.has_requests(context.frontend)
+            context.admission_pacer.on_step_tokens(more)
 
     def _on_ready(self, message: messages.Ready) -> None:
         self.model, self.explanation = message.model, json.loads(message.explanation)
@@ -272,12 +278,9 @@ class EngineClient(ABC):
 
     def _publish_load(self) -> None:
         """Update the counters that the other HTTP processes read."""
-        self._frontend_context.shared_load.write(
-            self.replica_info.index,
-            self._frontend_context.frontend,
-            len(self._request_streams),
-            self.request_metrics.pending_prefill_tokens,
-        )
+        context = self._frontend_context
+        self._last_load = len(self._request_streams), self.request_metrics.pending_prefill_tokens
+        context.shared_load.write(self.replica_info.index, context.frontend, *self._last_load)
 
     def _deliver_tokens(self, tokens: Iterable[tuple[int, int]]) -> None:
         request_streams, response_received = self._request_streams, self.request_metrics.response_received

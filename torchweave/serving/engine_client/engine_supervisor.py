@@ -7,8 +7,6 @@ import contextlib
 import shutil
 from functools import partial
 
-import msgspec
-
 from torchweave.config.options import EngineConfig
 from torchweave.engine.startup.early_start import prestart_workers
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
@@ -45,7 +43,6 @@ class EngineSupervisor(EngineClient):
         self._timeout = timeout
         self._task: asyncio.Task[None] | None = None
         self._process: ChildProcess | None = None
-        self._silent_seconds = 0.0  # since the last message of the engine
 
     async def start(self) -> None:
         """Start the engine process; returns at once."""
@@ -112,10 +109,6 @@ class EngineSupervisor(EngineClient):
                 process.kill()
                 return
             self._send(messages.Ping())
-
-    def _on_message(self, message: msgspec.Struct) -> None:
-        self._silent_seconds = 0.0
-        super()._on_message(message)
 
     def _on_ready(self, message: messages.Ready) -> None:
         super()._on_ready(message)

@@ -182,9 +182,15 @@ class RequestMetrics(RequestMetricsData):
         record = self.open.get(request_id)
         if record is None:
             return
-        now = self.clock()
+        now, counts = self.clock(), self.counts
         if num_tokens:
-            self._count_tokens(record, num_tokens, now)
+            record.num_tokens += num_tokens
+            counts.generation_tokens += num_tokens
+            if record.last_token_at:
+                counts.inter_token.observe(now - record.last_token_at)
+            else:
+                self._first_token_received(record, now)
+            record.last_token_at = now
         if reason is not None:
             del self.open[request_id]
             by_stop_string = reason == "complete" or (record.by_stop_string and reason != "error")
@@ -204,19 +210,12 @@ class RequestMetrics(RequestMetricsData):
             generated=sum(each[2] for each in iterations),
         )
 
-    def _count_tokens(self, record: RequestRecord, num_tokens: int, now: float) -> None:
-        counts = self.counts
-        record.num_tokens += num_tokens
-        counts.generation_tokens += num_tokens
-        if record.last_token_at:
-            counts.inter_token.observe(now - record.last_token_at)
-        else:
-            counts.prompt_tokens += record.num_prompt
-            self._prefill_finished(record)
-            if record.streaming:  # otherwise `state_changed` reports it: the only response arrives at the end
-                record.first_token_at = now
-                counts.first_token.observe(now - record.arrived)
-        record.last_token_at = now
+    def _first_token_received(self, record: RequestRecord, now: float) -> None:
+        self.counts.prompt_tokens += record.num_prompt
+        self._prefill_finished(record)
+        if record.streaming:  # otherwise `state_changed` reports it: the only response arrives at the end
+            record.first_token_at = now
+            self.counts.first_token.observe(now - record.arrived)
 
     def _prefill_finished(self, record: RequestRecord) -> None:
         """Subtract a request's prompt from the pending prefill tokens."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 from torchweave.engine.request import InferenceRequest, Response
-
-if TYPE_CHECKING:
-    from torchweave.serving.engine_client.client import EngineClient
-    from torchweave.serving.engine_client.replicas import Replicas
 
 StreamOutput = Response | tuple[int, int]
 """A response, or (request id, token) for the one token of a stream in a step."""
@@ -23,15 +20,28 @@ class RequestFailed(ValueError):
     """A request failed; the engine continues with the others."""
 
 
+class Engines(Protocol):
+    """One engine or several, as a stream uses them."""
+
+    def submit(self, request_stream: RequestStream, request: InferenceRequest, /) -> int:
+        """Submit a request whose responses go to `request_stream`; returns its id."""
+        ...
+
+    def cancel(self, ids: Sequence[int], by_stop_string: bool = False) -> None:
+        """Cancel requests; those in flight still get their final response."""
+        ...
+
+
 class RequestStream:
     """The requests of one caller. Leaving its `with` block cancels the unfinished ones."""
 
-    def __init__(self, engines: EngineClient | Replicas) -> None:
+    def __init__(self, engines: Engines) -> None:
         self._engines = engines
         self._open: set[int] = set()
         self._unaccepted: set[int] = set()  # neither accepted nor refused yet
         self._refusal = ""
         self._engine_failure = ""  # why the engine ended
+        self._failure: EngineUnavailable | RequestFailed | None = None  # of a request
         self._pending_output: list[StreamOutput] = []
         self._wakeup: asyncio.Future[None] | None = None
 
@@ -68,14 +78,11 @@ class RequestStream:
             RequestFailed: a request failed.
         """
         while self._open and not self._pending_output:
-            await self._wait()
+            self._wakeup = asyncio.get_running_loop().create_future()  # no `_wait`: a frame for each token
+            await self._wakeup
+        if self._failure is not None:
+            raise self._failure
         new_output, self._pending_output = self._pending_output, []
-        for each in new_output:
-            if isinstance(each, Response):
-                if each.final:
-                    self._open.discard(each.id)
-                if each.error:
-                    raise EngineUnavailable(each.error) if self._engine_failure else RequestFailed(each.error)
         return new_output
 
     def stop(self, request_id: int) -> None:
@@ -108,11 +115,18 @@ class RequestStream:
 
     def on_output(self, new_output: StreamOutput, engine_failing: bool = False) -> None:
         """Handle an output of a request; `engine_failing`: an error in it is that of the engine, which ends."""
-        if engine_failing and isinstance(new_output, Response) and new_output.error:
-            self._engine_failure = new_output.error
-        if new_output[0] in self._open:
+        if is_open := new_output[0] in self._open:
             self._pending_output.append(new_output)
-        self._wake()
+        if isinstance(new_output, Response):
+            if engine_failing and new_output.error:
+                self._engine_failure = new_output.error
+            if is_open and new_output.error:
+                kind = EngineUnavailable if self._engine_failure else RequestFailed
+                self._failure = kind(new_output.error)
+            if new_output.final:
+                self._open.discard(new_output.id)
+        if (wakeup := self._wakeup) is not None and not wakeup.done():
+            wakeup.set_result(None)
 
     def __enter__(self) -> RequestStream:
         return self

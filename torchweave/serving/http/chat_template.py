@@ -44,10 +44,11 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
     Raises:
         ApiError, ValueError, EngineUnavailable: see `resolve_tool_use`, `encode`, `chat_params` and `Service.generate`.
     """
-    if service.model.pooling is not None:  # before a template that such models often lack
-        raise ApiError(400, service.model.pooling.refusal)
+    model = service.model
+    if model.pooling is not None:  # before a template that such models often lack
+        raise ApiError(400, model.pooling.refusal)
     tools = resolve_tool_use(service, body)
-    ids = await encode(service, body, tools.tools) if body.prompt_token_ids is None else _given_ids(service, body)
+    ids = await encode(service, body, tools.tools, model) if body.prompt_token_ids is None else _given_ids(body, model)
     answer_format = AnswerFormat(
         tools,
         _resolve_reasoning(service, body),
@@ -56,11 +57,11 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
         with_reasoning=body.include_reasoning,
     )
     try:
-        params = chat_params(body, service.model, tools.forced, answer_format.keep_special)
-        ids = truncate(ids, body, service.model, params.max_tokens)
+        params = chat_params(body, model, tools.forced, answer_format.keep_special)
+        ids = truncate(ids, body, model, params.max_tokens)
         answer_format = _with_prompt(service, answer_format, params, ids)
         answer_stream = await service.generate(
-            [ids], params, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
+            [ids], params, model, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
         )
     except ValueError as error:
         if str(error).startswith("logprobs "):  # the engine's name of what a chat request sends as `top_logprobs`
@@ -69,7 +70,7 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
     return answer_stream, answer_format
 
 
-def _given_ids(service: Service, body: ChatRequest) -> list[int]:
+def _given_ids(body: ChatRequest, model: ModelCard) -> list[int]:
     """The prompt that a request gives as token ids.
 
     Raises:
@@ -82,7 +83,7 @@ def _given_ids(service: Service, body: ChatRequest) -> list[int]:
         )
         raise ApiError(400, sentence, param="prompt_token_ids")
     ids = list(body.prompt_token_ids or ())
-    check_vocabulary(ids, service.model, "prompt_token_ids")
+    check_vocabulary(ids, model, "prompt_token_ids")
     return ids
 
 
@@ -168,7 +169,9 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
     return ToolUse(tool_definitions, None, parser, tool_format in SPECIAL_TOKENS, new_id)
 
 
-async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any]] | None) -> list[int]:
+async def encode(
+    service: Service, body: ChatTemplate, tools: list[dict[str, Any]] | None, model: ModelCard
+) -> list[int]:
     """Encode a conversation as token ids.
 
     Raises:
@@ -200,9 +203,9 @@ async def encode(service: Service, body: ChatTemplate, tools: list[dict[str, Any
         variables["add_special_tokens"] = True
     messages = [_message(each, template) for each in body.messages]
     return await service.require_tokenizer().chat(
-        await service.media.resolve(messages, service.model.images.max_images),
+        await service.media.resolve(messages, model.images.max_images),
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        max_prompt_tokens=None if isinstance(body, TokenizeChatRequest) else service.model.max_model_len,
+        max_prompt_tokens=None if isinstance(body, TokenizeChatRequest) else model.max_model_len,
         **variables,
     )
 

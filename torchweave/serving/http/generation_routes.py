@@ -14,6 +14,7 @@ from torchweave.serving.errors import ApiError
 from torchweave.serving.http.chat_template import encode, resolve_tool_use, start_chat
 from torchweave.serving.http.middleware import REQUEST_ID
 from torchweave.serving.http.responses import encode_in_slices, read_chat, respond, time_limit, unless_disconnected
+from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.protocol import ChatBatchRequest, ChatRequest, CompletionRequest, Generation, Prompts
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only, truncate
@@ -38,7 +39,7 @@ async def chat_completion_batch(body: ChatBatchRequest, request: Request) -> Res
     service = service_of(request)
     name = service.check_model(body.model)
     _check_stream_options(body)
-    service.check_sequences(len(body.messages) * (body.n or 1))
+    service.check_sequences(len(body.messages) * (body.n or 1), service.model)
     answer = _answer_batch(service, body.conversations, name, _id(body, request))
     async with time_limit(service.settings.request_timeout):
         return Response(await unless_disconnected(answer, request, takes_long=True), media_type="application/json")
@@ -95,7 +96,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> JSONRespon
     service = service_of(request)
     service.check_model(body.model)
     chat = await read_chat(body.to_chat, request)
-    encoding = encode(service, chat, resolve_tool_use(service, chat).tools)
+    encoding = encode(service, chat, resolve_tool_use(service, chat).tools, service.model)
     ids = await unless_disconnected(encoding, request, chat.has_images)
     return JSONResponse({"input_tokens": len(ids)})
 
@@ -105,15 +106,17 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(body.model)
     _check_stream_options(body)
-    params = completion_params(body, service.model)
-    encoding = encode_prompts(service, body.prompt, body.add_special_tokens, body.n or 1)
+    model = service.model
+    params = completion_params(body, model)
+    encoding = encode_prompts(service, model, body.prompt, body.add_special_tokens, body.n or 1)
     encoded = await unless_disconnected(encoding, request)
-    prompts = [truncate(ids, body, service.model, params.max_tokens) for ids in encoded]
+    prompts = [truncate(ids, body, model, params.max_tokens) for ids in encoded]
     if body.echo and prompts != encoded:
         raise ApiError(400, "echo cannot be combined with truncate_prompt_tokens; leave one of them out.", param="echo")
     answer_stream = await service.generate(
         prompts,
         params,
+        model,
         stream=bool(body.stream),
         priority=body.priority,
         cache_salt=body.cache_salt,
@@ -125,12 +128,14 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     return await respond(request, bool(body.stream), answer_stream, builder)
 
 
-async def encode_prompts(service: Service, prompts: Prompts, add_special_tokens: bool, n: int = 1) -> list[list[int]]:
+async def encode_prompts(
+    service: Service, model: ModelCard, prompts: Prompts, add_special_tokens: bool, n: int = 1
+) -> list[list[int]]:
     """Encode the prompts of a request for `n` answers to each as token ids."""
     if encoded := [prompt for prompt in prompts if isinstance(prompt, list)]:
         return encoded
-    service.check_sequences(len(prompts) * n)
-    tokenizer, longest = service.require_tokenizer(), service.model.max_model_len
+    service.check_sequences(len(prompts) * n, model)
+    tokenizer, longest = service.require_tokenizer(), model.max_model_len
     return [await tokenizer.encode(text, add_special_tokens, longest) for text in prompts if isinstance(text, str)]
 
 

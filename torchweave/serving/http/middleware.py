@@ -74,8 +74,8 @@ class HttpMiddleware(ABC):
     def __init__(self, app: App) -> None:
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        await (self._handle if scope["type"] == "http" else self._app)(scope, receive, send)
+    def __call__(self, scope: Any, receive: Receive, send: Send) -> Awaitable[None]:
+        return (self._handle if scope["type"] == "http" else self._app)(scope, receive, send)
 
     @abstractmethod
     async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -378,7 +378,10 @@ def _too_long(limit: int) -> ApiError:
 
 def header(scope: Any, name: bytes) -> bytes:
     """Value of a header by its lower-case name; empty if absent."""
-    return next((value for key, value in scope["headers"] if key == name), b"")
+    for key, value in scope["headers"]:
+        if key == name:
+            return value
+    return b""
 
 
 def _host_name(given: str) -> str:

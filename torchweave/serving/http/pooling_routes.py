@@ -75,7 +75,7 @@ async def _pool_input(
     """The row of each prompt of `input`, and the number of their tokens."""
 
     async def work() -> tuple[list[np.ndarray], int]:
-        prompts = await encode_prompts(service, body.input, body.add_special_tokens)
+        prompts = await encode_prompts(service, service.model, body.input, body.add_special_tokens)
         return await _rows(body, service, [pooling.strip(prompt) for prompt in prompts])
 
     return await _in_time(work(), request, service)
@@ -91,8 +91,9 @@ async def _scores(
 ) -> tuple[list[float], int]:
     """The score of each pair, and the number of tokens of their prompts."""
     numbered = pairs(len(queries), len(documents))
-    service.check_sequences(len(queries) + len(documents))
-    tokenizer, longest = service.require_tokenizer(), service.model.max_model_len
+    model = service.model
+    service.check_sequences(len(queries) + len(documents), model)
+    tokenizer, longest = service.require_tokenizer(), model.max_model_len
 
     async def work() -> tuple[list[float], int]:
         if pooling.task == "embed":

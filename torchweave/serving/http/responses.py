@@ -99,22 +99,15 @@ class EventStream(Response):
         self._seconds = seconds
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        send_part = scope.get(STREAM_SEND, send)
-
-        async def send_all() -> bool:
-            last = await self._send_answers(send_part)
-            await send_part({"type": "http.response.body", "body": last, "more_body": True})
-            return True
-
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if await cancel_on_disconnect(send_all(), receive):
+            if await cancel_on_disconnect(self._send_answers(scope.get(STREAM_SEND, send)), receive):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._answer_stream.close()
 
-    async def _send_answers(self, send: Send) -> bytes:
-        """Send the events of the answers; returns the last events, which report the error after a failure."""
+    async def _send_answers(self, send: Send) -> bool:
+        """Send the events of the answers; the last ones report the error after a failure."""
         answer_stream, events = self._answer_stream, self._builder.events
         try:
             if begin := self._builder.begin():
@@ -124,10 +117,12 @@ class EventStream(Response):
                     body = events(deltas[0]) if len(deltas) == 1 else b"".join(map(events, deltas))
                     if body:
                         await send({"type": "http.response.body", "body": body, "more_body": True})
-            return self._builder.end()
+            last = self._builder.end()
         except Exception as error:
             answer_stream.close()  # before the final event is sent, which may block on a slow client
-            return self._builder.failure(api_error(error))
+            last = self._builder.failure(api_error(error))
+        await send({"type": "http.response.body", "body": last, "more_body": True})
+        return True
 
 
 @contextlib.asynccontextmanager

@@ -59,7 +59,7 @@ async def health(request: Request) -> JSONResponse:
 async def health_generate(request: Request) -> dict[str, str]:
     service = service_of(request)
     params = SamplingParams(temperature=0.0, max_tokens=1)
-    answer_stream = await service.generate([[0]], params, stream=False, priority=0, cache_salt=None)
+    answer_stream = await service.generate([[0]], params, service.model, stream=False, priority=0, cache_salt=None)
     try:
         async with time_limit(service.settings.request_timeout):
             await answer_stream.full()
@@ -143,7 +143,7 @@ async def tokenize(body: AnyTokenizeRequest, request: Request) -> Response:
     else:
         _check_size(sum(len(each.content) for each in body.messages if isinstance(each.content, str)))
         tools = [tool.definition for tool in body.tools] if body.tools else None
-        ids = await unless_disconnected(encode(service, body, tools), request, body.has_images)
+        ids = await unless_disconnected(encode(service, body, tools, service.model), request, body.has_images)
     texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return json_response(
         {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}

@@ -334,7 +334,7 @@ def decode_request(message: Submit) -> InferenceRequest:
     return InferenceRequest(
         message.id,
         np.frombuffer(message.input_ids, np.int32),
-        SamplingParams(**sampling),
+        SamplingParams.restored(sampling),
         message.streaming,
         message.priority,
         message.cache_salt,

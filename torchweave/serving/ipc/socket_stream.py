@@ -120,16 +120,18 @@ class FrameDecoder:
     def __init__(self) -> None:
         self._incomplete = b""
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the messages that `data` completes."""
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages that `data` completes."""
         data, begin = self._incomplete + data if self._incomplete else data, 0
+        messages = []
         while len(data) - begin >= _SIZE.size:
             end = begin + _SIZE.size + _SIZE.unpack_from(data, begin)[0]
             if end > len(data):
                 break
-            yield data[begin + _SIZE.size : end]
+            messages.append(data[begin + _SIZE.size : end])
             begin = end
         self._incomplete = data[begin:]
+        return messages
 
 
 class Reader(asyncio.Protocol):

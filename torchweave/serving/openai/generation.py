@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ import numpy as np
 from torchweave.engine.detokenizer import CompletionBuilder
 from torchweave.engine.request import InferenceRequest, Response, SamplingParams, TokenLogprobs
 from torchweave.images import images_of
-from torchweave.serving.engine_client.request_stream import RequestStream, StreamOutput
+from torchweave.serving.engine_client.request_stream import Engines, RequestStream, StreamOutput
 from torchweave.serving.tokenization import AsyncTokenizer
 
 
@@ -35,22 +36,22 @@ class AnswerBuilder(CompletionBuilder):
     def take(self) -> Delta:
         first = self._num_tokens_taken
         text, ids = self.new()
-        self.reported = self.finished
+        self.reported = self.finish_reason is not None
         logprobs = self._logprobs[first : first + len(ids)]
-        return self._delta(text, ids, logprobs)
+        return Delta(self.index, text, ids, self.finish_reason, logprobs, self.stop_reason, self.matched_stop)
 
     def whole(self) -> Delta:
         """The whole answer."""
-        return self._delta(self.text, self.token_ids, self._logprobs[: len(self.token_ids)])
+        logprobs = self._logprobs[: len(self.token_ids)]
+        ids, reason = self.token_ids, self.finish_reason
+        return Delta(self.index, self.text, ids, reason, logprobs, self.stop_reason, self.matched_stop)
 
-    def _delta(self, text: str, ids: list[int], logprobs: list[TokenLogprobs]) -> Delta:
-        return Delta(self.index, text, ids, self.finish_reason, logprobs, self.stop_reason, self.matched_stop)
 
-
-class AnswerStream:
+class AnswerStream(RequestStream):
     """All answers of one HTTP request. `close` cancels the unfinished ones.
 
     Args:
+        engines: see `RequestStream`.
         tokenizer: None for a model without one.
         finished: called when an engine request has finished.
         prompt_only: the answers are empty; sampled tokens are discarded.
@@ -58,13 +59,13 @@ class AnswerStream:
 
     def __init__(
         self,
-        request_stream: RequestStream,
+        engines: Engines,
         tokenizer: AsyncTokenizer | None,
         params: SamplingParams,
         finished: Callable[[], None],
         prompt_only: bool = False,
     ) -> None:
-        self.request_stream = request_stream
+        super().__init__(engines)
         self._answer_builders: dict[int, list[AnswerBuilder]] = {}  # by request id; a beam search has several answers
         self._num_answers = 0
         self._first_requests: set[int] = set()  # of each prompt: of their tokens, `usage` counts the cached ones
@@ -75,7 +76,8 @@ class AnswerStream:
         self._finished = finished
         self._prompt_only = prompt_only
 
-    def submit(self, prompts: Sequence[Sequence[int]], stream: bool, priority: int, cache_salt: str) -> None:
+    def submit_prompts(self, prompts: Sequence[Sequence[int]], stream: bool, priority: int, cache_salt: str) -> None:
+        """Submit the requests of all answers; errors as those of `submit`."""
         params = self.params
         streamed = (stream or params.stops_in_text) and not self._prompt_only
         for prompt in prompts:
@@ -85,13 +87,13 @@ class AnswerStream:
             request = InferenceRequest(0, as_tokens(ids), params, stream, priority, cache_salt, images)
             if params.beam_width > 1:
                 answers = [self._answer(ids) for _ in range(params.n)]
-                request_id = self.request_stream.submit(request)
+                request_id = self.submit(request)
                 self._answer_builders[request_id] = answers
                 self._first_requests.add(request_id)
                 continue
             for number, seeded in enumerate(params.each()):
                 answer = self._answer(ids)
-                request_id = self.request_stream.submit(replace(request, sampling=seeded, streaming=streamed))
+                request_id = self.submit(replace(request, sampling=seeded, streaming=streamed))
                 self._answer_builders[request_id] = [answer]
                 if number == 0:
                     self._first_requests.add(request_id)
@@ -109,10 +111,17 @@ class AnswerStream:
             EngineUnavailable: the engine ended.
             RequestFailed: a request failed.
         """
-        while new_output := await self.request_stream.new_output():
+        while True:  # as `new_output`, without a call of it: that is two frames for each token
+            while self._open and not self._pending_output:
+                self._wakeup = asyncio.get_running_loop().create_future()
+                await self._wakeup
+            if self._failure is not None:
+                raise self._failure
+            new_output, self._pending_output = self._pending_output, []
+            if not new_output:
+                return []
             if deltas := self._read(new_output):
                 return deltas
-        return []
 
     def _read(self, new_output: Sequence[StreamOutput]) -> list[Delta]:
         reported: dict[int, AnswerBuilder] = {}
@@ -122,9 +131,13 @@ class AnswerStream:
             else:
                 answer_builder = self._answer_builders[each[0]][0]
                 if answer_builder.add(each[1:], None, ()):
-                    self.request_stream.stop(each[0])
+                    self.stop(each[0])
                 reported[answer_builder.index] = answer_builder
-        return [answer_builder.take() for answer_builder in reported.values() if not answer_builder.reported]
+        deltas = []
+        for answer_builder in reported.values():  # no comprehension: it is a frame in Python 3.11
+            if not answer_builder.reported:
+                deltas.append(answer_builder.take())
+        return deltas
 
     def _read_response(self, response: Response, reported: dict[int, AnswerBuilder]) -> None:
         output, answers = response.output, self._answer_builders[response.id]
@@ -134,7 +147,7 @@ class AnswerStream:
             if self._prompt_only:
                 answer_builder.add((), "length", ())
             elif answer_builder.add(beam_output.token_ids.tolist(), beam_output.finish_reason, beam_output.logprobs):
-                self.request_stream.stop(response.id)
+                self.stop(response.id)
             reported[answer_builder.index] = answer_builder
         if response.final:
             self._finished()
@@ -168,9 +181,6 @@ class AnswerStream:
     @property
     def num_answer_tokens(self) -> int:
         return sum(map(len, self.answer_ids))
-
-    def close(self) -> None:
-        self.request_stream.close()
 
 
 def as_tokens(ids: Sequence[int]) -> np.ndarray:

@@ -257,11 +257,11 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         self._format = answer_format
         self._calls_end = body.named_function is None  # answers with calls have the finish reason `tool_calls`
         self._parsers: dict[int, AnswerParser] = {}
+        self._only_text = answer_format.is_plain and self._num_top is None
+        self._only_text = self._only_text and not (self._continuous_usage or self._with_token_ids)
 
     def events(self, delta: Delta) -> bytes:
-        only_text = self._format.is_plain and self._num_top is None
-        only_text = only_text and not self._continuous_usage and not self._with_token_ids
-        if only_text and delta.text and delta.finish_reason is None and delta.index in self._started:
+        if self._only_text and delta.text and delta.finish_reason is None and delta.index in self._started:
             return self._texts.of(delta.index, delta.text, self._text_chunk)
         return b"".join(map(event, self._chunks(delta)))
 
