@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torchweave import LLM, EngineConfig, SamplingParams, TorchCompileConfig
-from torchweave.engine.client import RequestStream
+from torchweave.engine.client import CompletionStream
 from torchweave.engine.scheduler.step import Step
 from torchweave.models import load
 from torchweave.models.load import LoadedModel
@@ -255,15 +255,15 @@ def test_an_interrupt_while_generate_waits_stops_all_requests(llm: LLM) -> None:
 
 
 def test_interrupt_during_submission_cancels_submitted_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    submit, seen = RequestStream.submit, []
+    submit, seen = CompletionStream.submit, []
 
-    def interrupted(self: RequestStream, *args: Any, **options: Any) -> list[int]:
+    def interrupted(self: CompletionStream, *args: Any, **options: Any) -> list[int]:
         if len(seen) == 7:
             raise KeyboardInterrupt
         seen.append(submit(self, *args, **options))
         return seen[-1]
 
-    monkeypatch.setattr(RequestStream, "submit", interrupted)
+    monkeypatch.setattr(CompletionStream, "submit", interrupted)
     for ask in (llm.generate, llm.stream_all):
         before = steps(llm)
         seen.clear()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchweave.config.options import EngineConfig
 from torchweave.engine import pooling_methods
-from torchweave.engine.client import AsyncInbox, RequestStream
+from torchweave.engine.client import AsyncInbox, CompletionStream
 from torchweave.engine.control.methods import as_user_error
 from torchweave.engine.llm import LLM
 from torchweave.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -46,7 +46,7 @@ class AsyncLLM:
 
     def _init(self, llm: LLM) -> None:
         self._llm = llm
-        self._streams: dict[str, RequestStream] = {}  # of the requests in flight, by their ids
+        self._streams: dict[str, CompletionStream] = {}  # of the requests in flight, by their ids
         self._ids = itertools.count()
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class AsyncLLM:
             yield output
 
     @contextmanager
-    def _open_stream(self, request_id: str | None) -> Iterator[tuple[str, RequestStream]]:
+    def _open_stream(self, request_id: str | None) -> Iterator[tuple[str, CompletionStream]]:
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         if name in self._streams:
             raise ValueError(f"A request with the id {name!r} is in flight; use another id, or none.")
@@ -164,9 +164,9 @@ class AsyncLLM:
         """Whether new requests wait, from the beginning of `pause` on."""
         return await self.call("is_paused")
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget the KV cache of earlier requests; see `LLM.reset_prefix_cache`."""
-        return await self.call("reset_prefix_cache")
+        return await self.call("reset_prefix_cache", reset_running_requests=reset_running_requests)
 
     async def start_profile(self, num_steps: int | None = None) -> None:
         """Record what every rank runs; see `LLM.start_profile`."""

@@ -215,7 +215,7 @@ class Client:
 _POLL_SECONDS = 1.0  # between checks that the engine is alive while waiting for responses
 
 
-class RequestStream:
+class CompletionStream:
     """Requests and their completions, on one thread. Leaving the context or dropping the object stops unfinished requests.
 
     Args:
@@ -368,7 +368,7 @@ class RequestStream:
         while self._active_ids:
             self._client.stop(self._active_ids.pop())
 
-    def __enter__(self) -> RequestStream:
+    def __enter__(self) -> CompletionStream:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -19,7 +19,7 @@ from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig, use_passive_openmp
 from torchweave.config.peer_options import engine_config
 from torchweave.engine import pooling_methods
-from torchweave.engine.client import AsyncInbox, Client, RequestStream
+from torchweave.engine.client import AsyncInbox, Client, CompletionStream
 from torchweave.engine.control.methods import ControlMethods, result_of
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.outputs import (
@@ -182,7 +182,7 @@ class LLM(ControlMethods):
         ]
 
     def _request_output(
-        self, stream: RequestStream, text: str | None, prompt: EncodedPrompt, request_ids: Sequence[int]
+        self, stream: CompletionStream, text: str | None, prompt: EncodedPrompt, request_ids: Sequence[int]
     ) -> RequestOutput:
         """The output of a prompt whose requests have ended."""
         first = request_ids[0]
@@ -506,8 +506,8 @@ class LLM(ControlMethods):
             if why:
                 raise ValueError(why if len(prompts) == 1 else f"Prompt {number}: {why}")
 
-    def _open_stream(self, inbox: AsyncInbox | None = None) -> RequestStream:
-        return RequestStream(self._client, self.manager, self.tokenizer, SimpleQueue() if inbox is None else inbox)
+    def _open_stream(self, inbox: AsyncInbox | None = None) -> CompletionStream:
+        return CompletionStream(self._client, self.manager, self.tokenizer, SimpleQueue() if inbox is None else inbox)
 
     def shutdown(self, drain: bool = True) -> None:
         """End the engine: after all requests have finished, or (`drain=False`) now, failing unfinished requests."""
@@ -535,7 +535,7 @@ def _shutdown_engine(manager: BatchManager, engine: Engine, process: int) -> Non
 
 
 def _stream_deltas(
-    stream: RequestStream, prompt_of: dict[int, int], llm: LLM
+    stream: CompletionStream, prompt_of: dict[int, int], llm: LLM
 ) -> Iterator[tuple[int, CompletionOutput]]:
     """Yield new output of each completion with the index of its prompt, until all have finished.
 

@@ -20,7 +20,7 @@ from torchweave.images import EncodedPrompt
 from torchweave.pooling import NO_POOLING, Pooling, cosine_similarity, pairs
 
 if TYPE_CHECKING:
-    from torchweave.engine.client import RequestStream
+    from torchweave.engine.client import CompletionStream
     from torchweave.engine.startup.build import Engine
     from torchweave.report import Report
     from torchweave.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class _LLM(Protocol):
 
     def _encode_all(self, prompts: Sequence[Any]) -> list[EncodedPrompt]: ...
     def _require_tokenizer(self) -> Tokenizer: ...
-    def _open_stream(self) -> RequestStream: ...
+    def _open_stream(self) -> CompletionStream: ...
 
 
 NumbersOf = Callable[[np.ndarray], np.ndarray]

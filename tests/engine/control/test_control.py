@@ -155,6 +155,23 @@ def test_prefix_cache_is_reset_only_while_nothing_runs() -> None:
         assert result(h.manager.call("pause", mode="wait")) is True and not h.scheduler.kv.num_cached
 
 
+@pytest.mark.parametrize("mode", ["keep", None])
+def test_running_requests_compute_their_cache_again(mode: str | None) -> None:
+    with (h := Harness()).manager:
+        if mode is not None:
+            result(call_at(h, 1, 20, "pause", mode=mode))
+            assert result(h.manager.call("reset_prefix_cache", reset_running_requests=True))
+            h.runner.cache[:] = -1  # as new weights make it: nothing of it may be read
+            assert h.scheduler.num_paused == 1 and not h.scheduler.kv.num_used
+            result(h.manager.call("resume"))
+        else:
+            assert result(call_at(h, 1, 20, "reset_prefix_cache", reset_running_requests=True))
+        h.wait_final(1)
+        assert h.tokens(1) == expected([1], 80) and h.scheduler.paused_total == 1
+        with pytest.raises(ValueError, match="must be True or False"):
+            result(h.manager.call("reset_prefix_cache", reset_running_requests=1))
+
+
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ControlCall]]:
     """Calls that a test adds to the table."""

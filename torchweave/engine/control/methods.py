@@ -56,13 +56,16 @@ class ControlMethods:
         """Whether new requests wait, from the beginning of `pause` on."""
         return self.call("is_paused")
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget the KV cache of earlier requests; returns False, and changes nothing, while requests run.
+
+        Args:
+            reset_running_requests: the running requests forget theirs too, and compute it again from their tokens.
 
         Raises:
             RuntimeError: the engine failed or was shut down.
         """
-        return self.call("reset_prefix_cache")
+        return self.call("reset_prefix_cache", reset_running_requests=reset_running_requests)
 
     def start_profile(self, num_steps: int | None = None) -> None:
         """Record what every rank runs, until `stop_profile` or for `num_steps` steps.

@@ -168,6 +168,17 @@ class Scheduler:
         state.reason = "cancelled"
         return [self._final_response(state)]
 
+    def pause_running(self) -> None:
+        """Pause every running request, while no step is in flight: each starts again with its tokens, and no block is in use."""
+        slots = self._running.slots
+        for request_id, slot in slots.slot_of.items():
+            if not slots.done[slot]:
+                self._running.stop(slot)
+                self.state_changes.append((request_id, "paused"))
+                self.paused_total += 1
+        responses = self._release()
+        assert not responses, "finished requests are released when their last step has completed"
+
     def abort_all(self, message: str) -> list[Response]:
         """Answer every request with an error and discard it: the device failed, or the engine shuts down."""
         ids = self.request_ids

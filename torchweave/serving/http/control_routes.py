@@ -25,8 +25,11 @@ class ProfileRequest(BaseModel):
 
 
 @router.post("/reset_prefix_cache", summary="Forget the KV cache of earlier requests; no success while requests run")
-async def reset_prefix_cache(request: Request) -> dict[str, bool]:
-    return {"success": all(await call(service_of(request), "reset_prefix_cache"))}
+async def reset_prefix_cache(
+    request: Request, reset_running_requests: Annotated[bool, Query()] = False
+) -> dict[str, bool]:
+    results = await call(service_of(request), "reset_prefix_cache", reset_running_requests=reset_running_requests)
+    return {"success": all(results)}
 
 
 @router.post(
