@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tests.engine.fake import expected, make
-from torchweave.engine.batch_manager import BatchManager, WakeUp
+from torchweave.engine.batch_manager import BatchManager
+from torchweave.engine.generation_loop import WakeUp
 from torchweave.engine.request import InferenceRequest, Output, Response, SamplingParams
 
 

@@ -8,8 +8,9 @@ import time
 
 import numpy as np
 
-from torchweave.engine.batch_manager import BatchManager, Timing
+from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.client import Client, Inbox
+from torchweave.engine.generation_loop import Timing
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.request import Responses, SamplingParams
 from torchweave.engine.scheduler.limits import Limits

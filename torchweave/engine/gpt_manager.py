@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from torchweave.config.peer_options import engine_config
-from torchweave.engine.batch_manager import BatchManager, GetRequests, PollStop, ReturnStats, SendResponse
+from torchweave.engine.batch_manager import BatchManager
+from torchweave.engine.generation_loop import GetRequests, PollStop, ReturnStats, SendResponse
 from torchweave.engine.startup.open import open_engine
 
 _MODEL_TYPES = {"inflightbatching": "", "inflightfusedbatching": "", "v1": "static_batch"}

@@ -95,24 +95,24 @@ class Host:
 
 
 class ControlQueue:
-    """Calls that wait for the loop. `run_on_loop` and `close` may be called from any thread."""
+    """Calls that wait for the loop. `run_on_loop` and `close` may be called from any thread.
+
+    Attributes:
+        queued: those that have not begun.
+    """
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._lock = threading.Lock()
-        self._queued: deque[Task] = deque()
+        self.queued: deque[Task] = deque()
         self._end_reason = ""
-
-    def __len__(self) -> int:
-        """Number of calls that have not begun."""
-        return len(self._queued)
 
     def run_on_loop(self, work: Callable[[Host], Any]) -> Future[Any]:
         """Queue `work` for the loop's thread; the future has its result or error."""
         task = Task(work)
         with self._lock:
             if not self._end_reason:
-                self._queued.append(task)
+                self.queued.append(task)
                 return task.future
         task.future.set_exception(RuntimeError(self._end_reason))
         return task.future
@@ -121,9 +121,9 @@ class ControlQueue:
         """Refuse further calls, and fail those that have not ended."""
         with self._lock:
             self._end_reason = reason
-            tasks = [*self._host.tasks, *self._queued]
+            tasks = [*self._host.tasks, *self.queued]
             self._host.tasks.clear()
-            self._queued.clear()
+            self.queued.clear()
         for task in tasks:
             if not task.future.done():
                 task.future.set_exception(RuntimeError(reason))
@@ -137,8 +137,8 @@ class ControlQueue:
         waiting, self._host.tasks = self._host.tasks, []
         for task in waiting:
             self._advance(task)
-        while self._queued:
-            task = self._queued.popleft()
+        while self.queued:
+            task = self.queued.popleft()
             if task.future.set_running_or_notify_cancel():
                 self._advance(task)
 

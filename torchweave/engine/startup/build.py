@@ -16,9 +16,9 @@ from torchweave.config import ModelFacts, Plan, resolve
 from torchweave.config.options import DRAFT_HEADS, EngineConfig
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.distributed.symmetric_memory import enable_symmetric_memory
-from torchweave.engine.batch_manager import StepRunner
 from torchweave.engine.control.host import CallRanks
 from torchweave.engine.control.rank import Rank
+from torchweave.engine.generation_loop import StepRunner
 from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.image_rows import ImageRows
 from torchweave.engine.kv_cache.layer_groups import KVLayout, group_layers, longest_sequence
