@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 
 from tests.ops.recurrent.recurrent_cases import NAN, SIZES, STATE, STEPS, Case, build, case
+from torchweave.ops.recurrent import triton as recurrent_triton
 from torchweave.ops.recurrent.call import StateAccess
 from torchweave.ops.recurrent.op import _CALLS
-from torchweave.ops.recurrent.triton import copy_on_triton, run_on_triton
+from torchweave.ops.recurrent.triton import FEW_PROGRAMS, copy_on_triton, run_on_triton
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2}
 
@@ -49,6 +50,10 @@ def cases() -> dict[str, Case]:
         found[f"{name}:float16"] = case(name, "mixed", dtype=torch.float16)
     found["conv:many_rows"] = case("conv", "mixed", rows=tuple((1 + i % 3, i % 5) for i in range(140)), padded_tokens=9)
     found["delta_alike:continued"] = case("delta_alike", "continued")
+    for name, tokens in (("delta", 9), ("ssd", 3)):
+        found[f"{name}:shared_programs"] = case(
+            name, "mixed", rows=tuple((1 if i % 4 == 3 else tokens + i % 2, i % 5) for i in range(14)), padded_tokens=5
+        )
     return found
 
 
@@ -56,4 +61,6 @@ if __name__ == "__main__":
     chosen = {name: each for name, each in cases().items() if name.startswith(tuple(sys.argv[1:] or [""]))}
     assert chosen, f"no case begins with {sys.argv[1:]}"
     for name, each in chosen.items():
+        # 1: each program takes several of the chunks
+        recurrent_triton.FEW_PROGRAMS = 1 if name.endswith("shared_programs") else FEW_PROGRAMS
         run(name, each)

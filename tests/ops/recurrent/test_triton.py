@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -153,3 +154,25 @@ def test_states_of_decode_steps_stay_in_registers(model: str, tmp_path: Path) ->
 
 def test_every_size_is_a_case() -> None:
     assert {name.split("_")[0] for name in SIZES} == {name.split("_")[0] for name in LAUNCHED}
+
+
+@pytest.mark.parametrize("name", ["ssd", "delta"])
+def test_programs_of_a_prompt_do_not_grow_with_the_rows_of_a_recording(name: str) -> None:
+    """A recorded step has a row for each token, up to `max_batch_size`; a program that finds no chunk of its own takes its time."""
+    model = {"ssd": "falcon_h1", "delta": "qwen3_next"}[name]
+
+    def programs(padded_rows: int) -> dict[str, int]:
+        chosen = dataclasses.replace(
+            case(name, "mixed", rows=((512, 0),), dtype=torch.bfloat16), sizes=PUBLISHED[model][1]
+        )
+        built = build(chosen)
+        meta = dataclasses.replace(built.meta, num_rows=1 + padded_rows)
+        with ExitStack() as stack:
+            found = stack.enter_context(recorded(recurrent_triton, *KERNELS))
+            recurrent_triton.run_on_triton(_CALLS[built.op](**built.args), built.states[STATE], meta)
+        return {launch.kernel.fn.__name__: math.prod(launch.grid) for launch in found}
+
+    large = [kernel for kernel in programs(0) if kernel not in ("ssd_decode", "delta_scan")]
+    assert len(large) >= 2
+    for kernel in large:
+        assert programs(511)[kernel] <= 8 * recurrent_triton.FEW_PROGRAMS, kernel

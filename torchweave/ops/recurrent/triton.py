@@ -127,6 +127,18 @@ def _block(size: int, programs: int, large: int, small: int) -> int:
     return block
 
 
+def _most_rows(meta: AttentionMetadata, few: int) -> int:
+    """The most rows of more than `few` tokens that a step can have, at least 1."""
+    return max(1, min(meta.num_rows, meta.num_tokens // (few + 1)))
+
+
+def _chunk_programs(meta: AttentionMetadata, chunk: int, others: int) -> int:
+    """Programs that share a step's chunks, times `others`: one for each chunk of a single row and one of padded tokens, or, where
+    that is few, some waves over the multiprocessors. Short rows have more chunks, of which a program takes several."""
+    chunks = meta.num_tokens // chunk + meta.num_rows + 1
+    return min(chunks, max(meta.num_tokens // chunk + 2, cdiv(FEW_PROGRAMS, others)))
+
+
 def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, rows: Rows) -> None:
     meta = rows.meta
     x, weight = _dense(call.x), call.weight
@@ -200,14 +212,14 @@ def _launch_delta_chunks(
     strides = {
         name: each.stride()[:2] for name, each in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out}.items()
     }
-    delta_solve[value_heads, chunks](
+    delta_solve[value_heads, _chunk_programs(meta, chunk, value_heads)](
         q, k, g, beta, *gates, *matrices, factors, meta.query_start, meta.num_rows, meta.num_tokens, key_dim**-0.5,
         *strides["q"], *strides["k"], *strides["g"], *strides["beta"], **sizes, **gated, CHUNK=chunk,
         **_options(q.device, SOLVE_WARPS), **({"maxnreg": SOLVE_REGISTERS} if narrow else {}),
     )  # fmt: skip
     block = max(16, min(DELTA_BLOCK, next_power_of_2(value_dim)))
-    delta_prefill[cdiv(value_dim, block), value_heads, meta.num_rows](
-        q, k, v, *matrices, factors, out, state, meta.slots, meta.query_start, meta.seq_lens,
+    delta_prefill[cdiv(value_dim, block), value_heads, _most_rows(meta, DELTA_FEW)](
+        q, k, v, *matrices, factors, out, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens,
         *strides["q"], *strides["k"], *strides["v"], *strides["out"], **sizes, VALUE_DIM=value_dim, BLOCK=block, CHUNK=chunk,
         STAGES=stages, **_options(q.device, DELTA_WARPS),
     )  # fmt: skip
@@ -264,7 +276,8 @@ def _launch_ssd_chunks(
         "PRECISION": _precision(x.dtype),
     }  # fmt: skip
     strides = [stride for each in (x, dt, B, C, z, out) for stride in each.stride()[:2]]
-    grid = (cdiv(head_dim, block), heads, meta.num_tokens // chunk + meta.num_rows + 1)
+    blocks = cdiv(head_dim, block)
+    grid = (blocks, heads, _chunk_programs(meta, chunk, blocks * heads))
     before = x  # not read
     if meta.num_tokens > chunk:
         places = (meta.num_tokens // chunk + 1, heads)
@@ -274,8 +287,8 @@ def _launch_ssd_chunks(
             x, dt, rate, B, bias, added, decay, meta.query_start, meta.num_rows, meta.num_tokens, call.dt_min,
             call.dt_max, *strides[:6], **shared, **options,
         )  # fmt: skip
-        ssd_pass_states[cdiv(head_dim * width, 1024), heads, meta.num_rows](
-            added, decay, before, state, meta.slots, meta.query_start, meta.seq_lens,
+        ssd_pass_states[cdiv(head_dim * width, 1024), heads, _most_rows(meta, chunk)](
+            added, decay, before, state, meta.slots, meta.query_start, meta.seq_lens, meta.num_rows, meta.num_tokens,
             HEADS=heads, SIZE=head_dim * width, BLOCK=1024, CHUNK=chunk, **_options(x.device, 4),
         )  # fmt: skip
     ssd_chunk_scan[grid](

@@ -1,7 +1,11 @@
 """Triton: rows and chunks of a step, found on the device, and activations.
 
 A CUDA graph may hold a launch over chunks for any rows: row i's chunks of CHUNK tokens begin at `query_start[i] // CHUNK + i`, and
-`num_tokens // CHUNK + num_rows + 1` programs are always enough. The padded tokens behind the last row are one more row.
+`num_tokens // CHUNK + num_rows + 1` programs are always enough. The padded tokens after the last row are one more row.
+
+A recorded step has room for many more rows than a prompt needs, and a program without work costs as much as finding that out. So
+large kernels number the chunks of rows that have more than FEW tokens, and a few programs share them (`count_chunks`,
+`numbered_chunk`).
 """
 
 from __future__ import annotations
@@ -9,9 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchweave.ops.kernels.find_row import find_row
+from torchweave.ops.kernels.find_row import find_row, uniform
 
 READ, COMMIT = tl.constexpr(1), tl.constexpr(2)  # of `StateAccess`
+WHOLE = tl.constexpr(1 << 30)  # as CHUNK: a row is one chunk
+_ROWS = tl.constexpr(1024)  # that one load reads
 
 
 @triton.jit
@@ -24,6 +30,59 @@ def find_chunk(query_start, chunk, num_rows, num_tokens, CHUNK: tl.constexpr):
     if row < num_rows:
         end = tl.load(query_start + row + 1)
     return row, first, end, first + (chunk - first // CHUNK - row) * CHUNK
+
+
+@triton.jit
+def _num_chunks(query_start, rows, num_rows, num_tokens, CHUNK: tl.constexpr, FEW: tl.constexpr, PADDED: tl.constexpr):
+    """Chunks of each row with more than FEW tokens, and with PADDED of the padded tokens; 0 of others."""
+    first = tl.load(query_start + rows, mask=rows <= num_rows, other=0)
+    end = tl.load(query_start + rows + 1, mask=rows < num_rows, other=0)
+    is_padding = rows == num_rows
+    length = tl.where(is_padding, num_tokens if PADDED else first, end) - first
+    return tl.where((length > FEW) | is_padding, (length + CHUNK - 1) // CHUNK, 0)
+
+
+@triton.jit
+def count_chunks(query_start, num_rows, num_tokens, CHUNK: tl.constexpr, FEW: tl.constexpr, PADDED: tl.constexpr):
+    """Number of chunks of rows with more than FEW tokens, and with PADDED of the padded tokens."""
+    count = 0
+    for start in range(0, num_rows + 1, _ROWS):
+        rows = start + tl.arange(0, _ROWS)
+        count += tl.sum(_num_chunks(query_start, rows, num_rows, num_tokens, CHUNK, FEW, PADDED), 0)
+    return count
+
+
+@triton.jit
+def numbered_chunk(
+    query_start, number, num_rows, num_tokens, CHUNK: tl.constexpr, FEW: tl.constexpr, PADDED: tl.constexpr
+):
+    """Chunk `number` of those that `count_chunks` counts: its row, the row's first and last + 1 token, and the chunk's first
+    token. Row -1: there is none; row `num_rows`: the padded tokens."""
+    row, offset, before = -1, 0, 0
+    for start in range(0, num_rows + 1, _ROWS):
+        rows = start + tl.arange(0, _ROWS)
+        chunks = _num_chunks(query_start, rows, num_rows, num_tokens, CHUNK, FEW, PADDED)
+        following = before + tl.cumsum(chunks, 0)
+        own = (number >= following - chunks) & (number < following)
+        row += uniform(tl.sum(tl.where(own, rows + 1, 0), 0))
+        offset += uniform(tl.sum(tl.where(own, number - following + chunks, 0), 0))
+        before += tl.sum(chunks, 0)
+    first = tl.load(query_start + tl.maximum(row, 0))
+    end = num_tokens
+    if row < num_rows:
+        end = tl.load(query_start + tl.maximum(row, 0) + 1)
+    return row, first, end, first + offset * CHUNK
+
+
+@triton.jit
+def in_this_iteration(number, DEPENDENT: tl.constexpr):
+    """The number, which the compiler takes for another one in each iteration of a loop: what follows from it is not computed before
+    the loop, where it would take registers from the loop's body."""
+    if DEPENDENT > 0:  # not in the interpreter, which knows no assembly
+        number = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return number
 
 
 @triton.jit

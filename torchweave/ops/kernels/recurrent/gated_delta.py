@@ -22,7 +22,18 @@ import triton
 import triton.language as tl
 
 from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
-from torchweave.ops.kernels.recurrent.chunks import COMMIT, READ, find_chunk, is_padding, row_end, row_tokens, softplus
+from torchweave.ops.kernels.recurrent.chunks import (
+    COMMIT,
+    READ,
+    WHOLE,
+    count_chunks,
+    in_this_iteration,
+    is_padding,
+    numbered_chunk,
+    row_end,
+    row_tokens,
+    softplus,
+)
 
 
 @triton.jit
@@ -161,18 +172,32 @@ def delta_solve(
     NORMALIZE: tl.constexpr, FEW: tl.constexpr, GATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`inverse` and `scores` `[chunks, VALUE_HEADS, CHUNK, CHUNK]` and `factors` `[chunks, VALUE_HEADS, 4, CHUNK]` of value head
-    `program_id(0)` and chunk `program_id(1)`, for rows of more than FEW tokens.
+    `program_id(0)`, for the chunks of rows of more than FEW tokens, which programs of the second dimension share. Chunk c of row i
+    is at `first token of the row // CHUNK + i + c`.
 
     The factors are for products of keys with the state before the chunk, of queries with it, of keys with corrections for the state
     behind the chunk, and the chunk's decay.
     """
     pdl_wait(DEPENDENT)
-    head, chunk = tl.program_id(0), tl.program_id(1)
-    row, first, end, begin = find_chunk(query_start, chunk, num_rows, num_tokens, CHUNK)
-    if row == num_rows:
-        return
-    if (begin >= end) | (end - first <= FEW):
-        return
+    count = count_chunks(query_start, num_rows, num_tokens, CHUNK, FEW, False)
+    for number in range(tl.program_id(1), count, tl.num_programs(1)):
+        row, first, end, begin = numbered_chunk(query_start, number, num_rows, num_tokens, CHUNK, FEW, False)
+        chunk = first // CHUNK + row + (begin - first) // CHUNK
+        _solve_chunk(
+            q, k, g, beta, A_log, dt_bias, inverse, scores, factors, in_this_iteration(tl.program_id(0), DEPENDENT), chunk, begin,
+            end, scale, q_stride, q_head_stride, k_stride, k_head_stride, g_stride, g_head_stride, beta_stride, beta_head_stride,
+            VALUE_HEADS, GROUP, KEY_DIM, KEY_PAD, CHUNK, NORMALIZE, GATES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _solve_chunk(
+    q, k, g, beta, A_log, dt_bias, inverse, scores, factors, head, chunk, begin, end, scale,
+    q_stride, q_head_stride, k_stride, k_head_stride, g_stride, g_head_stride, beta_stride, beta_head_stride,
+    VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    NORMALIZE: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """The matrices and factors of one chunk of a value head."""
     at, key_dim = tl.arange(0, CHUNK), tl.arange(0, KEY_PAD)
     token = (begin + at).to(tl.int64)
     valid = token < end
@@ -203,22 +228,22 @@ def delta_solve(
     tl.store(inverse + element, system.to(inverse.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_start"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def delta_prefill(
-    q, k, v, inverse, scores, factors, out, state, slots, query_start, seq_lens,
+    q, k, v, inverse, scores, factors, out, state, slots, query_start, seq_lens, num_rows, num_tokens,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, out_stride, out_head_stride,
     VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value channels of head `program_id(1)` of row `program_id(2)`, if it has more than FEW tokens, chunk after chunk.
+    """BLOCK value channels of head `program_id(1)` of a row, the `program_id(2)`-th of more than FEW tokens, chunk after chunk.
 
     All is transposed: what depends on the state is then the left operand of each product, which the tensor cores read from
     registers, and the right ones are read from shared memory as they were loaded.
     """
     pdl_wait(DEPENDENT)
-    head, row = tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
-    if end - first <= FEW:
+    head = tl.program_id(1)
+    row, first, end, _ = numbered_chunk(query_start, tl.program_id(2), num_rows, num_tokens, WHOLE, FEW, False)
+    if row < 0:
         return
     at, key_dim = tl.arange(0, CHUNK), tl.arange(0, KEY_PAD)
     value_dim = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -19,8 +19,11 @@ from torchweave.ops.kernels.dependent_launch import pdl_prefetch, pdl_wait
 from torchweave.ops.kernels.recurrent.chunks import (
     COMMIT,
     READ,
+    WHOLE,
+    count_chunks,
     decay_rate,
-    find_chunk,
+    in_this_iteration,
+    numbered_chunk,
     row_end,
     row_tokens,
     silu,
@@ -212,18 +215,36 @@ def ssd_chunk_states(
     TILE: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LOG_RATE: tl.constexpr,
     PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """What chunk `program_id(2)` adds to BLOCK channels of the state of head `program_id(1)`, and its decay, at the place
+    """What each chunk adds to BLOCK channels of the state of head `program_id(1)`, and its decay, at the place
     `first token // CHUNK` of `added` `[T // CHUNK + 1, HEADS, HEAD_DIM, STATE]` and `decay`; for chunks that another one of
-    their row follows."""
+    their row follows. Programs of the third dimension share the chunks."""
     pdl_wait(DEPENDENT)
-    head = tl.program_id(1)
-    row, _, end, begin = find_chunk(query_start, tl.program_id(2), num_rows, num_tokens, CHUNK)
-    if (row == num_rows) | (begin + CHUNK >= end):
-        return
+    count = count_chunks(query_start, num_rows, num_tokens, CHUNK, CHUNK, False)
+    for number in range(tl.program_id(2), count, tl.num_programs(2)):
+        _, _, end, begin = numbered_chunk(query_start, number, num_rows, num_tokens, CHUNK, CHUNK, False)
+        if begin + CHUNK < end:
+            block = in_this_iteration(tl.program_id(0), DEPENDENT)
+            head = in_this_iteration(tl.program_id(1), DEPENDENT)
+            _add_chunk_state(
+                x, dt, A, B, dt_bias, added, decay, block, head, begin, end, dt_min, dt_max,
+                x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride,
+                HEADS, GROUP, HEAD_DIM, STATE, BLOCK, TILE, CHUNK, BIAS, SOFTPLUS, LOG_RATE, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _add_chunk_state(
+    x, dt, A, B, dt_bias, added, decay, block, head, begin, end, dt_min, dt_max,
+    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LOG_RATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a chunk adds to channels of block `block` of a head's state, and its decay."""
     token, _, step, total, whole = _chunk_steps(
         dt, dt_bias, A, begin, end, head, dt_min, dt_max, dt_stride, dt_head_stride, CHUNK, BIAS, SOFTPLUS, LOG_RATE
     )
-    dim = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    dim = block * BLOCK + tl.arange(0, BLOCK)
     valid_dim = dim < HEAD_DIM
     values = tl.load(
         x + token[None, :] * x_stride + head * x_head_stride + dim[:, None], mask=valid_dim[:, None], other=0.0
@@ -231,7 +252,7 @@ def ssd_chunk_states(
     dtype = x.dtype.element_ty
     values = (values.to(tl.float32) * (step * tl.exp(whole - total))[None, :]).to(dtype)
     place = ((begin // CHUNK).to(tl.int64) * HEADS + head) * HEAD_DIM
-    if tl.program_id(0) == 0:
+    if block == 0:
         tl.store(decay + (begin // CHUNK) * HEADS + head, tl.exp(whole))
     for first in tl.static_range(0, STATE, TILE):
         column = first + tl.arange(0, TILE)
@@ -247,17 +268,17 @@ def ssd_chunk_states(
         )
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["query_start"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["query_start"])
 def ssd_pass_states(
-    added, decay, before, state, slots, query_start, seq_lens,
+    added, decay, before, state, slots, query_start, seq_lens, num_rows, num_tokens,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of the state of head `program_id(1)` of row `program_id(2)`: the state before each chunk but the last goes
-    to `before`, that before the last chunk to `state`."""
+    """BLOCK elements of the state of head `program_id(1)` of a row, the `program_id(2)`-th of more than one chunk: the state before
+    each chunk but the last goes to `before`, that before the last chunk to `state`."""
     pdl_wait(DEPENDENT)
-    head, row = tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
-    if end - first <= CHUNK:
+    head = tl.program_id(1)
+    row, first, end, _ = numbered_chunk(query_start, tl.program_id(2), num_rows, num_tokens, WHOLE, CHUNK, False)
+    if row < 0:
         return
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = at < SIZE
@@ -303,24 +324,44 @@ def ssd_chunk_scan(
     TILE: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
     LOG_RATE: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Results of BLOCK channels of head `program_id(1)` in chunk `program_id(2)`, if its row has several tokens. The last chunk of
-    a row advances the state. Padded tokens become zero."""
+    """Results of BLOCK channels of head `program_id(1)` in the chunks of rows with several tokens, which programs of the third
+    dimension share. The last chunk of a row advances the state. Padded tokens become zero."""
     pdl_wait(DEPENDENT)
-    head = tl.program_id(1)
-    row, row_begin, end, begin = find_chunk(query_start, tl.program_id(2), num_rows, num_tokens, CHUNK)
-    if begin >= end:
-        return
+    count = count_chunks(query_start, num_rows, num_tokens, CHUNK, 1, True)
+    for number in range(tl.program_id(2), count, tl.num_programs(2)):
+        row, row_begin, end, begin = numbered_chunk(query_start, number, num_rows, num_tokens, CHUNK, 1, True)
+        block = in_this_iteration(tl.program_id(0), DEPENDENT)
+        head = in_this_iteration(tl.program_id(1), DEPENDENT)
+        if row == num_rows:
+            dim = block * BLOCK + tl.arange(0, BLOCK)
+            token = (begin + tl.arange(0, CHUNK)).to(tl.int64)[:, None]
+            target = out + head * out_head_stride + token * out_stride + dim[None, :]
+            valid = (token < num_tokens) & (dim < HEAD_DIM)[None, :]
+            tl.store(target, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
+        else:
+            _scan_chunk(
+                x, dt, A, B, C, D, z, dt_bias, out, state, before, slots, seq_lens, block, head, row, row_begin, end, begin, dt_min,
+                dt_max,
+                x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+                z_stride, z_head_stride, out_stride, out_head_stride,
+                HEADS, GROUP, HEAD_DIM, STATE, BLOCK, TILE, CHUNK, SKIP, BIAS, SOFTPLUS, LOG_RATE, GATE, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _scan_chunk(
+    x, dt, A, B, C, D, z, dt_bias, out, state, before, slots, seq_lens, block, head, row, row_begin, end, begin, dt_min, dt_max,
+    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+    z_stride, z_head_stride, out_stride, out_head_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+    LOG_RATE: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Results of channels of block `block` of a head in one chunk, and the state after the last chunk of a row."""
     at = tl.arange(0, CHUNK)
-    dim = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    dim = block * BLOCK + tl.arange(0, BLOCK)
     valid_dim = dim < HEAD_DIM
     target = out + head * out_head_stride + dim[None, :]
-    if row == num_rows:
-        token = (begin + at).to(tl.int64)[:, None]
-        valid = (token < num_tokens) & valid_dim[None, :]
-        tl.store(target + token * out_stride, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
-        return
-    if end - row_begin < 2:
-        return
     dtype = x.dtype.element_ty
     token, valid_token, step, total, whole = _chunk_steps(
         dt, dt_bias, A, begin, end, head, dt_min, dt_max, dt_stride, dt_head_stride, CHUNK, BIAS, SOFTPLUS, LOG_RATE
