@@ -19,6 +19,7 @@ from typing import Any
 from torchweave.utils.transformers_import import import_models, postponed
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_WINDOW = 64
 """Most ids decoded together, which bounds the cost of bytes that never become text."""
@@ -26,6 +27,14 @@ _CACHED_TEXTS = 1 << 13
 """Texts of single tokens that a process keeps: those of a whole vocabulary take tens of MiB in each HTTP process."""
 _MAX_COMPOSED = 4
 """Most characters that Unicode normalisation composes to one; tokenizers may normalise a text first."""
+
+
+@functools.cache
+def _byte_level_table() -> dict[str, int]:
+    """The byte that a character of a byte-level token stands for: itself if it is printable, else one of those from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 def import_without_torch() -> None:
@@ -265,6 +274,23 @@ class Tokenizer:
         SentencePiece decoders drop a token's leading space at the start of a text, so the token is decoded twice in a row.
         """
         return self._text_within(token)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes that a token adds to a text; None if it is a part of a character of a tokenizer that does not tell them.
+
+        Consecutive tokens' bytes join to the text. Byte-level tokens write each byte as a character (GPT-2's table), tokens of
+        byte fallback as `<0xE2>`.
+        """
+        text = self.token_text(token)
+        if _REPLACEMENT not in text:
+            return text.encode()
+        piece = self.hf_tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(piece, str):
+            return None
+        if fallback := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(fallback[1], 16)])
+        table = _byte_level_table()
+        return bytes(table[char] for char in piece) if all(char in table for char in piece) else None
 
     def _decode_within(self, token: int) -> str:
         alone, twice = self.decode([token], False), self.decode([token, token], False)

@@ -145,6 +145,10 @@ class AsyncTokenizer:
         """Text of a single token."""
         return self._decoder.token_text(token)
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """Bytes of a single token; see `Tokenizer.bytes_of`."""
+        return self._decoder.bytes_of(token)
+
     def token_of(self, text: str) -> int | None:
         """The token that is exactly this text; None if the text is several tokens."""
         ids = self._decoder.encode(text, add_special_tokens=False)

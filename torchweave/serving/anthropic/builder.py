@@ -67,7 +67,7 @@ class MessagesBuilder(ResponseBuilder):
         return named_event("message_start", message=message)
 
     def events(self, delta: Delta) -> bytes:
-        pieces = self._parser.feed(delta.text, delta.finish_reason is not None, is_cut=delta.finish_reason == "length")
+        pieces = self._parser.feed(delta.text, delta.finish_reason is not None, is_cut=delta.finish_reason != "stop")
         parts = [self._add(piece) for piece in pieces]
         if delta.finish_reason is not None:
             parts.append(self._close())

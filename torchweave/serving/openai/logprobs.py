@@ -60,7 +60,7 @@ def completion_logprobs(
     """
     tokens = [first_token if entry is None else entry.token_id for entry in entries]
     return {
-        "tokens": ("" if token is None else token_text(tokenizer, token) for token in tokens),
+        "tokens": ("" if token is None else _text_or_bytes(tokenizer, token) for token in tokens),
         "token_logprobs": (None if entry is None else entry.logprob for entry in entries),
         "top_logprobs": (None if entry is None else _by_text(tokenizer, entry) for entry in entries),
         "text_offset": (0 if token is None else text_offsets.of(token) for token in tokens),
@@ -86,16 +86,23 @@ def _by_text(tokenizer: AsyncTokenizer | None, entry: TokenLogprobs) -> dict[str
     """Log-probabilities of the top tokens and the sampled token by text; of equal texts the most likely token counts."""
     logprobs: dict[str, float] = {}
     for token, logprob in {**entry.top, entry.token_id: entry.logprob}.items():
-        text = token_text(tokenizer, token)
+        text = _text_or_bytes(tokenizer, token)
         logprobs[text] = max(logprobs.get(text, logprob), logprob)
     return logprobs
 
 
 def _token(tokenizer: AsyncTokenizer | None, token: int, logprob: float) -> dict[str, Any]:
     text = token_text(tokenizer, token)
-    # The bytes of a token that is part of a character are unknown.
-    is_whole = "\N{REPLACEMENT CHARACTER}" not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+    own = text.encode() if tokenizer is None else tokenizer.bytes_of(token)
+    return {"token": text, "logprob": logprob, "bytes": None if own is None else list(own)}
+
+
+def _text_or_bytes(tokenizer: AsyncTokenizer | None, token: int) -> str:
+    """The text of a token; of a part of a character its bytes, as OpenAI writes them: `bytes: \\xf0\\x9f`."""
+    text = token_text(tokenizer, token)
+    if tokenizer is None or "\N{REPLACEMENT CHARACTER}" not in text or (own := tokenizer.bytes_of(token)) is None:
+        return text
+    return "bytes:" + own.decode(errors="backslashreplace")
 
 
 def token_text(tokenizer: AsyncTokenizer | None, token: int) -> str:

@@ -335,7 +335,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = AnswerParser(self._format)
-        return parser.feed(delta.text, delta.finish_reason is not None, is_cut=delta.finish_reason == "length")
+        return parser.feed(delta.text, delta.finish_reason is not None, is_cut=delta.finish_reason != "stop")
 
     def _answer_details(self) -> dict[str, Any]:
         num_reasoning_tokens = sum(

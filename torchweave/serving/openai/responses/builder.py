@@ -83,7 +83,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     def events(self, delta: Delta) -> bytes:
         self._finish_reason = delta.finish_reason
-        pieces = self._parser.feed(delta.text, delta.finish_reason is not None, is_cut=delta.finish_reason == "length")
+        pieces = self._parser.feed(delta.text, delta.finish_reason is not None, is_cut=delta.finish_reason != "stop")
         logprobs = self._new_logprobs(delta) if any(isinstance(piece, TextDelta) for piece in pieces) else []
         parts: list[bytes] = []
         for piece in pieces:
