@@ -370,7 +370,7 @@ def summary(results: list[dict[str, Any]]) -> str:
         if "branches" in chosen:
             apart = next(result for result in found if not result["branches"])
             lines.append(
-                f"{' '.join(map(str, key)):<34} {chosen['us']:>9.1f} us, one behind the other {apart['us']:.1f} us"
+                f"{' '.join(map(str, key)):<34} {chosen['us']:>9.1f} us, one after the other {apart['us']:.1f} us"
             )
             continue
         speed = f"{chosen['tflops']:.0f} TFLOP/s" if "tflops" in chosen else f"{chosen['gb_per_s']:.0f} GB/s"

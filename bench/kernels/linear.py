@@ -50,7 +50,7 @@ SUBJECTS = {
         "down": LinearShape(4096, 14336, "r"),
         "head": LinearShape(128256, 4096),
     },
-    # With the padded gate of a shared expert behind Qwen 3.5's.
+    # With the padded gate of a shared expert after Qwen 3.5's.
     "routers": {"qwen3.5-35b-a3b": LinearShape(264, 2048), "qwen3-30b-a3b": LinearShape(128, 2048)},
 }
 

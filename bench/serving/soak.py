@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--features", action="store_true", help="draw sampling parameters for each completion")
-    parser.add_argument("--images", action="store_true", help="send chats with an image each in place of token ids")
+    parser.add_argument("--images", action="store_true", help="send chats with an image each instead of token ids")
     parser.add_argument("--prompt_len", type=int, nargs=2, help="default: 65 1023, up to two thirds of max_model_len")
     parser.add_argument("--max_tokens", type=int, nargs=2, help="default: 32 496, up to a third of it")
     parser.add_argument("--json", type=Path)

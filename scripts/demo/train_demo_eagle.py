@@ -2,8 +2,8 @@
 
     python scripts/demo/train_demo_eagle.py --out torchweave/models/demo_eagle --seconds 420 --tokens-per-step 16384
 
-The head learns what `demo` would answer: its loss is the cross entropy to the model's distributions, behind the head's first step
-and, as in EAGLE-3's training-time test, behind steps that take its own hidden states. It is saved in the form of `speculators`.
+The head learns what `demo` would answer: its loss is the cross entropy to the model's distributions, after the head's first step
+and, as in EAGLE-3's training-time test, after steps that take its own hidden states. It is saved in the form of `speculators`.
 """
 
 # ruff: noqa: E402  (the project's folders come first, so that no installation is needed)
@@ -32,7 +32,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 TAKEN = (1, 3, 5)
 HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 32, 192
-STEPS = 3  # of the head behind each position
+STEPS = 3  # of the head after each position
 PEAK, WARMUP = 3e-3, 0.05
 ROW_LENGTH = 128
 
@@ -75,7 +75,7 @@ class Head(nn.Module):
             self.lm_head.weight.copy_(model.lm_head.weight)
 
     def forward(self, states: Tensor, embedded: Tensor, rotary: nn.Module) -> list[Tensor]:
-        """Logits `[B, L, V]` of each of `STEPS` steps behind every position.
+        """Logits `[B, L, V]` of each of `STEPS` steps after every position.
 
         Args:
             states: concatenated hidden states of the model, `[B, L, 3 H]`.

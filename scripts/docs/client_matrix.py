@@ -61,7 +61,7 @@ def client(package: str, what: str) -> Callable[[Check], Check]:
 
 def expect(found: Any, wanted: Any) -> None:
     if found != wanted:
-        raise AssertionError(f"answered {str(found)[:80]!r} in place of {wanted!r}")
+        raise AssertionError(f"answered {str(found)[:80]!r} instead of {wanted!r}")
 
 
 def openai_client(url: str) -> Any:

@@ -116,11 +116,11 @@ def tensors_of(result: Any) -> list[Tensor]:
 def difference(found: Any, expected: Any) -> str:
     """How a result differs from the expected one; "" if it does not."""
     if type(found) is not type(expected):
-        return f"a {type(found).__name__} in place of a {type(expected).__name__}"
+        return f"a {type(found).__name__} instead of a {type(expected).__name__}"
     pairs = tensors_of(found), tensors_of(expected)
     if [(each.shape, each.dtype) for each in pairs[0]] != [(each.shape, each.dtype) for each in pairs[1]]:
         return (
-            f"shapes {[tuple(each.shape) for each in pairs[0]]} in place of {[tuple(each.shape) for each in pairs[1]]}"
+            f"shapes {[tuple(each.shape) for each in pairs[0]]} instead of {[tuple(each.shape) for each in pairs[1]]}"
         )
     for one, other in zip(*pairs, strict=True):
         if not other.is_floating_point():

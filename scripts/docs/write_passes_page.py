@@ -272,7 +272,7 @@ def _fusions(each: Pass) -> Iterator[Row]:
 
 
 def _collectives(each: Pass) -> Iterator[Row]:
-    """Results of bench/kernels/collectives.py: NCCL's sum and the operations behind it, and both in one launch."""
+    """Results of bench/kernels/collectives.py: NCCL's sum and the operations after it, and both in one launch."""
     before, after = SUMS.get(each.name, ("", ""))
     for source, result in _read(RESULTS, "collectives-*.json"):
         for width in sorted({row["width"] for row in result["results"]}):

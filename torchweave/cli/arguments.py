@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
             names: the options; empty: all but those in `skip`.
             common: options of the short help; None: all.
             show_defaults: append the dataclass's defaults to the help texts.
-            last: the help lists the group behind all others.
+            last: the help lists the group after all others.
         """
         options, group = options_of(config), self.add_argument_group(title)
         self._last_groups += [group] if last else []

@@ -90,7 +90,7 @@ def compile(
         cuda_graphs: record calls as CUDA graphs, one for each tuple of input shapes, at the first call of these shapes, and replay
             them. Boundary ops and `splitting_ops` that only write run between the graphs.
         max_cuda_graphs: largest number of recorded shapes; calls of further ones are launched plainly.
-        static_outputs: return the graphs' own tensors, which the module's next call overwrites, in place of copies.
+        static_outputs: return the graphs' own tensors, which the module's next call overwrites, instead of copies.
 
     Returns:
         A callable; `.compiled_graph` holds the pieces and the code. Boundary ops run as they are. A call raises ValueError when

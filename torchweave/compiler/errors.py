@@ -77,7 +77,7 @@ def trace_error(error: BaseException, size_names: Mapping[str, str]) -> TraceErr
 
 
 def name_sizes(text: str, names: Mapping[str, str]) -> str:
-    """A text with the names of sizes in place of their symbols: `8*tokens.shape[0]` for `8*s52`."""
+    """A text with the names of sizes instead of their symbols: `8*tokens.shape[0]` for `8*s52`."""
     return _SYMBOL.sub(lambda match: names.get(match[0], match[0]), text)
 
 

@@ -259,7 +259,7 @@ def check_limits(settings: ServerConfig) -> None:
             raise ValueError(f"{name}={value} must be at least {least}")
     if settings.root_path and not re.fullmatch(r"(/[\w.~-]+)+", settings.root_path):
         raise ValueError(
-            f"root_path={settings.root_path!r} is not a path: expected one such as /llm, without a slash behind it"
+            f"root_path={settings.root_path!r} is not a path: expected one such as /llm, without a slash after it"
         )
     for origin in settings.allowed_origins:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):

@@ -122,7 +122,7 @@ def _recompile(failure: Any) -> Recompile:
     place = _GUARD_PLACE.search(failure.reason)
     code, where = failure.orig_code, ""
     if place is not None:
-        # Dynamo shortens paths. The full path is the frame's, one in the stack behind the guard, or that of a loaded module.
+        # Dynamo shortens paths. The full path is the frame's, one in the stack after the guard, or that of a loaded module.
         full = [code.co_filename, *re.findall(r'File "([^"]+)"', failure.reason)]
         file = next((name for name in full if name.endswith(place["file"].lstrip("."))), "") or resolve_file_name(
             place["file"]

@@ -1,7 +1,7 @@
 """Models that pool: base models for embeddings, and sequence classification heads; read from a checkpoint or asked for.
 
 The folder of a sentence-transformers checkpoint has `modules.json`: the transformer, how its rows are pooled, and whether
-embeddings are normalized. Other modules (dense layers behind the pooling) are refused.
+embeddings are normalized. Other modules (dense layers after the pooling) are refused.
 """
 
 from __future__ import annotations

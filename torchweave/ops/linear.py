@@ -22,7 +22,7 @@ from torchweave.ops.registry import define
 
 NO_FUSION = LinearFusion()
 SCALING = ("input_factor", "factors", "factor", "begin", "end")
-"""Fields of a fusion that are the last arguments of `torchweave::linear`, and stand behind `choices` in `fused_linear`."""
+"""Fields of a fusion that are the last arguments of `torchweave::linear`, and stand after `choices` in `fused_linear`."""
 
 
 def run(config: LinearConfig, x: Tensor, w: Tensor, out: Tensor, fusion: LinearFusion = NO_FUSION) -> None:
@@ -167,5 +167,5 @@ def _fake_gelu(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
 
 @define("torchweave::linear_gelu", fake=_fake_gelu, cuda=_linear_gelu_on_gpu)
 def linear_gelu(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    """GELU (tanh formula) of x [..., K] @ w [N, K].T + bias [N] -> [..., N], contiguous; on a GPU rounded once, behind the GELU."""
+    """GELU (tanh formula) of x [..., K] @ w [N, K].T + bias [N] -> [..., N], contiguous; on a GPU rounded once, after the GELU."""
     return F.gelu(F.linear(x, w, bias), approximate="tanh").contiguous()

@@ -71,7 +71,7 @@ class LinearFusion:
         norm: weight `[K]` of the RMSNorm of x; `eps`, `offset` and `wide` as in `torchweave::rms_norm`.
         residual: `[T, N]`, added to the rounded product.
         activation: gates the first half of the product's columns by the second: `[T, N // 2]`; see `torchweave.ops.activation`.
-        input_factor: multiplies x, behind its norm.
+        input_factor: multiplies x, after its norm.
         factors: `[N]`, multiply the columns of the rounded product, before gate and residual.
         factor: multiplies the columns from `begin` to before `end` of the rounded product instead; an `end` of 0 is N.
         addend: `[T, N]`, added before the residual, which it needs.

@@ -24,7 +24,7 @@ def stage_input(x: Tensor) -> Tensor:
 
 @define("torchweave::stage_output", fake=_fake_like)
 def stage_output(x: Tensor) -> Tensor:
-    """x, sent to the next stage; the ops behind it belong to other stages."""
+    """x, sent to the next stage; the ops after it belong to other stages."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

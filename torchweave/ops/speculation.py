@@ -1,6 +1,6 @@
 """Speculative decoding on the device: propose draft tokens, feed them in one step, keep those that the sampler draws as well.
 
-A decode row feeds its last token and up to K drafts, which are guesses of the tokens that follow. The step draws a token behind
+A decode row feeds its last token and up to K drafts, which are guesses of the tokens that follow. The step draws a token after
 each of them, by the sampler of all steps: noise is keyed by seed and position, so each draw is the token that a step of its own
 would have drawn, provided that the drafts before it are right. So drafts are kept while they equal what was drawn, and no
 distribution is corrected: a request has the same tokens with and without drafts.
@@ -18,10 +18,10 @@ whose drafts were all kept.
 
 Its drafts are drawn with the noise of the position they are for, so a draft is the token drawn there if both models agree.
 
-A draft head computes a position from the model's hidden state there and the token behind it (`token_shift` 1): its positions end
+A draft head computes a position from the model's hidden state there and the token after it (`token_shift` 1): its positions end
 before the last token. Behind that it continues with its own hidden states, so accepted drafts are computed again by `catch_up`.
 
-    next_tokens      the token behind each token of a step with prompts
+    next_tokens      the token after each token of a step with prompts
 
 R rows, K drafts a row, Q = K + 1. The tokens of a row with n drafts are 1 + n consecutive ones, and rows follow each other:
 attention takes them as it takes prompts. Logits and drawn tokens have a fixed place, `row * Q + offset`.
@@ -233,7 +233,7 @@ def catch_up(
 ) -> None:
     """Prepare a forward of the draft model over the tokens that it lacks; T = R * (most tokens of a row), slots int32 [R].
 
-    The ids are those of the positions, or with `token_shift` those behind them. A row whose last token is among them has drafts,
+    The ids are those of the positions, or with `token_shift` those after them. A row whose last token is among them has drafts,
     as many as `draft_limit` allows; rows at their limit are empty. logits_index [:R] are the last tokens. Writes num_drafts,
     model_entries and the sampler's parameters as well.
     """
@@ -265,7 +265,7 @@ def catch_up(
     fill_slot_mapping(state, row_slots[row], at, block_size, mapping[..., :total])
     out_ids[total:], out_positions[total:], mapping[..., total:] = 0, 0, -1
     seq_lens.numpy()[...] = np.where(lengths > 0, first + lengths, 0)
-    # An empty row names the token before it: the one behind it may be outside the forward.
+    # An empty row names the token before it: the one after it may be outside the forward.
     rows.logits_index.numpy()[: len(row_slots)] = np.maximum(starts[1:] - 1, 0)
     place = np.arange(rows.query_len - 1)[:, None]
     entries = np.arange(len(row_slots)) * rows.query_len + place
@@ -333,7 +333,7 @@ def note_computed(state: SlotState, slots: Tensor, query_start: Tensor, position
 
 
 def next_tokens(state: SlotState, slots: Tensor, query_start: Tensor, positions: Tensor, out: Tensor) -> None:
-    """The token behind each token of a step with prompts, after `advance`, from the histories; 0 where there is none.
+    """The token after each token of a step with prompts, after `advance`, from the histories; 0 where there is none.
 
     slots int32 [R], query_start int32 [R + 1], positions int64 [T], out int64 [T].
     """
@@ -352,10 +352,10 @@ def next_tokens(state: SlotState, slots: Tensor, query_start: Tensor, positions:
 
 
 def accept(state: SlotState, slots: Tensor, options: DraftOptions, rows: DraftRows) -> None:
-    """Keep the drawn tokens `rows.tokens` behind the last token and behind each draft that equals the token drawn before it.
+    """Keep the drawn tokens `rows.tokens` after the last token and after each draft that equals the token drawn before it.
 
     Of a row's tokens, the first stop id whose position is not below min_position is the last to be kept. The slot advances by the
-    kept tokens. `rows.out`: [R, Q] the kept tokens, as `advance` writes one, NOT_EMITTED behind them; then [R] the numbers of
+    kept tokens. `rows.out`: [R, Q] the kept tokens, as `advance` writes one, NOT_EMITTED after them; then [R] the numbers of
     drafts. A draft model has computed the last token and all drafts but the last, of which those that were kept count. What a head
     has computed of drafts does not count.
     """

@@ -1,4 +1,4 @@
-"""Suggestions for unknown names in error messages: the nearest known name, or what to do in place of a name of vLLM."""
+"""Suggestions for unknown names in error messages: the nearest known name, or what to do instead of a name of vLLM."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ VLLM_NAMES = {
     "tokenizer_mode": "leave it out: the checkpoint's own tokenizer is used",
     "use_beam_search": "set beam_width",
 }
-"""What to do in place of options and parameters of vLLM, and of torch.compile, that do not exist here."""
+"""What to do instead of options and parameters of vLLM, and of torch.compile, that do not exist here."""
 _CHECKPOINT_FORMATS = ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin", "modelopt", "modelopt_fp4")
 _VLLM_VALUES = {
     ("quantization", name): "this is a format of checkpoints, which is followed without the option; leave it out"
     for name in _CHECKPOINT_FORMATS
 }
-"""What to do in place of vLLM's values of options."""
+"""What to do instead of vLLM's values of options."""
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -81,7 +81,7 @@ def suggest_keywords(function: Callable[Arguments, Result]) -> Callable[Argument
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
-    """End of an error about an unknown name: what to do in place of vLLM's, else a suggestion from `known`, after `prefix`;
+    """End of an error about an unknown name: what to do instead of vLLM's, else a suggestion from `known`, after `prefix`;
     `otherwise` if none is close."""
     if name in VLLM_NAMES:
         return VLLM_NAMES[name]

@@ -31,7 +31,7 @@ from torchweave.verify.ranks import RankProcesses, RankResult, greedy_params, ra
 PROMPT_LENGTHS = (3, 70, 21, 40)
 NUM_TOKENS = 16
 _NUM_DRAFTED_IMAGE_TOKENS = 48
-"""No drafter predicts a random model's tokens behind images; longer answers repeat themselves, so that some are accepted."""
+"""No drafter predicts a random model's tokens after images; longer answers repeat themselves, so that some are accepted."""
 _MAX_DIFFERENCE = 1e-3  # of a token's log-probability
 _BUDGET = 32  # tokens per step: longer prompts are split into chunks of mixed steps
 

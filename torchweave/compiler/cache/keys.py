@@ -35,9 +35,9 @@ _WORD = re.compile(r"[\w-]*")
 _MAX_DEPTH = 6
 """Deeper objects are described by their class name only; lists and dicts are described at any depth."""
 _IN_PROGRESS = -1
-"""In place of the depth: marks a list or dict that is being described."""
+"""Instead of the depth: marks a list or dict that is being described."""
 _CLASS = -2
-"""In place of the depth: marks the description of a class."""
+"""Instead of the depth: marks the description of a class."""
 _STABLE_PACKAGES = {"torch", "builtins", "typing", "abc", "collections"}
 """Packages whose classes are described by their name: their version is a factor."""
 _PLAIN = (
@@ -63,7 +63,7 @@ _LOCATION_ATTRIBUTES = frozenset(
 _CLASS_ATTRIBUTES = (*_PLAIN, FunctionType, functools.partial, tuple, list, dict, set, frozenset)
 """Attributes of a class that describe it."""
 MISSING = "missing"
-"""In place of the hash of a source that cannot be read."""
+"""Instead of the hash of a source that cannot be read."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:

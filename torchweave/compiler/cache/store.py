@@ -410,7 +410,7 @@ class InductorCacheDir:
     def _fall_back(self, error: Exception) -> None:
         assert self._cache is not None
         message = " ".join(str(error).split())
-        if _DISK_FULL in message:  # behind a C++ compiler's command and its first errors
+        if _DISK_FULL in message:  # after a C++ compiler's command and its first errors
             message = _DISK_FULL
         self._cache.warn_not_stored(
             f"compiled CPU code is not stored in {self._cache.folder / CODE_FOLDER}: {message[:300]}"

@@ -130,7 +130,7 @@ class CapturedGraph(FakeGraph):
         boundary_ops: names of the ops at which the graph will be split.
         splitting_ops: names of further ones, which the config lists.
         globals: names of the globals that the traced code reads, `module:name`; none for a graph from the cache.
-        result_views: nodes behind the last piece: views that forward returns, and sizes of tensors that these need.
+        result_views: nodes after the last piece: views that forward returns, and sizes of tensors that these need.
     """
 
     module: fx.GraphModule

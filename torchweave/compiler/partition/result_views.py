@@ -1,4 +1,4 @@
-"""Views that forward returns, taken behind the last piece.
+"""Views that forward returns, taken after the last piece.
 
 Before    piece: v = linear(x); return v.t(), v[:, 2:6]
 After     piece: v = linear(x); return v          forward: return v.t(), v[:, 2:6]
@@ -22,7 +22,7 @@ from torchweave.compiler.ir.symbols import is_size, value
 
 
 def separate_result_views(graph: CapturedGraph) -> None:
-    """Copy the views among the graph's results behind all other nodes, and name them in `graph.result_views`."""
+    """Copy the views among the graph's results after all other nodes, and name them in `graph.result_views`."""
     try:
         with _without_traces(graph):
             views = analyze_aliasing(graph.graph, inputs_may_alias=False).views

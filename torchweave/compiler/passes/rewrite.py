@@ -22,7 +22,7 @@ def insert(graph: FakeGraph, before: fx.Node, function: Callable[..., Any], argu
 
     Args:
         arguments: nodes of the graph, plain values, and nests of both. The function is called with fake tensors and symbolic
-            sizes in place of nodes.
+            sizes instead of nodes.
 
     Raises:
         ValueError: the function creates a tensor independent of its arguments, writes to an argument, or specialises a size.
@@ -98,7 +98,7 @@ def replace_call(graph: CapturedGraph, node: fx.Node, op: Any, arguments: tuple[
 
 
 def move_readers_after(covered: Sequence[fx.Node], outputs: Sequence[fx.Node], read: Sequence[fx.Node]) -> str | None:
-    """Move readers of `outputs` behind the last covered node, where the replacement is inserted.
+    """Move readers of `outputs` after the last covered node, where the replacement is inserted.
 
     Returns:
         The reason why that is impossible: the replacement would read a value computed from its own result.

@@ -47,7 +47,7 @@ class ConstantCalls(TorchFunctionMode):
         self._results: list[tuple[Any, Any]] = []
         self._read: dict[int, tuple[Tensor, int]] = {}  # constants that other calls read, and their versions
         self._arguments: list[weakref.ref[Tensor]] = []
-        self._next: int | None = None  # of the results, in runs behind the first
+        self._next: int | None = None  # of the results, in runs after the first
         self._depth = 0  # of calls of opaque modules
 
     def run(self, fn: Callable[[], T]) -> T:

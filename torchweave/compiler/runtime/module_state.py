@@ -14,7 +14,7 @@ from torch import Tensor, nn
 class ModuleState:
     """The weights of a module, and which of its submodules are in training mode, when it was compiled.
 
-    A graph binds weights once: writes in place reach it, a tensor in place of another does not. It holds what forward does in
+    A graph binds weights once: writes in place reach it, a tensor instead of another does not. It holds what forward does in
     one mode.
     """
 

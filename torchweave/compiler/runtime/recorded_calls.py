@@ -33,7 +33,7 @@ class _ViewOfInput:
     is_input: bool
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int | torch.SymInt  # behind the input's first element
+    offset: int | torch.SymInt  # after the input's first element
 
     def of(self, tensor: Tensor) -> Tensor:
         if self.is_input:

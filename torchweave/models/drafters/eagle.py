@@ -6,7 +6,7 @@ The head computes position t from the model's hidden states there and the embedd
     x = concat(norm(embed(token[t + 1])), norm(hidden[t]))                            2 H wide
     y = hidden[t] + attention(x);  y = y + mlp(norm(y));  logits = lm_head(norm(y))
 
-Further drafts take `y` of the draft before in place of the model's hidden states. The head may predict a part of the vocabulary:
+Further drafts take `y` of the draft before instead of the model's hidden states. The head may predict a part of the vocabulary:
 `d2t[i]` is what is added to its id i.
 
 Two published forms are loaded, which differ in their config and in the layer's name: that of `speculators` (`layers.0.`), and that

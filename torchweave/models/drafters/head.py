@@ -22,7 +22,7 @@ class DraftHead(DecoderStep):
         """Logits `[N, V]` and hidden states `[N, H]` at logits_index.
 
         Args:
-            input_ids: int64 `[T]`, the token behind each position.
+            input_ids: int64 `[T]`, the token after each position.
             positions: int64 `[T]`.
             logits_index: int64 `[N]`.
             hidden: `[T, H]`, hidden states of the model at these positions, or the head's own.

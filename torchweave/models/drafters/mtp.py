@@ -1,14 +1,14 @@
 """Multi-token-prediction (MTP) layers: a further decoder layer of the checkpoint that drafts from the model's last hidden states.
 
-The layer computes position t from the model's last hidden state there, behind the final norm, and the embedding of token t + 1, and
+The layer computes position t from the model's last hidden state there, after the final norm, and the embedding of token t + 1, and
 predicts token t + 2, as transformers' `MtpModel` does (arXiv 2412.19437, section 2.2):
 
     x = eh_proj(concat(enorm(embed(token[t + 1])), hnorm(hidden[t])))        rotated by position t + 1
     y = norm(layer(x));  logits = lm_head(y)
 
-Further drafts take `y` of the draft before in place of the model's hidden state.
+Further drafts take `y` of the draft before instead of the model's hidden state.
 
-So an MTP layer is a model of the target's own class with one layer, which is given `x` in place of embeddings, and three further
+So an MTP layer is a model of the target's own class with one layer, which is given `x` instead of embeddings, and three further
 modules. It is built, adapted, sharded and loaded as the target is; embeddings and head are the target's modules.
 """
 

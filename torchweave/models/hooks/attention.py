@@ -248,7 +248,7 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
 
 
 def _bloom_forward(model: Any, input_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:
-    """Bloom's layers with slopes in place of the bias tensor."""
+    """Bloom's layers with slopes instead of the bias tensor."""
     hidden = model.word_embeddings_layernorm(model.word_embeddings(input_ids))
     slopes = alibi_slopes(model.num_heads, hidden.device)
     for block in model.h:
@@ -268,7 +268,7 @@ def _bloom_attention_forward(
 
 
 def _mpt_forward(model: Any, input_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:
-    """MPT's layers with slopes in place of the bias tensor."""
+    """MPT's layers with slopes instead of the bias tensor."""
     hidden = model.wte(input_ids)
     slopes = alibi_slopes(model.num_heads, hidden.device)
     for block in model.blocks:

@@ -122,7 +122,7 @@ def _hook_jetmoe_attention(module: Any) -> None:
 
 
 def _longcat_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """LongCat's experts `[T, K]` -> `[T, K]`; an index behind the routed experts is the identity."""
+    """LongCat's experts `[T, K]` -> `[T, K]`; an index after the routed experts is the identity."""
     routed, weights = module.num_routed_experts, top_k_weights.to(hidden_states.dtype)
     identity = torch.where(top_k_index >= routed, weights, 0.0).sum(1, keepdim=True) * hidden_states
     up, activation = module.gate_up_proj[:routed], activation_name(module.act_fn)

@@ -27,7 +27,7 @@ _ROTARY_BY_CLASS = {
 
 
 def hook_indexers(model: nn.Module) -> list[str]:
-    """Replace indexers and give each a KV cache behind those of the attention layers; returns the hooked classes."""
+    """Replace indexers and give each a KV cache after those of the attention layers; returns the hooked classes."""
     names = (*_ROTARY_BY_CLASS, "MiniMaxM3VLIndexer")
     owners: list[Any] = [each for each in model.modules() if type(getattr(each, "indexer", None)).__name__ in names]
     num_layers: Any = model.config.num_hidden_layers if owners else 0  # type: ignore[union-attr]

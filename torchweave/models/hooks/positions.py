@@ -21,7 +21,7 @@ def _make_decoder_forward(norm: str) -> Callable[..., BaseModelOutputWithPastAnd
     """The decoder of the BART family without cross-attention.
 
     Args:
-        norm: where `layernorm_embedding` is: before or after positions are added (`words`, `sum`), or behind the layers (`last`).
+        norm: where `layernorm_embedding` is: before or after positions are added (`words`, `sum`), or after the layers (`last`).
     """
 
     def forward(
@@ -175,7 +175,7 @@ def _hook_xlm(module: Any) -> None:
         )
     if module.config.asm:
         raise UnsupportedModel(
-            "xlm with asm=True has an adaptive softmax in place of logits; only asm=False can be served."
+            "xlm with asm=True has an adaptive softmax instead of logits; only asm=False can be served."
         )
     for index, each in enumerate(module.attentions):
         each.layer_idx, each.is_causal = index, True

@@ -122,5 +122,5 @@ def _hook_deepstack(model: PreTrainedModel) -> int:
 def _add_features(
     _: nn.Module, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor | None
 ) -> Tensor:
-    """hidden_states `[1, T, hidden]`, visual_embeds `[T, hidden]`; None behind a layer of another pipeline stage."""
+    """hidden_states `[1, T, hidden]`, visual_embeds `[T, hidden]`; None after a layer of another pipeline stage."""
     return hidden_states if visual_embeds is None else hidden_states + visual_embeds

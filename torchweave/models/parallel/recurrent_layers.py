@@ -159,7 +159,7 @@ def _mamba2(module: Any, rank: int, size: int) -> RecurrentShards | str:
     groups = module.n_groups * state
 
     def mixed(start: int) -> Ranges:
-        """Rows of `[x | B | C]` behind `start`."""
+        """Rows of `[x | B | C]` after `start`."""
         x = heads.query_range(module.head_dim, start)
         return x, heads.kv_range(state, start + width), heads.kv_range(state, start + width + groups)
 

@@ -2,7 +2,7 @@
 
 Two published forms:
 
-    DeepSeek, GLM    `model.layers.N.`, behind the model's N layers: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, and a layer
+    DeepSeek, GLM    `model.layers.N.`, after the model's N layers: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, and a layer
     Mellum, Qwen     `mtp.`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and `layers.0.`
 """
 
@@ -33,7 +33,7 @@ def split_mtp_tensors(stored: Mapping[str, _Tensor], num_layers: int) -> tuple[d
     """The tensors of a checkpoint without those of MTP layers, and these.
 
     Args:
-        num_layers: of the model; layers behind them with an `eh_proj` are MTP layers.
+        num_layers: of the model; layers after them with an `eh_proj` are MTP layers.
     """
     numbers = _layer_numbers(stored, num_layers)
     mtp = {

@@ -228,7 +228,7 @@ class LayerSpec:
         softcap: soft cap of the scores; 0 for none.
         sinks: whether the softmax has attention sinks.
         alibi: whether the scores have a bias by distance (ALiBi).
-        lookahead: whether tokens may see keys behind them (`AttentionMetadata.lookahead`).
+        lookahead: whether tokens may see keys after them (`AttentionMetadata.lookahead`).
         sparse: whether ops in plain torch attend (`torchweave.ops.attention.sparse`): an indexer selects the keys, or the scores
             have a bias by distance.
         index_keys: the cache holds an indexer's keys, or hidden states for a draft head, half of their channels as keys and half as
@@ -270,7 +270,7 @@ class AttentionMetadata:
 
     Rows are the sequences of the step: decode rows (one token) first, then prefill rows. Padding rows have slot -1 and sequence
     length 0. Except when `decode_only`, a padding row is empty (`query_start[i] == query_start[i + 1]`) and padded tokens lie
-    behind `query_start[R]`.
+    after `query_start[R]`.
 
     Attributes:
         slots: int32 `[R]`, the row of the block table of each sequence; -1 for a padding row.
@@ -283,7 +283,7 @@ class AttentionMetadata:
         num_tokens: T.
         decode_only: every row has exactly one token, and row i's token is token i.
         max_seq_len: host bound, no less than any of `seq_lens`: kernels are chosen by it, and sparse attention reads so many keys.
-        lookahead: int32 `[T]`, how many keys behind its own position a token sees, none behind its row's last token; the last key
+        lookahead: int32 `[T]`, how many keys after its own position a token sees, none after its row's last token; the last key
             that a token of a row sees does not decrease from token to token. None: none sees any. Not read when `decode_only`.
     """
 

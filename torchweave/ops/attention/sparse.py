@@ -130,7 +130,7 @@ def _run_index(call: IndexCall, meta: AttentionMetadata, cache: LayerKVCache) ->
         scores = torch.matmul(call.q[part].float(), keys.transpose(1, 2)) * call.scale
         scores = torch.matmul(call.weights[part].float()[:, None], scores.relu())[:, 0]
         places, positions = torch.arange(keys.shape[1], device=keys.device), tokens.positions[part, None]
-        # Memory behind a row's keys was perhaps never written and may hold NaN.
+        # Memory after a row's keys was perhaps never written and may hold NaN.
         best = scores.masked_fill(places > positions, float("-inf")).topk(min(most, keys.shape[1])).indices
         call.indices[part, : best.shape[1]] = best.masked_fill(best > positions, -1).int()
 

@@ -1,4 +1,4 @@
-"""All-reduce fused with the residual add, the RMSNorm and the quantization behind it in a decoder layer.
+"""All-reduce fused with the residual add, the RMSNorm and the quantization after it in a decoder layer.
 
 Each op is bit-equal to its parts in sequence: the sum over ranks is rounded to x's dtype, the residual is added and rounded,
 the norm rounds by its dialect (`torchweave.ops.norm`), and is quantized (`torchweave.ops.quant.fp8`, `.nvfp4`). The

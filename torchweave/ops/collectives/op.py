@@ -70,7 +70,7 @@ _COMMUNICATORS: dict[str, Communicator] = {}
 
 
 def register_communicator(group: str, communicator: Communicator | None) -> None:
-    """Make `communicator` run the ops that name `group`, in place of the previous one; None removes the group."""
+    """Make `communicator` run the ops that name `group`, instead of the previous one; None removes the group."""
     if communicator is None:
         _COMMUNICATORS.pop(group, None)
     else:

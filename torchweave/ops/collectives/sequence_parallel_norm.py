@@ -1,4 +1,4 @@
-"""Sequence-parallel norm: the add and the RMSNorm behind an all-reduce, divided by rows among the ranks.
+"""Sequence-parallel norm: the add and the RMSNorm after an all-reduce, divided by rows among the ranks.
 
     all_reduce -> add -> norm            every rank computes all T rows of the add and the norm
     reduce_scatter -> add -> norm -> all_gather
@@ -54,7 +54,7 @@ def row_sharded_norm(x: Tensor, norm: NormSpec, sharding: RowSharding) -> NormOu
     residual = norm.residual if sharding.residual else _ops.own_rows(norm.residual, sharding.group)
     rows = _ops.reduce_scatter(x, sharding.group)
     if norm.keep_sum and not sharding.total:
-        # All ranks need the whole sum: gather it in place of the norm, and compute the norm on every rank.
+        # All ranks need the whole sum: gather it instead of the norm, and compute the norm on every rank.
         total = _gather_rows(rows + residual, x.shape[-2], sharding.group)
         return apply_norm(total, replace(norm, residual=None))._replace(total=total)
     own = apply_norm(rows, replace(norm, residual=residual, keep_sum=sharding.total))

@@ -50,7 +50,7 @@ inline const float* dequantize_kv(const T* cached, int64_t stride, int64_t width
     }
 }
 
-// Vector i of an array of SIZE floats; lanes behind its end are zero.
+// Vector i of an array of SIZE floats; lanes after its end are zero.
 template <int64_t SIZE>
 inline Vec load(const float* array, int64_t i) {
     return (i + 1) * WIDTH <= SIZE ? Vec::loadu(array + i * WIDTH) : Vec::loadu(array + i * WIDTH, SIZE - i * WIDTH);

@@ -1,7 +1,7 @@
 """Triton: the row of a program of a launch over tiles of tokens, found on the device.
 
 A CUDA graph may hold such a launch for any rows: row i's tiles of SIZE tokens begin at `query_start[i] // SIZE + i`, and
-`num_tokens // SIZE + num_rows + 1` programs are always enough. The padded tokens behind the last row are one more row.
+`num_tokens // SIZE + num_rows + 1` programs are always enough. The padded tokens after the last row are one more row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton: RMSNorm of rows, with an optional residual add before it or gate behind it. A program holds whole rows in registers."""
+"""Triton: RMSNorm of rows, with an optional residual add before it or gate after it. A program holds whole rows in registers."""
 
 # Triton's decorators and constexpr arguments are untyped.
 # pyright: reportCallIssue=false
@@ -47,7 +47,7 @@ def norm_kernel(
     at = row // x_inner * x_outer_stride + row % x_inner * x_inner_stride
     value = tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0)
     dtype = value.dtype
-    # In the layout of the rows and before their sum, so that no thread waits for it behind the sum.
+    # In the layout of the rows and before their sum, so that no thread waits for it after the sum.
     place = weight + (row * 0)[:, None] + column[None, :]
     scale = tl.load(place, mask=mask, other=0.0) if WEIGHT else 0.0
     target = row[:, None] * WIDTH + column[None, :]

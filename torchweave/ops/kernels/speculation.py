@@ -95,7 +95,7 @@ def prepare_drafts_kernel(
     K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK_R: tl.constexpr,
     SYNTHETIC: tl.constexpr, FROM_MODEL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, and one for the padded tokens behind the last row."""
+    """One program per row, and one for the padded tokens after the last row."""
     Q: tl.constexpr = K + 1
     row = tl.program_id(0)
     start = 0
@@ -249,7 +249,7 @@ def catch_up_kernel(
     K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLES: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, and one for the padded tokens behind the last row."""
+    """One program per row, and one for the padded tokens after the last row."""
     Q: tl.constexpr = K + 1
     row = tl.program_id(0)
     start = 0
@@ -344,7 +344,7 @@ def note_computed_kernel(slots, query_start, positions, position, draft_computed
 def next_tokens_kernel(
     slots, query_start, positions, history, out, num_rows, num_tokens, history_len, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program per row, and one for the padded tokens behind the last row."""
+    """One program per row, and one for the padded tokens after the last row."""
     row = tl.program_id(0)
     start = tl.load(query_start + row)
     end = tl.load(query_start + row + 1, mask=row < num_rows, other=num_tokens)

@@ -44,7 +44,7 @@ def prepare_kernel(
     num_rows, num_tokens, max_blocks, table_stride, mapping_stride,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, and one for the padded tokens behind the last row. Each of TABLES block tables, `table_stride`
+    """One program per row, and one for the padded tokens after the last row. Each of TABLES block tables, `table_stride`
     apart, has a slot mapping, `mapping_stride` apart."""
     row = tl.program_id(0)
     start = tl.load(query_start + row)

@@ -52,7 +52,7 @@ class Rows:
 
     `early`: a shared expert's gate and up are loaded before the routing is known; an iteration has all inputs.
     Of 4-bit weights the words of an iteration hold `block_k` numbers, a multiple of 128; of `down` those of all experts of a token,
-    one behind the other.
+    one after the other.
     """
 
     up: GemmConfig

@@ -60,7 +60,7 @@ def route(
     Among equal scores the kernel takes the smaller expert index. `torch.topk`, and so the reference, does not specify it. Logits in
     16 bits, without bias and groups, are compared themselves: of different logits whose scores are equal in float32 the kernel
     takes the larger. A NaN among such logits under softmax makes the token's weights NaN, as in torch; other NaN scores are not
-    chosen, and in place of a missing expert the index is E.
+    chosen, and instead of a missing expert the index is E.
     """
     assert score in SCORES, f"score {score!r}: expected one of {SCORES}"
     if logits.is_cuda and logits.shape[1] <= MAX_EXPERTS and logits.stride(1) == 1:

@@ -55,7 +55,7 @@ def quantize_fp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_fp4(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
     """`c * s` of q `[..., K / 2]` and s `[..., K / 16]`: `[..., K]`, exact in every 16-bit dtype; without `scale`.
 
-    Integer arithmetic in place of a table: nothing is copied to the device, and a compiler fuses it.
+    Integer arithmetic instead of a table: nothing is copied to the device, and a compiler fuses it.
     """
     codes = torch.stack((q & 15, q >> 4), -1).flatten(-2).int()
     size = codes & 7

@@ -57,7 +57,7 @@ def step_rows(meta: AttentionMetadata, position: Tensor | None = None) -> StepRo
     """The rows of `meta`, whose tensors are on the CPU.
 
     Args:
-        position: int32 `[S]`, of the slots after a step with drafts, which ends the rows behind the tokens that were kept.
+        position: int32 `[S]`, of the slots after a step with drafts, which ends the rows after the tokens that were kept.
     """
     slots, lengths = meta.slots.numpy(), meta.seq_lens.numpy()
     if meta.decode_only:

@@ -32,7 +32,7 @@ class LogitsStateInit:
     Attributes:
         counts: token ids and their counts, both int32 [n]; all others are 0.
         bias: default bias, and exceptions: ids int32 [n] and biases float32 [n].
-        words: int32 [words, MAX_BAD_WORD_TOKENS]; a word's last token first, then backwards, -1 behind its first. A word of one
+        words: int32 [words, MAX_BAD_WORD_TOKENS]; a word's last token first, then backwards, -1 after its first. A word of one
             token is a stop token beyond the slot's capacity: excluded below the slot's min_position, as the slot's own are.
         recent_tokens: int32 [MAX_BAD_WORD_TOKENS]; the answer's token at position p is at p % MAX_BAD_WORD_TOKENS, -1 for none.
     """

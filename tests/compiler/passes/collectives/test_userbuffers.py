@@ -242,7 +242,7 @@ def chain(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
     ("function", "why"),
     [
         (lonely, "no other collective of its group"),
-        (beside, "nothing orders it behind"),
+        (beside, "nothing orders it after"),
         (two_groups, "no other collective of its group"),
     ],
 )

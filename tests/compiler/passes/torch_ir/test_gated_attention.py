@@ -177,7 +177,7 @@ def tanh(y: Tensor, gate: Tensor) -> Tensor:
         (one_for_each_token, False, "the product broadcasts"),
         (in_float32, False, "its gate is torch.float32 and its result torch.bfloat16"),
         (written, True, "writes to its gate"),
-        (from_the_result, False, "its gate is computed behind attention"),
+        (from_the_result, False, "its gate is computed after attention"),
         (rows_of_heads, False, "which is not by heads"),
         (tanh, False, "not a sigmoid"),
     ],

@@ -116,7 +116,7 @@ def test_it_keeps_every_bit(module: nn.Module) -> None:
     [
         ("wide gate", 1, "behind the op"),
         ("gate read twice", 1, "is also read by"),
-        ("late gate", 1, "computed behind the op"),
+        ("late gate", 1, "computed after the op"),
         ("A is read", 1, ""),
         ("narrow", 1, ""),
     ],

@@ -5,13 +5,13 @@ Before                                                     After
     h = aten.add(residual, aten.view(y, [1, T, K]))            y = torchweave.experts(x, index, w, up, down, ..., residual=r)
                                                                h = aten.view(y, [1, T, K])
 
-Runs behind `fused_linears`, which takes the norm that reads h into a linear, and before `add_rms_norm`, which would fuse the add
+Runs after `fused_linears`, which takes the norm that reads h into a linear, and before `add_rms_norm`, which would fuse the add
 there.
 
 When      nothing else reads the experts' output; the add has no alpha and does not broadcast or widen. Quantized experts as well;
           not over several ranks, whose outputs an all-reduce sums.
 Numerics  exact: the op adds the residual to its rounded result.
-Pays      up to 32 tokens on a GPU, where the norm behind the add runs inside a linear: a launch a layer.
+Pays      up to 32 tokens on a GPU, where the norm after the add runs inside a linear: a launch a layer.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def _sum_behind(experts: fx.Node) -> tuple[list[fx.Node], fx.Node | None, str | 
 
 
 def _fuse(graph: FakeGraph, experts: fx.Node, views: list[fx.Node], add: fx.Node) -> str | None:
-    """Replace the experts and the add behind them; the reason if that is impossible, or None."""
+    """Replace the experts and the add after them; the reason if that is impossible, or None."""
     output = views[-1] if views else experts
     try:
         one, other = GraphPass.bind(add, "self", "other")
     except Mismatch as mismatch:
-        return f"the add behind it has an {mismatch}"
+        return f"the add after it has an {mismatch}"
     residual: Any = other if one is output else one
     if not isinstance(residual, fx.Node) or residual is output or not isinstance(value(residual), Tensor):
         return "the addend is not another tensor"

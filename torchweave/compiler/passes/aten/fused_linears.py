@@ -1,4 +1,4 @@
-"""Fuse the RMSNorm before a linear of few tokens, and the gate or the residual add behind it, into the linear.
+"""Fuse the RMSNorm before a linear of few tokens, and the gate or the residual add after it, into the linear.
 
 Before                                                       After
     y = torchweave.rms_norm(h, norm, eps, ...)                   a = torchweave.fused_linear(h, W, None, norm, eps, ...,
@@ -8,7 +8,7 @@ Before                                                       After
 
 A second add, of another branch of the layer, comes before the residual's. What `scale_linears` gave a linear stays with it.
 
-Runs behind `raise_rms_norm` and `gated_activation`, and before `add_rms_norm`, which would fuse the residual add elsewhere.
+Runs after `raise_rms_norm` and `gated_activation`, and before `add_rms_norm`, which would fuse the residual add elsewhere.
 
 When      W is a parameter of at least 2**20 elements for which `torchweave.ops.linear` has kernels; nothing else reads the
           intermediate results; the add has no alpha and does not broadcast or widen; tokens lie in one dimension. A linear takes
@@ -16,7 +16,7 @@ When      W is a parameter of at least 2**20 elements for which `torchweave.ops.
 Numerics  exact: same roundings; only the summation order differs.
 Pays      up to 32 tokens on a GPU, where a launch costs as much as its computation: five dependent launches a layer remain. A
           table of measurements selects the kernel by token count (`compiler/tuning`); see bench/kernels/layer.py. Beyond that the
-          BLAS computes most linears, and a residual add apart from the norm behind it costs a launch: 32 of them took 50 us of a
+          BLAS computes most linears, and a residual add apart from the norm after it costs a launch: 32 of them took 50 us of a
           step of 48 rows on Llama 1B (H100).
 """
 
@@ -157,7 +157,7 @@ def _epilogue(node: fx.Node) -> tuple[fx.Node, str | None, fx.Node | None, str |
     try:
         one, other = GraphPass.bind(user, "self", "other")
     except Mismatch as mismatch:
-        return node, None, None, f"the add behind it has an {mismatch}"
+        return node, None, None, f"the add after it has an {mismatch}"
     residual = other if one is node else one
     if not isinstance(residual, fx.Node) or residual is node or not isinstance(value(residual), Tensor):
         return node, None, None, "the addend is not another tensor"

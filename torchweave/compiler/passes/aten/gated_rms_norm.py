@@ -1,4 +1,4 @@
-"""Fuse the gate behind an RMSNorm into it, which reads its rows from a merged projection in place.
+"""Fuse the gate after an RMSNorm into it, which reads its rows from a merged projection in place.
 
 Before                                                        After
     y = torchweave.rms_norm(x, weight, eps)                       y = torchweave.gated_rms_norm(x, z, weight, eps, ..., "silu")
@@ -6,7 +6,7 @@ Before                                                        After
     s = aten.silu(aten._to_copy(g, dtype=float32))
     y = aten._to_copy(aten.mul(y, s), dtype=x.dtype)
 
-Runs behind `raise_rms_norm`. Norm before gate is the order of the gated delta rule's layers (Qwen 3-Next, Qwen 3.5, Kimi linear);
+Runs after `raise_rms_norm`. Norm before gate is the order of the gated delta rule's layers (Qwen 3-Next, Qwen 3.5, Kimi linear);
 Mamba2's layers gate before the norm.
 
 When      the activation is silu or sigmoid, in float32; x and z have one dtype and as many rows of D; nothing else reads the norm.

@@ -50,7 +50,7 @@ def replacement(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
 
 
 def _heads_dim(cos: Tensor) -> int:
-    """The dimension of heads: the first that cos broadcasts over, behind the batch."""
+    """The dimension of heads: the first that cos broadcasts over, after the batch."""
     return 1 if str(cos.shape[1]) == "1" else 2
 
 

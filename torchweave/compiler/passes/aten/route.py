@@ -9,7 +9,7 @@ Before (Qwen3-MoE)                                 After
 When      logits are `[T, E]`; scores are float32 by softmax or sigmoid, with or without a selection bias, with group selection as
           in DeepSeek V2 and V3, or the softmax is over the selected experts alone (gpt-oss, Granite). Later steps are fused one
           by one: division by the sum (plus an epsilon), a factor, a cast, the column of a shared expert (`shared_expert`). Any
-          other step stays behind the op.
+          other step stays after the op.
 Numerics  exact, except that ties take the smaller index, best expert first; `torch.topk` may take any.
 Pays      three to twenty launches a layer in either build: neither Inductor nor torch has a single kernel for topk.
 """
@@ -259,7 +259,7 @@ def extra_check(match: Match) -> str | None:
 
 
 def _unsupported_column(match: Match) -> str | None:
-    """Why a column of the routing is not that of a shared expert behind the others, or None."""
+    """Why a column of the routing is not that of a shared expert after the others, or None."""
     logits = match.value("logits")
     gate = match.value("shared_gate") if "shared_gate" in match.bindings else None
     if match["expert"] != logits.shape[1]:

@@ -1,11 +1,11 @@
-"""Fuse an all-reduce, the residual add behind it and the RMSNorm behind that.
+"""Fuse an all-reduce, the residual add after it and the RMSNorm after that.
 
 Before                                             After
     h = aten.add(torchweave.all_reduce(x, group),      y, h = torchweave.all_reduce_add_rms_norm(x, residual, w, eps, ...,
                  residual)                                                                       keep_sum, group)
     y = torchweave.rms_norm(h, w, eps, ...)
 
-Runs behind `raise_rms_norm` and before `fused_linears`, which fuses norms without an all-reduce into the linears that read them.
+Runs after `raise_rms_norm` and before `fused_linears`, which fuses norms without an all-reduce into the linears that read them.
 A norm of the sum over ranks itself (Gemma 2, OLMo 2) has no residual, and h is that sum.
 
 When      the residual has the shape and dtype of the sum over ranks, the add has no alpha, and nothing else reads that sum. y and

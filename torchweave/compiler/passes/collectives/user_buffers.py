@@ -90,7 +90,7 @@ def _ordered(nodes: list[fx.Node], near_misses: list[NearMiss]) -> list[fx.Node]
     """The collectives of one group, or none if one does not depend on its predecessor: a compiler might swap them."""
     for at in range(1, len(nodes)):
         if nodes[at - 1] not in _sources(nodes[at], nodes[at - 1]):
-            why = f"nothing orders it behind {nodes[at - 1].name}: it does not depend on its result"
+            why = f"nothing orders it after {nodes[at - 1].name}: it does not depend on its result"
             near_misses += [
                 NearMiss(node.name, why if node is nodes[at] else "another collective of its group is not ordered")
                 for node in nodes

@@ -1,4 +1,4 @@
-"""Move the gate behind attention into it.
+"""Move the gate after attention into it.
 
 Before                                               After
     attention(q, k, v, out, ...)                         attention(q, k, v, out, ..., gate=gate)
@@ -107,14 +107,14 @@ def _reject_reason(out: fx.Node, x: fx.Node, gate: fx.Node, product: fx.Node) ->
 
 
 def _moved_read_error(gate: fx.Node, attention: fx.Node, product: fx.Node) -> str | None:
-    """Why attention cannot read the gate in place of the product, or None."""
+    """Why attention cannot read the gate instead of the product, or None."""
     node, early = product, False
     while node is not gate:
         early = early or node is attention
         if any(storage_id(argument) == storage_id(gate) for argument in mutated_args(node)):
             return f"{node.name} writes to its gate"
         node = node.prev
-    return None if early else "its gate is computed behind attention"
+    return None if early else "its gate is computed after attention"
 
 
 def _tokens_first(graph: CapturedGraph, gate: fx.Node, heads: torch.Size) -> fx.Node:

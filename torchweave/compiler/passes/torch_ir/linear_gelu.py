@@ -1,4 +1,4 @@
-"""Compute the GELU behind a linear in the linear's epilogue.
+"""Compute the GELU after a linear in the linear's epilogue.
 
 Before                                  After
     y = gelu(linear(x, W, b), "tanh")       y = torchweave.linear_gelu(x, W, b)
@@ -7,7 +7,7 @@ When      the GELU is that of the tanh formula, W and b are parameters in bfloat
           linear's result. The vision towers of SigLIP and Qwen-VL have it; their layers are compiled with this pass.
 Numerics  tolerance: the linear's result is not rounded before the GELU, which is closer to float32 by up to half a unit in the last
           place of the linear's result.
-Pays      one kernel a layer that reads and writes the widest activation: 25 of 65 us behind a product of 4096 x 1152 x 4304 (H100).
+Pays      one kernel a layer that reads and writes the widest activation: 25 of 65 us after a product of 4096 x 1152 x 4304 (H100).
 """
 
 from __future__ import annotations

@@ -123,5 +123,5 @@ def _reject_reason(graph: CapturedGraph, w: Any, w_scale: Any, bias: Any) -> str
     if bias is not None and graph.constant(bias) is None:
         return "its bias is computed, not a parameter"
     if value(w_scale).ndim == 2 and value(w).shape[0] % GROUP:
-        return f"its {value(w).shape[0]} rows are not whole blocks of {GROUP}, so the blocks behind it would shift"
+        return f"its {value(w).shape[0]} rows are not whole blocks of {GROUP}, so the blocks after it would shift"
     return None

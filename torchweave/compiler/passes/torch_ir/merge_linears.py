@@ -86,7 +86,7 @@ def _mergeable_by_node(
     graph: CapturedGraph, group: Sequence[StackableCall], near_misses: list[NearMiss]
 ) -> Iterator[list[StackableCall]]:
     """Groups of linears that read one node and have aligned rows, then of those that are left. A gate and up that the passes
-    behind fuse with their activation so stay apart from a router."""
+    after fuse with their activation so stay apart from a router."""
     by_node: dict[fx.Node, list[StackableCall]] = {}
     for item in group:
         if not item.padding:
@@ -95,7 +95,7 @@ def _mergeable_by_node(
     left = [item for item in group if not any(item in items for items in groups)]
     if len(left) == 1 and left[0].padding:
         rows = value(left[0].constants[0]).shape[0]
-        near_misses.append(NearMiss(left[0].node.name, f"its {rows} rows would misalign the rows behind it"))
+        near_misses.append(NearMiss(left[0].node.name, f"its {rows} rows would misalign the rows after it"))
     for items in groups:
         yield from map(_gate_first, mergeable_groups(graph, items, near_misses))
     yield from mergeable_groups(graph, left, near_misses)

@@ -117,7 +117,7 @@ def _rewrite(graph: CapturedGraph, node: fx.Node, arguments: list[Any]) -> str |
 
 
 def _both_halves(graph: CapturedGraph, angles: fx.Node) -> fx.Node:
-    """`cat([angles, angles])` behind angles, once for all layers."""
+    """`cat([angles, angles])` after angles, once for all layers."""
     for reader in angles.users:
         if reader.target is torch.cat and reader.args == ([angles, angles], -1):
             return reader

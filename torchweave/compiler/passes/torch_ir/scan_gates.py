@@ -1,4 +1,4 @@
-"""Move the decay of Mamba's layers and the gate behind their scan into the op.
+"""Move the decay of Mamba's layers and the gate after their scan into the op.
 
 Before                                                      After
     A = -exp(A_log.float())                                     torchweave.ssd(x, dt, A_log, ..., out, ..., z, log_rate=True)
@@ -96,7 +96,7 @@ def _gate(node: fx.Node, arguments: list[Any]) -> tuple[fx.Node, fx.Node, fx.Nod
     if len(active.users) > 1:
         return f"its activated gate is also read by {list(active.users)[1].name}"
     if not isinstance(gate, fx.Node) or not gate < node:
-        return "its gate is computed behind the op"
+        return "its gate is computed after the op"
     if not same_geometry(value(scanned), value(product)) or value(gate).dtype != value(product).dtype:
         return "its product with the gate has another shape, layout or dtype than its result"
     if list(map(str, value(gate).shape)) != list(map(str, value(product).shape)):

@@ -286,7 +286,7 @@ def _rewrite(graph: CapturedGraph, found: _Mixture, stacked: StackedExperts) -> 
 def _stack(
     graph: CapturedGraph, up: fx.Node, down: fx.Node, gate: fx.Node, own_up: fx.Node, own_down: fx.Node
 ) -> tuple[fx.Node, fx.Node]:
-    """The weights of the routed experts with the shared one's behind them, of which all of them become views."""
+    """The weights of the routed experts with the shared one's after them, of which all of them become views."""
     inner = value(gate).shape[0]
     first = _stacked(graph, up, [gate, own_up])
     graph.rebind_constant(gate, first[-1, :inner])
@@ -297,7 +297,7 @@ def _stack(
 
 
 def _stacked(graph: CapturedGraph, routed: fx.Node, own: Sequence[fx.Node]) -> Tensor:
-    """The weight of the routed experts with the shared one's rows behind it, of which the routed one becomes a view."""
+    """The weight of the routed experts with the shared one's rows after it, of which the routed one becomes a view."""
     tensors = [tensor for node in (routed, *own) if (tensor := graph.constant(node)) is not None]
     experts, rows, width = tensors[0].shape
     whole = torch.empty(experts + 1, rows, width, dtype=tensors[0].dtype, device=tensors[0].device)

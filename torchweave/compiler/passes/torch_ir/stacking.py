@@ -46,7 +46,7 @@ class StackableCall:
         x: the input that all calls of the group read.
         constants: stacked along the first dimension; the weight `[N, K]` first.
         arguments: of the call, in order, `x` and `constants` among them.
-        padding: rows of zeros that are stacked behind its constants, so that the next call's outputs stay aligned.
+        padding: rows of zeros that are stacked after its constants, so that the next call's outputs stay aligned.
     """
 
     node: fx.Node
@@ -183,7 +183,7 @@ def _rewrite(
 
 
 def _split_sizes(group: Sequence[StackableCall]) -> list[int]:
-    """Outputs of each call, and its padding behind them where it has some."""
+    """Outputs of each call, and its padding after them where it has some."""
     sizes = ((value(item.constants[0]).shape[0], item.padding) for item in group)
     return [size for rows, padding in sizes for size in ((rows, padding) if padding else (rows,))]
 
@@ -194,7 +194,7 @@ def _part_indices(group: Sequence[StackableCall]) -> list[int]:
 
 
 def _padded(tensors: Sequence[Tensor], group: Sequence[StackableCall]) -> list[Tensor]:
-    """One constant of each call, and the zeros behind it."""
+    """One constant of each call, and the zeros after it."""
     padded: list[Tensor] = []
     for tensor, item in zip(tensors, group, strict=True):
         padded.append(tensor)

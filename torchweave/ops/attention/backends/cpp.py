@@ -2,7 +2,7 @@
 
 Torch has no operator over a paged cache, so the torch backend gathers every key and value of the batch. Here each token walks
 the blocks of its own sequence. Inductor's C++ code cache builds the function (`kernels/attention_cpu.cpp`) for a head size and
-caches it on disk. Layers that are not float32, and rows with many new tokens or with tokens that see keys behind them, run on the
+caches it on disk. Layers that are not float32, and rows with many new tokens or with tokens that see keys after them, run on the
 torch backend.
 """
 
@@ -72,7 +72,7 @@ class CppStep:
 
 
 def _rows_on_torch(meta: AttentionMetadata) -> np.ndarray:
-    """Rows that run on the torch backend, bool `[R]`: those with many new tokens, or with tokens that see keys behind them."""
+    """Rows that run on the torch backend, bool `[R]`: those with many new tokens, or with tokens that see keys after them."""
     starts = meta.query_start.numpy()
     on_torch = np.diff(starts) >= LONG_PREFILL_TOKENS
     if meta.lookahead is not None:

@@ -42,7 +42,7 @@ class Fa3Backend(TritonBackend):
     def allocate(
         self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKVCache:
-        """See `AttentionBackend.allocate`. Zeroes the cache: slots behind a sequence's end have weight 0 but must be finite."""
+        """See `AttentionBackend.allocate`. Zeroes the cache: slots after a sequence's end have weight 0 but must be finite."""
         reason = self.unsupported_reason(spec, dtype)
         if reason is not None:
             raise ValueError(f"attention_backend 'fa3' cannot run this model: {reason}; choose triton")

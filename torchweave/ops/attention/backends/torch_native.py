@@ -6,7 +6,7 @@ a fixed number of calls per group, whatever the number of rows:
 
     index_copy k, v -> index_select k, v -> scaled_dot_product_attention -> copy into out
 
-Keys are gathered token by token, and places behind a row's length repeat the row's own first visible token: no row reads memory
+Keys are gathered token by token, and places after a row's length repeat the row's own first visible token: no row reads memory
 of another row or memory that was never written, so a NaN elsewhere cannot leak through a weight of zero.
 """
 
@@ -33,7 +33,7 @@ class _RowGroup:
 
     Attributes:
         block_rows: int `[rows, max_blocks]`, the block table of the rows.
-        tokens: `[rows, N]`, tokens of the step; places behind a row's end repeat its last token.
+        tokens: `[rows, N]`, tokens of the step; places after a row's end repeat its last token.
         positions: `[rows, N]`, their positions in the sequence.
         last_visible: `[rows, N]`, the last key that each of them sees.
         span: `(start, stop)` of the tokens, where they are consecutive.

@@ -1,7 +1,7 @@
 """Triton: write a step's keys and values to the paged cache; flash attention over it for rows with several new tokens.
 
 The device finds the row of a program, so that a CUDA graph may hold the launch for any rows: with BQ tokens a tile, row i's
-tiles begin at `query_start[i] // BQ + i`, and `cdiv(T, BQ) + R` programs are always enough. The padded tokens behind the last
+tiles begin at `query_start[i] // BQ + i`, and `cdiv(T, BQ) + R` programs are always enough. The padded tokens after the last
 row are one more row, whose tiles write zeros. The query heads that share a key head are packed into the rows of one tile. A
 tile's keys are walked in up to three loops; the middle one, nearly all of a long context, needs no mask.
 """

@@ -1,4 +1,4 @@
-"""Symmetric memory of a group of ranks: its layout, operand locations, and the work fused behind a sum over ranks.
+"""Symmetric memory of a group of ranks: its layout, operand locations, and the work fused after a sum over ranks.
 
 One allocation on every rank, of the same layout:
 
@@ -153,7 +153,7 @@ class QuantSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Ops fused behind the sum x `[..., D]` over ranks.
+    """Ops fused after the sum x `[..., D]` over ranks.
 
     Attributes:
         residual: `[..., D]`, added first; or None.

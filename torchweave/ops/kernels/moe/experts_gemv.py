@@ -302,7 +302,7 @@ def _experts_words(
     index, down, num_experts, num_outputs, rows, run, COUNT: tl.constexpr, TOP: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Words `[BLOCK_N, BLOCK_W]` of rows of a token's experts at index, behind each other; of each run: which rows, and if any."""
+    """Words `[BLOCK_N, BLOCK_W]` of rows of a token's experts at index, one after the other; of each run which rows, if any."""
     j = run // COUNT
     expert = tl.load(index + j, mask=j < TOP, other=num_experts, cache_modifier=".cg")
     chosen = expert < num_experts
@@ -323,14 +323,14 @@ def words_down_kernel(
     BY_ROW: tl.constexpr, ASSEMBLY: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`rows_down_kernel` with words: a row is the words of all experts of the token, one behind the other."""
+    """`rows_down_kernel` with words: a row is the words of all experts of the token, one after the other."""
     COUNT: tl.constexpr = (INNER + BLOCK - 1) // BLOCK * WORDS
     ALL: tl.constexpr = TOP * COUNT
     token = tl.program_id(1).to(tl.int64)
     n, first_row = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_N
     left = num_outputs - first_row
     rows = n if EVEN else tl.minimum(n, left - 1)
-    # Offsets of rows, whose differences are constants, behind one pointer for each run.
+    # Offsets of rows, whose differences are constants, from one pointer for each run.
     down += first_row.to(tl.int64) * COUNT
     scales += first_row.to(tl.int64) * GROUPS
     zeros += first_row.to(tl.int64) * GROUPS

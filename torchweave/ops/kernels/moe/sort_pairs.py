@@ -73,7 +73,7 @@ def sort_pairs_kernel(
 
 @triton.jit
 def _experts_of(index, pair, num_pairs, num_experts):
-    """Experts of pairs; `num_experts` for those of other ranks and behind the last pair."""
+    """Experts of pairs; `num_experts` for those of other ranks and after the last pair."""
     expert = tl.load(index + pair, mask=pair < num_pairs, other=num_experts)
     return tl.minimum(expert, num_experts).to(tl.int32)
 
@@ -91,7 +91,7 @@ def place_pairs_kernel(
     index, counts, ends, rows, tiles, num_pairs, num_blocks, num_experts, most,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write the pairs of a block to their rows: behind those of smaller experts, and of equal experts in blocks before.
+    """Write the pairs of a block to their rows: after those of smaller experts, and of equal experts in blocks before.
 
     The first program writes the ends and the tiles.
     """

@@ -176,7 +176,7 @@ def delta_solve(
     is at `first token of the row // CHUNK + i + c`.
 
     The factors are for products of keys with the state before the chunk, of queries with it, of keys with corrections for the state
-    behind the chunk, and the chunk's decay.
+    after the chunk, and the chunk's decay.
     """
     pdl_wait(DEPENDENT)
     count = count_chunks(query_start, num_rows, num_tokens, CHUNK, FEW, False)

@@ -25,7 +25,7 @@ BAD_WORD_LOGIT = -1e30
 """Logit of a token that bad words exclude. Not -inf: a grammar that allows only this token still selects it."""
 
 INVALID_TOKEN = -(2**31) + 1
-"""Written in place of a token for a row whose largest logit is not finite: NaN, infinity, or -infinity alone."""
+"""Written instead of a token for a row whose largest logit is not finite: NaN, infinity, or -infinity alone."""
 
 MAX_BAD_WORD_TOKENS = 32
 """Largest number of tokens of a bad word, and of the answer's last tokens that are compared with it."""
