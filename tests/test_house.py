@@ -91,7 +91,12 @@ def test_only_the_config_reads_the_environment():
 
 
 _NAMED = re.compile(r"torchweave(?:\.[a-z_]\w*)+(?::\w+)?")
-_OTHER_NAMES = {"torchweave.request_id", "torchweave.send", "torchweave.relayed"}  # keys of ASGI scopes and state
+_OTHER_NAMES = {
+    "torchweave.request_id",
+    "torchweave.warnings",
+    "torchweave.send",
+    "torchweave.relayed",
+}  # keys of ASGI scopes and state
 
 
 def _named_in_strings(path: Path) -> set[str]:

@@ -130,10 +130,10 @@ def test_random_bytes_give_one_sentence() -> None:
             assert str(error).endswith(".")
 
 
-def test_contents_keep_image_parts_and_join_texts() -> None:
+def test_contents_keep_their_parts() -> None:
     parts: list[Any] = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}]
     assert message_content(parts) is parts
-    assert message_content(parts[:1] * 2) == "a\na"
+    assert message_content(parts[:1] * 2) == parts[:1] * 2
     for wrong in ({"type": "image", "image": 1}, {"type": "image_url"}, {"type": "image_url", "image_url": {"url": 1}}):
         with pytest.raises(ValueError, match="image_url"):
             message_content([wrong])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
+import functools
 import hashlib
 import io
 import json
@@ -16,11 +17,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from torchweave.tokenizer import check_text, content_text, without_advice
+from torchweave.chat_template import TemplateTraits, adapt, content_text, probe
+from torchweave.tokenizer import check_text, without_advice
 
 _DIGEST_BYTES = 16
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -259,13 +261,14 @@ def _as_image(image: Any) -> Any:
 
 
 def message_content(content: Any) -> Any:
-    """The content of a message of the chat API: its text, or its parts if some are images.
+    """The content of a message of the chat API: its text or its parts.
 
     Raises:
         ValueError: a part is neither a text nor an `image_url`.
     """
     if not has_images([{"content": content}]):
-        return content_text(content)
+        content_text(content)
+        return content
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in ("text", "image_url"):
             raise ValueError("a part of a content with images is a text or an image_url")
@@ -318,6 +321,7 @@ class ImageProcessor:
         except Exception as error:
             why = " ".join(str(error).split())[:200]
             raise ValueError(f"The image processor of {folder} cannot be read: {why}") from error
+        self._traits: dict[str | None, TemplateTraits] = {}  # of the chat template used last
         self.placeholder: str = getattr(self._processor, "image_token", None) or "<image>"
 
     def encode(self, text: str, images: Sequence[Any], **options: Any) -> EncodedPrompt:
@@ -377,14 +381,21 @@ class ImageProcessor:
         tensors = {name: np.asarray(each) for name, each in output.items() if name not in _TEXT_OUTPUTS}
         return np.asarray(output["input_ids"]).reshape(-1).astype(np.int64), tensors
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> EncodedPrompt:
-        """Encode a conversation with images with the model's chat template; see `split_images` for its parts.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        content_format: Literal["auto", "string", "openai"] = "auto",
+        **variables: Any,
+    ) -> EncodedPrompt:
+        """Encode a conversation with images with the model's chat template; see `split_images` for its parts, and `adapt`.
 
         Raises:
             ValueError: the model has no template, or the template rejects the messages.
         """
         messages, images = split_images(messages, self._max_images)
         check_text(json.dumps([messages, variables], ensure_ascii=False, default=str))
+        messages = adapt(messages, self._template_traits(variables.get("chat_template")), content_format)
         text = self._render(messages, variables)
         if text is None or text.count(self.placeholder) != len(images):  # a template for texts only
             text = self._render([self._flat(message) for message in messages], variables)
@@ -393,6 +404,17 @@ class ImageProcessor:
         begin = getattr(self._processor.tokenizer, "bos_token", None)
         starts = begin is not None and text.startswith(begin)
         return self.encode(text, images, **({"add_special_tokens": False} if starts else {}))
+
+    def _template_traits(self, template: str | None) -> TemplateTraits:
+        """What the processor's chat template takes; `template` replaces it."""
+        if template not in self._traits:
+            given = {} if template is None else {"chat_template": template}
+            render = functools.partial(
+                self._processor.apply_chat_template, tokenize=False, add_generation_prompt=True, **given
+            )
+            source = template or str(getattr(self._processor, "chat_template", ""))
+            self._traits = {template: probe(render, source)}
+        return self._traits[template]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str | None:
         given = {"add_generation_prompt": True, **variables}

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from torchweave.chat_template import TemplateTraits, adapt, probe
 from torchweave.utils.transformers_import import import_models, postponed
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -25,6 +26,8 @@ _MAX_WINDOW = 64
 """Most ids decoded together, which bounds the cost of bytes that never become text."""
 _CACHED_TEXTS = 1 << 13
 """Texts of single tokens that a process keeps: those of a whole vocabulary take tens of MiB in each HTTP process."""
+_CACHED_TEMPLATES = 32
+"""Chat templates of which a process remembers what they take; requests may bring their own."""
 _MAX_COMPOSED = 4
 """Most characters that Unicode normalisation composes to one; tokenizers may normalise a text first."""
 
@@ -107,30 +110,6 @@ def check_text(text: str) -> None:
         ) from None
 
 
-def content_text(content: Any) -> str | None:
-    """The text content of a chat message; text parts are joined by newlines.
-
-    Raises:
-        ValueError: the content is neither a text nor a list of text parts.
-    """
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError("expected a text or a list of parts")
-    texts: list[str] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(kind) if kind in ("text", "refusal") else None  # type: ignore[union-attr]
-        if not isinstance(text, str):
-            actual = f"a part of type {kind!r}" if isinstance(kind, str) else "something else"
-            actual += " without a text" if kind in ("text", "refusal") else ""
-            raise ValueError(
-                f'only text parts are supported: expected {{"type": "text", "text": ...}}, but got {actual}'
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
 def read_eos_token_id(folder: Path) -> int | None:
     """The id of a tokenizer's end token from the JSON files of its folder; None if not declared.
 
@@ -175,6 +154,7 @@ class Tokenizer:
         self.folder = folder
         self.trust_remote_code = trust_remote_code
         self._text_alone = functools.lru_cache(_CACHED_TEXTS)(self._decode_alone)
+        self._traits = functools.lru_cache(_CACHED_TEMPLATES)(self._probe)
         self._text_within = functools.lru_cache(_CACHED_TEXTS)(self._decode_within)
 
     @classmethod
@@ -303,14 +283,17 @@ class Tokenizer:
         *,
         max_prompt_tokens: int | None = None,
         add_special_tokens: bool = False,
+        content_format: Literal["auto", "string", "openai"] = "auto",
         **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation, from the model's chat template.
 
         Args:
-            messages: `{"role": ..., "content": ...}` each, oldest first; a content is a text or a list of text parts.
+            messages: `{"role": ..., "content": ...}` each, oldest first; a content is a text or a list of text parts. They are
+                brought into the form that the template takes, see `adapt`.
             max_prompt_tokens: see `max_tokens` of `encode`.
             add_special_tokens: add the tokenizer's special tokens to those that the template writes.
+            content_format: see `adapt`.
             variables: further variables of the template, such as `tools` or `enable_thinking`; `chat_template` replaces the
                 model's template.
 
@@ -326,9 +309,7 @@ class Tokenizer:
         ):
             raise ValueError('Expected a list of messages, each a dict {"role": ..., "content": ...}.')
         try:
-            plain_messages = [
-                {**each, "content": content_text(each["content"])} if "content" in each else each for each in messages
-            ]
+            plain_messages = adapt(messages, self.template_traits(variables.get("chat_template")), content_format)
         except ValueError as error:
             raise ValueError(f"Invalid content of a message: {error}.") from None
         try:
@@ -338,6 +319,18 @@ class Tokenizer:
         except Exception as error:
             raise ValueError(f"The model's chat template rejects these messages: {error}") from error
         return self.encode(text, add_special_tokens, max_prompt_tokens)
+
+    def template_traits(self, template: str | None = None) -> TemplateTraits:
+        """What a chat template takes; None: the model's own, which it must have."""
+        return self._traits(template)
+
+    def _probe(self, template: str | None) -> TemplateTraits:
+        def render(messages: list[dict[str, Any]], **variables: Any) -> str:
+            return self.hf_tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, chat_template=template, **variables
+            )
+
+        return probe(render, template or str(self.hf_tokenizer.chat_template))
 
     def has_chat_template(self) -> bool:
         """Whether the folder gives a chat template."""
@@ -352,6 +345,10 @@ class Tokenizer:
         inner.no_padding()
         inner.no_truncation()
         return inner.to_str()
+
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens beside the vocabulary that was learned, such as special ones, by their texts."""
+        return dict(self.hf_tokenizer.get_added_vocab())
 
     def token_bytes(self) -> list[bytes | None]:
         """Text of each token in UTF-8; None for special tokens and parts of characters."""

@@ -11,6 +11,8 @@ from torchweave.serving.anthropic.protocol import MessagesRequest
 from torchweave.serving.errors import api_error
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest
 from torchweave.serving.openai.responses.protocol import ResponsesRequest
+from torchweave.serving.openai.responses.tools import ResponseTools
+from torchweave.serving.request_warnings import RequestWarnings
 
 TURN = {"role": "user", "content": "hi"}
 
@@ -51,5 +53,5 @@ def test_an_invalid_body_is_one_sentence_about_its_field(
 
 def test_responses_without_an_item_name_the_input() -> None:
     with pytest.raises(ValueError, match="input must hold at least 1 item") as caught:
-        ResponsesRequest.model_validate({"input": []}).to_chat([])
+        ResponsesRequest.model_validate({"input": []}).to_chat([], ResponseTools(), RequestWarnings())
     assert api_error(caught.value).param == "input"

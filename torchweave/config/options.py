@@ -335,6 +335,8 @@ class ServerConfig:
             template. none: reasoning is part of the answer.
         trust_request_chat_template: render chat templates that requests bring. They are programs: a malicious one can take
             any time.
+        unknown_request_fields: what happens to a field of a request that the server does not know. ignore: it is left out, and the
+            header x-torchweave-warning, the log and the counter request_warnings say so. refuse: status 400.
         response_store_mib: memory for stored responses of the Responses API, in MiB; the oldest are dropped. 0: store none.
         max_body_bytes: largest request body in bytes; larger bodies get status 413. Also bounds the images that are fetched for a
             request, together.
@@ -371,6 +373,7 @@ class ServerConfig:
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
     trust_request_chat_template: bool = False
+    unknown_request_fields: Literal["ignore", "refuse"] = "ignore"
     response_store_mib: int = 64
     max_body_bytes: int = 8 << 20
     max_request_tokens: int | None = None

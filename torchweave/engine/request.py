@@ -26,7 +26,7 @@ INVALID_LOGITS = (
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """Constraint on the form of an answer: exactly one of the first five fields, with vLLM's names.
+    """Constraint on the form of an answer: exactly one of the first six fields, with vLLM's names.
 
     Attributes:
         json: JSON schema, as a dict or a string.
@@ -34,6 +34,7 @@ class StructuredOutputs:
         choice: allowed answers.
         grammar: Lark grammar with the rule `start`, or EBNF (`root ::= ...`) with the rule `root`.
         json_object: any JSON object.
+        structural_tag: parts of the answer that have a form, as xgrammar's structural tag: a dict or its JSON.
         disable_any_whitespace: JSON without optional white space.
 
     Raises:
@@ -45,18 +46,19 @@ class StructuredOutputs:
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given = [name for name in _FIELD_TYPES_OF_CONSTRAINTS if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             raise ValueError(
-                "structured_outputs takes exactly one of json, regex, choice, grammar and json_object, but has "
+                "structured_outputs takes exactly one of json, regex, choice, grammar, json_object and structural_tag, but "
+                f"has "
                 f"{' and '.join(given) or 'none'}."
             )
-        types = {"json": (str, dict), "regex": str, "grammar": str, "choice": (list, tuple), "json_object": bool}
-        if not isinstance(getattr(self, given[0]), types[given[0]]):
+        if not isinstance(getattr(self, given[0]), _FIELD_TYPES_OF_CONSTRAINTS.get(given[0], bool)):
             raise ValueError(
                 f"structured_outputs.{given[0]} must be {_FIELD_DESCRIPTIONS[given[0]]}, but is {getattr(self, given[0])!r}."
             )
@@ -70,7 +72,15 @@ class StructuredOutputs:
 
 StructuredOutputs.__init__ = suggest_keywords(StructuredOutputs.__init__)
 
+_FIELD_TYPES_OF_CONSTRAINTS: dict[str, Any] = {
+    "json": (str, dict),
+    "regex": str,
+    "choice": (list, tuple),
+    "grammar": str,
+    "structural_tag": (str, dict),
+}
 _FIELD_DESCRIPTIONS = {
+    "structural_tag": "a structural tag (a dict or a string)",
     "json": "a JSON schema (a dict or a string)",
     "regex": "a regular expression (a string)",
     "choice": "a list of non-empty strings",

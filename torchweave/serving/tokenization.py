@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from torchweave.chat_template import TemplateTraits
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.request import SamplingParams
 from torchweave.images import ImageLimits, ImageProcessor, PromptIds, has_images
@@ -99,7 +100,7 @@ class AsyncTokenizer:
                 raise ValueError("add_special_tokens cannot be combined with images; leave it out.")
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._image_threads, lambda: self._image_chat(messages, variables))
-        size = sum(len(each) for message in messages for each in message.values() if isinstance(each, str))
+        size = sum(_num_characters(each) for message in messages for each in message.values())
         return await self._on_thread(lambda tokenizer: _chat(tokenizer, messages, variables), size)
 
     def _image_chat(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> PromptIds:
@@ -108,6 +109,11 @@ class AsyncTokenizer:
                 folder, trust = self._encoder.folder, self._encoder.trust_remote_code
                 self._image_processor = ImageProcessor(folder, self._image_limits, trust)
         return PromptIds(self._image_processor.chat(messages, **variables))
+
+    async def template_traits(self, template: str | None = None) -> TemplateTraits:
+        """What a chat template takes; None: that of the server."""
+        source = template or self._template
+        return await self._on_thread(lambda tokenizer: tokenizer.template_traits(source), 0)
 
     @property
     def chat_template(self) -> str:
@@ -169,6 +175,15 @@ class AsyncTokenizer:
     def close(self) -> None:
         for threads in (self._thread, self._long_thread, self._image_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _num_characters(content: Any) -> int:
+    """Characters of a text, or of the texts of parts."""
+    if isinstance(content, list):
+        return sum(
+            len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
+    return len(content) if isinstance(content, str) else 0
 
 
 def _chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:

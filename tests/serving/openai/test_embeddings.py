@@ -87,7 +87,7 @@ def test_scores_and_ranks_are_cosines(embedder: ServerProcess, base: PreTrainedM
         ("/v1/embeddings", {"input": [-1]}, "token id outside"),
         ("/v1/embeddings", {"input": "a", "dimensions": 10**6}, "dimensions must be from 1 to"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ("/v1/embeddings", {"input": "a", "temperature": 1}, "unknown field 'temperature'"),
+        ("/v1/embeddings", {"input": "a", "dimension": 1}, "unknown field 'dimension'"),
         ("/v1/embeddings", {"input": [7] * 5000}, "max_model_len is"),
         ("/v1/embeddings", {"input": ["a"] * 9}, "at most 8"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1 has 2 and text_2 has 3"),

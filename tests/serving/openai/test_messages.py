@@ -10,6 +10,7 @@ import pytest
 
 from tests.serving.running import ServerProcess
 from torchweave.serving.anthropic.protocol import MessagesRequest
+from torchweave.serving.request_warnings import RequestWarnings
 
 if TYPE_CHECKING:  # 1.7 s of CPU time in each process that collects these tests
     import anthropic
@@ -106,7 +107,7 @@ def test_turns_are_chat_messages() -> None:
         {"role": "assistant", "content": "It"},
     ]
     body = MessagesRequest.model_validate({"max_tokens": 3, "messages": turns[1:]})
-    chat = body.to_chat()
+    chat = body.to_chat(RequestWarnings())
     assert [message.model_dump(exclude_none=True) for message in chat.messages] == [
         {
             "role": "assistant",
@@ -119,7 +120,9 @@ def test_turns_are_chat_messages() -> None:
         {"role": "assistant", "content": "It"},
     ]
     assert chat.continue_final_message and not chat.add_generation_prompt and chat.max_completion_tokens == 3
-    image = MessagesRequest.model_validate({"max_tokens": 3, "messages": turns[:1]})._chat_fields()["messages"]
+    image = MessagesRequest.model_validate({"max_tokens": 3, "messages": turns[:1]})._chat_fields(RequestWarnings())[
+        "messages"
+    ]
     assert image[0]["content"] == [{"type": "image_url", "image_url": {"url": "data:image/png;base64,a"}}]
 
 
@@ -129,9 +132,9 @@ def test_errors_have_anthropics_form(server: ServerProcess) -> None:
     messages = client(server).messages
     with pytest.raises(anthropic.NotFoundError, match="'gpt-9' is not served here"):
         messages.create(**SUM | {"model": "gpt-9"})
-    document: Any = [{"role": "user", "content": [{"type": "document", "source": {}}]}]
-    with pytest.raises(anthropic.BadRequestError, match="'document', which is not supported"):
-        messages.create(**SUM | {"messages": document})
+    untyped: Any = [{"role": "user", "content": [{"source": {}}]}]
+    with pytest.raises(anthropic.BadRequestError, match="A content block needs type"):
+        messages.create(**SUM | {"messages": untyped})
     for body, said in (
         ({"messages": SUM["messages"]}, "max_tokens"),
         ({"messages": SUM["messages"], "max_tokens": 1, "max_token": 1}, "did you mean max_tokens?"),

@@ -14,6 +14,8 @@ import pytest
 from tests.serving.running import LONG, ServerProcess
 from torchweave.serving.openai.responses.items import messages_of
 from torchweave.serving.openai.responses.store import ResponseStore
+from torchweave.serving.openai.responses.tools import ResponseTools
+from torchweave.serving.request_warnings import RequestWarnings
 
 SUM: dict[str, Any] = {"model": "demo", "input": "12+30=", "temperature": 0}
 ZONE = {
@@ -147,18 +149,16 @@ def test_reasoning_is_an_item_in_every_http_process(reasoning_server: ServerProc
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tools": [{"type": "web_search"}]}, "type 'web_search' are not supported"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "'item_reference', which is not supported"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "does not run"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tools is empty"),
         ({"input": []}, "at least 1 item"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "only text parts"),
+        ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "only text parts"),
         ({"background": True, "stream": True}, "background needs store=true"),
-        ({"truncation": "auto"}, "truncation"),
         ({"conversation": "a"}, "unknown field 'conversation'"),
         ({"max_output_tokens": 0}, "max_output_tokens: Input should be greater than or equal to 1"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "needs a schema"),
         ({"metadata": {"a": "\ud800"}}, "half of a surrogate pair"),
         ({"metadata": {"a": "\ud800"}, "stream": True}, "half of a surrogate pair"),
-        ({"include": ["web_search_call.results"]}, "cannot be included"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
@@ -186,7 +186,7 @@ def test_items_are_messages() -> None:
         for number, name in (("1", "f"), ("2", "g"))
     ]
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
-    assert messages_of("Rules.", items) == [
+    assert messages_of("Rules.", items, ResponseTools(), RequestWarnings()) == [
         {"role": "system", "content": "Rules.\n\nBe short."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, image]},
         {"role": "assistant", "content": "Hm.", "reasoning_content": "Why", "tool_calls": calls},

@@ -11,13 +11,15 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchweave.engine.request import SamplingParams, StructuredOutputs
+from torchweave.engine.sampling.json_schema import endless_ref, loosen
+from torchweave.engine.sampling.structural_tag import structural_lark
 from torchweave.engine.stop_regex import one_line_reason
 from torchweave.tokenizer import Tokenizer
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _MAX_CACHED_GRAMMARS = 64
+_NO_TOKENS: Mapping[str, int] = {}
 _MAX_THREADS = 8
 _MAX_ERROR_CHARS = 300
 _MISSING = "structured_outputs needs the package llguidance; install torchweave[structured]."
@@ -50,7 +53,7 @@ def rejection_reason(structured: StructuredOutputs) -> str:
 
 
 def _format_error(structured: StructuredOutputs, message: str) -> str:
-    fields = ("json", "regex", "choice", "grammar", "json_object")
+    fields = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     name = next(name for name in fields if getattr(structured, name) is not None)
     message = one_line_reason(message, with_place=name == "grammar" and "::=" not in (structured.grammar or ""))
     message = message if len(message) <= _MAX_ERROR_CHARS else message[: _MAX_ERROR_CHARS - 3] + "..."
@@ -63,20 +66,59 @@ def _limits() -> Any:
     return LLParserLimits(verbose_errors=False)  # without the whole grammar in error messages
 
 
-def _grammar(structured: StructuredOutputs) -> str:
+def _grammar(structured: StructuredOutputs, tokens: Mapping[str, int] = _NO_TOKENS) -> str:
     """The grammar in llguidance's format.
 
+    Args:
+        tokens: special tokens of the model, by their texts.
+
     Raises:
-        ValueError: the JSON schema is not a JSON object.
+        ValueError: the JSON schema is not a JSON object, or refers to itself without end, or a structural tag is invalid.
     """
     from llguidance import LLMatcher
 
+    if structured.structural_tag is not None:
+        options = _json_options(structured)
+        return LLMatcher.grammar_from_lark(structural_lark(structured.structural_tag, tokens, options, _as_lark))
     if structured.regex is not None:
-        return LLMatcher.grammar_from_regex(structured.regex)
+        return _spelled(LLMatcher.grammar_from_regex(structured.regex), structured.regex.replace("\\", ""), tokens)
     if structured.choice is not None:  # a regex, because the parser is limited to 2000 alternatives
-        return LLMatcher.grammar_from_regex("|".join(map(_escape_regex, structured.choice)))
+        pattern = "|".join(map(_escape_regex, structured.choice))
+        return _spelled(LLMatcher.grammar_from_regex(pattern), "\n".join(structured.choice), tokens)
     if structured.grammar is not None:
         return LLMatcher.grammar_from_lark(_as_lark(structured.grammar))
+    schema = _schema(structured)
+    if ref := endless_ref(schema):
+        raise ValueError(f"the reference {ref[:80]!r} leads back to itself, so that no value satisfies it.")
+    grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(structured))  # type: ignore[arg-type]
+    return _spelled(grammar, json.dumps(schema, ensure_ascii=False), tokens)
+
+
+def _spelled(grammar: str, text: str, tokens: Mapping[str, int]) -> str:
+    """A grammar whose `text` may hold texts of special tokens: they are spelled, since the tokens would not be text.
+
+    llguidance would otherwise allow only the special token, and then refuse it.
+    """
+    if not any(special in text for special in tokens):
+        return grammar
+    whole = json.loads(grammar)
+    for each in whole["grammars"]:
+        if each.get("lark_grammar") is not None:
+            each["lark_grammar"] = '%llguidance {"no_forcing": true}\n' + each["lark_grammar"]
+        else:
+            schema = json.dumps(each.pop("json_schema"))
+            each["lark_grammar"] = f'%llguidance {{"no_forcing": true}}\nstart: %json {schema}'
+    return json.dumps(whole)
+
+
+def _json_options(structured: StructuredOutputs) -> dict[str, Any]:
+    """llguidance's options of JSON."""
+    if structured.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": _WHITE_SPACE}
+
+
+def _schema(structured: StructuredOutputs) -> dict[str, Any]:
     schema = structured.json if structured.json is not None else {"type": "object"}
     if isinstance(schema, str):
         try:
@@ -85,10 +127,28 @@ def _grammar(structured: StructuredOutputs) -> str:
             raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema must be an object, but is {json.dumps(schema)}")
-    options = (
-        {"whitespace_flexible": False} if structured.disable_any_whitespace else {"whitespace_pattern": _WHITE_SPACE}
-    )
-    return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+    return schema
+
+
+def loosen_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What a grammar can hold of a JSON schema, and what it cannot; see `loosen`. All of it where llguidance is missing.
+
+    Raises:
+        ValueError: the schema is invalid, or no value satisfies it.
+    """
+    if importlib.util.find_spec("llguidance") is None:
+        return schema, []
+    from llguidance import LLMatcher
+
+    def errors(schema: dict[str, Any], lenient: bool) -> tuple[str, list[str]]:
+        options: Any = {"lenient": lenient}
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
+        return (messages[0], []) if failed else ("", messages)
+
+    if ref := endless_ref(schema):
+        raise ValueError(f"the reference {ref[:80]!r} leads back to itself, so that no value satisfies it.")
+    return loosen(schema, errors)
 
 
 def _as_lark(grammar: str) -> str:
@@ -193,6 +253,7 @@ class GrammarManager:
         self._on_ready: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._special: dict[str, int] | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
         self._mask_executor: LLExecutor | None = None
@@ -289,7 +350,8 @@ class GrammarManager:
         """
         from llguidance import LLMatcher
 
-        grammar = _grammar(structured)
+        tokens = self._special_tokens()
+        grammar = _grammar(structured, tokens)
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is not None:
@@ -304,6 +366,14 @@ class GrammarManager:
             while len(self._compiled) > _MAX_CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
             return matcher.deep_copy()
+
+    def _special_tokens(self) -> dict[str, int]:
+        """Added tokens that are no text to llguidance, by their texts."""
+        with self._lock:
+            if self._special is None:
+                tokenizer, added = self._open_tokenizer(), self._model_tokenizer.added_tokens()
+                self._special = {text: token for text, token in added.items() if tokenizer.is_special_token(token)}
+            return self._special
 
     def _open_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:

@@ -117,6 +117,7 @@ class FrontendGroup:
                 metrics.request_metrics[engine.replica_info.index] for metrics in self._frontend_metrics.values()
             ]
         http.remote = [Counter(metrics.http) for metrics in self._frontend_metrics.values()]
+        http.warnings.remote = [Counter(metrics.warnings) for metrics in self._frontend_metrics.values()]
 
     async def call(self, name: str, arguments: dict[str, Any], results: Sequence[Any]) -> None:
         """Run the handler of a control call in the other processes.

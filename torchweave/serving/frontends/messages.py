@@ -96,11 +96,13 @@ class FrontendFailed(msgspec.Struct, tag=True, array_like=True):
 
 
 class FrontendMetrics(msgspec.Struct, tag=True, array_like=True):
-    """Metrics of an HTTP process: its requests by engine, and HTTP requests by (method, path, status)."""
+    """Metrics of an HTTP process: its requests by engine, and HTTP requests by (method, path, status), and their
+    warnings by kind."""
 
     number: int
     request_metrics: Sequence[RequestMetricsData]
     http: dict[tuple[str, str, str], int]
+    warnings: dict[str, int]
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True):

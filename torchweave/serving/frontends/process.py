@@ -85,7 +85,9 @@ class Frontend:
     def _on_message(self, message: messages.ToFrontend) -> None:
         if isinstance(message, messages.MetricsRequest):
             request_metrics = [engine.request_metrics for engine in self._engines]
-            self._send(messages.FrontendMetrics(message.number, request_metrics, self._app.state.http.requests))
+            http = self._app.state.http
+            metrics = messages.FrontendMetrics(message.number, request_metrics, http.requests, http.warnings.by_kind)
+            self._send(metrics)
         elif isinstance(message, wire.PromptRouted):
             self._service.client.on_prompt_routed(message)
         elif isinstance(message, messages.Draining):

@@ -103,14 +103,14 @@ def _add_middleware(
         middleware.AuthLimitsMiddleware, settings=settings, keys=keys, admission_pacer=client.admission_pacer
     )  # type: ignore[arg-type]
     app.add_middleware(middleware.AnthropicErrorsMiddleware)  # type: ignore[arg-type]
-    app.add_middleware(middleware.RequestIdMiddleware)  # type: ignore[arg-type]
+    app.add_middleware(middleware.RequestIdMiddleware, warning_counts=app.state.http.warnings)  # type: ignore[arg-type]
     if settings.allowed_origins:  # outside the key check: browsers send preflight requests without the key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", "x-torchweave-warning"),
         )
     # Outside the key check: counts rejected requests too.
     app.add_middleware(middleware.HttpMetricsMiddleware, counts=app.state.http)  # type: ignore[arg-type]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torchweave.chat_template import has_media
 from torchweave.engine.request import SamplingParams
 from torchweave.serving.errors import ApiError
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.answer_parser import AnswerFormat
+from torchweave.serving.openai.call_tags import call_tags
+from torchweave.serving.openai.constraints import LENIENT, constrain, loose_format, loose_tools
 from torchweave.serving.openai.generation import AnswerStream
-from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message, TokenizeChatRequest
+from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message, TokenizeChatRequest, Tool
 from torchweave.serving.openai.reasoning import FORMATS, TAIL_TOKENS, ReasoningFormat, detect_reasoning_format
 from torchweave.serving.openai.sampling_fields import chat_params, truncate
 from torchweave.serving.openai.tools import (
@@ -24,6 +27,7 @@ from torchweave.serving.openai.tools import (
     make_tool_parser,
     new_call_id,
 )
+from torchweave.serving.request_warnings import RequestWarnings
 from torchweave.serving.service import Service
 
 _REASONING_SWITCHES = ("enable_thinking", "thinking")
@@ -38,7 +42,9 @@ _RESERVED = frozenset(
 )  # fmt: skip
 
 
-async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream, AnswerFormat]:
+async def start_chat(
+    service: Service, body: ChatRequest, warnings: RequestWarnings
+) -> tuple[AnswerStream, AnswerFormat]:
     """Submit a chat request to the engine; returns its answers, and how they are parsed.
 
     Raises:
@@ -47,8 +53,14 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
     model = service.model
     if model.pooling is not None:  # before a template that such models often lack
         raise ApiError(400, model.pooling.refusal)
+    body = await asyncio.to_thread(loose_format, body, warnings) if body.response_format is not None else body
     tools = resolve_tool_use(service, body)
-    ids = await encode(service, body, tools.tools, model) if body.prompt_token_ids is None else _given_ids(body, model)
+    if tools.forced is not None:
+        tools = await asyncio.to_thread(_with_loose_tools, tools, body, warnings)
+    if body.prompt_token_ids is None:
+        ids = await encode(service, body, tools.tools, model, warnings)
+    else:
+        ids = _given_ids(body, model)
     answer_format = AnswerFormat(
         tools,
         _resolve_reasoning(service, body),
@@ -59,7 +71,7 @@ async def start_chat(service: Service, body: ChatRequest) -> tuple[AnswerStream,
     try:
         params = chat_params(body, model, tools.forced, answer_format.keep_special)
         ids = truncate(ids, body, model, params.max_tokens)
-        answer_format = _with_prompt(service, answer_format, params, ids)
+        params, answer_format = _constrained(service, body, answer_format, params, ids, warnings)
         answer_stream = await service.generate(
             [ids], params, model, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
         )
@@ -102,13 +114,65 @@ def _resolve_reasoning(service: Service, body: ChatTemplate) -> ReasoningFormat 
     return None if name in (None, "none") else FORMATS[name]
 
 
-def _with_prompt(service: Service, answer_format: AnswerFormat, params: SamplingParams, ids: list[int]) -> AnswerFormat:
-    """Add the end of the prompt, which may open the reasoning. A grammar admits none: its answer is the answer."""
-    if answer_format.reasoning is None:
-        return answer_format
-    if params.structured_outputs is not None:
-        return replace(answer_format, reasoning=None)
-    return replace(answer_format, prompt_tail=service.require_tokenizer().decode(ids[-TAIL_TOKENS:]))
+def _with_loose_tools(tools: ToolUse, body: ChatRequest, warnings: RequestWarnings) -> ToolUse:
+    """Replace the schema of forced calls by what a grammar can hold of it."""
+    loose, is_lenient = loose_tools(body.tools or [], warnings)
+    schema = forced_schema(loose, body.named_function, body.parallel_tool_calls is not False)
+    return replace(tools, forced={**schema, "x-guidance": LENIENT} if is_lenient else schema)
+
+
+def _constrained(
+    service: Service,
+    body: ChatRequest,
+    answer_format: AnswerFormat,
+    params: SamplingParams,
+    ids: list[int],
+    warnings: RequestWarnings,
+) -> tuple[SamplingParams, AnswerFormat]:
+    """Add the end of the prompt, which may open the reasoning, and what the answer's constraint must leave room for."""
+    budget = body.thinking_token_budget if body.thinking_token_budget != -1 else None
+    form = answer_format.reasoning
+    if form is not None:
+        tail = service.require_tokenizer().decode(ids[-TAIL_TOKENS:])
+        answer_format = replace(answer_format, prompt_tail=tail)
+    if budget is not None and not (form is not None and _is_limitable(service, form)):
+        sentence = "The reasoning of this model cannot be limited; thinking_token_budget was left out."
+        warnings.add("reasoning_effort", sentence)
+        budget = None
+    calls_freely = answer_format.tools.forced is None and answer_format.tools.tools is not None
+    tools = body.tools or [] if calls_freely else []
+    tags = _strict_tags(service, body, tools, warnings)
+    may_open = form is not None and service.require_tokenizer().token_of(form.opening[0]) is not None
+    constrained = constrain(params, answer_format, budget, [tool.function.name for tool in tools], tags, may_open)
+    return constrained.params, constrained.answer_format
+
+
+def _strict_tags(
+    service: Service, body: ChatRequest, tools: list[Tool], warnings: RequestWarnings
+) -> dict[str, Any] | None:
+    """Valid calls in the model's format, if a tool is strict."""
+    if not any(tool.function.strict for tool in tools):
+        return None
+    checked, _ = loose_tools([tool for tool in tools if tool.function.strict], warnings)
+    by_name = {tool.function.name: tool for tool in checked}
+    tools = [by_name.get(tool.function.name, tool) for tool in tools]
+    tags = call_tags(
+        _tool_format(service, body), _template(service, body), tools, body.parallel_tool_calls is not False
+    )
+    if tags is None:
+        sentence = "strict is left to the model: calls in its format are constrained only where tool_choice forces one."
+        warnings.add("schema", sentence)
+    return tags
+
+
+def _tool_format(service: Service, body: ChatTemplate) -> str | None:
+    configured = service.settings.tool_call_parser
+    return detect_tool_format(_template(service, body)) if configured == "auto" else configured
+
+
+def _is_limitable(service: Service, form: ReasoningFormat) -> bool:
+    """Whether the text that ends the reasoning is one token, which can be forced."""
+    return not form.in_channels and service.require_tokenizer().token_of(form.closing[0]) is not None
 
 
 def _template(service: Service, body: ChatTemplate) -> str:
@@ -156,8 +220,7 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
         )
         raise ApiError(400, sentence, param="tools")
     tool_definitions = [tool.definition for tool in tools]
-    configured = service.settings.tool_call_parser
-    tool_format = detect_tool_format(template) if configured == "auto" else configured
+    tool_format = _tool_format(service, body)
     new_id = new_call_id(tool_format, sum(len(message.tool_calls or ()) for message in body.messages))
     if named is not None or choice == "required":
         schema = forced_schema(tools, named, body.parallel_tool_calls is not False)
@@ -170,12 +233,16 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
 
 
 async def encode(
-    service: Service, body: ChatTemplate, tools: list[dict[str, Any]] | None, model: ModelCard
+    service: Service,
+    body: ChatTemplate,
+    tools: list[dict[str, Any]] | None,
+    model: ModelCard,
+    warnings: RequestWarnings,
 ) -> list[int]:
     """Encode a conversation as token ids.
 
     Raises:
-        ApiError: 400, template variables that are reserved or not supported by the template, or see `MediaFetcher.resolve`.
+        ApiError: 400, template variables that are reserved, or see `MediaFetcher.resolve`.
         ValueError: the model has no template, the template rejects the messages, or they have too many characters.
     """
     variables = dict(body.chat_template_kwargs or {})
@@ -192,7 +259,7 @@ async def encode(
     template = _template(service, body)
     if body.chat_template is not None:
         variables["chat_template"] = template
-    variables = _reasoning_variables(template, body) | variables
+    variables = await _reasoning_variables(service, template, body, warnings) | variables
     if body.continue_final_message:
         if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
             raise ApiError(
@@ -201,58 +268,50 @@ async def encode(
         variables["continue_final_message"] = True
     if body.add_special_tokens:
         variables["add_special_tokens"] = True
-    messages = [_message(each, template) for each in body.messages]
+    max_images = model.images.max_images
+    messages = [_message(each, max_images > 0, warnings) for each in body.messages]
     return await service.require_tokenizer().chat(
-        await service.media.resolve(messages, model.images.max_images),
+        await service.media.resolve(messages, max_images),
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         max_prompt_tokens=None if isinstance(body, TokenizeChatRequest) else model.max_model_len,
+        content_format=body.chat_template_content_format or "auto",
         **variables,
     )
 
 
-def _reasoning_variables(template: str, body: ChatTemplate) -> dict[str, Any]:
-    """Template variables of `reasoning_effort`; a template that only turns reasoning on and off gets that.
-
-    Raises:
-        ApiError: 400, the template supports neither.
-    """
+async def _reasoning_variables(
+    service: Service, template: str, body: ChatTemplate, warnings: RequestWarnings
+) -> dict[str, Any]:
+    """Template variables of `reasoning_effort`: the nearest level that the template takes; a template that only turns reasoning on
+    and off gets that."""
     effort = body.reasoning_effort
     if effort is None:
         return {}
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": effort}
     switches = [name for name in _REASONING_SWITCHES if name in template]
+    if "reasoning_effort" in template:
+        nearest = (await service.require_tokenizer().template_traits(body.chat_template)).nearest_effort(effort)
+        if nearest != effort and effort == "none" and switches:
+            return {switches[0]: False}
+        if nearest != effort:
+            sentence = f"reasoning_effort {effort} is no level of this model's chat template; {nearest} is used."
+            warnings.add("reasoning_effort", sentence)
+        return {"reasoning_effort": nearest}
     if not switches:
-        sentence = "The chat template of this model does not support reasoning_effort; leave it out."
-        raise ApiError(400, sentence, param="reasoning_effort")
+        sentence = "The chat template of this model does not read reasoning_effort, which was left out."
+        warnings.add("reasoning_effort", sentence)
     return dict.fromkeys(switches[:1], effort != "none")
 
 
-def _message(message: Message, template: str) -> dict[str, Any]:
-    """Convert a message for the template.
-
-    `content` is always present, arguments of tool calls are objects, reasoning has the name that templates read, and OpenAI's
-    role `developer` is the system's where the template does not know it.
-    """
+def _message(message: Message, takes_images: bool, warnings: RequestWarnings) -> dict[str, Any]:
+    """A message for the template. An image in a tool's result becomes a text for a model that takes none: a client cannot
+    take it back, and sends it with each later turn."""
     fields = message.model_dump(exclude_none=True)
-    fields.setdefault("content", "")
-    if isinstance(fields.get("reasoning"), str):
-        fields.setdefault("reasoning_content", fields["reasoning"])
-    if fields["role"] == "developer" and "developer" not in template:
-        fields["role"] = "system"
-    if fields.get("tool_calls"):
-        fields["tool_calls"] = [_call(call) for call in fields["tool_calls"]]
-    else:
-        fields.pop("tool_calls", None)
+    content = fields.get("content") or ""
+    if fields["role"] == "tool" and not takes_images and has_media(content):
+        sentence = "An image in a tool's result was left out, because this model reads only text."
+        warnings.add("unsupported_content", sentence)
+        fields["content"] = [part if part.get("type") == "text" else _NO_IMAGE for part in content]
     return fields
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):  # not JSON, or nested too deeply
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+_NO_IMAGE = {"type": "text", "text": "[An image was left out here: this model reads only text.]"}

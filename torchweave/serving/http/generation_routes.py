@@ -13,12 +13,21 @@ from torchweave.serving.anthropic.protocol import CountTokensRequest, MessagesRe
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.chat_template import encode, resolve_tool_use, start_chat
 from torchweave.serving.http.middleware import REQUEST_ID
-from torchweave.serving.http.responses import encode_in_slices, read_chat, respond, time_limit, unless_disconnected
+from torchweave.serving.http.responses import (
+    begin,
+    encode_in_slices,
+    read_chat,
+    respond,
+    time_limit,
+    unless_disconnected,
+    warnings_of,
+)
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.protocol import ChatBatchRequest, ChatRequest, CompletionRequest, Generation, Prompts
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only, truncate
-from torchweave.serving.service import Service, service_of
+from torchweave.serving.request_warnings import RequestWarnings
+from torchweave.serving.service import Service
 
 router = APIRouter(prefix="/v1", tags=["generation"])
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
@@ -26,26 +35,27 @@ _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 @router.post("/chat/completions", summary="Generate the next message of a conversation")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    service = service_of(request)
-    name = service.check_model(body.model)
+    service, name = begin(body, request)
     _check_stream_options(body)
-    answer_stream, answer_format = await unless_disconnected(start_chat(service, body), request, body.has_images)
+    starting = start_chat(service, body, warnings_of(request))
+    answer_stream, answer_format = await unless_disconnected(starting, request, body.has_images)
     builder = ChatResponseBuilder(answer_stream, body, _id(body, request), name, answer_format)
     return await respond(request, bool(body.stream), answer_stream, builder)
 
 
 @router.post("/chat/completions/batch", summary="Generate the next message of each of several conversations")
 async def chat_completion_batch(body: ChatBatchRequest, request: Request) -> Response:
-    service = service_of(request)
-    name = service.check_model(body.model)
+    service, name = begin(body, request)
     _check_stream_options(body)
     service.check_sequences(len(body.messages) * (body.n or 1), service.model)
-    answer = _answer_batch(service, body.conversations, name, _id(body, request))
+    answer = _answer_batch(service, body.conversations, name, _id(body, request), warnings_of(request))
     async with time_limit(service.settings.request_timeout):
         return Response(await unless_disconnected(answer, request, takes_long=True), media_type="application/json")
 
 
-async def _answer_batch(service: Service, requests: Sequence[ChatRequest], model: str, request_id: str) -> bytes:
+async def _answer_batch(
+    service: Service, requests: Sequence[ChatRequest], model: str, request_id: str, warnings: RequestWarnings
+) -> bytes:
     """Answer conversations together. Choices are numbered through all of them; `usage` is the sum.
 
     Raises:
@@ -54,7 +64,7 @@ async def _answer_batch(service: Service, requests: Sequence[ChatRequest], model
     started = []
     try:
         for request in requests:
-            started.append(await start_chat(service, request))
+            started.append(await start_chat(service, request, warnings))
         deltas = [await answer_stream.full() for answer_stream, _ in started]  # all are generated at the same time
     finally:
         for answer_stream, _ in started:
@@ -83,28 +93,28 @@ def _join_answers(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @router.post("/messages", summary="Generate the next message of a conversation, in Anthropic's format")
 async def messages(body: MessagesRequest, request: Request) -> Response:
-    service = service_of(request)
-    name = service.check_model(body.model)
-    chat = await read_chat(body.to_chat, request)
-    answer_stream, answer_format = await unless_disconnected(start_chat(service, chat), request, chat.has_images)
+    service, name = begin(body, request)
+    warnings = warnings_of(request)
+    chat = await read_chat(lambda: body.to_chat(warnings), request)
+    starting = start_chat(service, chat, warnings)
+    answer_stream, answer_format = await unless_disconnected(starting, request, chat.has_images)
     builder = MessagesBuilder(answer_stream, answer_format, request.scope[REQUEST_ID], name)
     return await respond(request, bool(body.stream), answer_stream, builder)
 
 
 @router.post("/messages/count_tokens", summary="Count the prompt's tokens of a message request")
 async def count_tokens(body: CountTokensRequest, request: Request) -> JSONResponse:
-    service = service_of(request)
-    service.check_model(body.model)
-    chat = await read_chat(body.to_chat, request)
-    encoding = encode(service, chat, resolve_tool_use(service, chat).tools, service.model)
+    service, _ = begin(body, request)
+    warnings = warnings_of(request)
+    chat = await read_chat(lambda: body.to_chat(warnings), request)
+    encoding = encode(service, chat, resolve_tool_use(service, chat).tools, service.model, warnings)
     ids = await unless_disconnected(encoding, request, chat.has_images)
     return JSONResponse({"input_tokens": len(ids)})
 
 
 @router.post("/completions", summary="Complete a prompt")
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    service = service_of(request)
-    name = service.check_model(body.model)
+    service, name = begin(body, request)
     _check_stream_options(body)
     model = service.model
     params = completion_params(body, model)

@@ -26,6 +26,8 @@ from torchweave.serving.engine_client.request_stream import EngineUnavailable
 from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.http.bodies import LONG_BODY, on_thread, read_body
 from torchweave.serving.metrics.prometheus import HttpRequestCounters
+from torchweave.serving.request_warnings import HEADER as WARNING_HEADER
+from torchweave.serving.request_warnings import RequestWarnings, WarningCounts
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -37,6 +39,8 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi
 """Accessible without a key."""
 REQUEST_ID = "torchweave.request_id"
 """Scope key of the request id, which the response's header and body contain."""
+WARNINGS = "torchweave.warnings"
+"""Scope key of the request's warnings, which the response's header contains."""
 STREAM_SEND = "torchweave.send"
 """Scope key of a `send` that bypasses the middleware, for body parts after the response's start."""
 PROXIED = "torchweave.relayed"
@@ -272,18 +276,26 @@ class FastPathMiddleware(HttpMiddleware):
 
 
 class RequestIdMiddleware(HttpMiddleware):
-    """Returns the request id, the client's own if it sent one, in `x-request-id`."""
+    """Returns the request id, the client's own if it sent one, in `x-request-id`, and the request's warnings in a header."""
+
+    def __init__(self, app: App, warning_counts: WarningCounts) -> None:
+        super().__init__(app)
+        self._warning_counts = warning_counts
 
     async def _handle(self, scope: Any, receive: Receive, send: Send) -> None:
         client_id = header(scope, b"x-request-id")
         request_id = client_id if _CLIENT_ID.fullmatch(client_id) else uuid.uuid4().hex.encode()
         scope[REQUEST_ID] = request_id.decode()
+        warnings = scope[WARNINGS] = RequestWarnings(self._warning_counts)
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = list(message["headers"])
                 if not any(name == b"x-request-id" for name, _ in headers):  # set by the first process if proxied
-                    message = {**message, "headers": [*headers, (b"x-request-id", request_id)]}
+                    headers.append((b"x-request-id", request_id))
+                if warnings.sentences:
+                    headers.append((WARNING_HEADER, warnings.header))
+                message = {**message, "headers": headers}
             await send(message)
 
         await self._app(scope, receive, with_id)

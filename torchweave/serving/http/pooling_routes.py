@@ -13,9 +13,9 @@ from torchweave.pooling import NO_POOLING, Pooling, cosine_similarity, pairs
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.generation_routes import encode_prompts
 from torchweave.serving.http.middleware import REQUEST_ID
-from torchweave.serving.http.responses import json_response, time_limit, unless_disconnected
+from torchweave.serving.http.responses import begin, json_response, time_limit, unless_disconnected
 from torchweave.serving.openai import pooling as bodies
-from torchweave.serving.service import Service, service_of
+from torchweave.serving.service import Service
 
 router = APIRouter(tags=["pooling"])
 _TIMEOUT = "The request took longer than the {:g} seconds that this server allows; send fewer prompts."
@@ -60,8 +60,8 @@ def _begin(
     Raises:
         ApiError: 404 for another model, 400 for one that does not do `task`, 503 while there is none.
     """
-    service = service_of(request)
-    name, pooling = service.check_model(body.model), service.model.pooling
+    service, name = begin(body, request)
+    pooling = service.model.pooling
     if pooling is None:
         raise ApiError(400, NO_POOLING)
     if why := pooling.task_error(task):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
@@ -17,21 +18,46 @@ from torchweave.serving.http.bodies import LONG_BODY, on_thread
 from torchweave.serving.http.middleware import (
     CLIENT_CLOSED_REQUEST,
     STREAM_SEND,
+    WARNINGS,
     Receive,
     Send,
     cancel_on_disconnect,
     header,
 )
 from torchweave.serving.openai.generation import AnswerStream
-from torchweave.serving.openai.protocol import ChatRequest
+from torchweave.serving.openai.protocol import ChatRequest, left_out_fields
 from torchweave.serving.openai.response_builders import ResponseBuilder
-from torchweave.serving.service import service_of
+from torchweave.serving.request_warnings import RequestWarnings
+from torchweave.serving.service import Service, service_of
 
 Value = TypeVar("Value")
 _NESTED = (dict, list, Iterator)
 _SLICE_SECONDS = 0.005  # of an answer's encoding, between which other requests run
 _LONG_BODY = 1 << 16  # bytes
 _ANSWER_TIMEOUT = "The answer took longer than the {:g} seconds that this server allows per request; lower max_tokens."
+
+
+def begin(body: Any, request: Request) -> tuple[Service, str]:
+    """The server, and the model's name for the response. Unknown fields of the body become warnings.
+
+    Args:
+        body: validated body with a field `model`.
+
+    Raises:
+        ApiError: 404, no such model is served; 400, an unknown field, where the server refuses those.
+    """
+    service = service_of(request)
+    name = service.check_model(body.model)
+    for field in dict.fromkeys(re.sub(r"\.\d+(?=\.)", "", name)[:80] for name in left_out_fields(body)):
+        if service.settings.unknown_request_fields == "refuse":
+            raise ApiError(400, f"unknown field {field!r}; leave it out; /docs lists the known fields.")
+        warnings_of(request).add("unknown_field", f"The field {field} is unknown and was left out.")
+    return service, name
+
+
+def warnings_of(request: Request) -> RequestWarnings:
+    """The warnings of a request, which its response's header contains."""
+    return request.scope[WARNINGS]
 
 
 def json_response(answer: dict[str, Any]) -> Response:

@@ -10,11 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 import torchweave
+from torchweave.chat_template import content_text, has_media
 from torchweave.engine.request import SamplingParams
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.errors import ApiError
 from torchweave.serving.http.chat_template import check_vocabulary, encode
-from torchweave.serving.http.responses import json_response, time_limit, unless_disconnected
+from torchweave.serving.http.responses import begin, json_response, time_limit, unless_disconnected, warnings_of
 from torchweave.serving.openai.protocol import AnyTokenizeRequest, DetokenizeRequest, TokenizeRequest
 from torchweave.serving.service import Service, public_name, service_of
 
@@ -134,16 +135,16 @@ def _entry(service: Service, name: str) -> dict[str, Any]:
 
 @router.post("/tokenize", tags=["tokens"], summary="Tokenize a text or a conversation")
 async def tokenize(body: AnyTokenizeRequest, request: Request) -> Response:
-    service = service_of(request)
-    service.check_model(body.model)
+    service, _ = begin(body, request)
     tokenizer = service.require_tokenizer()
     if isinstance(body, TokenizeRequest):
         _check_size(len(body.prompt))
         ids = await unless_disconnected(tokenizer.encode(body.prompt, body.add_special_tokens), request)
     else:
-        _check_size(sum(len(each.content) for each in body.messages if isinstance(each.content, str)))
+        _check_size(sum(len(content_text(each.content) or "") for each in body.messages if not has_media(each.content)))
         tools = [tool.definition for tool in body.tools] if body.tools else None
-        ids = await unless_disconnected(encode(service, body, tools, service.model), request, body.has_images)
+        encoding = encode(service, body, tools, service.model, warnings_of(request))
+        ids = await unless_disconnected(encoding, request, body.has_images)
     texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return json_response(
         {"count": len(ids), "max_model_len": service.model.max_model_len, "tokens": ids, "token_strs": texts}
@@ -165,8 +166,7 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
 
 @router.post("/detokenize", tags=["tokens"], summary="Convert tokens to text")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    service = service_of(request)
-    service.check_model(body.model)
+    service, _ = begin(body, request)
     ids = body.tokens
     if len(ids) > _MAX_CHARACTERS:
         sentence = (

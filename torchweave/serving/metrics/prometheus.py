@@ -20,6 +20,7 @@ from starlette.routing import Match, Route
 
 import torchweave
 from torchweave.serving.engine_client.client import EngineClient
+from torchweave.serving.request_warnings import WarningCounts
 
 PREFIX = "torchweave_"
 _Scope = dict[str, Any]
@@ -79,12 +80,14 @@ class HttpRequestCounters:
     Attributes:
         requests: of this process.
         remote: of the other HTTP processes, as of the last poll.
+        warnings: warnings of requests, of all HTTP processes.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = routes
         self.requests: Counter[tuple[str, str, str]] = Counter()
         self.remote: Sequence[Counter[tuple[str, str, str]]] = ()
+        self.warnings = WarningCounts()
 
     @property
     def all_requests(self) -> Counter[tuple[str, str, str]]:
@@ -144,6 +147,12 @@ class PrometheusMetrics(Collector):
         for labels, count in sorted(self._http.all_requests.items()):
             requests.add_metric(labels, count)
         yield requests
+        warnings = CounterMetricFamily(
+            PREFIX + "request_warnings", "Parts of requests that had no effect, such as unknown fields", labels=["kind"]
+        )
+        for kind, count in sorted(self._http.warnings.all_kinds.items()):
+            warnings.add_metric([kind], count)
+        yield warnings
         build = {"version": torchweave.__version__, "python": platform.python_version()}
         info = GaugeMetricFamily(PREFIX + "build_info", "Versions; always 1", labels=list(build))
         info.add_metric(list(build.values()), 1)

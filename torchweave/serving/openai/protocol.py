@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    Tag,
+    model_validator,
+)
 
-from torchweave.images import message_content
+from torchweave.chat_template import content_text
+from torchweave.images import has_images, message_content
 from torchweave.serving.openai.bounds import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -18,26 +29,50 @@ from torchweave.serving.openai.bounds import (
     MAX_TOOLS,
     ModelWithBounds,
 )
-from torchweave.tokenizer import content_text
 from torchweave.utils.suggest import did_you_mean
 
 
 class Body(ModelWithBounds):
-    """A body that rejects unknown fields and does not convert types (`"5"` is not a number). Null means absent."""
+    """A body that leaves out unknown fields and does not convert types (`"5"` is not a number). Null means absent.
+
+    A name that is nearly a known one, or whose meaning another field has, is rejected: its user means something.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    refused_fields: ClassVar[dict[str, str]] = {}
+    """What to do about fields that would change the answer's meaning if they were left out."""
+    refuses_unknown: ClassVar[bool] = False
+    """Whether every unknown field is an error: one of a constraint on the answer may be the constraint."""
+    _left_out: tuple[str, ...] = PrivateAttr(())
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _known(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
+    def _without_unknown(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(value, dict) or cls.refuses_unknown:
+            return validate(value)
         value = {name: each for name, each in value.items() if each is not None}
-        for name in value:
-            if name not in cls.model_fields:
-                hint = did_you_mean(str(name), cls.model_fields, "leave it out; /docs lists the known fields")
-                raise ValueError(f"unknown field {str(name)[:80]!r}; {hint}")
-        return value
+        known = {name for each, info in cls.model_fields.items() for name in (info.alias or each,)}
+        left_out = [str(name) for name in value if name not in known]
+        for name in left_out:
+            if hint := cls.refused_fields.get(name) or did_you_mean(name, sorted(known), ""):
+                raise ValueError(f"unknown field {name[:80]!r}; {hint}")
+        body = validate({name: each for name, each in value.items() if name in known})
+        body._left_out = tuple(left_out)
+        return body
+
+
+def left_out_fields(body: ModelWithBounds, place: str = "") -> list[str]:
+    """Names of the unknown fields of a body and of what is nested in it, such as `tools.0.colour`."""
+    names = [place + name for name in body._left_out] if isinstance(body, Body) else []
+    for name in body.model_fields_set:
+        value = getattr(body, name)
+        if isinstance(value, ModelWithBounds):
+            names += left_out_fields(value, f"{place}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], ModelWithBounds):
+            names += [
+                each for number, item in enumerate(value) for each in left_out_fields(item, f"{place}{name}.{number}.")
+            ]
+    return names
 
 
 def _is_tokens(value: Any) -> bool:
@@ -129,23 +164,20 @@ class StreamOptions(Body):
 
 
 class StructuredBody(Body):
-    """vLLM's `structured_outputs`: exactly one of the first five."""
+    """vLLM's `structured_outputs`: exactly one of the first six."""
 
+    refuses_unknown = True
     json_schema: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, value: Any) -> Any:
-        return value  # field names differ from the body's (alias); `extra="forbid"` rejects unknown ones
 
 
 class JsonSchema(ModelWithBounds):
-    """Schema of an answer; always enforced, regardless of `strict`."""
+    """Schema of an answer. What a grammar cannot hold of it is left to the model, and refused with `strict`."""
 
     model_config = ConfigDict(extra="ignore", strict=True, populate_by_name=True)
     name: str = "answer"
@@ -157,8 +189,12 @@ class JsonSchema(ModelWithBounds):
 class ResponseFormat(Body):
     """Format of an answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    # of structural_tag: xgrammar's form, or vLLM's older one
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class SharedFields(Body):
@@ -259,7 +295,7 @@ class Message(ModelWithBounds):
 
 
 class Function(Body):
-    """Definition of a tool. `strict` takes effect if the call is forced (`tool_choice` required or a function)."""
+    """Definition of a tool. With `strict`, calls match the parameters also where the model calls freely; see `call_tags`."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
@@ -294,12 +330,13 @@ class ChatTemplate(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template: str | None = None
+    chat_template_content_format: Literal["auto", "string", "openai"] | None = None
     add_special_tokens: bool = False  # the template writes them
 
     @property
     def has_images(self) -> bool:
-        """Whether a message has images; contents of texts alone have been joined."""
-        return any(isinstance(message.content, list) for message in self.messages)
+        """Whether a message has images."""
+        return has_images([{"content": message.content} for message in self.messages])
 
 
 class ChatRequest(ChatTemplate, Generation):
@@ -319,7 +356,7 @@ class ChatRequest(ChatTemplate, Generation):
     include_reasoning: bool = True
     echo: bool = False
     prediction: dict[str, Any] | None = None
-    chat_template_content_format: Literal["auto", "string", "openai"] | None = None
+    thinking_token_budget: Annotated[Whole, Field(ge=-1)] | None = None
     separate_reasoning: Literal[True] = True
     stream_reasoning: Literal[True] = True
 

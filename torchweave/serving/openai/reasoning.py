@@ -103,7 +103,7 @@ class ReasoningGrammar:
     def __init__(self, form: ReasoningFormat, prompt_tail: str, continued: str, calls: CallParser | None) -> None:
         self._form, self._calls = form, calls
         self._marked = None if calls is None else calls.marked
-        self._state, self._is_continued = _initial_state(form, prompt_tail, continued)
+        self._state, self._is_continued = initial_state(form, prompt_tail, continued)
         self._opening = regex.compile(rf"\s*(?:{'|'.join(map(regex.escape, form.opening))})")
 
     def parse(self, source: Source, output: Output) -> Steps[None]:
@@ -183,7 +183,7 @@ class _ReasoningText:
         self._space.append(text[len(stripped) :])
 
 
-def _initial_state(form: ReasoningFormat, prompt_tail: str, continued: str) -> tuple[str, bool]:
+def initial_state(form: ReasoningFormat, prompt_tail: str, continued: str) -> tuple[str, bool]:
     """What an answer begins with (its start, reasoning, or the answer proper), and whether it continues reasoning."""
     if continued.strip():
         opened, opening = max((continued.rfind(text), text) for text in form.opening)

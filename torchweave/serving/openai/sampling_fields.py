@@ -136,6 +136,8 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
         if is_forced:
             raise ValueError("A forced tool call cannot be combined with structured_outputs; leave one of them out.")
         merged["structured_outputs"] = structured_outputs
+    if merged.get("seed") is not None:  # OpenAI's are signed
+        merged["seed"] %= 2**64
     return SamplingParams(**merged)
 
 
@@ -159,6 +161,10 @@ def _structured_outputs(body: Generation, with_response_format: bool) -> Structu
         if response_format.json_schema is None:
             raise ValueError('response_format of type json_schema needs json_schema: {"name": ..., "schema": {...}}.')
         constraints["response_format"] = StructuredOutputs(json=response_format.json_schema.schema_)
+    elif response_format is not None and response_format.type == "structural_tag":
+        constraints["response_format"] = StructuredOutputs(
+            structural_tag=response_format.model_dump(exclude_unset=True)
+        )
     first = next(iter(constraints.values()), None)
     if any(each != first for each in constraints.values()):  # some clients send one constraint by two names
         raise ValueError(f"{' and '.join(constraints)} conflict: each constrains the answer; send only one of them.")

@@ -13,12 +13,15 @@ from torchweave.serving.openai.generation import AnswerStream, Delta
 from torchweave.serving.openai.logprobs import chat_logprobs
 from torchweave.serving.openai.response_builders import ResponseBuilder, named_event
 from torchweave.serving.openai.responses.protocol import ResponsesRequest
+from torchweave.serving.openai.responses.tools import Origin, ResponseTools, custom_input
 from torchweave.serving.openai.tools import ArgumentsDelta, Call, ParserDelta, ReasoningDelta, TextDelta
 
 _ECHOED = (
     "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id",
     "prompt_cache_key", "safety_identifier", "store", "top_logprobs", "user",
 )  # fmt: skip
+
+_NO_TOOL = Origin("")
 
 
 def new_response(body: ResponsesRequest, model: str) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def new_response(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "tool_choice": body.tool_choice or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_p": None,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         **echoed,
         "metadata": body.metadata or {},
@@ -53,6 +56,7 @@ class ResponsesBuilder(ResponseBuilder):
     """Builds a response.
 
     Args:
+        tools: of the request.
         response: the response in progress, which is completed in place.
         finished: called once with the response when it has completed or failed.
     """
@@ -62,13 +66,14 @@ class ResponsesBuilder(ResponseBuilder):
         answer_stream: AnswerStream,
         answer_format: AnswerFormat,
         body: ResponsesRequest,
+        tools: ResponseTools,
         response: dict[str, Any],
         finished: Callable[[dict[str, Any]], None],
     ) -> None:
         self._answer_stream, self._tokenizer = answer_stream, answer_stream.tokenizer
         self._parser, self._new_call_id = AnswerParser(answer_format), answer_format.tools.new_id
         self._num_top = (body.top_logprobs or 0) if body.with_logprobs else None
-        self._response, self._finished = response, finished
+        self._response, self._finished, self._tools = response, finished, tools
         self._logprobs: list[dict[str, Any]] = []
         self._open: _OpenItem | None = None
         self._num_events = 0
@@ -147,10 +152,14 @@ class ResponsesBuilder(ResponseBuilder):
     def _add(self, piece: ParserDelta, logprobs: list[dict[str, Any]]) -> bytes:
         """Add a part of the answer to the open item, or to a new one."""
         if isinstance(piece, Call):
-            return self._close() + self._begin_item(
-                "call", "fc", self._new_call_id(piece.name, piece.index), piece.name
-            )
+            origin = self._tools.origin(piece.name)
+            prefix = "ctc" if origin.is_custom else "fc"
+            call_id = self._new_call_id(piece.name, piece.index)
+            return self._close() + self._begin_item("call", prefix, call_id, origin)
         if isinstance(piece, ArgumentsDelta):
+            if self._open is not None and self._open.origin.is_custom:
+                self._open.texts.append(piece.text)  # its text is within the arguments: told at the end
+                return b""
             return self._extend("response.function_call_arguments.delta", piece.text)
         if isinstance(piece, ReasoningDelta):
             start = self._begin_content("reasoning", "rs", {"type": "reasoning_text", "text": ""})
@@ -166,8 +175,8 @@ class ResponsesBuilder(ResponseBuilder):
         begun = self._begin_item(kind, prefix)
         return closed + begun + self._event("response.content_part.added", **self._place(), content_index=0, part=part)
 
-    def _begin_item(self, kind: str, prefix: str, call_id: str = "", name: str = "") -> bytes:
-        self._open = _OpenItem(kind, f"{prefix}_{uuid.uuid4().hex}", call_id, name)
+    def _begin_item(self, kind: str, prefix: str, call_id: str = "", origin: Origin = _NO_TOOL) -> bytes:
+        self._open = _OpenItem(kind, f"{prefix}_{uuid.uuid4().hex}", call_id, origin)
         item = self._open.item("in_progress", [])
         if kind != "call":
             item["content"] = []
@@ -190,8 +199,12 @@ class ResponsesBuilder(ResponseBuilder):
         is_cut = self._finish_reason in ("length", "abort")
         item = closing.item("incomplete" if is_cut else "completed", self._logprobs)
         place, text = self._place(), closing.text
-        if closing.kind == "call":
-            done = self._event("response.function_call_arguments.done", **place, name=closing.name, arguments=text)
+        if closing.kind == "call" and closing.origin.is_custom:
+            done = self._event("response.custom_tool_call_input.delta", **place, delta=item["input"])
+            done += self._event("response.custom_tool_call_input.done", **place, input=item["input"])
+        elif closing.kind == "call":
+            name = closing.origin.name
+            done = self._event("response.function_call_arguments.done", **place, name=name, arguments=text)
         else:
             logprobs = {"logprobs": self._logprobs} if closing.kind == "message" else {}
             name = "output_text" if closing.kind == "message" else "reasoning_text"
@@ -206,8 +219,8 @@ class ResponsesBuilder(ResponseBuilder):
 class _OpenItem:
     """An item of the output that is being written."""
 
-    def __init__(self, kind: str, item_id: str, call_id: str, name: str) -> None:
-        self.kind, self.item_id, self.call_id, self.name = kind, item_id, call_id, name
+    def __init__(self, kind: str, item_id: str, call_id: str, origin: Origin) -> None:
+        self.kind, self.item_id, self.call_id, self.origin = kind, item_id, call_id, origin
         self.texts: list[str] = []
 
     @property
@@ -216,8 +229,13 @@ class _OpenItem:
 
     def item(self, status: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.kind == "call":
-            fields = {"id": self.item_id, "type": "function_call", "call_id": self.call_id}
-            return fields | {"name": self.name, "arguments": self.text, "status": status}
+            origin = self.origin
+            fields = {"id": self.item_id, "type": "function_call", "call_id": self.call_id, "name": origin.name}
+            if origin.namespace is not None:
+                fields["namespace"] = origin.namespace
+            if origin.is_custom:
+                return fields | {"type": "custom_tool_call", "input": custom_input(self.text), "status": status}
+            return fields | {"arguments": self.text, "status": status}
         if self.kind == "reasoning":
             content = [{"type": "reasoning_text", "text": self.text}]
             return {"id": self.item_id, "type": "reasoning", "summary": [], "content": content, "status": status}

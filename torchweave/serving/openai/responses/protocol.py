@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 
 from torchweave.serving.openai.bounds import MAX_TOOLS
 from torchweave.serving.openai.protocol import Body, ChatRequest, SharedFields, Whole
 from torchweave.serving.openai.responses.items import messages_of
+from torchweave.serving.openai.responses.tools import ResponseTool, ResponseTools, chat_tool_choice
+from torchweave.serving.request_warnings import RequestWarnings
 
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+_NOT_STORED = "send the whole conversation as input"
 _IGNORED = frozenset(
     {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
@@ -19,28 +21,6 @@ _SAME_NAME_FIELDS = (
     *(name for name in SharedFields.model_fields if name not in _IGNORED), "parallel_tool_calls", "stop", "logit_bias",
     "structured_outputs", "chat_template", "chat_template_kwargs", "include_reasoning",
 )  # fmt: skip
-
-
-def _tool(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type", "function") != "function":
-        raise ValueError(f"tools of type {str(value['type'])[:80]!r} are not supported; use type function")
-    return value
-
-
-def _included(value: Any) -> Any:
-    if value not in _INCLUDED:
-        raise ValueError(f"{str(value)[:80]!r} cannot be included; use {' or '.join(_INCLUDED)}")
-    return value
-
-
-class FunctionTool(Body):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class TextFormat(Body):
@@ -52,11 +32,6 @@ class TextFormat(Body):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, value: Any) -> Any:
-        return value  # a field's name differs from the body's (alias); `extra="forbid"` rejects unknown ones
-
 
 class TextOptions(Body):
     """Options of the answer's text. `verbosity` is accepted and ignored."""
@@ -66,11 +41,13 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """Options of the reasoning. Summaries are not written: `summary` is accepted and ignored."""
+    """Options of the reasoning. Summaries are not written: `summary` is accepted and ignored, as is `context` (an input holds what
+    the model sees)."""
 
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: str | None = None
 
 
 class ResponseStreamOptions(Body):
@@ -84,8 +61,14 @@ class ResponsesRequest(SharedFields):
     """Body of `/v1/responses`.
 
     Accepted and ignored: `user`, `metadata` (returned), `service_tier`, `safety_identifier`, `prompt_cache_key`,
-    `prompt_cache_retention`, `max_tool_calls` (of OpenAI's own tools).
+    `prompt_cache_retention`, `prompt_cache_options`, `client_metadata`, `max_tool_calls` (of OpenAI's own tools), and what
+    `include` asks for except log-probabilities.
     """
+
+    refused_fields: ClassVar[dict[str, str]] = {
+        "conversation": f"conversations are not stored: {_NOT_STORED}, or use previous_response_id",
+        "prompt": f"prompts are not stored: {_NOT_STORED}",
+    }
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -95,14 +78,16 @@ class ResponsesRequest(SharedFields):
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     top_logprobs: Whole | None = None
-    include: list[Annotated[str, BeforeValidator(_included)]] | None = None
+    include: list[str] | None = None
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
-    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_tool)]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
     max_tool_calls: Whole | None = None
+    client_metadata: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     # fields of chat requests that OpenAI's API does not have here
     stop: Any = None
     logit_bias: Any = None
@@ -122,17 +107,19 @@ class ResponsesRequest(SharedFields):
     def with_logprobs(self) -> bool:
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
 
-    def to_chat(self, history: list[dict[str, Any]]) -> ChatRequest:
+    def to_chat(self, items: list[dict[str, Any]], tools: ResponseTools, warnings: RequestWarnings) -> ChatRequest:
         """Translate to a chat request.
 
         Args:
-            history: items of the conversation before this request.
+            items: of the whole conversation.
+            tools: of this request.
+            warnings: takes those about what is left out.
 
         Raises:
             ValueError: an item, a tool or a field is invalid.
         """
         fields = {name: getattr(self, name) for name in _SAME_NAME_FIELDS}
-        fields["messages"] = messages_of(self.instructions, [*history, *self.items])
+        fields["messages"] = messages_of(self.instructions, items, tools, warnings)
         if not fields["messages"]:
             raise ValueError("input must hold at least 1 item.")
         fields["max_completion_tokens"] = self.max_output_tokens
@@ -150,22 +137,6 @@ class ResponsesRequest(SharedFields):
                 "json_schema": {"name": form.name, "schema": form.schema_, "strict": form.strict},
             }
         if self.tools:
-            fields["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-                for tool in self.tools
-            ]
-            fields["tool_choice"] = _chat_tool_choice(self.tool_choice)
+            fields["tools"] = tools.functions
+            fields["tool_choice"] = chat_tool_choice(self.tool_choice, tools)
         return ChatRequest.model_validate(fields)
-
-
-def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
-    """`tool_choice` as in chat requests, which nest the function's name and the allowed tools."""
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "function" and "function" not in choice:
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
-        tools = choice.get("tools")
-        named = [_chat_tool_choice(tool) for tool in tools] if isinstance(tools, list) else tools
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
-    return choice

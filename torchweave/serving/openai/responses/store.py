@@ -28,6 +28,7 @@ class ResponseStore:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, bytes] = OrderedDict()
+        self._response_of: dict[str, str] = {}  # response of each output item, by their ids
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -39,6 +40,7 @@ class ResponseStore:
         entry = msgspec.json.encode(StoredResponse(response, items))
         self.delete(response["id"])
         self._entries[response["id"]] = entry
+        self._response_of |= {item["id"]: response["id"] for item in response.get("output", ()) if "id" in item}
         self.num_bytes += len(entry)
         while self.num_bytes > self._max_bytes:
             self.delete(next(iter(self._entries)))
@@ -50,11 +52,21 @@ class ResponseStore:
         self._entries.move_to_end(response_id)
         return msgspec.json.decode(entry, type=StoredResponse)
 
+    def item(self, item_id: str) -> dict[str, Any] | None:
+        """An item of the output of a stored response."""
+        stored = self.get(self._response_of.get(item_id, ""))
+        items = stored.response.get("output", ()) if stored is not None else ()
+        return next((item for item in items if item.get("id") == item_id), None)
+
     def delete(self, response_id: str) -> bool:
         """Delete a response; returns whether there was one."""
         entry = self._entries.pop(response_id, None)
-        self.num_bytes -= len(entry or b"")
-        return entry is not None
+        if entry is None:
+            return False
+        self.num_bytes -= len(entry)
+        for item in msgspec.json.decode(entry, type=StoredResponse).response.get("output", ()):
+            self._response_of.pop(item.get("id"), None)
+        return True
 
 
 class BackgroundResponses:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchweave.engine.sampling.json_schema import rebase_refs
 from torchweave.serving.openai.protocol import Tool
 from torchweave.serving.openai.tools.base import ArgumentsDelta as ArgumentsDelta
 from torchweave.serving.openai.tools.base import Call as Call
@@ -79,7 +80,7 @@ def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> d
     for number, tool in enumerate(tools):
         place = f"#/$defs/{number}"
         try:
-            definitions[str(number)] = _rebase_refs(_parameters(tool), place)
+            definitions[str(number)] = rebase_refs(_parameters(tool), place)
         except RecursionError:
             raise ValueError(
                 f"The parameters of {tool.function.name!r} are nested too deeply; use fewer levels."
@@ -101,21 +102,6 @@ def forced_schema(tools: Sequence[Tool], named: str | None, parallel: bool) -> d
     if not parallel:
         schema["maxItems"] = 1
     return schema
-
-
-def _rebase_refs(schema: Any, place: str) -> Any:
-    """Rewrite a schema's local references for its position `place` in another schema."""
-    if isinstance(schema, list):
-        return [_rebase_refs(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if isinstance(schema.get("$id"), str):  # local references resolve within the schema with the id
-        return schema
-    rebased = {name: _rebase_refs(value, place) for name, value in schema.items()}
-    ref = rebased.get("$ref")
-    if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
-        rebased["$ref"] = place + ref[1:]
-    return rebased
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
