@@ -254,7 +254,8 @@ class Service:
             why := await asyncio.to_thread(rejection_reason, params.structured_outputs)
         ):
             raise ApiError(400, why)
-        answer_stream = AnswerStream(self.client, self.tokenizer, params, self._finish, prompt_only)
+        longest = model.max_model_len
+        answer_stream = AnswerStream(self.client, self.tokenizer, params, self._finish, prompt_only, longest)
         try:
             answer_stream.submit_prompts(prompts, stream, priority, cache_salt or "")
             await answer_stream.wait_until_accepted()

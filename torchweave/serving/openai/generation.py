@@ -55,6 +55,7 @@ class AnswerStream(RequestStream):
         tokenizer: None for a model without one.
         finished: called when an engine request has finished.
         prompt_only: the answers are empty; sampled tokens are discarded.
+        max_model_len: longest prompt and answer together; a prompt that is scored alone may be as long.
     """
 
     def __init__(
@@ -64,17 +65,19 @@ class AnswerStream(RequestStream):
         params: SamplingParams,
         finished: Callable[[], None],
         prompt_only: bool = False,
+        max_model_len: int | None = None,
     ) -> None:
         super().__init__(engines)
         self._answer_builders: dict[int, list[AnswerBuilder]] = {}  # by request id; a beam search has several answers
         self._num_answers = 0
         self._first_requests: set[int] = set()  # of each prompt: of their tokens, `usage` counts the cached ones
+        self._scored_last: set[int] = set()  # requests whose answer is the last token of their prompt
         self.num_cached_tokens = 0
         self.prompts: list[list[int]] = []
         self.tokenizer = tokenizer
         self.params = params
         self._finished = finished
-        self._prompt_only = prompt_only
+        self._prompt_only, self._max_model_len = prompt_only, max_model_len
 
     def submit_prompts(self, prompts: Sequence[Sequence[int]], stream: bool, priority: int, cache_salt: str) -> None:
         """Submit the requests of all answers; errors as those of `submit`."""
@@ -85,16 +88,20 @@ class AnswerStream(RequestStream):
             self.prompts.append(ids)
             images = images_of(prompt)
             request = InferenceRequest(0, as_tokens(ids), params, stream, priority, cache_salt, images)
+            fills_context = self._prompt_only and len(ids) == self._max_model_len and len(ids) > 1
+            request = _last_token_forced(request) if fills_context else request
             if params.beam_width > 1:
                 answers = [self._answer(ids) for _ in range(params.n)]
                 request_id = self.submit(request)
                 self._answer_builders[request_id] = answers
                 self._first_requests.add(request_id)
                 continue
-            for number, seeded in enumerate(params.each()):
+            for number, seeded in enumerate(request.sampling.each()):
                 answer = self._answer(ids)
                 request_id = self.submit(replace(request, sampling=seeded, streaming=streamed))
                 self._answer_builders[request_id] = [answer]
+                if fills_context and request.sampling.logprobs is not None:
+                    self._scored_last.add(request_id)
                 if number == 0:
                     self._first_requests.add(request_id)
 
@@ -145,6 +152,8 @@ class AnswerStream(RequestStream):
             answers[0].prompt_logprobs += output.prompt_logprobs
         for answer_builder, beam_output in zip(answers, output.beams or (output,), strict=False):
             if self._prompt_only:
+                if response.id in self._scored_last:
+                    answer_builder.prompt_logprobs += beam_output.logprobs
                 answer_builder.add((), "length", ())
             elif answer_builder.add(beam_output.token_ids.tolist(), beam_output.finish_reason, beam_output.logprobs):
                 self.stop(response.id)
@@ -181,6 +190,13 @@ class AnswerStream(RequestStream):
     @property
     def num_answer_tokens(self) -> int:
         return sum(map(len, self.answer_ids))
+
+
+def _last_token_forced(request: InferenceRequest) -> InferenceRequest:
+    """A prompt as long as the context, for scoring: its last token is the answer, whose log-probability is the model's own."""
+    ids, params = request.input_ids, request.sampling
+    forced = replace(params, allowed_token_ids=[int(ids[-1])], logprobs=params.prompt_logprobs, min_tokens=0)
+    return replace(request, input_ids=ids[:-1], sampling=forced)
 
 
 def as_tokens(ids: Sequence[int]) -> np.ndarray:
