@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torchweave.engine.request import InferenceRequest as InferenceRequest
     from torchweave.engine.request import SamplingParams as SamplingParams
     from torchweave.engine.request import StructuredOutputs as StructuredOutputs
+    from torchweave.engine.sampling.logits_processors import DeviceLogitsProcessor as DeviceLogitsProcessor
+    from torchweave.engine.sampling.logits_processors import HostLogitsProcessor as HostLogitsProcessor
     from torchweave.engine.startup.open import open_engine as open_engine
 
 LAZY_EXPORTS = {
@@ -40,6 +42,8 @@ LAZY_EXPORTS = {
     "RequestOutput": "torchweave.engine.outputs",
     "BatchManager": "torchweave.engine.batch_manager",
     "GptManager": "torchweave.engine.gpt_manager",
+    "DeviceLogitsProcessor": "torchweave.engine.sampling.logits_processors",
+    "HostLogitsProcessor": "torchweave.engine.sampling.logits_processors",
     "open_engine": "torchweave.engine.startup.open",
     "EngineConfig": "torchweave.config.options",
     "TorchCompileConfig": "torchweave.config.options",
@@ -54,8 +58,10 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "CudaGraphConfig",
+    "DeviceLogitsProcessor",
     "EngineConfig",
     "GptManager",
+    "HostLogitsProcessor",
     "InferenceRequest",
     "Logprob",
     "RequestOutput",

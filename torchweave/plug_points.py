@@ -40,5 +40,8 @@ QUANTIZATION_FORMATS: Registry[Any] = Registry(
 )
 """Of `torchweave.models.weights.formats.QuantizationFormat`, by the `quant_method` of a checkpoint or the option `quantization`."""
 
+LOGITS_PROCESSORS: Registry[Any] = Registry("logits processor", "torchweave.logits_processors")
+"""Classes derived from `torchweave.HostLogitsProcessor` or `DeviceLogitsProcessor`; the option `logits_processors`."""
+
 PASSES: Registry[Any] = Registry("pass", "torchweave.passes")
 """Of `torchweave.compiler.Pass`, or classes of them; the option `torch_compile_config.passes`."""

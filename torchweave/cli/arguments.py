@@ -56,7 +56,7 @@ ENGINE_GROUPS = {
     "model": (
         "dtype", "quantization", "max_model_len", "device", "load_format", "trust_remote_code", "tokenizer", "revision",
         "download_dir", "attention_backend", "max_logprobs", "seed", "profile_dir", "limit_mm_per_prompt.image",
-        "runner", "pooler_config.pooling_type", "pooler_config.normalize", "plugins",
+        "runner", "pooler_config.pooling_type", "pooler_config.normalize", "logits_processors", "plugins",
     ),
     "parallelism": (
         "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor", "rank_timeout",

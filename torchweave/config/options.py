@@ -248,6 +248,8 @@ class EngineConfig:
         torch_compile_config: capture and compilation.
         cuda_graph_config: CUDA graphs of whole steps.
         speculative_config: speculative decoding.
+        logits_processors: your own classes that change logits, as `module:Name`, or by the names of installed ones; see the page on
+            plug-ins. `LLM` takes the classes themselves, too.
         plugins: installed packages whose entry points may be loaded, which adds their formats, backends and other plug-ins. None:
             every package's.
     """
@@ -296,6 +298,7 @@ class EngineConfig:
     torch_compile_config: TorchCompileConfig = field(default_factory=TorchCompileConfig)
     cuda_graph_config: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    logits_processors: tuple[str, ...] = ()
     plugins: tuple[str, ...] | None = None
 
     @property

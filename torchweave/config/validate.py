@@ -12,7 +12,8 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torchweave.config.options import EngineConfig, ServerConfig, SpeculativeConfig, TorchCompileConfig
-from torchweave.plug_points import PASSES
+from torchweave.plug_points import LOGITS_PROCESSORS, PASSES
+from torchweave.utils.registry import Registry
 from torchweave.utils.suggest import did_you_mean, suggest_value
 
 _MAX_API_SERVERS = 64
@@ -169,12 +170,8 @@ def check_config(config: EngineConfig, passes: Sequence[str] | None = None) -> N
         ValueError: a value has a wrong type, is not known or is out of range.
     """
     check_types(config, plugins=config.plugins)
-    for name in config.torch_compile_config.passes:
-        if not PASSES.has(name, config.plugins):
-            names = ", ".join(PASSES.names(config.plugins)) or "none is installed"
-            raise ValueError(
-                f"torch_compile_config.passes={name!r} is not known: write module:Name, or a name ({names})"
-            )
+    _check_names("torch_compile_config.passes", config.torch_compile_config.passes, PASSES, config.plugins)
+    _check_names("logits_processors", config.logits_processors, LOGITS_PROCESSORS, config.plugins)
     for name in config.torch_compile_config.disabled_passes if passes is not None else ():
         if name not in (passes or ()):
             raise ValueError(_unknown("torch_compile_config.disabled_passes", name, passes or ()))
@@ -197,6 +194,13 @@ def check_config(config: EngineConfig, passes: Sequence[str] | None = None) -> N
         raise ValueError(f"cpu_kv_cache_gib={config.cpu_kv_cache_gib} must be above 0")
     check_folders(config.torch_compile_config)
     _check_speculation(config.speculative_config)
+
+
+def _check_names(option: str, given: Sequence[str], registry: Registry[Any], plugins: Sequence[str] | None) -> None:
+    for name in given:
+        if not registry.has(name, plugins):
+            names = ", ".join(registry.names(plugins)) or "none is installed"
+            raise ValueError(f"{option}={name!r} is not known: write module:Name, or a name ({names})")
 
 
 def check_folders(config: TorchCompileConfig) -> None:

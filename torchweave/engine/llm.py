@@ -43,6 +43,7 @@ from torchweave.engine.startup.early_start import prestart_workers, stored_bytec
 from torchweave.images import EncodedPrompt, ImageProcessor, has_images
 from torchweave.report import Report
 from torchweave.utils import gc
+from torchweave.utils.registry import path_of
 from torchweave.utils.suggest import suggest_keywords
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class LLM(ControlMethods):
         if not isinstance(disable_log_stats, bool):
             raise ValueError(f"disable_log_stats={disable_log_stats!r} must be True or False")
         self._with_metrics = not disable_log_stats
+        if "logits_processors" in options:
+            options["logits_processors"] = tuple(map(path_of, options["logits_processors"] or ()))
         self._open(engine_config({"model": model, **options}), report, None)
 
     @classmethod

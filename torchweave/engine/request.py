@@ -169,6 +169,7 @@ class SamplingParams:
         length_penalty: beam search: exponent of the length that divides a sequence's score.
         early_stopping: beam search: True stops at `beam_width` finished sequences, False when a better one is unlikely,
             "never" when a better one is impossible.
+        extra_args: arguments of your own logits processors, by name; vLLM's.
 
     Raises:
         ValueError: a value has a wrong type or is out of range.
@@ -202,6 +203,7 @@ class SamplingParams:
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.structured_outputs, dict):
@@ -234,6 +236,11 @@ class SamplingParams:
             ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= -1, _LOGPROBS_RANGE),
             ("beam_width", self.beam_width >= 1, "at least 1"),
             ("length_penalty", -5 <= self.length_penalty <= 5, "between -5 and 5"),
+            (
+                "extra_args",
+                self.extra_args is None or isinstance(self.extra_args, dict),
+                "a dict of arguments, or None",
+            ),
             ("early_stopping", self.early_stopping in (True, False, "never"), 'True, False or "never"'),
         )
         for name, holds, expected in checks:

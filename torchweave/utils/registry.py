@@ -162,6 +162,20 @@ class Registry(Generic[Item]):
         return item
 
 
+def path_of(item: Any) -> str:
+    """`module:Name` of a class, so that other processes find it; a name stays.
+
+    Raises:
+        ValueError: the class is within a function.
+    """
+    if isinstance(item, str):
+        return item
+    path = f"{getattr(item, '__module__', '?')}:{getattr(item, '__qualname__', item)}"
+    if not is_path(path):
+        raise ValueError(f"{path} cannot be imported by its name; define the class at the top of a module")
+    return path
+
+
 def is_path(name: str) -> bool:
     """Whether a name is `module:Name`."""
     return _PATH.fullmatch(name) is not None

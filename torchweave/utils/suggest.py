@@ -37,7 +37,7 @@ VLLM_NAMES = {
     **dict.fromkeys(
         ("hf_overrides", "rope_scaling", "rope_theta"), "change config.json in a copy of the model's folder"
     ),
-    "logits_processors": "functions are not called on logits: use logit_bias, bad_words, allowed_token_ids or structured_outputs",
+    "logits_processors": "it is an option of LLM and serve, classes whose arguments a request gives in extra_args",
     "max_seq_len_to_capture": "the option is torch_compile_config.capture_num_tokens",
     "mode": "cuda_graphs=True does what torch.compile's reduce-overhead does; there are no other modes",
     "model_impl": "leave it out: the model is always transformers' own class",

@@ -22,6 +22,7 @@ from transformers import (
 from torchweave import LLM, SamplingParams
 from torchweave.config.options import EngineConfig, TorchCompileConfig
 from torchweave.engine.request import InferenceRequest
+from torchweave.engine.sampling.host_biases import HostBiases
 from torchweave.engine.scheduler.parts.processors import LogitsProcessorRows, LogitsProcessors, ProcessorsPart
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.models import load
@@ -220,7 +221,7 @@ def test_bad_words_are_given_as_texts() -> None:
 
 
 def test_logits_processor_state_rows_are_reused() -> None:
-    logits_processors = LogitsProcessors(4)
+    logits_processors = LogitsProcessors(4, HostBiases((), 9))
     params = SamplingParams(repetition_penalty=1.1)
     state = RequestState(InferenceRequest(0, np.array([1]), params), 0, 0, np.array([1], np.int32), (), frozenset(), -1)
     for _ in range(10):

@@ -44,6 +44,7 @@ class RequestState:
         num_scored: prompt positions whose logits were scored.
         error: error message, where `reason` is "error".
         constraint: grammar of the answer; None without structured outputs.
+        processed: what each of the host's logits processors keeps of the request; None if none takes it.
         search: state of a beam search; None for all other requests.
         prefix_hit: the last prefix lookup, while the request waits.
         num_cached_tokens: prompt tokens found in the prefix cache when the request started first.
@@ -69,6 +70,7 @@ class RequestState:
     num_scored: int = 0
     error: str = ""
     constraint: Constraint | None = None
+    processed: tuple[Any, ...] | None = None
     search: BeamSearch | None = None
     prefix_hit: PrefixHit | None = None
     num_cached_tokens: int = 0
@@ -317,7 +319,9 @@ class SlotTable:
         self.done[slot] = False
         self.streaming[slot] = state.request.streaming
         has_logprobs = max(state.num_logprobs, state.num_prompt_logprobs) >= 0
-        self.needs_host_work[slot] = has_logprobs or state.constraint is not None or bool(state.host_stop_ids)
+        self.needs_host_work[slot] = (
+            has_logprobs or state.constraint is not None or state.processed is not None or bool(state.host_stop_ids)
+        )
         self.last_step_index[slot] = -1
         return slot
 

@@ -31,6 +31,7 @@ from torchweave.engine.runner.memory import KVCacheSpec, MemoryUse, blocks_that_
 from torchweave.engine.runner.model_runner import ModelRunner, min_size
 from torchweave.engine.runner.parts.base import check_parts
 from torchweave.engine.runner.parts.drafts import DraftModel
+from torchweave.engine.sampling.logits_processors import load_processors
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.parts.base import Resources
@@ -451,7 +452,6 @@ def _build_scheduler(
         host=host_pool(runner, report),
         snapshots=StateSnapshots(plan.max_batch_size, num_snapshots, plan.block_size) if num_snapshots else None,
     )
-    policy = POLICIES[config.capacity_scheduler_policy]
     reuse = config.enable_prefix_caching and bool(num_snapshots or not loaded.has_recurrent_layers)
     reuse = reuse and plan.pooling != "mean"
     eos, tokenizer = tuple(loaded.generation.eos_token_ids), loaded.tokenizer
@@ -463,7 +463,8 @@ def _build_scheduler(
         image_rows = ImageRows(encoder, plan.max_batch_size, config.limit_mm_per_prompt.image, max_span)
         report.event("images", served=True, rows=encoder.num_rows, bytes=loaded.module.image_rows.nbytes)
     drafts = adaptive_drafts(plan, step_costs, report)
-    resources = Resources(grammars, image_rows, drafts, config.plugins)
+    resources = Resources(grammars, image_rows, drafts, config.plugins, load_processors(config))
+    policy = POLICIES[config.capacity_scheduler_policy]
     return Scheduler(limits, kv, policy, state.updates(), eos, reuse, resources)
 
 

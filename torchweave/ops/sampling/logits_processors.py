@@ -110,8 +110,11 @@ def resample(
     processor_state: LogitsProcessorState,
     tokens: Tensor,
     out: Tensor,
+    replaced: Tensor | None = None,
 ) -> None:
     """Sample again the tokens of some rows of a step that has run, including `advance`.
+
+    `replaced` float32 [K, V]: logits of the rows instead of those of the step.
 
     logits [N, V] of the step; rows int32 [NUM_FIELDS, K], a record a column (the penalties as the bits of a float32); masks
     int32 [M, ceil(V / 32)] or None: bit v % 32 of word v / 32 allows token v. Writes the rows of tokens and out, int32 [N],
@@ -119,6 +122,10 @@ def resample(
     """
     assert rows.shape[0] == layout.NUM_FIELDS, rows.shape
     slots, size = rows[layout.SLOT], rows.shape[1]
+    source = rows
+    if replaced is not None:
+        logits, source = replaced, rows.clone()
+        source[layout.ROW] = torch.arange(size, dtype=torch.int32, device=rows.device)
     processed = torch.empty(size, logits.shape[1], dtype=torch.float32, device=logits.device)
     encoded, emit_all = torch.empty_like(slots), torch.ones_like(slots)
     if state.device.type == "cuda":
@@ -128,13 +135,13 @@ def resample(
             launch_rewind,
         )
 
-        launch_process_logits(logits, rows, masks, processor_state, processed)
+        launch_process_logits(logits, source, masks, processor_state, processed)
         launch_rewind(rows, state, processor_state, processed)
         sampled = sample(processed, slots, state)
         advance(sampled, slots, emit_all, state, encoded)
         launch_commit(rows, sampled, encoded, state, processor_state, tokens, out)
         return
-    process_logits_reference(logits, rows, masks, processor_state, processed)
+    process_logits_reference(logits, source, masks, processor_state, processed)
     rewind_reference(rows, state, processor_state, processed)
     sampled = sample(processed, slots, state)
     advance(sampled, slots, emit_all, state, encoded)

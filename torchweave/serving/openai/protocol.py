@@ -246,6 +246,7 @@ class Generation(SharedFields):
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Whole | None = None
     structured_outputs: StructuredBody | None = None
+    vllm_xargs: dict[str, Any] | None = None
     beam_width: Whole | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None

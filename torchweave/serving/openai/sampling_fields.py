@@ -118,6 +118,8 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
         width = others.setdefault("beam_width", body.beam_width or body.n or 1)  # in vLLM, `n` is the beam width
         if width == 1:  # greedy
             others["temperature"] = 0.0
+    if body.vllm_xargs is not None:
+        others["extra_args"] = body.vllm_xargs
     if body.no_stop_trim is not None and body.include_stop_str_in_output is None:
         others["include_stop_str_in_output"] = body.no_stop_trim
     defaults = {name: getattr(model, name) for name in GENERATION_DEFAULTS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,13 +20,13 @@ from torchweave.ops.slot_state import SlotState, StepInputs
 from torchweave.utils.registry import Registry
 
 _HERE = "torchweave.engine.runner.parts"
+_NAMES = (
+    "beams", "prompt_logprobs", "states", "images", "drafts", "device_processors", "processors", "logprobs", "pooled",
+)  # fmt: skip
 RUNNER_PARTS: Registry[type[RunnerPart]] = Registry(
     "runner part",
     "torchweave.runner_parts",
-    {
-        name: f"{_HERE}.{name}:PART"
-        for name in ("beams", "prompt_logprobs", "states", "images", "drafts", "processors", "logprobs", "pooled")
-    },
+    {name: f"{_HERE}.{name}:PART" for name in _NAMES},
     needs=("name", "needed", "before", "after"),
 )
 """Classes of parts by name; a step runs them in the order in which it carries them."""
@@ -47,6 +47,7 @@ class Device:
         boundary: makes the boundary of a forward, see `StepPrograms.boundary`.
         run_model: runs the model, see `StepPrograms.run_model`.
         draft_inputs: further inputs of the model in a step with drafts, see `InStepPart.draft_inputs`.
+        parts: those that were made before, by name.
     """
 
     plan: Plan
@@ -61,6 +62,7 @@ class Device:
     boundary: Callable[..., StepBoundary]
     run_model: Callable[..., Tensor]
     draft_inputs: Callable[[Tensor, Tensor, int], tuple[Tensor, ...]]
+    parts: dict[str, RunnerPart] = field(default_factory=dict)
 
     def on_host(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copies on the host, which are filled when the step ends."""
@@ -173,7 +175,10 @@ def make_parts(device: Device) -> dict[str, RunnerPart]:
     """The parts that a runner holds, by name."""
     plugins = device.plan.config.plugins
     classes = (RUNNER_PARTS.get(name, plugins) for name in RUNNER_PARTS.names(plugins))
-    return {part.name: part(device) for part in classes if part.needed(device)}
+    for part in classes:
+        if part.needed(device):
+            device.parts[part.name] = part(device)
+    return device.parts
 
 
 def check_parts(held: Iterable[str], plugins: Collection[str] | None) -> None:

@@ -16,6 +16,7 @@ from torchweave.engine.kv_cache.block_manager import BlockManager
 from torchweave.engine.kv_cache.image_rows import ImageRows
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.request import FinishReason, InferenceRequest
+from torchweave.engine.sampling.logits_processors import Processor
 from torchweave.engine.sampling.structured_output import GrammarManager
 from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.request_state import RequestState, WaitingQueue
@@ -26,13 +27,13 @@ from torchweave.ops.slot_state import SlotUpdates
 from torchweave.utils.registry import Registry
 
 _HERE = "torchweave.engine.scheduler.parts"
+_NAMES = (
+    "beams", "prompt_logprobs", "states", "images", "drafts", "device_processors", "processors", "logprobs", "pooled",
+)  # fmt: skip
 STEP_PARTS: Registry[type[StepPart]] = Registry(
     "step part",
     "torchweave.step_parts",
-    {
-        name: f"{_HERE}.{name}:PART"
-        for name in ("beams", "prompt_logprobs", "states", "images", "drafts", "processors", "logprobs", "pooled")
-    },
+    {name: f"{_HERE}.{name}:PART" for name in _NAMES},
     needs=("name", "needed", "payload", "take"),
 )
 """Classes of parts by name, in the order in which they run on host and device; others come after Torchweave's own."""
@@ -47,12 +48,14 @@ class Resources:
         image_rows: the pool of images; None for a model without images.
         adaptive_drafts: selects the number of drafts of each step; None: as many as the limits allow.
         plugins: see `EngineConfig.plugins`.
+        logits_processors: classes that the option names.
     """
 
     grammars: GrammarManager | None = None
     image_rows: ImageRows | None = None
     adaptive_drafts: AdaptiveDrafts | None = None
     plugins: tuple[str, ...] | None = None
+    logits_processors: Sequence[Processor] = ()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 from torchweave.engine.kv_cache.prefix_index import PrefixHit
 from torchweave.engine.request import InferenceRequest, SamplingParams
+from torchweave.engine.sampling.host_biases import HostBiases
 from torchweave.engine.sampling.structured_output import Constraint
 from torchweave.engine.scheduler.parts.base import Host, StepPart, StepRows, StoredRows
 from torchweave.engine.scheduler.request_state import RequestState
@@ -28,11 +29,13 @@ class LogitsProcessorRows(Payload):
         rows: int32 [NUM_FIELDS, K], one record per column; see `torchweave.ops.sampling.logits_processors`.
         joins: device state of new requests, to be written before the step.
         masks: int32 [M, ceil(V / 32)], bit masks of the tokens that a grammar allows; None if no row has a grammar.
+        biases: of users' own processors: columns of `rows`, int64 [B], and what is added to their logits, float32 [B, V].
     """
 
     rows: np.ndarray
     joins: tuple[LogitsStateInit, ...] = ()
     masks: np.ndarray | None = None
+    biases: tuple[np.ndarray, np.ndarray] | None = None
 
     def at_entries(self, query_len: int) -> LogitsProcessorRows:
         """The same for a step whose logits have `query_len` entries a row, of which these rows use the first."""
@@ -54,7 +57,8 @@ class LogitsProcessors:
         constraints: grammars of running requests, by slot.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, host: HostBiases) -> None:
+        self.host = host
         self._records = np.zeros((layout.NUM_FIELDS, num_slots), np.int32)
         self._records[layout.SLOT] = np.arange(num_slots)
         self._records[layout.MASK] = -1
@@ -70,6 +74,8 @@ class LogitsProcessors:
         self._records[layout.FLAGS, slot] = flags
         if state.constraint is not None:
             self.constraints[slot] = state.constraint
+        if state.processed is not None:
+            self.host.requests[slot] = state.processed
         self.enabled[slot] = True
         if flags:
             self._assign_state_row(slot, state, flags)
@@ -92,6 +98,7 @@ class LogitsProcessors:
     def release(self, slot: int) -> None:
         self.enabled[slot] = self.skipped[slot] = False
         self.constraints.pop(slot, None)
+        self.host.release(slot)
         if self._records[layout.FLAGS, slot]:
             self._records[layout.FLAGS, slot] = 0
             heapq.heappush(self._free, int(self._records[layout.STATE_ROW, slot]))
@@ -110,7 +117,17 @@ class LogitsProcessors:
         records = self._records[:, slots[rows]]
         records[layout.ROW] = rows
         inits, self._inits = tuple(self._inits), []
-        return LogitsProcessorRows(records, inits, self._masks(records) if self.constraints else None)
+        masks = self._masks(records) if self.constraints else None
+        return LogitsProcessorRows(records, inits, masks, self._biases(records) if self.host.requests else None)
+
+    def _biases(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """`LogitsProcessorRows.biases`. Slots are skipped from here on, until their tokens are known."""
+        columns = [column for column, slot in enumerate(records[layout.SLOT]) if int(slot) in self.host.requests]
+        if not columns:
+            return None
+        slots = records[layout.SLOT, columns]
+        self.skipped[slots] = True
+        return np.array(columns, np.int64), np.stack([self.host.pending.pop(int(slot)) for slot in slots])
 
     def _masks(self, records: np.ndarray) -> np.ndarray | None:
         """Token masks of the records with a grammar, indexed by their MASK field. Their slots are skipped from here on."""
@@ -132,25 +149,30 @@ class ProcessorsPart(StepPart):
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
-        self.processors = LogitsProcessors(host.limits.max_batch_size)
+        self._biases = HostBiases(host.resources.logits_processors, host.limits.vocab_size)
+        self.processors = LogitsProcessors(host.limits.max_batch_size, self._biases)
         self._grammars = host.resources.grammars
+        self._failed: dict[int, str] = {}  # errors by slot
 
     def rejection_reason(self, request: InferenceRequest) -> str:
         if request.sampling.structured_outputs is not None and self._grammars is None:
             return "structured_outputs needs a tokenizer, but this model has none; leave structured_outputs out."
-        return ""
+        return self._biases.rejection_reason(request)
 
     def add(self, state: RequestState) -> None:
         if state.request.sampling.structured_outputs is not None:
             assert self._grammars is not None, "a request with a grammar was refused"
             state.constraint = self._grammars.constraint(state.request.sampling, state.stops)
             self.has_events = True
+        state.processed = self._biases.keep(state.request.sampling, state.prompt)
 
     def start(self, slot: int, state: RequestState, hit: PrefixHit) -> bool:
-        if state.constraint is None and not state.processor_flags:
+        if state.constraint is None and state.processed is None and not state.processor_flags:
             return False
         self.processors.start(slot, state)
-        self.has_events |= state.constraint is not None
+        self.has_events |= state.constraint is not None or state.processed is not None
+        if state.processed is not None:
+            self._compute_biases([slot], [state.generated])
         return True
 
     def release(self, slot: int) -> None:
@@ -167,18 +189,39 @@ class ProcessorsPart(StepPart):
                     ended.append(state)
                 else:
                     waiting.admit(state)
-        skipped, slots = self.processors.skipped, running.slots
-        for slot, constraint in list(self.processors.constraints.items()):
-            if skipped[slot] and not slots.done[slot] and constraint.ready and not running.in_flight(slot):
-                skipped[slot] = False
-                state = slots.state_of(slot)
-                if state.ended_by_grammar() and state.reason is not None:
-                    self.host.finish(slot, state.reason)
-        self.has_events = bool(waiting.held or self.processors.constraints)
+        skipped, slots, known = self.processors.skipped, running.slots, []
+        constraints, processed = self.processors.constraints, self._biases.requests
+        for slot in {**constraints, **processed}:
+            constraint = constraints.get(slot)
+            if not skipped[slot] or slots.done[slot] or running.in_flight(slot):
+                continue
+            if constraint is not None and not constraint.ready:
+                continue
+            skipped[slot] = False
+            state = slots.state_of(slot)
+            if constraint is not None and state.ended_by_grammar() and state.reason is not None:
+                self.host.finish(slot, state.reason)
+            elif slot in processed:
+                known.append(slot)
+        if known:
+            self._compute_biases(known, [slots.tokens[slot, : slots.num_generated[slot]] for slot in known])
+        for slot, error in self._failed.items():
+            if slot in processed and not slots.done[slot]:
+                slots.state_of(slot).error = error
+                self.host.finish(slot, "error")
+        self._failed.clear()
+        self.has_events = bool(waiting.held or constraints or processed)
         return ended
 
+    def _compute_biases(self, slots: list[int], outputs: list[np.ndarray]) -> None:
+        """Compute what is added to the next tokens' logits of `slots`; `poll` ends requests whose processor failed."""
+        for slot, error in self._biases.compute(slots, outputs).items():
+            self._biases.pending[slot] = np.zeros(self.host.limits.vocab_size, np.float32)  # of a step that is ignored
+            self._failed[slot] = error
+
     def runnable(self, decoding: np.ndarray) -> np.ndarray:
-        return decoding[~self.processors.skipped[decoding]] if self.processors.constraints else decoding
+        waits = self.processors.constraints or self._biases.requests
+        return decoding[~self.processors.skipped[decoding]] if waits else decoding
 
     def payload(self, rows: StepRows) -> LogitsProcessorRows | None:
         return self.processors.rows_of_step(rows.slots, rows.emits)
