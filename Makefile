@@ -66,7 +66,7 @@ site: $(VENV)/.installed-test
 
 # Every page that a script writes; a test fails while one of them is stale.
 docs: $(VENV)/.installed-test
-	@for script in write_cli_reference write_passes_page write_tool_formats results_table draw_architecture write_peer_requirements; do $(BIN)/python scripts/docs/$$script.py; done
+	@for script in write_cli_reference write_passes_page write_tool_formats results_table draw_architecture measure_walk write_peer_requirements; do $(BIN)/python scripts/docs/$$script.py; done
 
 # A stamp is as old as the last install; a change of pyproject.toml installs anew.
 $(BIN)/python:

@@ -187,6 +187,17 @@ def test_the_reference_names_every_option():
         assert not [option for option in sorted(options) if f"`--{option}`" not in text]
 
 
+def test_the_walk_is_measured():
+    measured = script("docs/measure_walk")
+    text = measured.PAGE.read_text(encoding="utf-8").partition(measured.BEGIN)[2].partition(measured.END)[0]
+    named = {name for name in re.findall(r"`([\w/]+)`", text) if "/" in name or name == "tokenizer"}
+    assert len(named) >= 25 and not [name for name in named if not (PACKAGE / f"{name}.py").is_file()]
+    walk = measured.measure(measured.demo)
+    others = named ^ set(walk.files)  # what runs once in a while may be in one of them
+    assert len(others) <= 2, f"run scripts/docs/measure_walk.py: {others}"
+    assert "engine/scheduler/scheduler" in walk.step and not any("/parts/" in file for file in walk.step)
+
+
 def test_the_page_of_passes_is_current_and_whole():
     from torchweave.compiler.passes.base import document
     from torchweave.compiler.passes.manager import default_passes

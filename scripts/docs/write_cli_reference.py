@@ -25,7 +25,7 @@ from torchweave.cli.commands import (
     serve,
     tune,
 )
-from torchweave.cli.options import options_of
+from torchweave.cli.options import Option, options_of
 from torchweave.config import format_value
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.engine.request import SamplingParams
@@ -170,10 +170,15 @@ def _table(config: type, names: Sequence[str] = ()) -> list[str]:
     """A table of options; no `names` takes all."""
     options = options_of(config)
     rows = [
-        f"| `--{name}` | {_cell(option.metavar)} | {_cell(format_value(option.default))} | {_cell(option.text)} |"
+        f"| `--{name}` | {_takes(option)} | {_cell(format_value(option.default))} | {_cell(option.text)} |"
         for name, option in ((name, options[name]) for name in names or options)
     ]
     return ["| option | takes | default | |", "|---|---|---|---|", *rows, ""]
+
+
+def _takes(option: Option) -> str:
+    """Its values, between which a line of a narrow column may break."""
+    return _cell(option.metavar.replace("|", " | "))
 
 
 def _cell(text: str) -> str:

@@ -37,7 +37,7 @@ class ServerProcess:
 
     def client(self, key: str = "none") -> openai.OpenAI:
         http = openai.DefaultHttpxClient(verify=False)
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, http_client=http)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=240, http_client=http)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """On a connection of its own. `verify=False`, here and in clients: certificates take 25 ms of CPU time to read."""
@@ -107,7 +107,7 @@ def children(pid: int, beginning: str = "") -> list[int]:
     return sorted(child for child in found if name(child).startswith(beginning))
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+def wait_until(holds: Callable[[], bool], seconds: float = 240.0) -> bool:
     end = time.monotonic() + seconds
     while not holds() and time.monotonic() < end:
         time.sleep(0.02)

@@ -50,7 +50,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
         "--max_body_bytes",
         "5000",
         "--request_timeout",
-        "30",
+        "240",
     )
     tokens = ("--max_request_tokens", "1000", "--max_request_sequences", "6")
     with serving("--api_key_file", str(keys), *limits, *tokens) as running:
@@ -184,14 +184,14 @@ def test_starting_server_reports_progress_and_its_engine_exits_with_it() -> None
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     starting = ServerProcess(f"http://127.0.0.1:{port}", process)  # type: ignore[arg-type]
     try:
-        assert wait_until(lambda: answers(starting), 30)
+        assert wait_until(lambda: answers(starting))
         assert starting.get("/health").status_code == 200
         ready = starting.get("/ready")
         assert ready.status_code == 503 and ready.json()["engine"] == "starting"
         refused = starting.post("/v1/completions", {"prompt": "1+1="})
         assert refused.status_code == 503 and "being loaded" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after"]) >= 1
-        assert wait_until(lambda: any(bar["title"] for bar in starting.get("/ready").json().get("progress", [])), 60)
+        assert wait_until(lambda: any(bar["title"] for bar in starting.get("/ready").json().get("progress", [])))
         engine = starting.engine_pid()
         assert name(engine).startswith(ENGINE_NAME)
     finally:
@@ -280,7 +280,7 @@ def test_the_engine_is_started_again_by_option_and_sigterm_drains() -> None:
         error, seconds = during_a_stream(server.client(), lambda: os.kill(pid, signal.SIGKILL))
         assert isinstance(error, openai.APIError) and "ended unexpectedly" in str(error) and seconds < 60
         assert server.get("/ready").status_code == 503
-        assert wait_until(lambda: server.get("/ready").status_code == 200, 60)
+        assert wait_until(lambda: server.get("/ready").status_code == 200)
         assert server.engine_pid() != pid
         assert cache_metrics(server) == [blocks, 64, 32], "what was counted outlives the engine"
         server.post("/v1/completions", {"prompt": [5] * 40, "max_tokens": 1})
@@ -298,7 +298,7 @@ def test_the_engine_is_started_again_by_option_and_sigterm_drains() -> None:
         assert "".join(chunk.choices[0].text for chunk in short) == "2"
         with pytest.raises(openai.APIError, match="was shut down"):
             list(streams[-1])
-        assert server.process.wait(15) == 0
+        assert server.process.wait(240) == 0
 
 
 def test_second_signal_ends_the_server_at_once_with_an_error_to_clients(capfd: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +318,7 @@ def test_second_signal_ends_the_server_at_once_with_an_error_to_clients(capfd: p
             list(stream)
         answer = whole.result()
         assert answer.status_code == 503 and "shutting down" in answer.json()["error"]["message"]
-        assert server.process.wait(15) == 0
+        assert server.process.wait(240) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in (*pids, engine))
     assert capfd.readouterr().err == ""
 
@@ -333,7 +333,7 @@ def test_ctrl_c_in_a_terminal_drains_too() -> None:
         os.killpg(server.process.pid, signal.SIGINT)
         assert wait_until(lambda: server.get("/ready").status_code == 503)
         assert finish_reason(chunks) == "length"
-        assert server.process.wait(60) == 0
+        assert server.process.wait(240) == 0
 
 
 def test_engine_death_is_reported_and_ends_the_server(guarded: ServerProcess) -> None:
@@ -352,6 +352,6 @@ def test_engine_death_is_reported_and_ends_the_server(guarded: ServerProcess) ->
     watcher.start()
     error, seconds = during_a_stream(guarded.client("sesame"), lambda: os.kill(guarded.engine_pid(), signal.SIGKILL))
     assert isinstance(error, openai.APIError) and "ended unexpectedly" in str(error) and seconds < 60
-    assert guarded.process.wait(60) == 1
+    assert guarded.process.wait(240) == 1
     watcher.join()
     assert 503 in codes

@@ -121,7 +121,7 @@ def test_dead_replica_fails_only_its_requests_and_restarts(pair: ServerProcess) 
     assert body["status"] == "degraded" and body["engine"] == "ready"
     assert sorted(each["engine"] for each in body["replicas"]) == ["ready", "starting"]
     assert pair.get("/ready").status_code == 200 and sum(by_replica(metrics(pair), "engine_up")) == 1
-    assert wait_until(lambda: pair.get("/health").json()["status"] == "ok", 60)
+    assert wait_until(lambda: pair.get("/health").json()["status"] == "ok")
     assert victim not in engines(pair) and len(engines(pair)) == 2
     before = by_replica(metrics(pair), "generation_tokens_total")
     with ThreadPoolExecutor(8) as pool:
@@ -141,7 +141,7 @@ def test_sigterm_drains_all_replicas(pair: ServerProcess) -> None:
         client.completions.create(model="demo", prompt="1+1=")
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(finish_reason, streams)) == {"length"}
-    assert pair.process.wait(60) == 0
+    assert pair.process.wait(240) == 0
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 

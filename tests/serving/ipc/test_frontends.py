@@ -185,7 +185,7 @@ def test_all_frontends_report_engine_death_and_restart(three: ServerProcess) -> 
     assert max(seconds for _, seconds in ends) < 60
     refused = three.post("/v1/completions", {"model": "demo", "prompt": "1+1="})
     assert refused.status_code == 503
-    assert wait_until(lambda: three.get("/ready").status_code == 200, 60)
+    assert wait_until(lambda: three.get("/ready").status_code == 200)
     before, able = recent(three), set[int]()
 
     def all_answer() -> bool:
@@ -193,7 +193,7 @@ def test_all_frontends_report_engine_death_and_restart(three: ServerProcess) -> 
         able.update(each % 3 for each in recent(three) - before)
         return able == {0, 1, 2}
 
-    assert wait_until(all_answer, 60), able
+    assert wait_until(all_answer), able
 
 
 def test_sigterm_drains_all_frontends(three: ServerProcess) -> None:
@@ -207,7 +207,7 @@ def test_sigterm_drains_all_frontends(three: ServerProcess) -> None:
             three.client().completions.create(model="demo", prompt="1+1=")
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(finish_reason, answering)) == {"length"}
-    assert three.process.wait(60) == 0
+    assert three.process.wait(240) == 0
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
@@ -254,9 +254,9 @@ def test_dead_frontend_ends_the_server() -> None:
 
 def test_the_death_of_one_of_them_ends_a_server_that_starts_and_it_does_not_say_that_it_serves() -> None:
     with starting() as running:
-        assert wait_until(lambda: len(running.pids("tw-http-")) == 2, 60)
+        assert wait_until(lambda: len(running.pids("tw-http-")) == 2)
         os.kill(running.pids("tw-http-")[1], signal.SIGKILL)
-        greeting, said = running.process.communicate(timeout=30)
+        greeting, said = running.process.communicate(timeout=240)
         assert running.process.returncode == 1 and not greeting
         assert said == "torchweave: An HTTP process of the server ended unexpectedly.\n"
 
@@ -265,12 +265,12 @@ def test_engine_start_failure_is_reported_by_every_frontend() -> None:
     with starting() as running:
         engine = running.engine_pid()
         port = int(running.url.rpartition(":")[2])
-        assert wait_until(lambda: is_listening(port), 60)
+        assert wait_until(lambda: is_listening(port))
         with socket.create_connection(("127.0.0.1", port)) as connection:  # only the first one listens by now
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             time.sleep(0.2)
             os.kill(engine, signal.SIGKILL)
-            greeting, said = running.process.communicate(timeout=30)
+            greeting, said = running.process.communicate(timeout=240)
         assert running.process.returncode == 1 and not greeting
         assert said.endswith("torchweave: The engine process ended unexpectedly.\n"), (
             said
@@ -284,8 +284,8 @@ def is_listening(port: int) -> bool:
 
 def test_a_signal_ends_all_of_them_while_they_start() -> None:
     with starting() as running:
-        assert wait_until(lambda: len(running.pids("tw-http-")) == 2, 60)
-        assert wait_until(lambda: is_listening(int(running.url.rpartition(":")[2])), 60)
+        assert wait_until(lambda: len(running.pids("tw-http-")) == 2)
+        assert wait_until(lambda: is_listening(int(running.url.rpartition(":")[2])))
         running.process.send_signal(signal.SIGTERM)
         greeting, said = running.process.communicate(timeout=120)
         assert running.process.returncode == 0 and not greeting and "Traceback" not in said, said
@@ -293,7 +293,7 @@ def test_a_signal_ends_all_of_them_while_they_start() -> None:
 
 def test_a_model_that_the_engine_refuses_is_reported_once_and_all_processes_exit(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
-    done = subprocess.run(serve_command(str(tmp_path), *SEVERAL), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(serve_command(str(tmp_path), *SEVERAL), capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(tmp_path) in done.stderr, done.stderr
 
 
@@ -303,7 +303,7 @@ def test_an_address_is_not_shared_with_another_server() -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         done = subprocess.run(
-            serve_command("demo", *SEVERAL, "--port", port), capture_output=True, text=True, timeout=60
+            serve_command("demo", *SEVERAL, "--port", port), capture_output=True, text=True, timeout=240
         )
     assert done.returncode == 2 and "cannot listen on" in done.stderr
 
