@@ -135,12 +135,12 @@ def _constrained(
     if form is not None:
         tail = service.require_tokenizer().decode(ids[-TAIL_TOKENS:])
         answer_format = replace(answer_format, prompt_tail=tail)
-    if budget is not None and not (form is not None and _is_limitable(service, form)):
+    if budget is not None and not (form is not None and _has_closing_token(service, form)):
         sentence = "The reasoning of this model cannot be limited; thinking_token_budget was left out."
         warnings.add("reasoning_effort", sentence)
         budget = None
-    calls_freely = answer_format.tools.forced is None and answer_format.tools.tools is not None
-    tools = body.tools or [] if calls_freely else []
+    may_call = answer_format.tools.forced is None and answer_format.tools.tools is not None
+    tools = body.tools or [] if may_call else []
     tags = _strict_tags(service, body, tools, warnings)
     may_open = form is not None and service.require_tokenizer().token_of(form.opening[0]) is not None
     constrained = constrain(params, answer_format, budget, [tool.function.name for tool in tools], tags, may_open)
@@ -170,7 +170,7 @@ def _tool_format(service: Service, body: ChatTemplate) -> str | None:
     return detect_tool_format(_template(service, body)) if configured == "auto" else configured
 
 
-def _is_limitable(service: Service, form: ReasoningFormat) -> bool:
+def _has_closing_token(service: Service, form: ReasoningFormat) -> bool:
     """Whether the text that ends the reasoning is one token, which can be forced."""
     return not form.in_channels and service.require_tokenizer().token_of(form.closing[0]) is not None
 
