@@ -54,7 +54,7 @@ class GptManager(BatchManager):
         config = engine_config({"model": model, **options})
         self.engine = open_engine(config)
         scheduler = self.engine.scheduler
-        scheduler.limits = replace(scheduler.limits, max_beam_width=max_beam_width)
+        scheduler.set_limits(replace(scheduler.limits, max_beam_width=max_beam_width))
         super().__init__(
             scheduler,
             self.engine.steps,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -145,6 +146,12 @@ class Scheduler:
             return why
         reasons = (part.rejection_reason(request) for part in self.parts.held.values())
         return next(filter(None, reasons), "") or self.limits.blocks_rejection(request, self.kv)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Replace the limits of later requests."""
+        self.limits = limits
+        for part in self.parts.held.values():
+            part.host = replace(part.host, limits=limits)
 
     def add(self, request: InferenceRequest, seed: int) -> None:
         """Add a request without a `rejection_reason`; `seed` is for requests without a seed."""
