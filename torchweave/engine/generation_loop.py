@@ -329,21 +329,27 @@ class GenerationLoop:
         collected = time.perf_counter()
         self.counts[result.how] = self.counts.get(result.how, 0) + 1
         responses = self._scheduler.update(step, result)
-        num_waiting = self._scheduler.num_waiting
-        num_running = self._scheduler.num_active - num_waiting + responses.num_final
+        has_stats, num_waiting, num_running = self._callbacks.return_stats is not None, 0, 0
+        if has_stats:
+            num_waiting = self._scheduler.num_waiting
+            num_running = self._scheduler.num_active - num_waiting + responses.num_final
         if self._scheduler.state_changes:
             self._notify_state_changes()
-        self._send(responses)
+        if responses.others or responses.ids.size:
+            self._send(responses)
         self._poll_stop()
-        seconds = time.perf_counter() - self._iteration_began
-        self.iterations.append(Iteration(seconds, step.num_prefill_tokens, result.num_sampled_tokens))
-        if self._callbacks.return_stats is not None:
+        seconds, is_plain = time.perf_counter() - self._iteration_began, not step.chunks and step.query_len == 1
+        num_tokens = (0, len(step.slots)) if is_plain else (step.num_prefill_tokens, result.num_sampled_tokens)
+        self.iterations.append(Iteration(seconds, *num_tokens))
+        if has_stats:
             self._emit_stats(step, result, num_running, num_waiting)
         ended = time.perf_counter()
         self._iteration_began = ended
         self.timings.append(Timing(self._schedule_seconds, self._launch_seconds, collected - begin, ended - collected))
 
     def _run_calls(self) -> None:
+        if not (self._host.tasks or self.control.queued):
+            return
         was_paused = self.is_paused
         self.control.run()
         if was_paused and not self.is_paused:  # requests have come meanwhile

@@ -175,6 +175,7 @@ class WaitingQueue:
         priority_order: see `Limits`.
 
     Attributes:
+        entries: the queue proper, as (priority, arrival, request) in order.
         held: requests that are held back, by id.
         only_paused: only requests that ran before may start.
     """
@@ -182,16 +183,16 @@ class WaitingQueue:
     def __init__(self, priority_order: int = 1) -> None:
         self.held: dict[int, RequestState] = {}
         self._priority_order = priority_order
-        self._entries: list[tuple[int, int, RequestState]] = []
+        self.entries: list[tuple[int, int, RequestState]] = []
         self._ids: set[int] = set()
         self._num_paused = 0
         self.only_paused = False
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[RequestState]:
-        return (state for _, _, state in self._entries)
+        return (state for _, _, state in self.entries)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._ids or request_id in self.held
@@ -215,7 +216,7 @@ class WaitingQueue:
 
     def admit(self, state: RequestState) -> None:
         """Add a request that may start."""
-        insort(self._entries, (-self._priority_order * state.request.priority, state.arrival, state))
+        insort(self.entries, (-self._priority_order * state.request.priority, state.arrival, state))
         self._ids.add(state.request.id)
         self._num_paused += state.paused
 
@@ -232,17 +233,17 @@ class WaitingQueue:
         """Remove and return a request; None if it is not in the queue."""
         if request_id not in self._ids:
             return self.held.pop(request_id, None)
-        return self._take(next(i for i, entry in enumerate(self._entries) if entry[2].request.id == request_id))
+        return self._take(next(i for i, entry in enumerate(self.entries) if entry[2].request.id == request_id))
 
     def _take(self, index: int) -> RequestState:
-        state = self._entries.pop(index)[2]
+        state = self.entries.pop(index)[2]
         self._ids.discard(state.request.id)
         self._num_paused -= state.paused
         return state
 
     def clear(self) -> None:
         self.held.clear()
-        self._entries.clear()
+        self.entries.clear()
         self._ids.clear()
         self._num_paused = 0
 
@@ -382,28 +383,15 @@ class SlotTable:
         known = self.prompt_len[slots] + self.num_generated[slots] - 1
         return np.where(self.drafting[slots], np.minimum(known, self.num_computed[slots]), self.num_computed[slots])
 
-    def append(self, slots: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Append the tokens of each slot.
-
-        Args:
-            tokens: rows of `StepResult.tokens`.
+    def append_several(
+        self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Append the tokens of a step with drafts, rows of `StepResult.tokens`, to the `counts` tokens of each slot.
 
         Returns:
             The last token of each slot, and the slots that the device has stopped, bool.
         """
-        if tokens.ndim > 1:
-            return self._append_several(slots, tokens)
-        stopped, counts = tokens < 0, self.num_generated[slots]
-        tokens = np.maximum(tokens, -1 - tokens)
-        if counts.max(initial=0) >= self.tokens.shape[1]:
-            self.grow_tokens(int(counts.max()) + 1)
-        self.tokens[slots, counts] = tokens
-        self.num_generated[slots] = counts + 1
-        return tokens, stopped
-
-    def _append_several(self, slots: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same for a step with drafts, of which each row keeps a number of tokens."""
-        lengths, counts = (tokens != NOT_EMITTED).sum(axis=1), self.num_generated[slots]
+        lengths = (tokens != NOT_EMITTED).sum(axis=1)
         last = tokens[np.arange(len(slots)), lengths - 1]
         tokens = np.where(tokens < 0, -1 - tokens, tokens)
         self.grow_tokens(int((counts + lengths).max(initial=0)))

@@ -91,6 +91,11 @@ class RunningSet:
         """The group that a slot belongs to."""
         return self.groups.get(int(self.slots.group[slot]))
 
+    def leader_of(self, slot: int) -> int:
+        """The first slot of the request that a slot belongs to."""
+        group = self.group_of(slot)
+        return slot if group is None else group.leader
+
     def slots_of(self, slot: int) -> Sequence[int]:
         """The slots of the request whose first one is `slot`."""
         return self.groups[slot].slots if slot in self.groups else (slot,)

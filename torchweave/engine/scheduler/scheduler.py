@@ -19,14 +19,7 @@ from typing import Literal
 import numpy as np
 
 from torchweave.engine.kv_cache.block_manager import BlockManager
-from torchweave.engine.request import (
-    INVALID_LOGITS,
-    FinishReason,
-    InferenceRequest,
-    Response,
-    Responses,
-    refusal,
-)
+from torchweave.engine.request import INVALID_LOGITS, FinishReason, InferenceRequest, Response, Responses, refusal
 from torchweave.engine.scheduler.decider import Decider
 from torchweave.engine.scheduler.limits import Limits, conflicting_fields
 from torchweave.engine.scheduler.parts.base import Host, Parts, Resources, StoredRows
@@ -48,8 +41,7 @@ _NO_RESPONSES = Responses()
 class Scheduler:
     """Owner of all requests: `schedule` returns the next step, `update` takes its result and returns responses.
 
-    The waiting requests are in a queue, the running ones in a `RunningSet`, their blocks in `kv`. The policy decides on a
-    snapshot; the scheduler carries the decision out.
+    The waiting requests are in a queue, the running ones in a `RunningSet`, their blocks in `kv`; a `Decider` asks the policy.
 
     Args:
         limits: sizes of steps and requests, and how a step's tokens are divided among prompts.
@@ -84,11 +76,9 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self.resources = Resources() if resources is None else resources
-        self.paused_total = 0
-        self.num_invalid = 0
+        self.paused_total = self.num_invalid = self.static_batch_size = 0
         self.state_changes: list[tuple[int, StateChange]] = []
         self.static = policy is static_batch
-        self.static_batch_size = 0
         self.speculation = SpeculationCounts(limits.query_len - 1)
         self._eos = tuple(eos_token_ids)
         self._running = RunningSet(limits.max_batch_size, reuse)
@@ -177,20 +167,15 @@ class Scheduler:
 
     def pause_running(self) -> None:
         """Pause every running request, while no step is in flight: each starts again with its tokens, and no block is in use."""
-        slots = self._running.slots
-        for request_id, slot in slots.slot_of.items():
-            if not slots.done[slot]:
-                self._running.stop(slot)
-                self.state_changes.append((request_id, "paused"))
-                self.paused_total += 1
+        for slot in self._running.slots.slot_of.values():
+            if not self._running.slots.done[slot]:
+                self._pause(slot)
         responses = self._release()
         assert not responses, "finished requests are released when their last step has completed"
 
     def abort_all(self, message: str) -> list[Response]:
         """Answer every request with an error and discard it: the device failed, or the engine shuts down."""
         ids = self.request_ids
-        for slot in self._running.slots.slot_of.values():
-            self.parts.release(slot)
         self.parts.clear()
         self._running.clear(self.kv)
         self.kv.reset()  # after a failure of the device the blocks' contents are unknown
@@ -212,7 +197,7 @@ class Scheduler:
         """The next step; None if no request can run before a step in flight has completed."""
         running, build = self._running, self._step_builder.build
         self._step_builder.cache_chunks(running, self.kv)
-        only_decode = not (self._waiting or running.prefill or running.groups)
+        only_decode = not (self._waiting.entries or running.prefill or running.groups)
         if only_decode and (running.steps_before_alloc or not running.decoding.size):
             decoding = self._step_builder.rows_of_step(running, running.decoding, alone=True)
             return build(running, self.kv, decoding) if decoding.size else None
@@ -265,10 +250,13 @@ class Scheduler:
         running, slots = self._running, self._running.decision_slots
         others = running.all_but({*decision.skipped, *decision.paused})
         for index in decision.paused:
-            running.stop(slots[index])
-            self.state_changes.append((running.slots.state_of(slots[index]).request.id, "paused"))
-        self.paused_total += len(decision.paused)
+            self._pause(slots[index])
         return others
+
+    def _pause(self, slot: int) -> None:
+        self._running.stop(slot)
+        self.state_changes.append((self._running.slots.state_of(slot).request.id, "paused"))
+        self.paused_total += 1
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -285,7 +273,7 @@ class Scheduler:
             rows = part.take(step, result, rows)
         slots = step.slots[rows]
         counts = table.num_generated[slots]
-        tokens, stopped = table.append(slots, result.tokens[rows])
+        tokens, stopped = self._store(slots, counts, result.tokens[rows])
         if step.chunks:
             self.state_changes.extend((each, "answering") for each in table.ids[slots[counts == 0]].tolist())
         needs_host_work = table.needs_host_work[slots]
@@ -307,30 +295,35 @@ class Scheduler:
         responses.extend(self._release())
         return responses
 
+    def _store(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Append tokens to those of their slots, which have `counts`; returns the last of each, and what the device has stopped."""
+        table = self._running.slots
+        if tokens.ndim > 1:
+            return table.append_several(slots, counts, tokens)
+        stopped, tokens = tokens < 0, np.maximum(tokens, -1 - tokens)
+        if counts.max(initial=0) >= table.tokens.shape[1]:
+            table.grow_tokens(int(counts.max()) + 1)
+        table.tokens[slots, counts], table.num_generated[slots] = tokens, counts + 1
+        return tokens, stopped
+
     def _end_invalid(self, slots: np.ndarray) -> None:
         """End requests whose logits are not finite with an error."""
-        table = self._running.slots
-        for slot in slots.tolist():
-            if table.done[slot]:  # with another sequence of its group
-                continue
+        running = self._running
+        for leader in dict.fromkeys(running.leader_of(slot) for slot in slots.tolist()):
             self.num_invalid += 1
             if self.num_invalid & (self.num_invalid - 1) == 0:  # 1, 2, 4, ...: a broken model ends all requests
                 _log.warning(
                     "Request %d ended with an error: %s (%d such requests so far)",
-                    table.ids[slot], INVALID_LOGITS, self.num_invalid,
+                    running.slots.state_of(leader).request.id, INVALID_LOGITS, self.num_invalid,
                 )  # fmt: skip
-            group = self._running.group_of(slot)
-            leader = slot if group is None else group.leader
-            table.state_of(leader).error = INVALID_LOGITS
+            running.slots.state_of(leader).error = INVALID_LOGITS
             self._finish(leader, "error")
         if not self.is_loading:
             self.kv.reset()  # cached blocks may hold the cause
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
-        slots = self._running.slots
-        group = self._running.group_of(slot)
-        slots.state_of(slot).reason = reason
-        slots.done[slot if group is None else group.slots] = True
+        self._running.slots.state_of(slot).reason = reason
+        self._running.slots.done[list(self._running.slots_of(slot))] = True
         self._running.stop(slot)
 
     def _make_response(self, slot: int) -> Response:

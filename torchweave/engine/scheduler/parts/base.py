@@ -254,5 +254,7 @@ class Parts:
 
     def clear(self) -> None:
         """Forget all requests."""
+        for slot in list(self._used):
+            self.release(slot)
         for part in self.held.values():
             part.clear()
