@@ -142,8 +142,9 @@ def _constrained(
     may_call = answer_format.tools.forced is None and answer_format.tools.tools is not None
     tools = body.tools or [] if may_call else []
     tags = _strict_tags(service, body, tools, warnings)
-    may_open = form is not None and service.require_tokenizer().token_of(form.opening[0]) is not None
-    constrained = constrain(params, answer_format, budget, [tool.function.name for tool in tools], tags, may_open)
+    texts = () if form is None else (form.opening[0], form.closing[0])
+    markers = frozenset(text for text in texts if service.require_tokenizer().token_of(text) is not None)
+    constrained = constrain(params, answer_format, budget, [tool.function.name for tool in tools], tags, markers)
     return constrained.params, constrained.answer_format
 
 

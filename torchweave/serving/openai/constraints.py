@@ -103,7 +103,7 @@ def constrain(
     budget: int | None,
     names: list[str],
     tags: dict[str, Any] | None,
-    may_open: bool,
+    markers: frozenset[str],
 ) -> Constrained:
     """Let the constraint of an answer begin after its reasoning, let calls stand beside a schema, and limit the reasoning.
 
@@ -111,12 +111,15 @@ def constrain(
         answer_format: with the end of the prompt.
         budget: most tokens of the reasoning; None: any number.
         names: of the functions that the model may call; empty where a call is forced.
-        may_open: the model may begin its reasoning itself, by a token; small models write the text of one by chance.
+        markers: texts of the reasoning's format that are single tokens. Reasoning whose end is not has no room before a constraint:
+            small models never write it, and write the text of a beginning by chance.
         tags: free text with valid calls, where a tool is strict; see `call_tags`.
     """
     structured, form = params.structured_outputs, answer_format.reasoning
     state = "answer" if form is None else initial_state(form, answer_format.prompt_tail, answer_format.continued)[0]
-    reasons = state == "reasoning" or (state == "start" and form is not None and (may_open or form.is_implicit))
+    reasons = form is not None and form.closing[0] in markers and state != "answer"
+    if form is not None and state == "start":
+        reasons = reasons and (form.is_implicit or form.opening[0] in markers)
     if form is not None and form.in_channels:
         reasons = structured is not None and bool(names)
     elif structured is None and budget is None and tags is None:
