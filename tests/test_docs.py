@@ -165,3 +165,9 @@ def test_every_file_of_gpu_tests_says_what_it_needs():
     assert set(table) == set(files)
     several = {name for name, path in files.items() if "device_count()" in text_of(path)}
     assert several == {name for name, count in table.items() if count != "1"}
+
+
+def test_the_home_page_links_to_every_page():
+    linked = {link.partition("#")[0] for link in links(text_of(DOCS / "README.md"))}
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"README.md"}
+    assert {page for page in pages if not page.startswith("develop/decisions/")} <= linked

@@ -29,7 +29,7 @@ _CACHED_TEXTS = 1 << 13
 _CACHED_TEMPLATES = 32
 """Chat templates of which a process remembers what they take; requests may bring their own."""
 _MAX_COMPOSED = 4
-"""Most characters that Unicode normalisation composes to one; tokenizers may normalise a text first."""
+"""Most characters that Unicode normalization composes to one; tokenizers may normalize a text first."""
 
 
 @functools.cache
@@ -399,7 +399,7 @@ class IncrementalDetokenizer:
         if not text.startswith(self._stable_text):
             text = self._decode_window(window)
         if len(ids) > 1 and _REPLACEMENT in text[len(self._stable_text) :]:
-            # Invalid bytes may garble their neighbours; split so that the result equals that of feeding ids one by one.
+            # Invalid bytes may garble their neighbors; split so that the result equals that of feeding ids one by one.
             half = len(ids) // 2
             return self.feed(ids[:half]) + self.feed(ids[half:])
         self._window = window

@@ -1,4 +1,4 @@
-"""Matrix products of few tokens on a GPU: cuBLAS against Torchweave's kernels, with the neighbouring ops of a decoder layer.
+"""Matrix products of few tokens on a GPU: cuBLAS against Torchweave's kernels, with the neighboring ops of a decoder layer.
 
     python bench/kernels/linear.py --json bench/results/linear_h100_202611.json [--models 1b 8b] [--tokens 1 2 4] [--dtype float16]
     python bench/kernels/linear.py --weights int4 [--group 128] [--zero_points]   # weights in 4 bits, or int8; see int_linear.py
@@ -6,7 +6,7 @@
     python bench/kernels/linear.py --read bench/results/linear*_h100_202611.json --table torchweave/compiler/tuning/tables/KIND.json
 
 A candidate is a CUDA graph over 256 MB of distinct weights, so that caches stay cold; the graphs of a row's candidates are replayed
-in turn (torchweave/compiler/tuning/measure.py). The first is cuBLAS with separate kernels for the neighbouring ops, the reference
+in turn (torchweave/compiler/tuning/measure.py). The first is cuBLAS with separate kernels for the neighboring ops, the reference
 for correctness and speed; above FUSED_TOKENS, products run alone. With `dependent`, consecutive calls are dependent launches. The
 JSON holds every candidate, the table the best of each kind.
 """

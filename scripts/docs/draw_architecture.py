@@ -143,14 +143,14 @@ def draw() -> str:
     )
 
 
-def _lane(stations: tuple[Station, ...], left: int, top: int, colour: str) -> Iterator[str]:
+def _lane(stations: tuple[Station, ...], left: int, top: int, color: str) -> Iterator[str]:
     for index, station in enumerate(stations):
         y = top + index * (BOX + GAP)
         yield (
-            f'<rect x="{left}" y="{y}" width="{LANE}" height="{BOX}" rx="8" fill="{PALE}" stroke="{colour}" '
+            f'<rect x="{left}" y="{y}" width="{LANE}" height="{BOX}" rx="8" fill="{PALE}" stroke="{color}" '
             'stroke-width="1.5"/>'
         )
-        yield _text(left + 14, y + 22, station.symbol, 14, colour, "bold", mono=True)
+        yield _text(left + 14, y + 22, station.symbol, 14, color, "bold", mono=True)
         yield _text(left + LANE - 14, y + 22, f"torchweave/{station.file}", 11, GREY, anchor="end", mono=True)
         lines = textwrap.wrap(paragraph(station), 76, max_lines=2, placeholder=" ...")
         for line, text in enumerate(lines):

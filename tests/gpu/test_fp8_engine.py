@@ -34,4 +34,4 @@ def test_every_fp8_scheme_generates_correct_answers(
     assert sum(right) / len(right) >= 0.96
     assert sum(said == one.answer.strip() for said, one in zip(alone, asked[::20], strict=True)) >= len(alone) - 1
     merged = next(event for event in report.select("pass") if event["name"] == "merge_fp8_linears")
-    assert merged["matches"] == 20, "quantisation and product of q/k/v and gate/up in each of 5 layers"
+    assert merged["matches"] == 20, "quantization and product of q/k/v and gate/up in each of 5 layers"

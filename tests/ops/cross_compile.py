@@ -60,7 +60,7 @@ def recorded(module: ModuleType, *names: str) -> Iterator[list[Launch]]:
 
 
 def compile_for_hopper(launch: Launch) -> Any:
-    """Triton's compiled kernel of `launch` for sm_90, specialised as Triton would specialise it there."""
+    """Triton's compiled kernel of `launch` for sm_90, specialized as Triton would specialize it there."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -198,7 +198,7 @@ def _quantization(config: EngineConfig, device: DeviceFacts, model: ModelFacts) 
         )
     if effective and effective.startswith("fp8") and device.capability is not None and device.capability < (8, 9):
         raise ValueError(
-            f"{effective} needs compute capability 8.9, and {device.title} has none; use an unquantised model"
+            f"{effective} needs compute capability 8.9, and {device.title} has none; use an unquantized model"
         )
     return effective, "the checkpoint's" if stored else f"{requested} is {effective}" if requested in defaults else ""
 

@@ -73,7 +73,7 @@ class ProcessGroups:
         pipeline_parallel_size: pipeline stages.
         device: of this rank: `cpu` or `cuda:N`.
         groups: this rank's process groups of several ranks, by name, for tensors on its device: `tp`; `pp` for sampled tokens;
-            `pp_previous` and `pp_next` for hidden states of a neighbouring stage.
+            `pp_previous` and `pp_next` for hidden states of a neighboring stage.
         host: gloo group of all ranks, for host data; None with a single rank.
     """
 
@@ -141,12 +141,12 @@ def init_process_groups(
         timeout: seconds that ranks wait for each other, here and in collectives on host data.
 
     Raises:
-        ValueError: torch.distributed is initialised in this process already.
+        ValueError: torch.distributed is initialized in this process already.
     """
     size = tensor_parallel_size * pipeline_parallel_size
     if dist.is_initialized():
         raise ValueError(
-            "torch.distributed is initialised in this process already, and an engine over several ranks initialises it itself; "
+            "torch.distributed is initialized in this process already, and an engine over several ranks initializes it itself; "
             "call torch.distributed.destroy_process_group() first, or shut the other engine down."
         )
     if device != "cpu":

@@ -2,7 +2,7 @@
 
 Every rank allocates the same memory and maps that of the others (`torch.distributed._symmetric_memory`: NVLink or PCIe peer access
 within a machine), once, before the first CUDA graph is recorded: addresses never change. Multicast is not used. For the
-synchronisation between ranks see `torchweave.ops.collectives.symmetric_memory` and decision 0087.
+synchronization between ranks see `torchweave.ops.collectives.symmetric_memory` and decision 0087.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class KernelSizeLimits:
     """Largest operand in bytes for each kernel; larger ones use NCCL.
 
     Attributes:
-        slots: operands in slots, which need one synchronisation; larger ones need two.
+        slots: operands in slots, which need one synchronization; larger ones need two.
         gather: all-gather.
         one_shot: all-reduce in which every rank adds the whole operand.
         norm: one-shot all-reduce fused with the following norm.
@@ -146,7 +146,7 @@ class SymmetricCommunicator:
         self._status[0] = _ABORTED
 
     def fault(self) -> str | None:
-        """Return the synchronisation error, if any; does not access the GPU."""
+        """Return the synchronization error, if any; does not access the GPU."""
         status = int(self._status[0])
         if status == _TIMED_OUT:
             return f"a kernel of rank {self.rank} gave up waiting for another rank"

@@ -1,4 +1,4 @@
-"""Instrumented eager run of the subject: executed lines, host synchronisations, and checks of custom ops.
+"""Instrumented eager run of the subject: executed lines, host synchronizations, and checks of custom ops.
 
 Each custom op also runs on fake tensors of the same geometry, and the result of its fake kernel is compared with the real one.
 """
@@ -154,7 +154,7 @@ def _call_site() -> str:
 
 
 def check(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[tuple[str, str]]]:
-    """Run an op, and compare its behaviour with its schema and fake kernel.
+    """Run an op, and compare its behavior with its schema and fake kernel.
 
     Returns:
         The result, and faults as (what, detail).

@@ -108,7 +108,7 @@ def _rule(one: Recompile) -> str:
 
 
 def _size_dependent_lines(eager_result: EagerResult, fixed: bool) -> Iterator[Finding]:
-    """Lines that need a size as a number, for a specialisation that Dynamo reports without a line."""
+    """Lines that need a size as a number, for a specialization that Dynamo reports without a line."""
     for where in sorted(eager_result.lines if fixed else ()):
         line = statement(where)
         if ".bit_length" in line.calls():

@@ -97,7 +97,7 @@ def _loops(graphs: Iterable[fx.GraphModule]) -> Iterator[Finding]:
 
 def _loop_of(stack: str) -> tuple[str, bool] | None:
     """Line of the innermost loop around any frame of a stack, and whether its length follows a size; None without a loop, or for
-    a loop over modules. The loop's own node is analysed, since its body may share its line."""
+    a loop over modules. The loop's own node is analyzed, since its body may share its line."""
     for file, line in reversed(_FRAMES.findall(stack)):
         around = statement(f"{file}:{line}") if is_user_code(file) else Statement(None)
         node = around.loop() or around.comprehension()

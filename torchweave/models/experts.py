@@ -184,7 +184,7 @@ def _with_shared_experts(model: nn.Module) -> Iterator[tuple[Any, bool]]:
 
 
 def _launch_with_shared(block: Any, num_tokens: int, top_k: int) -> None:
-    """Run experts with the last as a shared one: so many that kernels are specialised as for one more than there are."""
+    """Run experts with the last as a shared one: so many that kernels are specialized as for one more than there are."""
     count = block.down_proj.shape[0] + 1 - _DIVISOR
     if count <= top_k:
         return

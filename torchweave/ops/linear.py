@@ -1,6 +1,6 @@
-"""Linears that read their weight at full bandwidth when there are few tokens, alone and fused with neighbouring ops.
+"""Linears that read their weight at full bandwidth when there are few tokens, alone and fused with neighboring ops.
 
-`torchweave::linear` is F.linear, and may multiply its input and output by constants. `torchweave::fused_linear` also normalises
+`torchweave::linear` is F.linear, and may multiply its input and output by constants. `torchweave::fused_linear` also normalizes
 its input, gates half of its output by the other half, or adds a residual: the ops between two products of a decoder layer. The
 number of tokens is symbolic in the captured graph but known when an op runs, which is when a CUDA graph is recorded: so the op,
 not the compiler, selects the BLAS or a kernel of the project for each bucket, by its argument `choices` (`linear_config`).

@@ -102,7 +102,7 @@ Choices = tuple[tuple[int, LinearConfig | None], ...]
 
 
 def format_choices(choices: Iterable[tuple[int, LinearConfig | None]]) -> str:
-    """Format choices as a string; equal neighbours are merged, and the BLAS at the end is omitted."""
+    """Format choices as a string; equal neighbors are merged, and the BLAS at the end is omitted."""
     merged: list[tuple[int, LinearConfig | None]] = []
     for tokens, config in sorted(choices, key=lambda choice: choice[0]):
         if merged and merged[-1][1] == config:

@@ -1,4 +1,4 @@
-"""Stored generated code keeps the imports that it uses and its behaviour."""
+"""Stored generated code keeps the imports that it uses and its behavior."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_inductor_compiles_lowered_pieces() -> None:
     ]
     with torch.no_grad():
         want, got = build_fx(piece).call(list(inputs)), built.call(list(inputs))
-    for one, other in zip(want[:-1], got[:-1], strict=True):  # the last is uninitialised: attention's output
+    for one, other in zip(want[:-1], got[:-1], strict=True):  # the last is uninitialized: attention's output
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 

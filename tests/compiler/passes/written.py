@@ -1,4 +1,4 @@
-"""Formulas of norms and rotary embeddings as models write them, for the tests of passes that recognise them."""
+"""Formulas of norms and rotary embeddings as models write them, for the tests of passes that recognize them."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_a_stage_numbers_the_states_and_attention_layers_it_has() -> None:
 
 
 def test_layers_that_are_not_a_chain_are_no_pipeline() -> None:
-    """XLM adds and normalises between the modules of its attentions."""
+    """XLM adds and normalizes between the modules of its attentions."""
     with pytest.raises(UnsupportedModel, match="a layer takes are not those that the layer before returns"):
         stage_of(zoo.zoo_model("xlm").config().to_dict(), 0, load_format="dummy")
 

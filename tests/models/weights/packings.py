@@ -199,7 +199,7 @@ def fp4_tensors_of(name: str, made: Fp4Numbers, form: Form) -> dict[str, Tensor]
 
 
 def pack(values: Tensor, bits: int, dim: int, order: list[int] | None = None) -> Tensor:
-    """int32 of 32 / bits neighbours of `values` along a dimension, padded with zeros; the first (or order[0]) lowest."""
+    """int32 of 32 / bits neighbors of `values` along a dimension, padded with zeros; the first (or order[0]) lowest."""
     per = 32 // bits
     columns = values.movedim(dim, -1).to(torch.int64)
     columns = torch.nn.functional.pad(columns, (0, -columns.shape[-1] % per)).unflatten(-1, (-1, per))

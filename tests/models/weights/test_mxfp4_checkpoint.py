@@ -1,4 +1,4 @@
-"""gpt-oss's checkpoints: experts in MXFP4 against the dequantised model in transformers, parts of ranks, and damage."""
+"""gpt-oss's checkpoints: experts in MXFP4 against the dequantized model in transformers, parts of ranks, and damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with packed integers: every form against the dequantised model in transformers, parts of ranks, and damage."""
+"""Checkpoints with packed integers: every form against the dequantized model in transformers, parts of ranks, and damage."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_linears_that_a_checkpoint_ignores_stay(tmp_path: Path) -> None:
     report = Report(show=False)
     loaded = load(tmp_path, torch.float32, report=report)
     assert type(loaded.module.model.get_submodule(owner)) is nn.Linear
-    assert report.select("quantized")[0]["excluded"]["not quantised in the checkpoint"] == [
+    assert report.select("quantized")[0]["excluded"]["not quantized in the checkpoint"] == [
         "model.layers.*.mlp.up_proj"
     ]
     assert paged_tokens(loaded.module, prompts(), 3) == zoo.reference_tokens(model, prompts(), 3)

@@ -62,7 +62,7 @@ class Reference(nn.Module):
 
 
 def check_against_dequantized(loaded: Any) -> None:
-    """Every quantised linear, on what it reads in the model's own forward."""
+    """Every quantized linear, on what it reads in the model's own forward."""
     seen: list[Fp8Linear] = []
 
     def compare(module: Fp8Linear, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -283,7 +283,7 @@ CACHE_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic":
 
 
 def test_a_checkpoint_brings_scales_of_its_kv_cache(tmp_path: Path) -> None:
-    """compressed-tensors' `kv_cache_scheme` with and without quantised linears, and the names that scales had before."""
+    """compressed-tensors' `kv_cache_scheme` with and without quantized linears, and the names that scales had before."""
     write("ct-tensor", tmp_path)
     ct = FORMS["ct-tensor"][0]
     file, layer = tmp_path / "model.safetensors", "model.layers.{}.self_attn."
@@ -329,7 +329,7 @@ def test_layers_that_a_checkpoint_ignores_stay(tmp_path: Path) -> None:
     save_file(tensors, file)
     report = Report(show=False)
     assert type(load(tmp_path, report=report).module.model.model.layers[1].mlp.up_proj) is nn.Linear
-    excluded = report.select("quantized")[0]["excluded"]["not quantised in the checkpoint"]
+    excluded = report.select("quantized")[0]["excluded"]["not quantized in the checkpoint"]
     assert excluded == ["model.layers.*.mlp.up_proj"]
 
 
@@ -467,7 +467,7 @@ _WIDE_EXPERTS = {
 
 @pytest.mark.parametrize("how", ["tensor", "channel", "block"])
 def test_experts_in_fp8_are_merged_with_their_scales(how: Any, tmp_path: Path) -> None:
-    """Experts come one by one; their activations keep their dtype, so tokens are those of the dequantised experts."""
+    """Experts come one by one; their activations keep their dtype, so tokens are those of the dequantized experts."""
     entry = zoo.ZooModel("wide", _WIDE_EXPERTS, base="qwen3_moe")
     model = zoo.build(entry)
     zoo.save(model, tmp_path)

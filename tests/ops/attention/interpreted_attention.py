@@ -57,7 +57,7 @@ def run(name: str, case: Case, decode: DecodeConfig = DECODE, prefill: PrefillCo
 
 
 def run_quantized(name: str, case: Case) -> None:
-    """The decode kernel's own FP8 results against those of quantising what it gives without. The interpreter does not round to
+    """The decode kernel's own FP8 results against those of quantizing what it gives without. The interpreter does not round to
     e4m3 as GPUs do: the last cast is left to torch."""
     built = build(case)
     step = TritonBackend(torch.device("cpu"), decode=DECODE, prefill=PREFILL, num_sms=8).begin(built.meta)

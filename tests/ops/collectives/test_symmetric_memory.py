@@ -167,7 +167,7 @@ def test_user_buffers_are_not_copied() -> None:
     large = ranks.buffer((64, 512), torch.bfloat16, 0)
     assert large is not None and not space.locate_in_data(large).staged
     assert space.locate_operand(large) == space.locate_in_data(large), (
-        "what neighbours share is left only when all have met again"
+        "what neighbors share is left only when all have met again"
     )
     assert ranks.buffer((65, 512), torch.bfloat16, 0) is None, "torch.distributed reads any memory"
     assert ranks.buffer((3, 9), torch.float32, 0) is None

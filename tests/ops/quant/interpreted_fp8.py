@@ -1,4 +1,4 @@
-"""Run by test_fp8 with TRITON_INTERPRET=1: quantising and both products against the torch references, with odd sizes."""
+"""Run by test_fp8 with TRITON_INTERPRET=1: quantizing and both products against the torch references, with odd sizes."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_assembly_unpacks_two_words() -> None:
 
 
 def assembly_pairs_columns(compiled: Any) -> bool:
-    """Whether words reach assembly, which takes two registers at a time; then they must be neighbouring columns of a row."""
+    """Whether words reach assembly, which takes two registers at a time; then they must be neighboring columns of a row."""
     text = compiled.asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.MULTILINE))
     found = re.findall(r"tt.elementwise_inline_asm .*\} %\S+ : tensor<[\dx]+xi32, (.*?)>+ ->", text)

@@ -59,7 +59,7 @@ _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
 _LOCATION_ATTRIBUTES = frozenset(
     {"__module__", "__doc__", "__firstlineno__", "__static_attributes__", "__annotations__", "__slotnames__"}
 )
-"""Attributes of a class that hold its location and its declarations, not its behaviour."""
+"""Attributes of a class that hold its location and its declarations, not its behavior."""
 _CLASS_ATTRIBUTES = (*_PLAIN, FunctionType, functools.partial, tuple, list, dict, set, frozenset)
 """Attributes of a class that describe it."""
 MISSING = "missing"

@@ -1,7 +1,7 @@
 """Capture a module's forward with Dynamo: one graph of Torch IR with dynamic sizes, without guards.
 
 No guard is kept: the caller promises that the module does not change, and declares the sizes that may. Everything that the
-graph is specialised to by declaration (dtypes and devices of the examples, each undeclared size) is checked at every call.
+graph is specialized to by declaration (dtypes and devices of the examples, each undeclared size) is checked at every call.
 """
 
 from __future__ import annotations

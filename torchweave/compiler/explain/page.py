@@ -13,7 +13,7 @@ from torchweave.compiler.explain.facts import Facts, as_json, explain
 from torchweave.config import Plan
 from torchweave.report import Report
 
-_COLOURS = 8  # number of piece colours in the template; more pieces repeat them
+_COLOURS = 8  # number of piece colors in the template; more pieces repeat them
 _MEMORY = ("weights", "activations", "graphs", "encoder_graphs_bytes", "recurrent_states_bytes", "kv_cache_bytes")
 
 

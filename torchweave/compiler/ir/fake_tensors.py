@@ -1,6 +1,6 @@
 """Fake tensors built from the geometry of others, in storages of their own, without arithmetic on symbolic sizes.
 
-A storage built here has an identity, by which aliases are recognised, but no size in bytes: computing it takes ten times as
+A storage built here has an identity, by which aliases are recognized, but no size in bytes: computing it takes ten times as
 long as the rest of the tensor.
 """
 

@@ -25,7 +25,7 @@ def insert(graph: FakeGraph, before: fx.Node, function: Callable[..., Any], argu
             sizes instead of nodes.
 
     Raises:
-        ValueError: the function creates a tensor independent of its arguments, writes to an argument, or specialises a size.
+        ValueError: the function creates a tensor independent of its arguments, writes to an argument, or specializes a size.
     """
     leaves, spec = pytree.tree_flatten(list(arguments))
     nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -46,7 +46,7 @@ def insert(graph: FakeGraph, before: fx.Node, function: Callable[..., Any], argu
 
 
 def _check_replacement(traced: fx.Graph, nodes: list[fx.Node], sizes: list[str]) -> None:
-    """Reject writes, which functional graphs exclude, and specialised sizes, which would hold for the whole graph."""
+    """Reject writes, which functional graphs exclude, and specialized sizes, which would hold for the whole graph."""
     for node, before in zip(nodes, sizes, strict=True):
         if before != _sizes(node):
             raise ValueError(

@@ -6,7 +6,7 @@
     cat(a * cos - b * sin, b * cos + a * sin)   a, b the halves of x, with cos and sin `[1, 1, T, D/2]` of one half (gpt-oss)
 
 x is `[1, H, T, D]` with cos `[1, 1, T, R]`, or `[1, T, H, D]` with cos `[1, T, 1, R]` (Gemma 4). Queries and keys may each have an
-`unsqueeze` of the same cos and sin: the matcher compares those views by value. The interleaved style is not recognised.
+`unsqueeze` of the same cos and sin: the matcher compares those views by value. The interleaved style is not recognized.
 
 The canonical op is `torchweave::rope` (`torchweave.ops.rope`).
 """

@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.1  # between two checks for kernels of another process
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A kernel to be built: everything that it is specialised for.
+    """A kernel to be built: everything that it is specialized for.
 
     Attributes:
         module, name: of the kernel's function.

@@ -36,7 +36,7 @@ from torchweave.ops.linear import LinearFusion, run
 from torchweave.ops.linear_config import LinearConfig, parse_choices
 from torchweave.ops.registry import cuda_kernel
 
-_ROWS = 256  # of the small weights: Triton specialises kernels for this number as for real ones
+_ROWS = 256  # of the small weights: Triton specializes kernels for this number as for real ones
 _NO_FUSION = (None, 0.0, 0.0, False, None, None)
 """Arguments of `fused_linear` between bias and choices for a linear op without fusion."""
 _NO_SCALING = (1.0, None, 1.0, 0, 0)
@@ -119,7 +119,7 @@ class KernelPrecompiler:
 
 @dataclass(frozen=True)
 class LinearKernel:
-    """A kernel of a linear op: everything that it is specialised for."""
+    """A kernel of a linear op: everything that it is specialized for."""
 
     config: LinearConfig
     tokens: int
@@ -215,7 +215,7 @@ class OpCall:
     arguments: tuple[Any, ...]
 
     def launch(self, device: torch.device) -> None:
-        """Call the op on uninitialised operands of each number of tokens; only for `kernel_specs`, which executes no kernel."""
+        """Call the op on uninitialized operands of each number of tokens; only for `kernel_specs`, which executes no kernel."""
         with _on_device(device):
             if self.group is None:
                 self._launch_all(cuda_kernel(self.op._schema.name) or self.op, device)

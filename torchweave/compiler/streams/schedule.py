@@ -3,7 +3,7 @@
 A task's priority is the longest path from its start to the end of the piece. The ready task with the highest priority is next,
 on a stream that is free when its inputs are ready, else on the stream that is free first.
 
-Consecutive tasks of one stream without a synchronisation point in between are one run of the program. An event is recorded once,
+Consecutive tasks of one stream without a synchronization point in between are one run of the program. An event is recorded once,
 after a run that another stream waits for; waits implied by earlier ones are left out.
 """
 
@@ -92,7 +92,7 @@ MIN_GAIN = 0.05
 
 @dataclass(frozen=True)
 class Run:
-    """Tasks that one stream runs without synchronisation.
+    """Tasks that one stream runs without synchronization.
 
     Attributes:
         waits: runs of other streams whose events this stream waits for before.

@@ -217,7 +217,7 @@ class Quantizer:
             )
         left = [name for name in self.linears if name not in self.weight_scales]
         if left:
-            self.excluded["not quantised in the checkpoint"] = left
+            self.excluded["not quantized in the checkpoint"] = left
         self.linears = [name for name in self.linears if name in self.weight_scales]
         if self.scheme.static and (without := [name for name in self.linears if name not in self.input_scales]):
             raise ValueError(f"This checkpoint declares static activation scales, but {without[0]} has none.")

@@ -92,7 +92,7 @@ def communicator(group: str) -> Communicator:
     if registered is None:
         known = ", ".join(sorted(_COMMUNICATORS)) or "none"
         raise ValueError(
-            f"no group of ranks {group!r} is registered, only: {known}; initialise the process groups before collectives run"
+            f"no group of ranks {group!r} is registered, only: {known}; initialize the process groups before collectives run"
         )
     return registered
 

@@ -1,6 +1,6 @@
 """Triton kernels for `x @ w.T` with few tokens: the weight is read once, and its bandwidth is the limit.
 
-Each may normalise x at its input (RMSNorm) and multiply it, multiply its output by a number or by one for each column, add a
+Each may normalize x at its input (RMSNorm) and multiply it, multiply its output by a number or by one for each column, add a
 residual to its output, or gate half of it by the other half. They round where the separate operations round.
 
 Each supports programmatic dependent launch (`dependent_launch.py`): it then starts while the previous kernel runs, the row

@@ -27,7 +27,7 @@ def strided_rows(x: Tensor) -> StridedRows:
     """The rows of x. Heads that are slices of a merged projection need no copy."""
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         x = x.contiguous()
-    steps: list[tuple[int, int]] = []  # (size, stride) from the outermost, contiguous neighbours merged
+    steps: list[tuple[int, int]] = []  # (size, stride) from the outermost, contiguous neighbors merged
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size == 1:
             continue

@@ -1,6 +1,6 @@
 """Triton kernels of speculative decoding: prompt lookup, inputs of a draft model and of rows with drafts, acceptance.
 
-`torchweave.ops.speculation` describes the tensors and has the CPU versions. Nothing is specialised on values that change between
+`torchweave.ops.speculation` describes the tensors and has the CPU versions. Nothing is specialized on values that change between
 steps.
 """
 

@@ -1,7 +1,7 @@
 """Triton kernels around the model in a step: prepare inputs, advance slots, scatter changed state, copy to and from pinned
 memory.
 
-Kernels are not specialised on values that change between steps (sizes, alignment of slices of a packed buffer), so that none is
+Kernels are not specialized on values that change between steps (sizes, alignment of slices of a packed buffer), so that none is
 compiled after start-up.
 """
 

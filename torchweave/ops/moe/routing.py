@@ -51,7 +51,7 @@ def route(
         top_k: k, experts of a token.
         score: `softmax` or `sigmoid` of the logits in float32; `chosen_softmax`: choose by the logits, then take the softmax over
             the chosen experts.
-        num_groups: groups of neighbouring experts; with more than one, experts outside the `top_groups` best groups get `fill`
+        num_groups: groups of neighboring experts; with more than one, experts outside the `top_groups` best groups get `fill`
             as score. A group's score is the sum of its `group_best` best experts, 1 or 2.
         renormalize: divide by the sum over the chosen experts, plus epsilon; then multiply by scale.
         shared: append a column, so that both results are `[T, k + 1]`: expert E, which every token has, of weight 1, or of the

@@ -56,7 +56,7 @@ def pack_int4(q: Tensor) -> Tensor:
     """q uint8 `[N, K]` of values 0 to 15 -> int32 `[N, ceil(K / 128) * 16]`, in the order that the kernels unpack.
 
     Nibble i of word c of a block of 128 inputs is input `16 * j + m` with `j = i % 4 + 4 * (c % 2)` and
-    `m = c - c % 2 + i // 4`: so `w & 0x000F000F` is a pair of neighbouring inputs, and two neighbouring words give all j.
+    `m = c - c % 2 + i // 4`: so `w & 0x000F000F` is a pair of neighboring inputs, and two neighboring words give all j.
     """
     rows, width = q.shape
     blocks = F.pad(q, (0, -width % BLOCK)).view(rows, -1, 2, 4, WORDS // 2, 2)  # j = (half, quarter), m = (pair, odd)

@@ -1,7 +1,7 @@
 """Sampling on the device: greedy, or temperature with top-nσ, top-k, top-p and min-p, by the parameters of each row's slot.
 
 The filters apply in this order, all after temperature: keep the tokens whose logit is at least max - top_n_sigma * σ; of these the
-top_k most likely; of these the smallest set of most likely tokens whose renormalised probability reaches top_p; of these the tokens
+top_k most likely; of these the smallest set of most likely tokens whose renormalized probability reaches top_p; of these the tokens
 with at least min_p times the largest probability. A token tied with the last kept token is kept.
 
 σ is the standard deviation of the row's logits, as of a population, but for those that a mask or a bad word excludes (Tang et al.,

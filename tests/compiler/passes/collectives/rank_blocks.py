@@ -51,7 +51,7 @@ class Block(nn.Module):
     """One rank's part.
 
     Args:
-        quantized: products in FP8; what a norm gives is quantised for the next one.
+        quantized: products in FP8; what a norm gives is quantized for the next one.
         reads_sum: the last residual is returned as well.
     """
 

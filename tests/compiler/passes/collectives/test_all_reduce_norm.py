@@ -1,4 +1,4 @@
-"""all_reduce_norm and its quantised forms: matches, near-misses, results with other readers, bitwise equality."""
+"""all_reduce_norm and its quantized forms: matches, near-misses, results with other readers, bitwise equality."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_near_misses_have_reasons(function: Callable[..., Any], why: str | None)
         check(FUSION, function, X, near_miss=why, matches=0)
 
 
-# -- quantised ---------------------------------------------------------------------------------------------------------
+# -- quantized ---------------------------------------------------------------------------------------------------------
 
 QUANTS = {
     "token": lambda y, scale: ops.fp8_quant(y, PER_TOKEN, None),

@@ -116,7 +116,7 @@ BY_ROWS = {"finalize": BUFFERS, "sequence": (SequenceParallel(),)}
 
 
 def quantized_on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
-    """Error of a quantised norm behind a sum against float64, by scheme; the fused and row-sharded forms have equal bits."""
+    """Error of a quantized norm behind a sum against float64, by scheme; the fused and row-sharded forms have equal bits."""
     found = {}
     wide = [
         torch.randn(T, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)

@@ -1,4 +1,4 @@
-"""fp8_attention: attention writes FP8 exactly where a quantisation reads its result."""
+"""fp8_attention: attention writes FP8 exactly where a quantization reads its result."""
 
 from __future__ import annotations
 

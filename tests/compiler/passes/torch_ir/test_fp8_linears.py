@@ -1,4 +1,4 @@
-"""merge_fp8_linears: quantisations and linears over one tensor are merged; near-misses stay separate."""
+"""merge_fp8_linears: quantizations and linears over one tensor are merged; near-misses stay separate."""
 
 from __future__ import annotations
 

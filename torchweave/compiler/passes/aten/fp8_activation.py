@@ -1,11 +1,11 @@
-"""Fuse a gated activation and the FP8 quantisation of its result.
+"""Fuse a gated activation and the FP8 quantization of its result.
 
 Before                                              After
     y = gated_activation(gate_up, activation)           q, s = gated_activation_fp8(gate_up, activation, group, scale)
     q, s = fp8_quant(y, group, scale)
 
 When      nothing else reads y. All three schemes of `fp8_quant`: static scale, one scale per token, one per 128 channels.
-Numerics  exact: y is rounded to its dtype before quantisation, as before. The kernel's exponential differs from the eager one in
+Numerics  exact: y is rounded to its dtype before quantization, as before. The kernel's exponential differs from the eager one in
           the last bits of float32, which may change a number of y by one unit in its last place.
 Pays      at every token count: one launch less; y is neither written nor read.
 """

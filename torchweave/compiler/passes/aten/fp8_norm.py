@@ -1,4 +1,4 @@
-"""Fuse an RMSNorm, with or without the residual add before it, and the FP8 quantisation of its result.
+"""Fuse an RMSNorm, with or without the residual add before it, and the FP8 quantization of its result.
 
 Before                                              After
     y, h = add_rms_norm(x, residual, w, eps, ...)       q, s, h = add_rms_norm_fp8(x, residual, w, eps, ..., group, scale)
@@ -8,7 +8,7 @@ Before                                              After
     q, s = fp8_quant(y, group, scale)
 
 When      nothing else reads y. All three schemes of `fp8_quant`: static scale, one scale per token, one per 128 channels.
-Numerics  exact: y is rounded to its dtype before quantisation, as before. The kernel's reciprocal root differs from the eager one
+Numerics  exact: y is rounded to its dtype before quantization, as before. The kernel's reciprocal root differs from the eager one
           in the last bits of float32, which may change a number of y by one unit in its last place (2 ** -8 in bfloat16).
 Pays      at every token count: one launch less; y is neither written nor read.
 """

@@ -35,7 +35,7 @@ op = torch.ops.torchweave.route.default
 
 _F32 = torch.float32
 _NO_GROUPS = (1, 1, 1, 0.0)
-_NOT_SCALED = (False, 0.0, 1.0)  # not normalised by the sum, not scaled
+_NOT_SCALED = (False, 0.0, 1.0)  # not normalized by the sum, not scaled
 Function = Callable[..., Any]
 
 

@@ -1,13 +1,13 @@
-"""Fuse an all-reduce with residual add and RMSNorm and the quantisation of its result to FP8 or FP4.
+"""Fuse an all-reduce with residual add and RMSNorm and the quantization of its result to FP8 or FP4.
 
 Before                                                        After
     y, h = torchweave.all_reduce_add_rms_norm(x, residual,        q, s, y, h = torchweave.all_reduce_add_rms_norm_fp8(x, residual,
                                               w, eps, ...)                         w, eps, ..., by, scale, ..., group)
     q, s = torchweave.fp8_quant(y, by, scale)                     (or ..._fp4 for torchweave.fp4_quant)
 
-When      y is quantised to FP8 in any scheme of `fp8_quant` (static scale, one scale per token, one per 128 channels), or by
+When      y is quantized to FP8 in any scheme of `fp8_quant` (static scale, one scale per token, one per 128 channels), or by
           `fp4_quant`. y is written only if other operations read it (`keep_norm`), and likewise h.
-Numerics  exact: y is rounded to its dtype before quantisation, as before.
+Numerics  exact: y is rounded to its dtype before quantization, as before.
 Pays      at every token count: one launch less; y is not read, or neither written nor read.
 """
 

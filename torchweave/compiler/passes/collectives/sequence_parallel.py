@@ -1,4 +1,4 @@
-"""Split all-reduce, add and RMSNorm by rows: each rank reduces, adds and normalises its own rows, and the result is gathered.
+"""Split all-reduce, add and RMSNorm by rows: each rank reduces, adds and normalizes its own rows, and the result is gathered.
 
 Before                                                After
     y1, h1 = all_reduce_add_rms_norm(x1, r, ...)          own1 = add(reduce_scatter(x1), own_rows(r))
@@ -8,10 +8,10 @@ Before                                                After
 
 When      nothing reads the sum before the norm, or only one further collective of the same group does, as its residual; tokens
           lie in one dimension. Where other operations read the last sum whole, it is gathered instead of its norm, which every
-          rank then computes. A quantised norm is gathered quantised.
-Numerics  exact: adding and normalising are independent for each row. NCCL may add ranks in another order.
+          rank then computes. A quantized norm is gathered quantized.
+Numerics  exact: adding and normalizing are independent for each row. NCCL may add ranks in another order.
 Pays      at many tokens, beyond the counts for which collectives use symmetric memory: ranks send as much, or less where the
-          norm is quantised, and share the add and the norm. Only from the token count that a table of measurements gives for
+          norm is quantized, and share the add and the norm. Only from the token count that a table of measurements gives for
           this number of ranks.
 """
 

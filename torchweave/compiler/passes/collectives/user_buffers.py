@@ -46,8 +46,8 @@ class UserBuffersConvert(DevicePass):
     Before                                             After
         y, h = all_reduce_add_rms_norm(x, ...)             y, h = buffered_all_reduce_add_rms_norm("copy", [x], ..., slot, ...)
 
-    When      a piece has two or more collectives over one group (all_reduce, with or without norm and quantisation), each
-              depending on the one before: only this fixes their order, and with it that neighbours use different slots. The
+    When      a piece has two or more collectives over one group (all_reduce, with or without norm and quantization), each
+              depending on the one before: only this fixes their order, and with it that neighbors use different slots. The
               first uses slot 0 and the last slot 1, so that pieces may run in any order.
     Numerics  exact: the same sums.
     Pays      nothing alone: the collective makes the same copy anyway. `userbuffers_prologue` removes it.
@@ -73,7 +73,7 @@ class UserBuffersConvert(DevicePass):
 
 
 def slots(count: int) -> list[int]:
-    """Slots of consecutive collectives: the first 0, the last 1, neighbours differ."""
+    """Slots of consecutive collectives: the first 0, the last 1, neighbors differ."""
     alternating = [index % 2 for index in range(count)]
     return alternating if count % 2 == 0 else [*alternating[:-2], 2, 1]
 
@@ -197,8 +197,8 @@ class UserBuffersFinalize(GraphPass):
 
     When      only one further collective of the same group reads h1, as its residual, and tokens lie in one dimension. Where
               other operations read the last sum whole, it is gathered instead of its norm, which every rank then computes.
-    Numerics  exact: adding and normalising are independent for each row.
-    Pays      at many tokens, where adding and normalising other ranks' rows costs more than another exchange: only from the
+    Numerics  exact: adding and normalizing are independent for each row.
+    Pays      at many tokens, where adding and normalizing other ranks' rows costs more than another exchange: only from the
               token count that a table of measurements gives for this number of ranks.
     """
 

@@ -1,4 +1,4 @@
-"""Write the result of attention in FP8 where only a quantisation reads it.
+"""Write the result of attention in FP8 where only a quantization reads it.
 
 Before                                        After
     out = empty(T, H, D)                          out = empty(T, H, D, dtype=e4m3); s = empty(H, T)
@@ -8,8 +8,8 @@ Before                                        After
 
 When      only order-preserving views read `out`, and only fp8_quant reads those; the scales are one for each 128 channels with
           128 numbers a head, or one static constant. A scale per token needs all heads, which no program of attention computes.
-Numerics  exact: the result is rounded to its dtype before quantisation, as before.
-Pays      in decode steps of the Triton kernel: one launch less. Other steps and backends quantise after attention.
+Numerics  exact: the result is rounded to its dtype before quantization, as before.
+Pays      in decode steps of the Triton kernel: one launch less. Other steps and backends quantize after attention.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Fp8Attention(GraphPass):
 
 
 def _reject_reason(graph: CapturedGraph, out: fx.Node, group: int, given: Any) -> str | None:
-    """Why attention cannot quantise its result, or None."""
+    """Why attention cannot quantize its result, or None."""
     if out.target is not torch.empty:
         return f"its result is allocated by {out.target}, not by empty"
     if given is not None:
@@ -75,7 +75,7 @@ def _reject_reason(graph: CapturedGraph, out: fx.Node, group: int, given: Any) -
 def _rewrite(
     graph: CapturedGraph, node: fx.Node, arguments: tuple[Any, ...], reader: tuple[fx.Node, fx.Node], given: Any
 ) -> None:
-    """Replace attention by the FP8 form; `reader`: the quantisation and its input."""
+    """Replace attention by the FP8 form; `reader`: the quantization and its input."""
     quant, x = reader
     out = arguments[_NAMES.index("out")]
     sizes = tuple(out.args[0]) if isinstance(out.args[0], (tuple, list)) else out.args

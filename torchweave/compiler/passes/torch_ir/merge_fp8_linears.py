@@ -6,13 +6,13 @@ Before                                        After
     q = fp8_linear(a, s, Wq, Sq)                  q, k = split(y, [...], -1)
     k = fp8_linear(b, t, Wk, Sk)
 
-When      the quantisations have one group size and one static scale (the same tensor or value) or none; weights, scales and
+When      the quantizations have one group size and one static scale (the same tensor or value) or none; weights, scales and
           biases are parameters; scales are all by row, or all by block with weights of whole blocks; all calls have a bias or
           none has; no write to x and no boundary op lies between the calls; every reader of q, k takes a strided view.
 Numerics  exact: each output element is the same dot product (a BLAS may sum in another order). A scale per tensor is repeated
           for each row, so that weights with different scales can be stacked.
 Memory    none: the module's parameters become views of the stacked weight.
-Pays      at every token count: x is quantised once, and one product uses the device better than three.
+Pays      at every token count: x is quantized once, and one product uses the device better than three.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MergeFp8Linears(GraphPass):
 
 
 def _share_quants(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[int]:
-    """Merge equal quantisations of one tensor; yield the number of erased calls of each group."""
+    """Merge equal quantizations of one tensor; yield the number of erased calls of each group."""
     by_input: dict[fx.Node, list[tuple[fx.Node, Any, Any]]] = {}
     for node, (x, group, scale) in calls_of(graph, QUANT):
         by_input.setdefault(x, []).append((node, group, scale))
@@ -62,7 +62,7 @@ def _share_quants(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator
         for node, group, scale in others:
             why = _difference(graph, first, (node, group, scale)) or find_barrier(graph, first[0], node, storage_id(x))
             if why is not None:
-                near_misses.append(NearMiss(node.name, f"quantises {x.name} like {first[0].name}, but {why}"))
+                near_misses.append(NearMiss(node.name, f"quantizes {x.name} like {first[0].name}, but {why}"))
                 first = (node, group, scale)
                 continue
             _replace_outputs(graph, node, first[0])
@@ -72,7 +72,7 @@ def _share_quants(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator
 
 
 def _difference(graph: CapturedGraph, one: tuple[fx.Node, Any, Any], other: tuple[fx.Node, Any, Any]) -> str | None:
-    """Why two quantisations of one tensor differ, or None."""
+    """Why two quantizations of one tensor differ, or None."""
     if one[1] != other[1]:
         return f"by groups of {other[1]}, not {one[1]}"
     if one[2] is other[2]:
@@ -99,7 +99,7 @@ def _replace_outputs(graph: CapturedGraph, node: fx.Node, by: fx.Node) -> None:
 
 
 def _groups(graph: CapturedGraph, near_misses: list[NearMiss]) -> Iterator[list[StackableCall]]:
-    """Groups of two or more products that read one quantised tensor and agree in kind, in graph order."""
+    """Groups of two or more products that read one quantized tensor and agree in kind, in graph order."""
     by_kind: dict[tuple[Any, ...], list[StackableCall]] = {}
     calls = list(calls_of(graph, _LINEAR))
     for node, (q, s, w, w_scale, bias, dtype) in calls:

@@ -7,7 +7,7 @@ Before                                                      After
 
 When      both for `torchweave.ssd`; the decay for `torchweave.selective_scan`, which takes its gate. The decay is computed in
           float32; the gate has the dtype of out, is known before the op, and multiplies out itself, as in Falcon-H1: others
-          normalise out first.
+          normalize out first.
 Numerics  exact: the kernels compute both with the same roundings.
 Pays      a launch each and layer in a decode step: parameters change seldom, but a captured graph computes with them every time.
 """

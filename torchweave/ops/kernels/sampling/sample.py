@@ -314,7 +314,7 @@ def _collect(
         tl.store(candidate_key + place, token_key, mask=hit)
         tl.store(candidate_index + place, index, mask=hit)
     tl.debug_barrier()
-    return tl.load(counters + 1, volatile=True)  # bypass cache lines that a neighbouring row's program read
+    return tl.load(counters + 1, volatile=True)  # bypass cache lines that a neighboring row's program read
 
 
 @triton.jit
