@@ -121,6 +121,25 @@ class AsyncTokenizer:
         template = self._template or getattr(self._decoder.hf_tokenizer, "chat_template", None) or ""
         return template if isinstance(template, str) else "\n".join(map(str, dict(template).values()))
 
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """How the checkpoint says that answers to its own chat template are parsed.
+
+        None if it does not, if the template is not its own, or if transformers is older than 5.24.
+        """
+        tokenizer = self._decoder.hf_tokenizer
+        template = getattr(tokenizer, "response_template", None)
+        known = self._template is None and hasattr(tokenizer, "get_response_parser") and isinstance(template, dict)
+        return template if known else None
+
+    def response_parser(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]] | None) -> Any:
+        """Create transformers' parser of one answer after the prompt that ends with `prefix`.
+
+        Raises:
+            ValueError: the template is invalid.
+        """
+        return self._decoder.hf_tokenizer.get_response_parser(template, prefix=prefix, tools=tools)
+
     def info(self) -> dict[str, Any]:
         """The tokenizer's configuration as JSON, without paths, with its class, special tokens and chat template."""
         tokenizer = self._decoder.hf_tokenizer

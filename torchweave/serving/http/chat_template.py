@@ -27,6 +27,7 @@ from torchweave.serving.openai.tools import (
     make_tool_parser,
     new_call_id,
 )
+from torchweave.serving.openai.tools.response_template import TemplateGrammar, as_lenient, start_anchor, with_prompt
 from torchweave.serving.request_warnings import RequestWarnings
 from torchweave.serving.service import Service
 
@@ -65,6 +66,7 @@ async def start_chat(
         tools,
         _resolve_reasoning(service, body),
         continued=body.continued,
+        template=_response_template(service, body, tools),
         first_call_only=body.parallel_tool_calls is False,
         with_reasoning=body.include_reasoning,
     )
@@ -114,6 +116,24 @@ def _resolve_reasoning(service: Service, body: ChatTemplate) -> ReasoningFormat 
     return None if name in (None, "none") else FORMATS[name]
 
 
+def _response_template(service: Service, body: ChatRequest, tools: ToolUse) -> TemplateGrammar | None:
+    """The checkpoint's own parser of answers; None if it has none, or the options or the request ask for others."""
+    settings = service.settings
+    if settings.tool_call_parser != "auto" or settings.reasoning_parser != "auto" or body.chat_template is not None:
+        return None
+    tokenizer = service.require_tokenizer()
+    template = tokenizer.response_template
+    if template is None or tools.forced is not None:
+        return None
+    made = as_lenient(template)
+    return TemplateGrammar(
+        lambda prefix: tokenizer.response_parser(made, prefix, tools.tools),
+        "",
+        tools.tools is not None,
+        start_anchor(made),
+    )
+
+
 def _with_loose_tools(tools: ToolUse, body: ChatRequest, warnings: RequestWarnings) -> ToolUse:
     """Replace the schema of forced calls by what a grammar can hold of it."""
     loose, is_lenient = loose_tools(body.tools or [], warnings)
@@ -145,7 +165,11 @@ def _constrained(
     texts = () if form is None else (form.opening[0], form.closing[0])
     markers = frozenset(text for text in texts if service.require_tokenizer().token_of(text) is not None)
     constrained = constrain(params, answer_format, budget, [tool.function.name for tool in tools], tags, markers)
-    return constrained.params, constrained.answer_format
+    template = answer_format.template
+    if template is not None:  # a constraint is built for, and read by, the formats that are known here
+        is_free = constrained.params.structured_outputs is None
+        template = with_prompt(template, ids, service.require_tokenizer().decode) if is_free else None
+    return constrained.params, replace(constrained.answer_format, template=template)
 
 
 def _strict_tags(
@@ -226,10 +250,10 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
     if named is not None or choice == "required":
         schema = forced_schema(tools, named, body.parallel_tool_calls is not False)
         return ToolUse(tool_definitions, schema, make_forced_parser(tools, named), new_id=new_id)
-    if tool_format is None:
+    if tool_format is None and service.require_tokenizer().response_template is None:
         sentence = "The tool-call format of this model was not detected; serve the model with tool_call_parser."
         raise ApiError(400, sentence, param="tools")
-    parser = make_tool_parser(tool_format, tools)
+    parser = None if tool_format is None else make_tool_parser(tool_format, tools)
     return ToolUse(tool_definitions, None, parser, tool_format in SPECIAL_TOKENS, new_id)
 
 

@@ -16,6 +16,7 @@ from torchweave.serving.openai.tools import (
     ToolUse,
     make_tool_parser,
 )
+from torchweave.serving.openai.tools.response_template import TemplateGrammar
 from torchweave.serving.openai.tools.source import Output, Source, Steps
 from torchweave.serving.tokenization import AsyncTokenizer
 
@@ -29,6 +30,7 @@ class AnswerFormat:
         reasoning: format of the reasoning; None: it is not parsed.
         prompt_tail: the end of the prompt's text, which may open the reasoning.
         continued: text of the answer's message that the prompt holds already (`continue_final_message`).
+        template: the checkpoint's own description of its answers, which is used instead of `tools.parser` and `reasoning`.
         first_call_only: drop all calls but the first.
         with_reasoning: return the reasoning.
     """
@@ -37,18 +39,20 @@ class AnswerFormat:
     reasoning: ReasoningFormat | None = None
     prompt_tail: str = ""
     continued: str = ""
+    template: TemplateGrammar | None = None
     first_call_only: bool = False
     with_reasoning: bool = True
 
     @property
     def is_plain(self) -> bool:
         """Whether an answer is nothing but text."""
-        return self.reasoning is None and self.tools.parser is None
+        return self.reasoning is None and self.tools.parser is None and self.template is None
 
     @property
     def keep_special(self) -> bool:
         """Whether special tokens mark parts of the answer."""
-        return self.tools.keep_special or (self.reasoning is not None and self.reasoning.keep_special)
+        by_reasoning = self.reasoning is not None and self.reasoning.keep_special
+        return self.tools.keep_special or by_reasoning or self.template is not None
 
 
 class AnswerParser:
@@ -66,6 +70,8 @@ class AnswerParser:
     @staticmethod
     def _grammar(answer_format: AnswerFormat) -> Callable[[Source, Output], Steps[object]]:
         form, calls = answer_format.reasoning, answer_format.tools.parser
+        if answer_format.template is not None:
+            return answer_format.template.parse
         if form is not None and form.in_channels:
             return (calls or make_tool_parser("gpt_oss", ())).parse
         if form is not None:
