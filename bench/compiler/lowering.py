@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.codegen.lower import as_piece, lower
 from torchweave.compiler.codegen.pieces import build_fx
-from torchweave.compiler.ir.symbols import dynamic_shapes_mode
+from torchweave.compiler.eager_semantics.size_answers import dynamic_shapes_mode
 from torchweave.compiler.partition.split import Piece, split
 from torchweave.compiler.passes.manager import PassManager
 from torchweave.models import load

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from torchweave.compiler.ir.symbols import dynamic_shapes_mode
+from torchweave.compiler.eager_semantics.size_answers import dynamic_shapes_mode
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.testing import T, graph_of
 

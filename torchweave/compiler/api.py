@@ -80,7 +80,8 @@ def compile(
     is a part of that.
 
     Args:
-        module: must not change afterwards, except for in-place writes to its weights. A class: see above.
+        module: must not change afterwards, except for in-place writes to its weights; its forward may write to buffers. Of a
+            module that `torch.compile` returned, the module inside is compiled. A class: see above.
         inputs: example tensors by forward's parameter names, in forward's order; values are not read. None for a class.
         dynamic: names of the dimensions that vary, by input and dimension: `{"x": {0: "T"}}`.
         config: a `torchweave.TorchCompileConfig`, or a dict of its fields. With its `compile_cache` an equal module is loaded,
@@ -115,6 +116,7 @@ def compile(
         )
         compile_class = partial(_compile_class, compile_module=compile_module)
         return compile_class if module is None else compile_class(module)
+    module = getattr(module, "_orig_mod", module)  # of `torch.compile(module)`
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"module must be a torch.nn.Module, not {getattr(module, '__name__', type(module).__name__)}; call a function in the "

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from torchweave.compiler.cache.entries import GraphEntry
 from torchweave.compiler.cache.store import CompileCache
-from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.capture.capture import capture, reject_written_constants
 from torchweave.compiler.codegen.inductor import start_inductor_workers
 from torchweave.compiler.codegen.pieces import restore_autocast
+from torchweave.compiler.eager_semantics.registry import correct
 from torchweave.compiler.ir.collectives import num_ranks
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.size_ranges import size_range
@@ -58,7 +59,8 @@ def compile_graph(
         passes: replaces the default passes and those that the config adds.
         lock_cache: entered around each use of the cache, so that of ranks with one cache one builds and the others load.
         as_eager: exclude a size of 1 where eager code would drop the dimension, and return views with eager code's strides and
-            shared memory. An engine's forward needs neither: its results have a dimension of tokens.
+            shared memory, and correct Inductor where it computes otherwise than eager code (`eager_semantics`). An engine's forward
+            needs none of these: its results have a dimension of tokens, and its pieces write to no input that they read.
 
     Raises:
         TraceError: the forward cannot be captured, with the line and the cause.
@@ -74,6 +76,10 @@ def compile_graph(
         with lock_cache():
             graph = _load_or_capture(module, inputs, dynamic, config, cache, report)
         graph.boundary_ops = frozenset(boundary_ops)
+        if as_eager:
+            correct(graph)
+        else:
+            reject_written_constants(graph)
         # 2. Pipeline stage: cut the graph to the layers of this rank.
         extract_pipeline_stage(graph)
         # 3. Passes on Torch IR.
@@ -89,7 +95,7 @@ def compile_graph(
     report_parts(parts, graph.symbols, report)
     # 5. Build each distinct piece: lowering, passes on ATen, Inductor or FX, or the cache.
     with _LOCK, lock_cache(), restore_autocast():
-        built = build_pieces(pieces, PieceBuilder(graph, manager, cache, device, report))
+        built = build_pieces(pieces, PieceBuilder(graph, manager, cache, device, report, as_eager))
     # 6. Assemble: generate the forward that calls the pieces and boundary ops in order.
     sizes = size_range(graph, config.dynamic_shapes, report, as_eager)
     sizes = sizes._replace(high=min([sizes.high, *(each.max_size for each in built.values())]))

@@ -24,11 +24,12 @@ from torchweave.compiler.cache.store import CompileCache, InductorCacheDir
 from torchweave.compiler.codegen.lower import LoweringError, cached_lowering, lower
 from torchweave.compiler.codegen.pieces import BuiltPiece, InductorUnsupportedError, Variant, build_fx, build_inductor
 from torchweave.compiler.dump import graph_text
+from torchweave.compiler.eager_semantics.size_answers import dynamic_shapes_mode
 from torchweave.compiler.errors import name_sizes
 from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.compiler.ir.mutation import has_mutations, mutated_aliased_inputs
 from torchweave.compiler.ir.size_ranges import max_size, num_guards
-from torchweave.compiler.ir.symbols import dynamic_shapes_mode, token_count
+from torchweave.compiler.ir.symbols import token_count
 from torchweave.compiler.partition.split import Piece, structure
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.base import Pass
@@ -109,6 +110,7 @@ class PieceBuilder:
         graph: the captured graph that the pieces were cut from.
         manager: passes of the ATen stage, the config and the tuning table.
         cache: None to build every piece anew.
+        as_eager: see `build_inductor`.
     """
 
     def __init__(
@@ -118,7 +120,9 @@ class PieceBuilder:
         cache: CompileCache | None,
         device: torch.device,
         report: Report,
+        as_eager: bool = False,
     ) -> None:
+        self.as_eager = as_eager
         self.graph, self.manager, self.compile_cache, self.device, self.report = graph, manager, cache, device, report
         self.config = manager.config
         # A pass for other devices would cost a lowering and never match.
@@ -171,9 +175,8 @@ class PieceBuilder:
         if self.compile_cache is None or not self.config.enable_inductor:
             return build(job)
         make = functools.partial(build, job)
-        return PieceEntry(
-            self.compile_cache, job.piece, self.config, self.device, make, job.cache_factors
-        ).load_or_build()
+        factors = {**job.cache_factors, "as_eager": True} if self.as_eager else job.cache_factors
+        return PieceEntry(self.compile_cache, job.piece, self.config, self.device, make, factors).load_or_build()
 
     def aten_passes(self, job: PieceJob, build: Build) -> BuiltPiece:
         """Stage: run the ATen passes that the variant asks for."""
@@ -284,7 +287,7 @@ class PieceBuilder:
         shared = next(iter(mutated_aliased_inputs(piece.graph).values()), None)
         try:
             if shared is None:
-                return build_inductor(piece, self.config, job.tune)
+                return build_inductor(piece, self.config, job.tune, self.as_eager)
             # AOTAutograd joins aliased inputs into one whose shape follows from the views at compile time. Other views at run
             # time would make the code read wrong sizes.
             why = f"it writes to {shared.name}, which shares its memory with another input"

@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
+from torchweave.compiler.eager_semantics.size_answers import dynamic_shapes_mode
 from torchweave.compiler.errors import resolve_file_name
-from torchweave.compiler.ir.symbols import dynamic_shapes_mode, value
+from torchweave.compiler.ir.symbols import value
 from torchweave.doctor.source_reader import innermost_user_line
 from torchweave.doctor.subject import Subject
 

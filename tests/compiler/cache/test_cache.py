@@ -36,8 +36,8 @@ from torchweave.compiler.cache.keys import (
 )
 from torchweave.compiler.cache.maintenance import clear_unfinished
 from torchweave.compiler.cache.store import FORMAT, MAGIC, read_entry
-from torchweave.compiler.codegen.copy_before_write import CopyBeforeWrite
 from torchweave.compiler.codegen.inductor import start_inductor_workers
+from torchweave.compiler.eager_semantics.copy_before_write import CopyBeforeWrite
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.compiler.toy import DYNAMIC, example, toy
 from torchweave.compiler import CompileCache, compile_graph
 from torchweave.compiler.cache.entries import deserialize_graph, serialize_graph
-from torchweave.compiler.capture.capture import capture
+from torchweave.compiler.capture.capture import capture, reject_written_constants
 from torchweave.compiler.errors import InvariantError, TraceError
 from torchweave.compiler.ir.graph import Constant, Input, SourceError, resolve
 from torchweave.compiler.runtime.forward import call_op
@@ -89,7 +89,7 @@ def test_a_forward_that_writes_to_a_buffer_is_refused(through_view: bool) -> Non
             return x + self.seen
 
     with pytest.raises(InvariantError, match=r"writes to .*seen") as caught:
-        capture(Counter(), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, "backed_size_oblivious")
+        reject_written_constants(capture(Counter(), {"x": torch.zeros(5, 4)}, {"x": {0: "T"}}, "backed_size_oblivious"))
     assert caught.value.where.startswith(__file__)
 
 

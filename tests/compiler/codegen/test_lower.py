@@ -13,8 +13,9 @@ from tests.compiler.toy import BOUNDARY, DYNAMIC, SIZES, attention, example, ste
 from torchweave.compiler.capture.capture import capture
 from torchweave.compiler.codegen.lower import LoweringError, lower
 from torchweave.compiler.codegen.pieces import build_fx, build_inductor
+from torchweave.compiler.eager_semantics.size_answers import dynamic_shapes_mode
 from torchweave.compiler.ir.graph import CapturedGraph, run_fake, same_geometry
-from torchweave.compiler.ir.symbols import dynamic_shapes_mode, value
+from torchweave.compiler.ir.symbols import value
 from torchweave.compiler.partition.split import Piece, split
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.forward import call_op

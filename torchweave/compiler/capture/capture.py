@@ -11,7 +11,7 @@ import logging
 import operator
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -24,9 +24,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
 from torchweave.compiler.cache.read_globals import globals_of
-from torchweave.compiler.capture.branches import record_branches
 from torchweave.compiler.capture.outputs import EXTRA_KEYWORDS, output_tree, record_side_effects, source_text
-from torchweave.compiler.capture.size_indices import select_by_sizes
 from torchweave.compiler.capture.trace_once.clone_layers import (
     CloneError,
     PlaceholderMap,
@@ -36,6 +34,8 @@ from torchweave.compiler.capture.trace_once.clone_layers import (
 from torchweave.compiler.capture.trace_once.layer_recorder import NotRepeatableError
 from torchweave.compiler.capture.trace_once.repeated_layers import find_repeated, trace_once_facts
 from torchweave.compiler.dump import bytecode_text
+from torchweave.compiler.eager_semantics.registry import while_tracing
+from torchweave.compiler.eager_semantics.size_answers import dynamic_shapes_mode
 from torchweave.compiler.errors import (
     InvariantError,
     SizeError,
@@ -62,7 +62,6 @@ from torchweave.compiler.ir.symbols import (
     DynamicDims,
     choose_size_hints,
     condition_text,
-    dynamic_shapes_mode,
     example,
     fixed_sizes,
     mark,
@@ -211,7 +210,7 @@ def _capture(request: _Request, placeholders: PlaceholderMap) -> CapturedGraph:
     graph.symbols = _name_symbols(graph, request.dynamic)
     _lift_attributes(graph)
     _lift_number_tensors(graph)
-    _reject_mutated_constants(graph)
+    _reject_shared_constants(graph)
     clean_up_graph(graph)
     return graph
 
@@ -237,8 +236,7 @@ def _trace(request: _Request, size_names: Mapping[str, str]) -> Any:
             rules,
             get_metrics_context(),
             dynamo_timed("torchweave_capture"),
-            record_branches(),
-            select_by_sizes(),
+            while_tracing(),
             mock.patch.object(_FAKE_TENSOR_LOG, "disabled", True),
         ):
             return fullgraph_capture(request.module, request.arguments)
@@ -507,17 +505,43 @@ def _lift_number_tensors(graph: CapturedGraph) -> None:
             graph.graph.erase_node(node)
 
 
-def _reject_mutated_constants(graph: CapturedGraph) -> None:
-    """Refuse a forward that writes to a parameter or buffer, or to a view of one: constants are bound once."""
-    owners = {storage_id(node): source_text(constant.source) or node.name for node, constant in graph.constants()}
+def reject_written_constants(graph: CapturedGraph) -> None:
+    """Refuse a forward that writes to a parameter or buffer, or to a view of one: an engine keeps its state elsewhere.
+
+    Raises:
+        InvariantError: with the line of the write.
+    """
+    for node, owner, _ in _written_constants(graph):
+        raise InvariantError(
+            f"forward writes to {owner}, but parameters and buffers are bound once and must not change; pass the tensor in as "
+            "an input, or write to it in a boundary op",
+            source_location(node),
+        )
+
+
+def _reject_shared_constants(graph: CapturedGraph) -> None:
+    """Refuse writes to a constant that shares its memory with another one: the graph does not know of the other's change."""
+    constants = [(node, each) for node, each in graph.constants()]
+    for node, owner, written in _written_constants(graph):
+        address = written.tensor.untyped_storage().data_ptr()
+        for other, each in constants:
+            if each.tensor is not written.tensor and each.tensor.untyped_storage().data_ptr() == address:
+                raise InvariantError(
+                    f"forward writes to the memory that {owner} shares with {source_text(each.source) or other.name}; give "
+                    "each its own (`clone()`)",
+                    source_location(node),
+                )
+
+
+def _written_constants(graph: CapturedGraph) -> Iterator[tuple[fx.Node, str, Constant]]:
+    """Nodes that write to a constant, its name in the user's code, and the constant."""
+    owners: dict[int | None, tuple[str, Constant]] = {}
+    for node, each in graph.constants():
+        owners.setdefault(storage_id(node), (source_text(each.source) or node.name, each))
     for node in graph.graph.nodes:
         for argument in mutated_args(node):
             if storage_id(argument) in owners:
-                raise InvariantError(
-                    f"forward writes to {owners[storage_id(argument)]}, but parameters and buffers are bound once and must "
-                    "not change; pass the tensor in as an input, or write to it in a boundary op",
-                    source_location(node),
-                )
+                yield node, *owners[storage_id(argument)]
 
 
 def _traced_code(captured: Any) -> dict[str, list[CodeType]]:

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
-import torchweave.compiler.codegen.opaque_writes  # noqa: F401 (defines ops that cached pieces call)
+import torchweave.compiler.eager_semantics.opaque_writes  # noqa: F401 (defines ops that cached pieces call)
+from torchweave.compiler.eager_semantics.registry import inductor_options as eager_options
+from torchweave.compiler.eager_semantics.registry import while_building
+from torchweave.compiler.eager_semantics.size_answers import dynamic_shapes_mode
 from torchweave.compiler.ir.mutation import has_mutations
 from torchweave.compiler.ir.size_ranges import MAX_SIZE
-from torchweave.compiler.ir.symbols import dynamic_shapes_mode
 from torchweave.compiler.partition.split import Piece
 from torchweave.config.options import TorchCompileConfig
 
@@ -149,11 +151,12 @@ class InductorUnsupportedError(Exception):
     """Inductor does not support an operation of a piece, on any machine; the message is the reason."""
 
 
-def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False) -> BuiltPiece:
+def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False, as_eager: bool = False) -> BuiltPiece:
     """Build a piece with Inductor, with the captured symbolic sizes.
 
     Args:
         tune: let Inductor time candidate kernels on the device, which pays where sizes are fixed.
+        as_eager: correct what Inductor computes otherwise than eager code, see `eager_semantics`.
 
     Raises:
         InductorUnsupportedError: Inductor does not support an operation of the piece.
@@ -161,23 +164,21 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False)
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
-    from torchweave.compiler.codegen.copy_before_write import CopyBeforeWrite
     from torchweave.compiler.codegen.index_strides import zero_strides_early
-    from torchweave.compiler.codegen.overlaps import exact_overlap
     from torchweave.compiler.codegen.row_reductions import keep_rows_in_registers
     from torchweave.compiler.codegen.size_symbols import bind_size_symbols
 
     patches = {
         **inductor_options(config),
         "max_autotune": tune,
-        "post_grad_custom_post_pass": CopyBeforeWrite(),
+        **eager_options(as_eager),
     }
     begin = time.monotonic()
     context = TracingContext(piece.fake_mode)
     with (
         torch.no_grad(),
         dynamic_shapes_mode(config.dynamic_shapes),
-        exact_overlap(),
+        while_building(as_eager),
         keep_rows_in_registers(),
         bind_size_symbols(),
         zero_strides_early(),

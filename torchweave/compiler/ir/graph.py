@@ -110,6 +110,19 @@ class FakeGraph:
         with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
             yield
 
+    @contextlib.contextmanager
+    def without_guards(self) -> Iterator[None]:
+        """Run operations on fake tensors without guards and without new symbols of sizes that depend on data.
+
+        Another choice of a view or a copy is no error: torch makes it at each call.
+        """
+        shape_env = self.fake_mode.shape_env
+        if shape_env is None:
+            yield
+            return
+        with shape_env.suppress_guards(), shape_env.ignore_fresh_unbacked_symbols():
+            yield
+
     def num_calls(self) -> int:
         """Number of operations: every node but inputs and the output."""
         return sum(node.op.startswith("call") for node in self.graph.nodes)

@@ -155,7 +155,7 @@ def _guards(graph: CapturedGraph) -> list[tuple[Any, Any]]:
 def _is_branch(sloc: Any) -> bool:
     """Whether a branch in forward's own code made the guard, and not an operation of torch."""
     place = str(getattr(sloc, "framework_loc", "")).replace("\\", "/")
-    return "/torch/_dynamo/" in place or "/compiler/capture/branches.py" in place
+    return "/torch/_dynamo/" in place or "/compiler/eager_semantics/branches.py" in place
 
 
 def _valid_up_to(guard: Any, symbols: Mapping[str, str], equal: bool) -> int:

@@ -10,9 +10,6 @@ Cost      none: Inductor takes a view by one call, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, fx
 
@@ -24,7 +21,7 @@ from torchweave.compiler.ir.symbols import is_size, value
 def separate_result_views(graph: CapturedGraph) -> None:
     """Copy the views among the graph's results after all other nodes, and name them in `graph.result_views`."""
     try:
-        with _without_traces(graph):
+        with graph.without_guards():
             views = analyze_aliasing(graph.graph, inputs_may_alias=False).views
     except AliasAnalysisError:  # a nested graph: its results stay where they are
         return
@@ -41,20 +38,6 @@ def separate_result_views(graph: CapturedGraph) -> None:
             graph.graph.erase_node(node)
     graph.module.recompile()
     graph.result_views = frozenset(copies.values())
-
-
-@contextmanager
-def _without_traces(graph: CapturedGraph) -> Iterator[None]:
-    """Run operations on fake tensors without guards and without new symbols of sizes that depend on data.
-
-    Another choice of a view or a copy is no error: torch makes it at each call.
-    """
-    shape_env = graph.fake_mode.shape_env
-    if shape_env is None:
-        yield
-        return
-    with shape_env.suppress_guards(), shape_env.ignore_fresh_unbacked_symbols():
-        yield
 
 
 def _base(node: fx.Node, views: frozenset[fx.Node]) -> fx.Node:

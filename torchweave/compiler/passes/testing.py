@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchweave.compiler.codegen.lower import as_piece, trace
-from torchweave.compiler.ir.symbols import dynamic_shapes_mode
+from torchweave.compiler.eager_semantics.size_answers import dynamic_shapes_mode
 from torchweave.compiler.partition.split import Piece
 from torchweave.compiler.passes.base import Pass, PassResult
 from torchweave.compiler.passes.manager import run_pass

@@ -31,11 +31,13 @@ class Effects:
 
     Attributes:
         mutated_inputs: names of the inputs that it writes to.
+        mutated_constants: parameters and buffers that it writes to.
         devices: kinds of devices on which it computes.
         nested: it may hold a nested graph, such as the branches of `torch.cond`.
     """
 
     mutated_inputs: frozenset[str]
+    mutated_constants: tuple[Tensor, ...]
     devices: frozenset[str]
     nested: bool
 
@@ -47,6 +49,7 @@ def find_effects(graph: CapturedGraph) -> Effects:
     bindings = [graph.bindings[node.name] for node in graph.placeholders() if storage_id(node) in changed]
     return Effects(
         frozenset(binding.name for binding in bindings if isinstance(binding, Input)),
+        tuple(binding.tensor for binding in bindings if isinstance(binding, Constant)),
         frozenset(fake.device.type for node in nodes if isinstance(fake := value(node), Tensor)),
         any(node.op == "get_attr" for node in nodes),
     )

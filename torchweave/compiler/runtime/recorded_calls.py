@@ -123,6 +123,7 @@ class _WarmUp:
         self.graph, self.buffers, self.mutated = graph, buffers, mutated
         self.results: list[Any] = []
         self.written: list[Tensor] = []
+        self.constants: list[Tensor] = []  # copies of the parameters and buffers that the call writes to
 
     def __call__(self, boundary: BoundaryHandler) -> Any:
         output = self.graph(boundary, *self.buffers)
@@ -130,6 +131,7 @@ class _WarmUp:
             return output
         self.results.append(output)
         self.written = [self.buffers[index].clone() for index in self.mutated]
+        self.constants = [each.detach().clone() for each in self.graph.effects.mutated_constants]
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if any(leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg() for leaf in leaves):
             raise RuntimeError("forward returns a tensor without plain strided memory")
@@ -212,6 +214,8 @@ class RecordedCalls:
                 if not warm_up.results:
                     raise
                 self._stop_recording(str(error).strip().splitlines()[0])
+            for constant, values in zip(self._graph.effects.mutated_constants, warm_up.constants, strict=True):
+                constant.copy_(values)
         for index, values in zip(self._mutated, warm_up.written, strict=True):
             inputs[index].copy_(values)
         return pytree.tree_map_only(Tensor, lambda leaf: self._first_output(leaf, warm_up, inputs), warm_up.results[0])

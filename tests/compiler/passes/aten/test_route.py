@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchweave.compiler.ir.symbols import dynamic_shapes_mode
+from torchweave.compiler.eager_semantics.size_answers import dynamic_shapes_mode
 from torchweave.compiler.passes.aten.route import FUSION
 from torchweave.compiler.passes.testing import T, check, graph_of
 

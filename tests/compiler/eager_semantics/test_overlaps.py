@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweave
-from torchweave.compiler.codegen.overlaps import find_overlap
+from torchweave.compiler.eager_semantics.overlaps import find_overlap
 from torchweave.config.options import TorchCompileConfig
 
 

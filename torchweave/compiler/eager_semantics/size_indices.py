@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from torchweave.compiler.capture.branches import replace_tensor_method
+from torchweave.compiler.eager_semantics.branches import replace_tensor_method
 
 
 @contextmanager

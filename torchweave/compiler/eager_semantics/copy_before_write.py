@@ -33,8 +33,8 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torchweave import version
-from torchweave.compiler.codegen.opaque_writes import OPAQUE, OPAQUE_CLONE
-from torchweave.compiler.codegen.slice_indices import resolve_slices
+from torchweave.compiler.eager_semantics.opaque_writes import OPAQUE, OPAQUE_CLONE
+from torchweave.compiler.eager_semantics.slice_indices import resolve_slices
 from torchweave.compiler.ir.symbols import value
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ _INDEXED_READS = (
     aten.embedding.default,
 )
 _COPIES = (aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-_VIEW_WRITES = (
+VIEW_WRITES = (
     aten.slice_scatter.default,
     aten.select_scatter.default,
     aten.diagonal_scatter.default,
@@ -65,9 +65,7 @@ class CopyBeforeWrite(CustomGraphPass):
         for node in list(graph.nodes):
             if node.target in OPAQUE and (read & _index_sources(node) or _is_indexed_and_read(node)):
                 node.target = OPAQUE[node.target]
-            if node.target in (*_INDEXED_WRITES, *_VIEW_WRITES) and (
-                _reads_target(node) or _is_masked_and_shared(node)
-            ):
+            if node.target in (*_INDEXED_WRITES, *VIEW_WRITES) and (_reads_target(node) or _is_masked_and_shared(node)):
                 target = node.args[0]
                 with graph.inserting_before(node):
                     copy = graph.call_function(aten.clone.default, (target,))
@@ -98,7 +96,7 @@ def _is_masked_and_shared(node: fx.Node) -> bool:
     """Whether a mask selects what is written, and an operation beside it reads the target or a view of it."""
     if node.target not in _INDEXED_WRITES or not _is_masked(node):
         return False
-    return _is_read(_base(node.args[0]), but=lambda user: user is node)
+    return _is_read(base_of(node.args[0]), but=lambda user: user is node)
 
 
 def _is_masked(node: fx.Node) -> bool:
@@ -108,9 +106,9 @@ def _is_masked(node: fx.Node) -> bool:
 
 def _is_read(tensor: fx.Node, but: Callable[[fx.Node], bool]) -> bool:
     """Whether an operation for which `but` is false reads a tensor, or a view of it; a graph's results do not count."""
-    views = _reachable(tensor, lambda node: [user for user in node.users if _is_view(user) and not but(user)])
+    views = _reachable(tensor, lambda node: [user for user in node.users if is_view(user) and not but(user)])
     readers = (user for view in views for user in view.users)
-    return any(not (user.op == "output" or but(user) or _is_view(user)) for user in readers)
+    return any(not (user.op == "output" or but(user) or is_view(user)) for user in readers)
 
 
 def _reachable(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
@@ -140,21 +138,21 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _reads_target(node: fx.Node) -> bool:
-    base = _base(node.args[0])
+    base = base_of(node.args[0])
     if node.target not in _INDEXED_WRITES:
-        return _base(node.args[1]) is base
+        return base_of(node.args[1]) is base
     indices, values = node.args[1], node.args[2]
-    return _base(values) is base or any(_is_computed_from(index, base) for index in indices if index is not None)  # type: ignore[union-attr]
+    return base_of(values) is base or any(_is_computed_from(index, base) for index in indices if index is not None)  # type: ignore[union-attr]
 
 
-def _base(node: Any) -> Any:
+def base_of(node: Any) -> Any:
     """The tensor that a node is a view of, through any number of views; the node itself when it is none."""
-    while isinstance(node, fx.Node) and _is_view(node):
+    while isinstance(node, fx.Node) and is_view(node):
         node = node.args[0]
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return getattr(node.target, "__name__", "") == "getitem"
     results = node.target._schema.returns
@@ -170,7 +168,7 @@ def _index_sources(node: Any) -> set[Any]:
     ]
     found = set()
     for each in indices:
-        while _is_view(each) or each.target in _COPIES:
+        while is_view(each) or each.target in _COPIES:
             each = each.args[0]
         found.add(each)
     return found
