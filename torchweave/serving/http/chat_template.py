@@ -160,6 +160,9 @@ def _constrained(
         warnings.add("reasoning_effort", sentence)
         budget = None
     may_call = answer_format.tools.forced is None and answer_format.tools.tools is not None
+    form_type = body.response_format.type if body.response_format is not None else "text"
+    if params.structured_outputs is not None and form_type == "text":
+        may_call = False  # vLLM's `structured_outputs` hold for the whole answer
     tools = body.tools or [] if may_call else []
     tags = _strict_tags(service, body, tools, warnings)
     texts = () if form is None else (form.opening[0], form.closing[0])
