@@ -17,8 +17,9 @@ from torchweave.serving.openai.tools.values import PYTHON_QUOTES, ValueReader, a
 _NO_MENTION = regex.compile(r"(?:^|\n[ \t]*|[^\s\"'`(])\Z")
 """How text ends before a tag that is no mention of the tag within a sentence."""
 _TEXTS = ("true", "string")
-_NO, _BEGINS_TO_END, _ENDED, _OVER, _CERTAIN = range(5)
-"""How certain it is that a closing tag ends a value: the call's end follows in part, whole, or with what comes after the call."""
+_NO, _BEGINS_TO_END, _WITHIN, _ENDED, _OVER, _CERTAIN = range(6)
+"""How certain it is that a closing tag ends a value: the call's end follows in part, whole (where the tag may close one within
+the value, or not), or with what comes after the call."""
 _TAIL = 64  # characters of a value that tell so
 
 
@@ -151,7 +152,9 @@ class TaggedArguments(ArgumentsGrammar):
         if depth == 0 and state.trusts_ends:
             return _CERTAIN
         fully = yield from source.match(self._patterns["closed_fully"])
-        return _ENDED if fully is not None and depth == 0 else _BEGINS_TO_END
+        if fully is None:
+            return _BEGINS_TO_END
+        return _ENDED if depth == 0 else _WITHIN
 
     def _is_next(
         self, follows: regex.Match[str], parameters: Parameters, given: list[str], depth: int, value: _Value
