@@ -43,5 +43,18 @@ QUANTIZATION_FORMATS: Registry[Any] = Registry(
 LOGITS_PROCESSORS: Registry[Any] = Registry("logits processor", "torchweave.logits_processors")
 """Classes derived from `torchweave.HostLogitsProcessor` or `DeviceLogitsProcessor`; the option `logits_processors`."""
 
+MODEL_HOOKS: Registry[Any] = Registry("model hook", "torchweave.model_hooks")
+"""Functions of a module of a model, by the name of its class; all that packages bring are used, after Torchweave's own."""
+
+TOOL_PARSERS: Registry[Any] = Registry(
+    "tool parser", "torchweave.tool_parsers", needs=("grammar", "id_form", "special_tokens")
+)
+"""Of `torchweave.serving.openai.tools.family.Family`; the option `tool_call_parser`. Torchweave's own stand in its `families`."""
+
+REASONING_PARSERS: Registry[Any] = Registry(
+    "reasoning parser", "torchweave.reasoning_parsers", needs=("opening", "closing")
+)
+"""Of `torchweave.serving.openai.reasoning.ReasoningFormat`; the option `reasoning_parser`. Torchweave's own stand there."""
+
 PASSES: Registry[Any] = Registry("pass", "torchweave.passes")
 """Of `torchweave.compiler.Pass`, or classes of them; the option `torch_compile_config.passes`."""

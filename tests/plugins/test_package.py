@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from torchweave import LLM, SamplingParams
-from torchweave.config.options import EngineConfig
-from torchweave.config.validate import check_config
+from torchweave.config.options import EngineConfig, ServerConfig
+from torchweave.config.validate import check_config, check_server
+from torchweave.plug_points import REASONING_PARSERS
 from torchweave.report import Report
+from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser, WholeAnswer
+from torchweave.serving.openai.protocol import Tool
+from torchweave.serving.openai.tools import ToolUse, has_special_tokens, make_tool_parser, new_call_id
 
 PACKAGE = Path(__file__).parent / "package"
 PROMPT = "sort: pear fig apple"
@@ -55,9 +59,28 @@ def test_a_package_serves(ranks: int) -> None:
         with pytest.raises(RuntimeError, match=r"The logits processor Cycle failed \(ZeroDivisionError"):
             llm.generate(PROMPT, greedy(cycle=[]))
         assert tokens(llm, greedy()) == [plain], "the engine goes on"
-    assert {"attention", "quantization"} <= set(sys.modules["acme_plugin"].used)
+    assert {"attention", "quantization", "hook of LlamaMLP"} <= set(sys.modules["acme_plugin"].used)
     assert [each["matches"] > 10 for each in report.select("pass") if each["name"] == "acme_count"] == [True]
     assert report.select("quantized")[0]["scheme"] == "int8_per_channel"
+
+
+def test_parsers_of_a_package_read_an_answer() -> None:
+    check_server(EngineConfig("demo"), ServerConfig(tool_call_parser="acme", reasoning_parser="acme"))
+    tool = Tool.model_validate({"type": "function", "function": {"name": "now"}})
+    assert not has_special_tokens("acme") and new_call_id("acme", 0)("now", 0).startswith("call")
+    form = AnswerFormat(ToolUse([], None, make_tool_parser("acme", [tool])), REASONING_PARSERS.get("acme"))
+    parser, answer = AnswerParser(form), '<muse>It is late.</muse>Look: <acme>{"name": "now", "arguments": {}}</acme>'
+    pieces = [piece for at in range(len(answer)) for piece in parser.feed(answer[at], is_last=at == len(answer) - 1)]
+    found = WholeAnswer.of(pieces)
+    assert (found.reasoning, found.text.strip(), found.calls) == ("It is late.", "Look:", [("now", "{}")])
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_parsers_that_are_unknown_or_left_out_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=rf"{option}='acne' is not known: .*did you mean 'acme'\?"):
+        check_server(EngineConfig("demo"), ServerConfig(**{option: "acne"}))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is not known"):
+        check_server(EngineConfig("demo", plugins=()), ServerConfig(**{option: "acme"}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from torchweave.plug_points import ATTENTION_BACKENDS, QUANTIZATION_FORMATS
+from torchweave.plug_points import ATTENTION_BACKENDS, QUANTIZATION_FORMATS, REASONING_PARSERS, TOOL_PARSERS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -28,17 +28,19 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 DynamicShapes = Literal["backed", "unbacked", "backed_size_oblivious"]
 CacheFormat = Literal["binary", "unpacked"]
-ToolCallParser = Literal[
+_ToolCallParser = Literal[
     "auto", "cohere", "cohere_command", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "ernie45",
     "functiongemma", "gemma4", "glm45", "glm47", "gpt_oss", "granite", "granite31", "granite4", "hermes",
     "hunyuan_a13b", "hy_v3", "internlm", "jamba", "kimi_k2", "kimi_k3", "lfm2", "llama3_json", "llama4_pythonic",
     "longcat", "mimo", "minimax", "minimax_m2", "minimax_m3", "mistral", "nemotron_json", "olmo3", "openai",
     "phi4_mini", "phi4_tool_call", "pythonic", "qwen3_coder", "qwen3_xml", "seed_oss", "step3", "step3p5", "xlam",
 ]  # fmt: skip
-ReasoningParser = Literal[
+_ReasoningParser = Literal[
     "auto", "none", "cohere", "deepseek_r1", "ernie45", "gemma4", "glm45", "gpt_oss", "granite", "kimi_k2", "kimi_k3", "kimi_vl",
     "minimax_m2", "mistral", "qwen3", "seed_oss", "step3",
 ]  # fmt: skip
+ToolCallParser = _ToolCallParser | Annotated[str, TOOL_PARSERS]
+ReasoningParser = _ReasoningParser | Annotated[str, REASONING_PARSERS]
 PassNumerics = Literal["exact", "tolerance"]
 Executor = Literal["local", "torchrun", "ray"]
 SpeculativeMethod = Literal["ngram", "draft_model", "eagle3", "mtp"]

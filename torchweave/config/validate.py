@@ -12,8 +12,8 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torchweave.config.options import EngineConfig, ServerConfig, SpeculativeConfig, TorchCompileConfig
-from torchweave.plug_points import LOGITS_PROCESSORS, PASSES
-from torchweave.utils.registry import Registry
+from torchweave.plug_points import LOGITS_PROCESSORS, PASSES, REASONING_PARSERS, TOOL_PARSERS
+from torchweave.utils.registry import Registry, is_path
 from torchweave.utils.suggest import did_you_mean, suggest_value
 
 _MAX_API_SERVERS = 64
@@ -241,7 +241,10 @@ def _check_speculation(config: SpeculativeConfig) -> None:
 
 def check_server(config: EngineConfig, settings: ServerConfig) -> None:
     """Check the server's limits, origins, and numbers of engines and HTTP processes."""
-    check_limits(settings)
+    check_limits(settings, config.plugins)
+    for registry, name in ((TOOL_PARSERS, settings.tool_call_parser), (REASONING_PARSERS, settings.reasoning_parser)):
+        if name in registry.names(config.plugins) or is_path(name):
+            registry.get(name, config.plugins)  # a package that is broken stops the server here
     if settings.api_server_count is not None and not 1 <= settings.api_server_count <= _MAX_API_SERVERS:
         raise ValueError(f"api_server_count={settings.api_server_count} must be from 1 to {_MAX_API_SERVERS}")
     count = settings.data_parallel_size
@@ -254,9 +257,9 @@ def check_server(config: EngineConfig, settings: ServerConfig) -> None:
         )
 
 
-def check_limits(settings: ServerConfig) -> None:
+def check_limits(settings: ServerConfig, plugins: Sequence[str] | None = None) -> None:
     """Check that the server's limits admit requests, and its origins and hosts."""
-    check_types(settings)
+    check_types(settings, plugins=plugins)
     for name, least in _SERVER_MINIMUMS.items():
         value = getattr(settings, name)
         if value is not None and not value >= least:

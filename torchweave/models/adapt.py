@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -66,15 +66,15 @@ class ModelLayers:
     recurrent: list[RecurrentSpec]
 
 
-def adapt(model: PreTrainedModel, report: Report) -> ModelLayers:
-    """Install the engine's ops in a model on the meta device; returns its layers with state.
+def adapt(model: PreTrainedModel, report: Report, plugins: Sequence[str] | None = None) -> ModelLayers:
+    """Install the engine's ops in a model on the meta device; returns its layers with state. `plugins`: see `EngineConfig.plugins`.
 
     Raises:
         UnsupportedModel: the model needs a feature that the engine lacks; the message names it.
     """
     check_config(model.config)
     kinds = recurrent_kinds(text_config(model))
-    hooked = install_ops(model)
+    hooked = install_ops(model, plugins=plugins)
     _check_recurrent_layers(model, kinds)
     number_attention_layers(model)
     layers = model_layers(model)
@@ -94,11 +94,14 @@ def adapt(model: PreTrainedModel, report: Report) -> ModelLayers:
     return layers
 
 
-def install_ops(model: PreTrainedModel, like: PreTrainedModel | None = None) -> list[str]:
+def install_ops(
+    model: PreTrainedModel, like: PreTrainedModel | None = None, plugins: Sequence[str] | None = None
+) -> list[str]:
     """Select the engine's attention and experts in the model's configs; returns the classes that needed a hook.
 
     Args:
         like: an adapted model of the same class, whose numbers of attention layers are taken over.
+        plugins: see `EngineConfig.plugins`.
     """
     decoder = decoder_of(model)  # a vision tower keeps its own attention
     by_kind = _uses_layer_types(decoder)
@@ -112,7 +115,7 @@ def install_ops(model: PreTrainedModel, like: PreTrainedModel | None = None) -> 
     experts.install_experts(decoder)
     disable_dynamic_rope(decoder)
     disable_padding_warnings(model)
-    hooked = [*hook_attention(decoder), *hook_indexers(decoder), *hook_recurrent_layers(decoder)]
+    hooked = [*hook_attention(decoder, plugins), *hook_indexers(decoder), *hook_recurrent_layers(decoder)]
     for name, module in like.named_modules() if like is not None else ():
         if hasattr(module, "torchweave_layer"):
             own: Any = model.get_submodule(name)

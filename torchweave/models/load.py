@@ -161,7 +161,7 @@ def load(
     with report.stage("build model"):
         quant_scheme = resolve_scheme(source, quantization, plugins)
         model = build_on_meta(config, resolved_dtype, trust_remote_code, pooling)
-        layers = adapt(model, report)
+        layers = adapt(model, report, plugins)
         experts.check_dtype(model, resolved_dtype, device)
     length = _max_model_len(model.config, max_model_len)
     _check_ranks(process_groups, pooling)

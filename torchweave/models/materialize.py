@@ -290,7 +290,7 @@ def _load_with_transformers(
         if missing := sorted(info["missing_keys"]):
             raise ValueError(weights.missing_tensors_message(converted, folder, missing, stored))
         converted = converted.eval().requires_grad_(False)
-        install_ops(converted, like=model)
+        install_ops(converted, like=model, plugins=load_spec.plugins)
         if load_spec.plan is not None:
             apply(converted, load_spec.plan)
             converted.tie_weights(recompute_mapping=False)

@@ -111,7 +111,7 @@ def _configs(model: str, options: Mapping[str, Any]) -> tuple[EngineConfig, Serv
     engine_options = {name: value for name, value in options.items() if name not in server_names}
     config = config_from(EngineConfig, {"model": model, **engine_options})
     check_config(config)
-    check_limits(settings)
+    check_limits(settings, config.plugins)
     if config.executor != "local":
         raise ValueError(
             f"executor={config.executor!r} is not supported with Ray Serve, which places all ranks of a replica on one machine; "

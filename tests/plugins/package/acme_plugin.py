@@ -10,6 +10,9 @@ from torchweave.compiler import GraphPass, PassResult
 from torchweave.models.weights.formats import QuantizationFormat
 from torchweave.models.weights.int_linear import IntQuantizer, IntScheme
 from torchweave.ops.attention.backends.torch_native import TorchBackend
+from torchweave.serving.openai.reasoning import ReasoningFormat
+from torchweave.serving.openai.tools.family import Family
+from torchweave.serving.openai.tools.grammar import Grammar, JsonCall
 
 used: list[str] = []
 """What ran in this process."""
@@ -52,6 +55,19 @@ class CountNodes(GraphPass):
 
     def run(self, graph):
         return PassResult(matches=len(list(graph.graph.nodes)))
+
+
+def note_mlp(module):
+    used.append(f"hook of {type(module).__name__}")
+
+
+CALLS = Family(
+    name="acme",
+    models="Acme",
+    source="this test",
+    grammar=Grammar((JsonCall(),), opening=("<acme>",), closing=("</acme>",)),
+)
+REASONING = ReasoningFormat(("<muse>",), ("</muse>",))
 
 
 class Cycle(HostLogitsProcessor):

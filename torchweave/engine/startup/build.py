@@ -191,6 +191,7 @@ def load_model(
     Raises:
         ValueError: the model or an option is not supported.
     """
+    load_processors(config)  # those that are refused are refused before weights are read
     device = config.device if process_groups.size == 1 else process_groups.device
     plan = resolve(
         config, device_facts(device, process_groups.rank, config.attention_backend), _model_facts(config, loaded)

@@ -6,7 +6,8 @@ Each hook sets a bound method on one module. Classes, and so other models of the
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from torchweave.models.hooks.attention import ATTENTION_FORWARD_OF, ATTENTION_HOOKS
 from torchweave.models.hooks.experts import EXPERT_HOOKS
 from torchweave.models.hooks.positions import POSITION_FORWARD_OF, POSITION_HOOKS
+from torchweave.plug_points import MODEL_HOOKS
 
 
 def _gaussian_topk(module: Any, inputs: Tensor) -> Tensor:
@@ -31,27 +33,32 @@ def _hook_gemma3n_mlp(module: Any) -> None:
         module._gaussian_topk = types.MethodType(_gaussian_topk, module)
 
 
-_HOOKS_BY_CLASS: dict[str, Callable[[nn.Module], None]] = {
+def _set_forward(forward: Callable[..., Any], module: Any) -> None:
+    module.forward = types.MethodType(forward, module)
+
+
+_HOOKS_BY_CLASS: dict[str, Callable[[Any], None]] = {
     "Gemma3nTextMLP": _hook_gemma3n_mlp,
+    **{name: partial(_set_forward, forward) for name, forward in (ATTENTION_FORWARD_OF | POSITION_FORWARD_OF).items()},
     **ATTENTION_HOOKS,
     **EXPERT_HOOKS,
     **POSITION_HOOKS,
 }
-_FORWARD_OF_CLASS = ATTENTION_FORWARD_OF | POSITION_FORWARD_OF
+for _name, _hook in _HOOKS_BY_CLASS.items():
+    MODEL_HOOKS.register(_name, _hook)
 
 
-def hook_attention(model: nn.Module) -> list[str]:
-    """Install the ops where attention, experts or positions bypass transformers' interfaces; returns the hooked classes."""
-    hooked = set()
+def hook_attention(model: nn.Module, plugins: Sequence[str] | None = None) -> list[str]:
+    """Install the ops where attention, experts or positions bypass transformers' interfaces; returns the hooked classes.
+
+    A package's hook replaces Torchweave's for the same class. `plugins`: see `EngineConfig.plugins`.
+    """
+    hooks, hooked = dict(MODEL_HOOKS.installed(plugins)), set()
     for module in model.modules():
         name = type(module).__name__
-        if name in _HOOKS_BY_CLASS:
-            _HOOKS_BY_CLASS[name](module)
-        elif name in _FORWARD_OF_CLASS:
-            module.forward = types.MethodType(_FORWARD_OF_CLASS[name], module)
-        else:
-            continue
-        hooked.add(name)
+        if name in hooks:
+            hooks[name](module)
+            hooked.add(name)
     return sorted(hooked)
 
 

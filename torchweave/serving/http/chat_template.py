@@ -9,6 +9,7 @@ from typing import Any
 
 from torchweave.chat_template import has_media
 from torchweave.engine.request import SamplingParams
+from torchweave.plug_points import REASONING_PARSERS
 from torchweave.serving.errors import ApiError
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.answer_parser import AnswerFormat
@@ -16,13 +17,13 @@ from torchweave.serving.openai.call_tags import call_tags
 from torchweave.serving.openai.constraints import LENIENT, constrain, loose_format, loose_tools
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message, TokenizeChatRequest, Tool
-from torchweave.serving.openai.reasoning import FORMATS, TAIL_TOKENS, ReasoningFormat, detect_reasoning_format
+from torchweave.serving.openai.reasoning import TAIL_TOKENS, ReasoningFormat, detect_reasoning_format
 from torchweave.serving.openai.sampling_fields import chat_params, truncate
 from torchweave.serving.openai.tools import (
-    SPECIAL_TOKENS,
     ToolUse,
     detect_tool_format,
     forced_schema,
+    has_special_tokens,
     make_forced_parser,
     make_tool_parser,
     new_call_id,
@@ -113,7 +114,7 @@ def _resolve_reasoning(service: Service, body: ChatTemplate) -> ReasoningFormat 
     name: str | None = service.settings.reasoning_parser
     if name == "auto":
         name = detect_reasoning_format(_template(service, body))
-    return None if name in (None, "none") else FORMATS[name]
+    return None if name in (None, "none") else REASONING_PARSERS.get(name)
 
 
 def _response_template(service: Service, body: ChatRequest, tools: ToolUse) -> TemplateGrammar | None:
@@ -257,7 +258,8 @@ def resolve_tool_use(service: Service, body: ChatRequest) -> ToolUse:
         sentence = "The tool-call format of this model was not detected; serve the model with tool_call_parser."
         raise ApiError(400, sentence, param="tools")
     parser = None if tool_format is None else make_tool_parser(tool_format, tools)
-    return ToolUse(tool_definitions, None, parser, tool_format in SPECIAL_TOKENS, new_id)
+    special = tool_format is not None and has_special_tokens(tool_format)
+    return ToolUse(tool_definitions, None, parser, special, new_id)
 
 
 async def encode(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import regex
 
+from torchweave.plug_points import REASONING_PARSERS
 from torchweave.serving.openai.tools.base import ArgumentsDelta, Call, TextDelta, split_at
 from torchweave.serving.openai.tools.grammar import CallParser, Grammar, Parsing
 from torchweave.serving.openai.tools.source import END, Output, Source, Steps
@@ -65,6 +66,8 @@ FORMATS: dict[str, ReasoningFormat] = {
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
 }
+for _name, _format in FORMATS.items():
+    REASONING_PARSERS.register(_name, _format)
 # Text of a chat template, and the format that it implies; the most specific first.
 _TEMPLATE_MARKERS = (
     ("[THINK]", "mistral"),

@@ -79,9 +79,7 @@ def in_this_iteration(number, DEPENDENT: tl.constexpr):
     """The number, which the compiler takes for another one in each iteration of a loop: what follows from it is not computed before
     the loop, where it would take registers from the loop's body."""
     if DEPENDENT > 0:  # not in the interpreter, which knows no assembly
-        number = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
-        )
+        number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
     return number
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchweave.engine.sampling.json_schema import rebase_refs
+from torchweave.plug_points import TOOL_PARSERS
 from torchweave.serving.openai.protocol import Tool
 from torchweave.serving.openai.tools.base import ArgumentsDelta as ArgumentsDelta
 from torchweave.serving.openai.tools.base import Call as Call
@@ -14,7 +15,7 @@ from torchweave.serving.openai.tools.base import ParserDelta as ParserDelta
 from torchweave.serving.openai.tools.base import ReasoningDelta as ReasoningDelta
 from torchweave.serving.openai.tools.base import TextDelta as TextDelta
 from torchweave.serving.openai.tools.call_ids import call_ids
-from torchweave.serving.openai.tools.families import FAMILIES, PARSERS
+from torchweave.serving.openai.tools.families import FAMILIES
 from torchweave.serving.openai.tools.forced import ForcedGrammar
 from torchweave.serving.openai.tools.grammar import CallParser as CallParser
 from torchweave.serving.openai.tools.source import StreamParser as StreamParser
@@ -44,13 +45,14 @@ def detect_tool_format(template: str) -> str | None:
     return next((name for name, family in FAMILIES.items() if any(text in template for text in family.template)), None)
 
 
-SPECIAL_TOKENS = frozenset(name for name, family in PARSERS.items() if family.special_tokens)
-"""Formats whose markers are special tokens, or may be."""
+def has_special_tokens(form: str) -> bool:
+    """Whether the markers of a format are special tokens, or may be."""
+    return TOOL_PARSERS.get(form).special_tokens
 
 
 def make_tool_parser(form: str, tools: Sequence[Tool]) -> CallParser:
     """Create the parser of format `form` for the answers of a request."""
-    return CallParser(PARSERS[form].grammar, _schemas(tools))
+    return CallParser(TOOL_PARSERS.get(form).grammar, _schemas(tools))
 
 
 def make_forced_parser(tools: Sequence[Tool], named: str | None) -> CallParser:
@@ -60,7 +62,7 @@ def make_forced_parser(tools: Sequence[Tool], named: str | None) -> CallParser:
 
 def new_call_id(form: str | None, num_earlier: int) -> Callable[[str, int], str]:
     """Return what creates ids of calls for the templates of a format; see `call_ids`."""
-    return call_ids(PARSERS[form].id_form if form in PARSERS else "call", num_earlier)
+    return call_ids("call" if form is None else TOOL_PARSERS.get(form).id_form, num_earlier)
 
 
 def _schemas(tools: Sequence[Tool]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The first family whose text stands in a chat template is the template's: the mos
 
 from __future__ import annotations
 
+from torchweave.plug_points import TOOL_PARSERS
 from torchweave.serving.openai.tools.families.headed import (
     deepseek_v3,
     functiongemma,
@@ -51,4 +52,6 @@ _FILES = (
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 """By name, the most specific texts of templates first."""
 PARSERS: dict[str, Family] = FAMILIES | {alias: family for family in FAMILIES.values() for alias in family.aliases}
-"""By the name of the option `tool_call_parser`."""
+"""By the name of the option `tool_call_parser`; those of packages are found by `torchweave.plug_points.TOOL_PARSERS`."""
+for _name, _family in PARSERS.items():
+    TOOL_PARSERS.register(_name, _family)
