@@ -175,7 +175,7 @@ def test_a_mixture_keeps_its_router(quantization: str, tmp_path: Path) -> None:
 def test_a_model_without_linears_is_refused() -> None:
     with pytest.raises(ValueError, match="no linear layer"):
         load(zoo.zoo_model("gpt2").config().to_dict(), load_format="dummy", quantization="fp8")
-    with pytest.raises(ValueError, match="unknown quantization format .int8.; available: .*fp8"):
+    with pytest.raises(ValueError, match=r"unknown quantization format .int8.; available: .*fp8"):
         load("demo", quantization="int8")
 
 
