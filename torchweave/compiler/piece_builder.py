@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from torchweave.compiler.cache.entries import PieceEntry
-from torchweave.compiler.cache.store import CompileCache, InductorCacheDir
+from torchweave.compiler.cache.inductor_folder import InductorCacheDir
+from torchweave.compiler.cache.store import CompileCache
 from torchweave.compiler.codegen.lower import LoweringError, cached_lowering, lower
 from torchweave.compiler.codegen.pieces import BuiltPiece, InductorUnsupportedError, Variant, build_fx, build_inductor
 from torchweave.compiler.dump import graph_text

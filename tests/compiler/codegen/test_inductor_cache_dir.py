@@ -15,7 +15,8 @@ from torch._inductor.exc import CppCompileError, InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from torchweave.compiler import CompileCache, compile_graph
-from torchweave.compiler.cache.store import CODE_FOLDER, InductorCacheDir
+from torchweave.compiler.cache.inductor_folder import InductorCacheDir
+from torchweave.compiler.cache.store import CODE_FOLDER
 from torchweave.compiler.runtime.forward import call_op
 from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
