@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -332,3 +332,53 @@ def test_missing_llguidance_gives_a_one_line_error(monkeypatch: pytest.MonkeyPat
 def test_structured_output_needs_a_tokenizer() -> None:
     scheduler, _ = fake.make()
     assert "needs a tokenizer" in scheduler.rejection_reason(InferenceRequest(0, np.arange(3), form(regex="a")))
+
+
+@pytest.mark.parametrize(
+    ("schema", "refused"),
+    [
+        ({"type": "integer", "multipleOf": 9999991}, True),
+        ({"type": "integer", "multipleOf": 5**10}, True),
+        ({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}, True),
+        ({"type": "number", "multipleOf": 0.01}, False),
+        ({"type": "integer", "multipleOf": 1e6}, False),
+        ({"properties": {"multipleOf": {"type": "integer"}}}, False),
+    ],
+)
+def test_schemas_of_too_many_remainders_are_refused(schema: dict[str, object], refused: bool) -> None:
+    """Fifty bytes of schema took gigabytes, in the engine process."""
+    reason = rejection_reason(StructuredOutputs(json=schema))
+    assert ("least common multiple" in reason) is refused, reason
+    lark = rejection_reason(StructuredOutputs(grammar=f"start: %json {json.dumps(schema)}"))
+    assert ("least common multiple" in lark) is refused, lark
+
+
+def test_nothing_is_compiled_for_a_request_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    waiting: list[Callable[[], None]] = []
+    manager = GrammarManager.__new__(GrammarManager)
+    monkeypatch.setattr(manager, "_submit", waiting.append, raising=False)
+    monkeypatch.setattr(manager, "matcher", compiled.append, raising=False)
+    monkeypatch.setattr(manager, "_compute_masks", lambda _: None, raising=False)
+    monkeypatch.setattr(manager, "_on_ready", lambda: None, raising=False)
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    kept, left = (manager.constraint(params, ()) for _ in range(2))
+    del left
+    for work in waiting:
+        work()
+    assert kept.ready and compiled == [params.structured_outputs]
+
+
+def test_a_panic_of_the_library_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As Rust's panics, which are no exceptions for Python."""
+
+    def panicking(_: object) -> None:
+        raise Panic("thread panicked at parser.rs:1")
+
+    manager = GrammarManager.__new__(GrammarManager)
+    monkeypatch.setattr(manager, "matcher", panicking, raising=False)
+    monkeypatch.setattr(manager, "_on_ready", lambda: None, raising=False)
+    constraint = Constraint(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), ())
+    manager._compile(constraint)
+    assert constraint.ready and "grammar library fails" in constraint.error and "parser.rs" not in constraint.error

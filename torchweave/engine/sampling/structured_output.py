@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
+import re
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +37,13 @@ _MAX_ERROR_CHARS = 300
 _MISSING = "structured_outputs needs the package llguidance; install torchweave[structured]."
 _WHITE_SPACE = r"[ \n\r\t]{0,24}"
 """White space between two parts of JSON: enough for indents, but bounded, because small models repeat it endlessly."""
+_PANIC = "the grammar library fails on it; simplify it."
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(\d{1,400}(?:\.\d{0,400})?(?:[eE][+-]?\d{1,3})?)')
+_MAX_MULTIPLE = 20_000
+"""Of the least common multiple of a schema's `multipleOf`, each without its factors 10: the automaton of a number has a state
+for each remainder, and takes time and memory by the square of their number: 10 MB for 20,000, 5 GB for a million."""
+_MAX_CACHED_BYTES = 256 << 20
+"""Of compiled grammars, as far as the memory of the process grew while they were compiled."""
 _DEAD_END = "none of the model's tokens can continue the answer here."
 _STOPS_BANNED = "only stop tokens can follow here, but min_tokens bans them; lower min_tokens."
 
@@ -49,12 +60,17 @@ def rejection_reason(structured: StructuredOutputs) -> str:
         message = str(error)
     except RecursionError:
         message = "it is nested too deeply."
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        message = _PANIC  # of Rust, which derives from BaseException
     return _format_error(structured, message) if message else ""
 
 
 def _format_error(structured: StructuredOutputs, message: str) -> str:
     fields = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     name = next(name for name in fields if getattr(structured, name) is not None)
+    message = _PANIC if "panic" in message.lower() else message
     message = one_line_reason(message, with_place=name == "grammar" and "::=" not in (structured.grammar or ""))
     message = message if len(message) <= _MAX_ERROR_CHARS else message[: _MAX_ERROR_CHARS - 3] + "..."
     return f"structured_outputs.{name} cannot be used: {message}{'' if message.endswith('.') else '.'}"
@@ -78,6 +94,7 @@ def _grammar(structured: StructuredOutputs, tokens: Mapping[str, int] = _NO_TOKE
     from llguidance import LLMatcher
 
     if structured.structural_tag is not None:
+        _check_multiples(json.dumps(structured.structural_tag, default=str).replace('\\"', '"'))
         options = _json_options(structured)
         return LLMatcher.grammar_from_lark(structural_lark(structured.structural_tag, tokens, options, _as_lark))
     if structured.regex is not None:
@@ -86,8 +103,9 @@ def _grammar(structured: StructuredOutputs, tokens: Mapping[str, int] = _NO_TOKE
         pattern = "|".join(map(_escape_regex, structured.choice))
         return _spelled(LLMatcher.grammar_from_regex(pattern), "\n".join(structured.choice), tokens)
     if structured.grammar is not None:
-        return LLMatcher.grammar_from_lark(_as_lark(structured.grammar))
+        return LLMatcher.grammar_from_lark(_check_multiples(_as_lark(structured.grammar)))
     schema = _schema(structured)
+    _check_multiples(json.dumps(schema))
     if ref := endless_ref(schema):
         raise ValueError(f"the reference {ref[:80]!r} leads back to itself, so that no value satisfies it.")
     grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(structured))  # type: ignore[arg-type]
@@ -149,6 +167,28 @@ def loosen_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if ref := endless_ref(schema):
         raise ValueError(f"the reference {ref[:80]!r} leads back to itself, so that no value satisfies it.")
     return loosen(schema, errors)
+
+
+def _check_multiples(grammar: str) -> str:
+    """Return a grammar whose numbers have few enough remainders.
+
+    Raises:
+        ValueError: it has too many.
+    """
+    multiples = [Fraction(text) for text in _MULTIPLE.findall(grammar) if text.strip("0.eE+-")]
+    least = math.lcm(*(_without_tens(multiple.numerator) for multiple in multiples))
+    if least > _MAX_MULTIPLE:
+        raise ValueError(
+            f"the least common multiple of its multipleOf, without factors 10, is above {_MAX_MULTIPLE}, so that a number would "
+            "have too many states; use smaller ones, or fewer without a common factor."
+        )
+    return grammar
+
+
+def _without_tens(number: int) -> int:
+    while number and number % 10 == 0:
+        number //= 10
+    return number
 
 
 def _as_lark(grammar: str) -> str:
@@ -237,6 +277,15 @@ def token_bitmask(tokens: Sequence[int], num_words: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def _resident_bytes() -> int:
+    """Memory of this process; 0 on systems that do not tell it in a file."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 class GrammarManager:
     """Compiled grammars of a model and their worker threads, both created on the first request.
 
@@ -255,6 +304,7 @@ class GrammarManager:
         self._tokenizer: LLTokenizer | None = None
         self._special: dict[str, int] | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._sizes: dict[str, int] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._mask_executor: LLExecutor | None = None
 
@@ -270,7 +320,8 @@ class GrammarManager:
     def constraint(self, params: SamplingParams, stops: Sequence[int]) -> Constraint:
         """A new constraint, compiled on a worker; `stops` are the request's stop tokens."""
         constraint = Constraint(params, stops)
-        self._submit(lambda: self._compile(constraint))
+        kept = weakref.ref(constraint)  # gone with its request, so that nothing is compiled for a client that has left
+        self._submit(lambda: self._compile(kept()))
         return constraint
 
     def advance(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
@@ -286,14 +337,16 @@ class GrammarManager:
             self._threads = ThreadPoolExecutor(count, thread_name_prefix="torchweave-grammar")
         self._threads.submit(work)
 
-    def _compile(self, constraint: Constraint) -> None:
+    def _compile(self, constraint: Constraint | None) -> None:
+        if constraint is None:
+            return
         try:
             constraint.matcher = self.matcher(constraint.structured)
             self._compute_masks([constraint])
         except ImportError:
             constraint.fail(_MISSING)
-        except Exception as error:
-            constraint.fail(str(error))
+        except BaseException as error:  # a panic of Rust is none of Exception, and the request would wait for ever
+            constraint.fail(str(error) if isinstance(error, Exception) else _PANIC)
         constraint.ready = True
         self._on_ready()
 
@@ -305,9 +358,9 @@ class GrammarManager:
                 constraint.num_tokens += 1
                 constraint.matcher.consume_token(token)  # `needs_mask` reports errors
             self._compute_masks(constraints)
-        except Exception as error:
+        except BaseException as error:
             for constraint in constraints:
-                constraint.fail(str(error))
+                constraint.fail(str(error) if isinstance(error, Exception) else _PANIC)
         for constraint in constraints:
             constraint.ready = True
         self._on_ready()
@@ -358,13 +411,16 @@ class GrammarManager:
                 self._compiled.move_to_end(grammar)
                 return compiled.deep_copy()
             tokenizer = self._open_tokenizer()
+        before = _resident_bytes()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
         if matcher.is_error():
             raise ValueError(matcher.get_error())
+        size = max(_resident_bytes() - before, len(grammar))
         with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > _MAX_CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
+            self._compiled[grammar], self._sizes[grammar] = matcher, size
+            while len(self._compiled) > _MAX_CACHED_GRAMMARS or sum(self._sizes.values()) > _MAX_CACHED_BYTES:
+                oldest, _ = self._compiled.popitem(last=False)
+                del self._sizes[oldest]
             return matcher.deep_copy()
 
     def _special_tokens(self) -> dict[str, int]:
