@@ -354,7 +354,8 @@ class ServerConfig:
         drain_timeout: seconds that running requests have to finish at shutdown.
         max_connections_per_address: most open connections of one client address to an HTTP process; further ones are closed.
             None: any number.
-        engine_timeout: seconds without an answer after which an engine process counts as hung and is killed. 0: never.
+        engine_timeout: seconds without an answer after which an engine process, or an HTTP process beside others, counts as hung
+            and is killed. 0: never.
         restart_engine: restart an engine that failed. Off: continue with the remaining replicas, and exit with code 1 after
             the last.
         data_parallel_size: engine replicas behind the server, each with its own GPUs (replica i of engines with R ranks

@@ -247,7 +247,8 @@ def test_dead_frontend_ends_the_server() -> None:
             _, said = running.process.communicate(timeout=120)
         ends = Counter(each.result() for each in reading)
         assert running.process.returncode == 1
-        assert said == "torchweave: An HTTP process of the server ended unexpectedly.\n"
+        killed = f"HTTP process 1 of the server (process {pids[0]}) ended unexpectedly (killed by SIGKILL)."
+        assert said == f"torchweave: {killed}\n"
         assert any("shut down" in end for end in ends), ends
         assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
@@ -258,7 +259,22 @@ def test_the_death_of_one_of_them_ends_a_server_that_starts_and_it_does_not_say_
         os.kill(running.pids("tw-http-")[1], signal.SIGKILL)
         greeting, said = running.process.communicate(timeout=240)
         assert running.process.returncode == 1 and not greeting
-        assert said == "torchweave: An HTTP process of the server ended unexpectedly.\n"
+        assert "torchweave: HTTP process 2 of the server (process " in said and "killed by SIGKILL" in said
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_stopped_http_process_is_killed_and_ends_the_server(first: bool) -> None:
+    """It would hold its share of the connections for ever, and with the first one /health."""
+    with started("--api_server_count", "2", "--engine_timeout", "3") as running:
+        pids = [running.process.pid, *running.pids("tw-http-"), running.engine_pid()]
+        assert running.get("/health").status_code == 200
+        os.kill(pids[0 if first else 1], signal.SIGSTOP)
+        _, said = running.process.communicate(timeout=120)
+        stopped = (
+            f"HTTP process {0 if first else 1} of the server (process {pids[0 if first else 1]}) has not answered for 3"
+        )
+        assert stopped in said and running.process.returncode == (-signal.SIGKILL if first else 1)
+        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[1:]))
 
 
 def test_engine_start_failure_is_reported_by_every_frontend() -> None:

@@ -16,7 +16,7 @@ from torchweave.serving.engine_client.client import EngineClient, FrontendContex
 from torchweave.serving.frontends import messages
 from torchweave.serving.ipc import socket_stream
 from torchweave.serving.ipc.messages import PromptRouted, encode
-from torchweave.serving.ipc.processes import critical_task, make_socket_dir, process_exit, spawn
+from torchweave.serving.ipc.processes import Silence, critical_task, make_socket_dir, process_exit, spawn
 from torchweave.serving.ipc.socket_stream import Sender
 from torchweave.serving.metrics.prometheus import HttpRequestCounters
 from torchweave.utils import gc
@@ -48,8 +48,10 @@ class FrontendGroup:
         self._answers: dict[int, dict[int, Fault | None]] = {}  # of calls by their numbers, by process
         self._arrived = asyncio.Event()  # a process has sent a message or ended
         self._read_tasks: list[asyncio.Task[None]] = []
+        self._ping_tasks: list[asyncio.Task[None]] = []
         self._watch_tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._heard: set[int] = set()  # processes that have sent a message since they were asked last
         self._exit_stack = ExitStack()  # sockets, and the folder in which they lie
 
     def start(
@@ -86,7 +88,10 @@ class FrontendGroup:
             name = f"tw-http-{frontend_info.number}"
             process = spawn(_run, config, settings, frontend_info, name=name, pass_fds=[frontend_info.shared_load_fd])
             self._processes[frontend_info.number] = process
-            self._watch_tasks.append(asyncio.create_task(self._watch(process)))
+            self._watch_tasks.append(asyncio.create_task(self._watch(frontend_info.number, process)))
+            if settings.engine_timeout:
+                ending = self._end_if_silent(frontend_info.number, process, settings.engine_timeout)
+                self._ping_tasks.append(critical_task(ending))
         return [proxy_socket]
 
     def announce(self, message: messages.ToFrontend, exclude: int = 0) -> None:
@@ -139,6 +144,8 @@ class FrontendGroup:
     async def stop(self, at_once: bool = False) -> None:
         """End the processes after their last responses, or `at_once`."""
         self._stopping = True
+        for task in self._ping_tasks:
+            task.cancel()
         self.announce(messages.End())
         if self._watch_tasks and not at_once and len(self._joined) == len(self._processes):
             await asyncio.wait(self._watch_tasks, timeout=_END_SECONDS)
@@ -159,6 +166,9 @@ class FrontendGroup:
     ) -> None:
         def on_message(encoded: bytes) -> None:
             message: messages.FromFrontend = messages.decode_from_frontend(encoded)
+            self._heard.add(number)
+            if isinstance(message, messages.Pong):
+                return
             if isinstance(message, PromptRouted):
                 on_prompt_routed(message)
                 self.announce(message, exclude=number)
@@ -176,11 +186,26 @@ class FrontendGroup:
 
         await socket_stream.read(from_frontend, on_message)
 
-    async def _watch(self, process: ChildProcess) -> None:
+    async def _watch(self, number: int, process: ChildProcess) -> None:
         await process_exit(process)
         if not self._stopping:
-            self._fail("An HTTP process of the server ended unexpectedly.")
+            reason = await asyncio.to_thread(process.exit_text)
+            name = f"HTTP process {number} of the server (process {process.pid})"
+            self._fail(f"{name} ended unexpectedly{f' ({reason})' if reason else ''}.")
         self._arrived.set()
+
+    async def _end_if_silent(self, number: int, process: ChildProcess, timeout: float) -> None:
+        """Kill a process that has listened and then sends nothing, not even answers to pings: it would hold its connections."""
+        silence = Silence()
+        while True:
+            await silence.wait(number in self._heard or number not in self._joined)
+            self._heard.discard(number)
+            if silence.seconds > timeout:
+                name = f"HTTP process {number} of the server (process {process.pid})"
+                self._fail(f"{name} has not answered for {timeout:g} s.")
+                process.kill()
+                return
+            self._to_frontends[number].send(encode(messages.Ping()))
 
     def _fail(self, why: str) -> None:
         self.failure = self.failure or why

@@ -75,11 +75,17 @@ class Call(msgspec.Struct, tag=True, array_like=True):
     results: list[Any]
 
 
+class Ping(msgspec.Struct, tag=True, array_like=True):
+    """Answer with `Pong`: a process that hangs does not. Nor does one ask that hangs itself."""
+
+
 class End(msgspec.Struct, tag=True, array_like=True):
     """Request to end the process."""
 
 
-ToFrontend = EngineStarted | EngineStateChanged | EngineExited | Draining | MetricsRequest | PromptRouted | Call | End
+ToFrontend = (
+    EngineStarted | EngineStateChanged | EngineExited | Draining | MetricsRequest | PromptRouted | Call | Ping | End
+)
 
 
 # -- from a frontend ---------------------------------------------------------------------------------------------------
@@ -93,6 +99,10 @@ class FrontendFailed(msgspec.Struct, tag=True, array_like=True):
     """The HTTP process listens but can answer no request, for example without a tokenizer. `why` may be empty."""
 
     why: str
+
+
+class Pong(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `Ping`."""
 
 
 class FrontendMetrics(msgspec.Struct, tag=True, array_like=True):
@@ -112,7 +122,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     fault: Fault | None = None
 
 
-FromFrontend = FrontendReady | FrontendFailed | FrontendMetrics | Answer | PromptRouted
+FromFrontend = FrontendReady | FrontendFailed | Pong | FrontendMetrics | Answer | PromptRouted
 
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
 decode_from_frontend = msgspec.msgpack.Decoder(FromFrontend, dec_hook=from_msgpack).decode

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
+import signal
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,12 +21,14 @@ from torchweave.serving.http.app import create_app
 from torchweave.serving.http.listener import UvicornServer, join
 from torchweave.serving.ipc import messages as wire
 from torchweave.serving.ipc import socket_stream
-from torchweave.serving.ipc.processes import critical_task
+from torchweave.serving.ipc.processes import Silence, critical_task
 from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.ipc.socket_stream import Sender
 from torchweave.serving.service import Service
 from torchweave.utils import gc
 from torchweave.utils.child_process import exit_with_parent
+
+_log = logging.getLogger("torchweave")
 
 
 def main(config: EngineConfig, settings: ServerConfig, frontend_info: messages.FrontendInfo) -> None:
@@ -57,6 +61,7 @@ class Frontend:
         self._service: Service = self._app.state.service
         self.uvicorn = UvicornServer(self._app, settings.max_connections_per_address)
         self._to_first = Sender(frontend_info.to_first)
+        self._heard_first = False
 
     async def run(self) -> None:
         with socket_stream.listen(self._frontend_info.from_first) as from_first:
@@ -64,11 +69,14 @@ class Frontend:
                 socket_stream.read(from_first, lambda message: self._on_message(messages.decode_to_frontend(message)))
             )
             reporting = critical_task(self._report_listening())
+            timeout = self._service.settings.engine_timeout
+            watching = critical_task(self._end_first_if_silent(timeout)) if timeout else reporting
             try:
                 await self.uvicorn.serve(sockets=[join(self._frontend_info.host, self._frontend_info.port)])
             finally:
                 reading.cancel()
                 reporting.cancel()
+                watching.cancel()
                 self._to_first.close(0)
 
     async def _report_listening(self) -> None:
@@ -82,7 +90,20 @@ class Frontend:
         with gc.gc_frozen_manual_collect():
             await asyncio.Event().wait()
 
+    async def _end_first_if_silent(self, timeout: float) -> None:
+        """Kill the first process, and with it the server, if it sends nothing, not even pings: no request would be answered."""
+        silence = Silence()
+        while silence.seconds <= timeout:
+            await silence.wait(self._heard_first or not self.uvicorn.listening.is_set())
+            self._heard_first = False
+        first = os.getppid()
+        _log.critical(
+            "HTTP process 0 of the server (process %d) has not answered for %g s; the server ends.", first, timeout
+        )
+        os.kill(first, signal.SIGKILL)
+
     def _on_message(self, message: messages.ToFrontend) -> None:
+        self._heard_first = True
         if isinstance(message, messages.MetricsRequest):
             request_metrics = [engine.request_metrics for engine in self._engines]
             http = self._app.state.http
@@ -94,6 +115,8 @@ class Frontend:
             self._service.draining = True
         elif isinstance(message, messages.Call):
             self._send(self._answer(message))
+        elif isinstance(message, messages.Ping):
+            self._send(messages.Pong())
         elif isinstance(message, messages.End):
             self.uvicorn.should_exit = True
         else:

@@ -13,6 +13,7 @@ from typing import Any
 from torchweave.utils.child_process import ChildProcess
 
 _log = logging.getLogger("torchweave")
+PING_SECONDS = 1.0
 _MAX_TMP_DIR_BYTES = 64
 """Longest path of a folder for our folder and a socket: a Unix socket's path has at most 104 bytes on some systems."""
 
@@ -43,6 +44,24 @@ def spawn(target: Callable[..., None], *args: Any, name: str, pass_fds: Sequence
     return ChildProcess(
         target, *args, name=name, pass_fds=pass_fds, new_group=True, ignored_signals=(signal.SIGINT, signal.SIGTERM)
     )
+
+
+class Silence:
+    """How long another process has sent nothing.
+
+    Attributes:
+        seconds: since its last message, as far as this process ran meanwhile: it may have been stopped itself.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    async def wait(self, heard: bool) -> None:
+        """Wait a second; begin anew if there was a message."""
+        before = asyncio.get_running_loop().time()
+        await asyncio.sleep(PING_SECONDS)
+        passed = asyncio.get_running_loop().time() - before
+        self.seconds = 0.0 if heard else self.seconds + min(passed, 2 * PING_SECONDS)
 
 
 def process_exit(process: ChildProcess) -> asyncio.Future[None]:
