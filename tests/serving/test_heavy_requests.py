@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import torchweave
+from tests.serving import stalls
 from tests.serving.running import ServerProcess, cpu_seconds
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.serving.http import responses
@@ -89,6 +90,19 @@ def test_short_texts_do_not_wait_for_long_ones_and_nobody_encodes_for_those_who_
         tokenizer.close()
 
     asyncio.run(scenario())
+
+
+DOZEN = [case for number, case in enumerate(stalls.cases((60_000, 600_000))) if number % 41 == 3]
+
+
+@pytest.mark.parametrize("case", DOZEN, ids=lambda case: case.name)
+def test_bodies_of_the_set_are_answered_with_little_work(server: ServerProcess, case: stalls.Case) -> None:
+    """The whole set: `python -m tests.serving.stalls`."""
+    begin = cpu_seconds(server.process.pid)
+    headers = {"Content-Type": "application/json"}
+    answer = server.request("POST", case.path, content=case.content, headers=headers)
+    seen = stalls.Seen(case, answer.status_code, answer.text, 0.0, 0.0, 0.0)
+    assert not seen.fault and cpu_seconds(server.process.pid) - begin < 1.5, answer.text[:300]
 
 
 def test_answers_are_encoded_in_slices_and_no_further_for_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
