@@ -19,8 +19,7 @@ from torchweave.compiler.eager_semantics.branches import record_branches
 from torchweave.compiler.eager_semantics.dropout import remove_idle_dropout
 from torchweave.compiler.eager_semantics.overlapping_writes import refuse_overlapping_writes
 from torchweave.compiler.eager_semantics.overlaps import exact_overlap
-from torchweave.compiler.eager_semantics.size_indices import select_by_sizes
-from torchweave.compiler.eager_semantics.tensor_sizes import unpack_sizes
+from torchweave.compiler.eager_semantics.size_indices import select_by_sizes, unpack_sizes
 from torchweave.compiler.ir.graph import CapturedGraph
 
 Correction = Callable[[], AbstractContextManager[None]]
