@@ -14,7 +14,7 @@ from tests.ops.recurrent.recurrent_cases import NAN, SIZES, STATE, STEPS, Case, 
 from torchweave.ops.recurrent import triton as recurrent_triton
 from torchweave.ops.recurrent.call import StateAccess
 from torchweave.ops.recurrent.op import _CALLS
-from torchweave.ops.recurrent.triton import FEW_PROGRAMS, copy_on_triton, run_on_triton
+from torchweave.ops.recurrent.triton import FEW_PROGRAMS, SHARED_FROM, copy_on_triton, run_on_triton
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2}
 
@@ -61,6 +61,8 @@ if __name__ == "__main__":
     chosen = {name: each for name, each in cases().items() if name.startswith(tuple(sys.argv[1:] or [""]))}
     assert chosen, f"no case begins with {sys.argv[1:]}"
     for name, each in chosen.items():
-        # 1: each program takes several of the chunks
-        recurrent_triton.FEW_PROGRAMS = 1 if name.endswith("shared_programs") else FEW_PROGRAMS
+        if name.endswith("shared_programs"):  # each program takes several of the chunks
+            recurrent_triton.FEW_PROGRAMS = recurrent_triton.SHARED_FROM = 1
+        else:
+            recurrent_triton.FEW_PROGRAMS, recurrent_triton.SHARED_FROM = FEW_PROGRAMS, SHARED_FROM
         run(name, each)

@@ -5,7 +5,7 @@ that follows the load: the program waits for memory there, and holds twice the r
 """
 
 # Triton's decorators and constexpr arguments are untyped.
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -46,6 +46,8 @@ COPY_BLOCK = 1024
 _MAX_COPIES = 4
 FEW_PROGRAMS = 512
 """Below this number of programs blocks are smaller: some waves over the multiprocessors hide the latency of one read."""
+SHARED_FROM = 12
+"""Programs share a step's chunks where a program for each possible chunk would be this many times those of one prompt."""
 
 
 class Rows(NamedTuple):
@@ -132,11 +134,16 @@ def _most_rows(meta: AttentionMetadata, few: int) -> int:
     return max(1, min(meta.num_rows, meta.num_tokens // (few + 1)))
 
 
-def _chunk_programs(meta: AttentionMetadata, chunk: int, others: int) -> int:
-    """Programs that share a step's chunks, times `others`: one for each chunk of a single row and one of padded tokens, or, where
-    that is few, some waves over the multiprocessors. Short rows have more chunks, of which a program takes several."""
-    chunks = meta.num_tokens // chunk + meta.num_rows + 1
-    return min(chunks, max(meta.num_tokens // chunk + 2, cdiv(FEW_PROGRAMS, others)))
+def _chunk_programs(meta: AttentionMetadata, chunk: int, others: int) -> tuple[int, bool]:
+    """Programs for a step's chunks, times `others`, and whether they share the chunks.
+
+    They do where a program for each possible chunk would nearly always find none: as many programs as one prompt has chunks, or,
+    where that is few, some waves over the multiprocessors. Short rows have more chunks, of which a program takes several.
+    """
+    chunks, of_prompt = meta.num_tokens // chunk + meta.num_rows + 1, meta.num_tokens // chunk + 2
+    if chunks < SHARED_FROM * of_prompt or chunks * others < 8 * FEW_PROGRAMS:
+        return chunks, False
+    return min(chunks, max(of_prompt, cdiv(FEW_PROGRAMS, others))), True
 
 
 def _launch_conv(call: ConvCall, out: Tensor, state: Tensor, rows: Rows) -> None:
@@ -212,9 +219,10 @@ def _launch_delta_chunks(
     strides = {
         name: each.stride()[:2] for name, each in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out}.items()
     }
-    delta_solve[value_heads, _chunk_programs(meta, chunk, value_heads)](
+    programs, shared = _chunk_programs(meta, chunk, value_heads)
+    delta_solve[value_heads, programs](
         q, k, g, beta, *gates, *matrices, factors, meta.query_start, meta.num_rows, meta.num_tokens, key_dim**-0.5,
-        *strides["q"], *strides["k"], *strides["g"], *strides["beta"], **sizes, **gated, CHUNK=chunk,
+        *strides["q"], *strides["k"], *strides["g"], *strides["beta"], **sizes, **gated, CHUNK=chunk, SHARED=shared,
         **_options(q.device, SOLVE_WARPS), **({"maxnreg": SOLVE_REGISTERS} if narrow else {}),
     )  # fmt: skip
     block = max(16, min(DELTA_BLOCK, next_power_of_2(value_dim)))
@@ -269,15 +277,16 @@ def _launch_ssd_chunks(
     chunk = 32 if wide else SSD_CHUNK
     tile = 128 // x.element_size()  # rows of 128 bytes: with 64, states of 32 came out wrong (decision 0208)
     block = max(16, min(32 if wide else SSD_BLOCK, next_power_of_2(head_dim)))
+    blocks = cdiv(head_dim, block)
+    programs, shared_chunks = _chunk_programs(meta, chunk, blocks * heads)
     options = _options(x.device, 8, 3) if block == SSD_BLOCK else _options(x.device, 8 if wide else 4, 2)
     shared = {
         "HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": width, "BLOCK": block, "TILE": tile,
         "CHUNK": chunk, "BIAS": call.dt_bias is not None, "SOFTPLUS": call.softplus, "LOG_RATE": call.log_rate,
-        "PRECISION": _precision(x.dtype),
+        "PRECISION": _precision(x.dtype), "SHARED": shared_chunks,
     }  # fmt: skip
     strides = [stride for each in (x, dt, B, C, z, out) for stride in each.stride()[:2]]
-    blocks = cdiv(head_dim, block)
-    grid = (blocks, heads, _chunk_programs(meta, chunk, blocks * heads))
+    grid = (blocks, heads, programs)
     before = x  # not read
     if meta.num_tokens > chunk:
         places = (meta.num_tokens // chunk + 1, heads)

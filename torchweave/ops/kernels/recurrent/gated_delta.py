@@ -27,6 +27,7 @@ from torchweave.ops.kernels.recurrent.chunks import (
     READ,
     WHOLE,
     count_chunks,
+    find_chunk,
     in_this_iteration,
     is_padding,
     numbered_chunk,
@@ -169,25 +170,35 @@ def delta_solve(
     q, k, g, beta, A_log, dt_bias, inverse, scores, factors, query_start, num_rows, num_tokens, scale,
     q_stride, q_head_stride, k_stride, k_head_stride, g_stride, g_head_stride, beta_stride, beta_head_stride,
     VALUE_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    NORMALIZE: tl.constexpr, FEW: tl.constexpr, GATES: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORMALIZE: tl.constexpr, FEW: tl.constexpr, GATES: tl.constexpr, SHARED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`inverse` and `scores` `[chunks, VALUE_HEADS, CHUNK, CHUNK]` and `factors` `[chunks, VALUE_HEADS, 4, CHUNK]` of value head
-    `program_id(0)`, for the chunks of rows of more than FEW tokens, which programs of the second dimension share. Chunk c of row i
-    is at `first token of the row // CHUNK + i + c`.
+    `program_id(0)`, for the chunks of rows of more than FEW tokens, which with SHARED programs of the second dimension share.
+    Chunk c of row i is at `first token of the row // CHUNK + i + c`.
 
     The factors are for products of keys with the state before the chunk, of queries with it, of keys with corrections for the state
     after the chunk, and the chunk's decay.
     """
     pdl_wait(DEPENDENT)
-    count = count_chunks(query_start, num_rows, num_tokens, CHUNK, FEW, False)
-    for number in range(tl.program_id(1), count, tl.num_programs(1)):
-        row, first, end, begin = numbered_chunk(query_start, number, num_rows, num_tokens, CHUNK, FEW, False)
-        chunk = first // CHUNK + row + (begin - first) // CHUNK
-        _solve_chunk(
-            q, k, g, beta, A_log, dt_bias, inverse, scores, factors, in_this_iteration(tl.program_id(0), DEPENDENT), chunk, begin,
-            end, scale, q_stride, q_head_stride, k_stride, k_head_stride, g_stride, g_head_stride, beta_stride, beta_head_stride,
-            VALUE_HEADS, GROUP, KEY_DIM, KEY_PAD, CHUNK, NORMALIZE, GATES,
-        )  # fmt: skip
+    if SHARED:
+        count = count_chunks(query_start, num_rows, num_tokens, CHUNK, FEW, False)
+        for number in range(tl.program_id(1), count, tl.num_programs(1)):
+            row, first, end, begin = numbered_chunk(query_start, number, num_rows, num_tokens, CHUNK, FEW, False)
+            chunk = first // CHUNK + row + (begin - first) // CHUNK
+            _solve_chunk(
+                q, k, g, beta, A_log, dt_bias, inverse, scores, factors, in_this_iteration(tl.program_id(0), DEPENDENT), chunk,
+                begin, end, scale, q_stride, q_head_stride, k_stride, k_head_stride, g_stride, g_head_stride, beta_stride,
+                beta_head_stride, VALUE_HEADS, GROUP, KEY_DIM, KEY_PAD, CHUNK, NORMALIZE, GATES,
+            )  # fmt: skip
+    else:
+        chunk = tl.program_id(1)
+        row, first, end, begin = find_chunk(query_start, chunk, num_rows, num_tokens, CHUNK)
+        if (row < num_rows) & (begin < end) & (end - first > FEW):
+            _solve_chunk(
+                q, k, g, beta, A_log, dt_bias, inverse, scores, factors, tl.program_id(0), chunk,
+                begin, end, scale, q_stride, q_head_stride, k_stride, k_head_stride, g_stride, g_head_stride, beta_stride,
+                beta_head_stride, VALUE_HEADS, GROUP, KEY_DIM, KEY_PAD, CHUNK, NORMALIZE, GATES,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from torchweave.ops.kernels.recurrent.chunks import (
     WHOLE,
     count_chunks,
     decay_rate,
+    find_chunk,
     in_this_iteration,
     numbered_chunk,
     row_end,
@@ -213,20 +214,29 @@ def ssd_chunk_states(
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LOG_RATE: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    PRECISION: tl.constexpr, SHARED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """What each chunk adds to BLOCK channels of the state of head `program_id(1)`, and its decay, at the place
     `first token // CHUNK` of `added` `[T // CHUNK + 1, HEADS, HEAD_DIM, STATE]` and `decay`; for chunks that another one of
-    their row follows. Programs of the third dimension share the chunks."""
+    their row follows. SHARED: programs of the third dimension share the chunks."""
     pdl_wait(DEPENDENT)
-    count = count_chunks(query_start, num_rows, num_tokens, CHUNK, CHUNK, False)
-    for number in range(tl.program_id(2), count, tl.num_programs(2)):
-        _, _, end, begin = numbered_chunk(query_start, number, num_rows, num_tokens, CHUNK, CHUNK, False)
-        if begin + CHUNK < end:
-            block = in_this_iteration(tl.program_id(0), DEPENDENT)
-            head = in_this_iteration(tl.program_id(1), DEPENDENT)
+    if SHARED:
+        count = count_chunks(query_start, num_rows, num_tokens, CHUNK, CHUNK, False)
+        for number in range(tl.program_id(2), count, tl.num_programs(2)):
+            _, _, end, begin = numbered_chunk(query_start, number, num_rows, num_tokens, CHUNK, CHUNK, False)
+            if begin + CHUNK < end:
+                block = in_this_iteration(tl.program_id(0), DEPENDENT)
+                head = in_this_iteration(tl.program_id(1), DEPENDENT)
+                _add_chunk_state(
+                    x, dt, A, B, dt_bias, added, decay, block, head, begin, end, dt_min, dt_max,
+                    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride,
+                    HEADS, GROUP, HEAD_DIM, STATE, BLOCK, TILE, CHUNK, BIAS, SOFTPLUS, LOG_RATE, PRECISION,
+                )  # fmt: skip
+    else:
+        row, _, end, begin = find_chunk(query_start, tl.program_id(2), num_rows, num_tokens, CHUNK)
+        if (row < num_rows) & (begin + CHUNK < end):
             _add_chunk_state(
-                x, dt, A, B, dt_bias, added, decay, block, head, begin, end, dt_min, dt_max,
+                x, dt, A, B, dt_bias, added, decay, tl.program_id(0), tl.program_id(1), begin, end, dt_min, dt_max,
                 x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride,
                 HEADS, GROUP, HEAD_DIM, STATE, BLOCK, TILE, CHUNK, BIAS, SOFTPLUS, LOG_RATE, PRECISION,
             )  # fmt: skip
@@ -322,26 +332,30 @@ def ssd_chunk_scan(
     z_stride, z_head_stride, out_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
-    LOG_RATE: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    LOG_RATE: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Results of BLOCK channels of head `program_id(1)` in the chunks of rows with several tokens, which programs of the third
-    dimension share. The last chunk of a row advances the state. Padded tokens become zero."""
+    """Results of BLOCK channels of head `program_id(1)` in the chunks of rows with several tokens, which with SHARED programs of
+    the third dimension share. The last chunk of a row advances the state. Padded tokens become zero."""
     pdl_wait(DEPENDENT)
-    count = count_chunks(query_start, num_rows, num_tokens, CHUNK, 1, True)
-    for number in range(tl.program_id(2), count, tl.num_programs(2)):
-        row, row_begin, end, begin = numbered_chunk(query_start, number, num_rows, num_tokens, CHUNK, 1, True)
-        block = in_this_iteration(tl.program_id(0), DEPENDENT)
-        head = in_this_iteration(tl.program_id(1), DEPENDENT)
-        if row == num_rows:
-            dim = block * BLOCK + tl.arange(0, BLOCK)
-            token = (begin + tl.arange(0, CHUNK)).to(tl.int64)[:, None]
-            target = out + head * out_head_stride + token * out_stride + dim[None, :]
-            valid = (token < num_tokens) & (dim < HEAD_DIM)[None, :]
-            tl.store(target, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
-        else:
+    if SHARED:
+        count = count_chunks(query_start, num_rows, num_tokens, CHUNK, 1, True)
+        for number in range(tl.program_id(2), count, tl.num_programs(2)):
+            row, row_begin, end, begin = numbered_chunk(query_start, number, num_rows, num_tokens, CHUNK, 1, True)
             _scan_chunk(
-                x, dt, A, B, C, D, z, dt_bias, out, state, before, slots, seq_lens, block, head, row, row_begin, end, begin, dt_min,
-                dt_max,
+                x, dt, A, B, C, D, z, dt_bias, out, state, before, slots, seq_lens,
+                in_this_iteration(tl.program_id(0), DEPENDENT), in_this_iteration(tl.program_id(1), DEPENDENT),
+                row, row_begin, end, begin, num_rows, num_tokens, dt_min, dt_max,
+                x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+                z_stride, z_head_stride, out_stride, out_head_stride,
+                HEADS, GROUP, HEAD_DIM, STATE, BLOCK, TILE, CHUNK, SKIP, BIAS, SOFTPLUS, LOG_RATE, GATE, PRECISION,
+            )  # fmt: skip
+    else:
+        row, row_begin, end, begin = find_chunk(query_start, tl.program_id(2), num_rows, num_tokens, CHUNK)
+        if (begin < end) & ((row == num_rows) | (end - row_begin > 1)):
+            _scan_chunk(
+                x, dt, A, B, C, D, z, dt_bias, out, state, before, slots, seq_lens, tl.program_id(0), tl.program_id(1),
+                row, row_begin, end, begin, num_rows, num_tokens, dt_min, dt_max,
                 x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
                 z_stride, z_head_stride, out_stride, out_head_stride,
                 HEADS, GROUP, HEAD_DIM, STATE, BLOCK, TILE, CHUNK, SKIP, BIAS, SOFTPLUS, LOG_RATE, GATE, PRECISION,
@@ -350,6 +364,33 @@ def ssd_chunk_scan(
 
 @triton.jit
 def _scan_chunk(
+    x, dt, A, B, C, D, z, dt_bias, out, state, before, slots, seq_lens, block, head, row, row_begin, end, begin, num_rows,
+    num_tokens, dt_min, dt_max,
+    x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+    z_stride, z_head_stride, out_stride, out_head_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+    LOG_RATE: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Results of a chunk, or zeros of padded tokens."""
+    if row == num_rows:
+        dim = block * BLOCK + tl.arange(0, BLOCK)
+        token = (begin + tl.arange(0, CHUNK)).to(tl.int64)[:, None]
+        target = out + head * out_head_stride + token * out_stride + dim[None, :]
+        valid = (token < num_tokens) & (dim < HEAD_DIM)[None, :]
+        tl.store(target, tl.zeros([CHUNK, BLOCK], out.dtype.element_ty), mask=valid)
+    else:
+        _scan_row_chunk(
+            x, dt, A, B, C, D, z, dt_bias, out, state, before, slots, seq_lens, block, head, row, row_begin, end, begin, dt_min,
+            dt_max,
+            x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
+            z_stride, z_head_stride, out_stride, out_head_stride,
+            HEADS, GROUP, HEAD_DIM, STATE, BLOCK, TILE, CHUNK, SKIP, BIAS, SOFTPLUS, LOG_RATE, GATE, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _scan_row_chunk(
     x, dt, A, B, C, D, z, dt_bias, out, state, before, slots, seq_lens, block, head, row, row_begin, end, begin, dt_min, dt_max,
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
     z_stride, z_head_stride, out_stride, out_head_stride,
