@@ -12,11 +12,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchweave.compiler.ir.symbols import value
 
@@ -74,7 +75,7 @@ def _computes(match: Any, pattern: Mapping[str, Any], names: Sequence[str]) -> b
     """Whether the matched operations are those of the pattern's function, traced for the arguments of the match."""
     given = [match.kwargs[name] for name in names]
     examples = [value(each) if isinstance(each, fx.Node) else each for each in given]
-    mode = next(each.fake_mode for each in examples if isinstance(each, Tensor))
+    mode = next(each.fake_mode for each in examples if isinstance(each, FakeTensor))
     with mode, nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards():
         examples = [
             torch.empty_strided(each.size(), each.stride(), dtype=each.dtype, device=each.device)
@@ -103,7 +104,7 @@ def _same(traced: Any, matched: Any, pairs: dict[fx.Node, Any]) -> bool:
     pairs[traced] = matched
     if traced.target is not matched.target or not _same_shape(value(traced), value(matched)):
         return False
-    if (at := _DIMS.get(traced.target)) is not None and _dims(traced, at) != _dims(matched, at):
+    if (at := _DIMS.get(cast(Any, traced.target))) is not None and _dims(traced, at) != _dims(matched, at):
         return False
     sources, others = _tensors(traced), _tensors(matched)
     return len(sources) == len(others) and all(

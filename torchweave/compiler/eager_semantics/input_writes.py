@@ -118,7 +118,8 @@ def _leads_to(result: Any, write: fx.Node, position: int) -> bool:
     """Whether a value is what a write makes of its argument at `position`, or what later writes make of that."""
     while isinstance(result, fx.Node):
         if result.target is operator.getitem and (of := result.args[0]).target is _AUTO_FUNCTIONALIZED:  # type: ignore[union-attr]
-            index = result.args[1] - max(1, len(of.args[0]._schema.returns))  # type: ignore[operator, union-attr]
+            place: Any = result.args[1]
+            index: int = place - max(1, len(of.args[0]._schema.returns))  # type: ignore[union-attr]
             if of is write or index < 0:  # below 0: a result of the op itself
                 return of is write and index == position
             result = of.kwargs["_all_bases"][index]  # type: ignore[index, union-attr]

@@ -68,7 +68,7 @@ def _write(node: fx.Node, graph: CapturedGraph) -> tuple[Tensor, list[fx.Node]] 
     if not isinstance(target, Tensor):
         return None
     if node.target is operator.setitem:
-        key = fx.map_arg(node.args[1], value)
+        key: Any = fx.map_arg(node.args[1], value)
         items = key if isinstance(key, tuple) else (key,)
         if any(isinstance(each, (Tensor, list)) for each in items):
             return None  # a write by indices

@@ -204,8 +204,8 @@ class _Builder:
         if not isinstance(form, dict):
             raise ValueError('a tag must be {"begin": ..., "content": ..., "end": ...}')
         begin, content = _field(form, "begin", str)[len(trigger) :], form.get("content")
-        ends = form.get("end")
-        ends = ends if isinstance(ends, list) else [ends]
+        end: Any = form.get("end")
+        ends: list[Any] = end if isinstance(end, list) else [end]
         if not ends or not all(isinstance(end, str) for end in ends):
             raise ValueError("a tag needs end, a text or a list of texts")
         head = f"{self._literal(begin)} " if begin else ""

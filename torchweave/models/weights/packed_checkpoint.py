@@ -295,7 +295,7 @@ class PackedCheckpoint:
         )
 
     def drop_unused_biases(
-        self, model: PreTrainedModel, stored: dict[str, CheckpointTensor], renamed: dict[str, str]
+        self, model: PreTrainedModel, stored: dict[str, CheckpointTensor], renamed: Mapping[str, str]
     ) -> None:
         """Remove biases of zeros that GPTQ checkpoints add to linears without one."""
         wanted = loadable_tensors(model)

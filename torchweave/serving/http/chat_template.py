@@ -336,7 +336,7 @@ def _message(message: Message, takes_images: bool, warnings: RequestWarnings) ->
     """A message for the template. An image in a tool's result becomes a text for a model that takes none: a client cannot
     take it back, and sends it with each later turn."""
     fields = message.model_dump(exclude_none=True)
-    content = fields.get("content") or ""
+    content: Any = fields.get("content") or ""
     if fields["role"] == "tool" and not takes_images and has_media(content):
         sentence = "An image in a tool's result was left out, because this model reads only text."
         warnings.add("unsupported_content", sentence)
