@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -130,8 +131,9 @@ def _compiled_in_place() -> nn.Module:
 )
 def test_a_module_that_torch_compile_wrapped(make: Any) -> None:
     module = make().requires_grad_(False)
-    compiled = torchweave.compile(module, {"x": torch.randn(5, 4)}, {"x": {0: "T"}}, FX)
     plain = copy.deepcopy(getattr(module, "_orig_mod", module))
+    (name,) = inspect.signature(plain.forward).parameters
+    compiled = torchweave.compile(module, {name: torch.randn(5, 4)}, {name: {0: "T"}}, FX)
     for rows in (5, 3):
         x = torch.randn(rows, 4)
         with torch.compiler.set_stance("force_eager"):
