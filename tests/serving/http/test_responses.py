@@ -133,7 +133,8 @@ def test_a_disconnected_client_cancels_its_requests() -> None:
     assert refused.value.status == 499 and run.closed
 
 
-def test_events_with_text_alone_are_like_all_others() -> None:
+@pytest.mark.parametrize("text", ["b", 'a "quote"\n', "\0text\0", "ü\u2028"])
+def test_events_with_text_alone_are_like_all_others(text: str) -> None:
     """They are written once with a gap for the text, which may hold anything."""
     run = cast(AnswerStream, SlowRun())
     completion = CompletionResponseBuilder(run, CompletionRequest(prompt="", n=2), "1", "a \0 model")
@@ -142,13 +143,12 @@ def test_events_with_text_alone_are_like_all_others() -> None:
     for reply in (completion, chat):
         for index in (0, 1):
             reply.events(Delta(index, "the first one may be another", [1], None, []))
-            for text in ("b", 'a "quote"\n', "\0text\0", "ü\u2028"):
-                short = body_of(reply.events(Delta(index, text, [1], None, [])))
-                last = body_of(reply.events(Delta(index, text, [1], "stop", [])))
-                assert short["choices"][0].pop("finish_reason") is None
-                assert last["choices"][0].pop("finish_reason") == "stop"
-                assert last["choices"][0].pop("stop_reason") is None and last["choices"][0].pop("matched_stop") is None
-                assert short == last
+            short = body_of(reply.events(Delta(index, text, [1], None, [])))
+            last = body_of(reply.events(Delta(index, text, [1], "stop", [])))
+            assert short["choices"][0].pop("finish_reason") is None
+            assert last["choices"][0].pop("finish_reason") == "stop"
+            assert last["choices"][0].pop("stop_reason") is None and last["choices"][0].pop("matched_stop") is None
+            assert short == last
 
 
 def body_of(event: bytes) -> dict[str, Any]:
