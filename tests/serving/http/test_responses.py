@@ -133,7 +133,7 @@ def test_a_disconnected_client_cancels_its_requests() -> None:
     assert refused.value.status == 499 and run.closed
 
 
-@pytest.mark.parametrize("text", ["b", 'a "quote"\n', "\0text\0", "ü\u2028"])
+@pytest.mark.parametrize("text", ["b", 'a "quote"\nb', "\0text\0", "ü\u2028v"])
 def test_events_with_text_alone_are_like_all_others(text: str) -> None:
     """They are written once with a gap for the text, which may hold anything."""
     run = cast(AnswerStream, SlowRun())

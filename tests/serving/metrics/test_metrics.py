@@ -29,7 +29,7 @@ OURS = {
     "num_requests_paused": "gauge", "engine_up": "gauge", "build_info": "gauge", "http_requests": "counter",
     "compiles_after_ready": "counter", "iteration_seconds": "histogram", "kv_cache_blocks": "gauge",
     "engine_restarts": "counter", "iterations": "counter", "requests_refused": "counter",
-    "invalid_logits": "counter",
+    "invalid_logits": "counter", "request_warnings": "counter",
 }  # fmt: skip
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
