@@ -280,6 +280,7 @@ class CompletionRequest(Generation):
     logprobs: Whole | None = None
     echo: bool | None = None
     best_of: Whole | None = None
+    suffix: None = None  # no model here fills in a middle: an answer without it would be another one
     add_special_tokens: bool = True
 
 
