@@ -291,9 +291,12 @@ def has_images(messages: Any) -> bool:
     """Whether a conversation has image parts."""
     if not isinstance(messages, (list, tuple)):
         return False
-    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
-    parts = (part for content in contents if isinstance(content, (list, tuple)) for part in content)
-    return any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, (list, tuple)) else ():
+            if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+                return True
+    return False
 
 
 # -- the checkpoint's processor ----------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ require_all(
             lambda body: {name for name, _ in calls(body)} == {"now"},
         ),
         (
-            "A format beside `auto` holds for the answer.",
+            "A format beside `auto` holds for an answer without calls.",
             ASKED
             | {
                 "tool_choice": "auto",
@@ -197,7 +197,11 @@ require_all(
                     "json_schema": {"name": "a", "schema": OPTIONS | {"required": ["forecast"]}},
                 },
             },
-            lambda body: "forecast" in json.loads(body["choices"][0]["message"]["content"]),
+            lambda body: (
+                bool(calls(body))
+                or body["choices"][0]["finish_reason"] == "length"
+                or "forecast" in json.loads(body["choices"][0]["message"]["content"])
+            ),
         ),
         (
             "A format beside `required` holds for plain answers, not for calls.",
