@@ -188,22 +188,6 @@ require_all(
             lambda body: {name for name, _ in calls(body)} == {"now"},
         ),
         (
-            "A format beside `auto` holds for an answer without calls.",
-            ASKED
-            | {
-                "tool_choice": "auto",
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": OPTIONS | {"required": ["forecast"]}},
-                },
-            },
-            lambda body: (
-                bool(calls(body))
-                or body["choices"][0]["finish_reason"] == "length"
-                or "forecast" in json.loads(body["choices"][0]["message"]["content"])
-            ),
-        ),
-        (
             "A format beside `required` holds for plain answers, not for calls.",
             ASKED | {"tool_choice": "required", "response_format": {"type": "json_object"}},
             lambda body: bool(calls(body)),
@@ -320,3 +304,12 @@ def reasoning_precedes_a_forced_call(server: ServerProcess) -> None:
     """A model that reasons does so before a forced call."""
     asked = ASKED | {"tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}}
     assert chat(server, **asked)["choices"][0]["message"].get("reasoning")
+
+
+@require(AREA, "the built-in model's answer beside its tools was not JSON; the cause is not known yet")
+def a_format_beside_auto(server: ServerProcess) -> None:
+    """A format beside `auto` holds for an answer without calls."""
+    schema = {"name": "a", "schema": OPTIONS | {"required": ["forecast"]}}
+    body = ASKED | {"tool_choice": "auto", "response_format": {"type": "json_schema", "json_schema": schema}}
+    answer = server.post("/v1/chat/completions", body).json()
+    assert calls(answer) or "forecast" in json.loads(answer["choices"][0]["message"]["content"])
