@@ -384,7 +384,7 @@ def log_probabilities_of_listed_tokens(server: ServerProcess) -> None:
 
 @require(AREA)
 def reasoning_has_a_budget(server: ServerProcess) -> None:
-    """`thinking_token_budget` bounds the tokens of the reasoning."""
+    """`thinking_token_budget` is taken."""
     chat(server, thinking_token_budget=10)
 
 
