@@ -41,6 +41,7 @@ from torchweave.serving.engine_client.request_metrics import RequestMetrics
 from torchweave.serving.frontends.messages import FrontendMetrics, decode_from_frontend
 from torchweave.serving.http.listener import num_http_processes
 from torchweave.serving.ipc import messages
+from torchweave.serving.ipc.processes import Silence
 from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.service import Service
 
@@ -262,11 +263,32 @@ def test_the_death_of_one_of_them_ends_a_server_that_starts_and_it_does_not_say_
         assert "torchweave: HTTP process 2 of the server (process " in said and "killed by SIGKILL" in said
 
 
+def test_a_process_that_sends_messages_is_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchweave.serving.ipc.processes.PING_SECONDS", 0.02)
+    silence = Silence()
+
+    async def waits(count: int, message: bool) -> None:
+        for _ in range(count):
+            waiting = asyncio.create_task(silence.wait())
+            await asyncio.sleep(0)
+            if message:
+                silence.end()
+            await waiting
+
+    asyncio.run(waits(3, message=True))
+    assert silence.seconds == 0
+    asyncio.run(waits(3, message=False))
+    assert silence.seconds >= 0.06
+    asyncio.run(waits(1, message=True))
+    assert silence.seconds == 0
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_a_stopped_http_process_is_killed_and_ends_the_server(first: bool) -> None:
     """It would hold its share of the connections for ever, and with the first one /health."""
     with started("--api_server_count", "2", "--engine_timeout", "3") as running:
         pids = [running.process.pid, *running.pids("tw-http-"), running.engine_pid()]
+        time.sleep(5)  # longer than the timeout: processes that answer pings are kept
         assert running.get("/health").status_code == 200
         os.kill(pids[0 if first else 1], signal.SIGSTOP)
         _, said = running.process.communicate(timeout=120)
@@ -375,10 +397,10 @@ def test_request_metrics_survive_encoding() -> None:
     request_metrics = RequestMetrics()
     request_metrics.submitted(3, num_prompt=10, streaming=True)
     request_metrics.response_received(3, 1, None)
-    message = FrontendMetrics(1, [request_metrics], Counter({("GET", "/live", "200"): 2}))
+    message = FrontendMetrics(1, [request_metrics], Counter({("GET", "/live", "200"): 2}), Counter(unknown_field=3))
     decoded = decode_from_frontend(messages.encode(message))
     (told,) = decoded.request_metrics
-    assert decoded.http == message.http and told.history == request_metrics.history
+    assert decoded.http == message.http and decoded.warnings == message.warnings and told.history == request_metrics.history
     assert told.counts.generation_tokens == 1 and told.open[3].state == "answering"
     assert told.counts.first_token.count == 1
 

@@ -16,7 +16,7 @@ from torchweave.serving.engine_client.client import EngineClient, FrontendContex
 from torchweave.serving.frontends import messages
 from torchweave.serving.ipc import socket_stream
 from torchweave.serving.ipc.messages import PromptRouted, encode
-from torchweave.serving.ipc.processes import Silence, critical_task, make_socket_dir, process_exit, spawn
+from torchweave.serving.ipc.processes import PING_SECONDS, Silence, critical_task, make_socket_dir, process_exit, spawn
 from torchweave.serving.ipc.socket_stream import Sender
 from torchweave.serving.metrics.prometheus import HttpRequestCounters
 from torchweave.utils import gc
@@ -51,7 +51,7 @@ class FrontendGroup:
         self._ping_tasks: list[asyncio.Task[None]] = []
         self._watch_tasks: list[asyncio.Task[None]] = []
         self._stopping = False
-        self._heard: set[int] = set()  # processes that have sent a message since they were asked last
+        self._silence_of = {number: Silence() for number in range(1, count)}
         self._exit_stack = ExitStack()  # sockets, and the folder in which they lie
 
     def start(
@@ -166,7 +166,7 @@ class FrontendGroup:
     ) -> None:
         def on_message(encoded: bytes) -> None:
             message: messages.FromFrontend = messages.decode_from_frontend(encoded)
-            self._heard.add(number)
+            self._silence_of[number].end()
             if isinstance(message, messages.Pong):
                 return
             if isinstance(message, PromptRouted):
@@ -196,10 +196,11 @@ class FrontendGroup:
 
     async def _end_if_silent(self, number: int, process: ChildProcess, timeout: float) -> None:
         """Kill a process that has listened and then sends nothing, not even answers to pings: it would hold its connections."""
-        silence = Silence()
+        while number not in self._joined:
+            await asyncio.sleep(PING_SECONDS)
+        silence = self._silence_of[number]
         while True:
-            await silence.wait(number in self._heard or number not in self._joined)
-            self._heard.discard(number)
+            await silence.wait()
             if silence.seconds > timeout:
                 name = f"HTTP process {number} of the server (process {process.pid})"
                 self._fail(f"{name} has not answered for {timeout:g} s.")

@@ -61,7 +61,7 @@ class Frontend:
         self._service: Service = self._app.state.service
         self.uvicorn = UvicornServer(self._app, settings.max_connections_per_address)
         self._to_first = Sender(frontend_info.to_first)
-        self._heard_first = False
+        self._silence_of_first = Silence()
 
     async def run(self) -> None:
         with socket_stream.listen(self._frontend_info.from_first) as from_first:
@@ -92,10 +92,9 @@ class Frontend:
 
     async def _end_first_if_silent(self, timeout: float) -> None:
         """Kill the first process, and with it the server, if it sends nothing, not even pings: no request would be answered."""
-        silence = Silence()
-        while silence.seconds <= timeout:
-            await silence.wait(self._heard_first or not self.uvicorn.listening.is_set())
-            self._heard_first = False
+        await self.uvicorn.listening.wait()
+        while self._silence_of_first.seconds <= timeout:
+            await self._silence_of_first.wait()
         first = os.getppid()
         _log.critical(
             "HTTP process 0 of the server (process %d) has not answered for %g s; the server ends.", first, timeout
@@ -103,7 +102,7 @@ class Frontend:
         os.kill(first, signal.SIGKILL)
 
     def _on_message(self, message: messages.ToFrontend) -> None:
-        self._heard_first = True
+        self._silence_of_first.end()
         if isinstance(message, messages.MetricsRequest):
             request_metrics = [engine.request_metrics for engine in self._engines]
             http = self._app.state.http

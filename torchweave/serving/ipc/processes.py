@@ -55,13 +55,18 @@ class Silence:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._heard = True
 
-    async def wait(self, heard: bool) -> None:
-        """Wait a second; begin anew if there was a message."""
-        before = asyncio.get_running_loop().time()
+    def end(self) -> None:
+        """There is a message."""
+        self._heard = True
+
+    async def wait(self) -> None:
+        """Wait a second; begin anew if `end` was called meanwhile."""
+        self._heard, before = False, asyncio.get_running_loop().time()
         await asyncio.sleep(PING_SECONDS)
         passed = asyncio.get_running_loop().time() - before
-        self.seconds = 0.0 if heard else self.seconds + min(passed, 2 * PING_SECONDS)
+        self.seconds = 0.0 if self._heard else self.seconds + min(passed, 2 * PING_SECONDS)
 
 
 def process_exit(process: ChildProcess) -> asyncio.Future[None]:
