@@ -22,7 +22,7 @@ def run_worker(channel: Channel, task: str) -> None:
         sys.exit(3)
     leader.report_built({"rank": 1})
     while (message := leader.messages.get())[0] != MessageKind.END:
-        leader.digest(message[1])
+        leader.answer(MessageKind.DIGEST, message[1])
         while task == "hang":  # as in a collective whose other rank is gone
             time.sleep(60)
 
@@ -32,6 +32,6 @@ if __name__ == "__main__":
     worker_group = WorkerGroup(workers, rank_timeout=60.0)
     worker_group.wait_until_built()
     worker_group.send(MessageKind.STEP)
-    worker_group.digests(10.0)
+    worker_group.answers(MessageKind.DIGEST, 10.0)
     print(workers[0].name, flush=True)
     time.sleep(60)

@@ -60,7 +60,7 @@ def test_workers_get_the_same_messages_and_exit_on_request(monkeypatch: pytest.M
         worker_group.wait_until_joined()
         worker_group.wait_until_built()
         worker_group.send(MessageKind.STEP, b"one")
-        assert worker_group.digests(LIMIT) == [b"one", b"one"]
+        assert worker_group.answers(MessageKind.DIGEST, LIMIT) == [b"one", b"one"]
         begin = time.monotonic()
         worker_group.close()
         assert time.monotonic() - begin < 60 and worker_group.failure is None  # they ended by themselves
@@ -75,7 +75,7 @@ def test_worker_pool_assigns_tasks_later_and_ends_unused_workers():
     try:
         worker_group.wait_until_built()
         worker_group.send(MessageKind.STEP, b"one")
-        assert worker_group.digests(LIMIT) == [b"one"] and Path(f"/proc/{first}").exists()
+        assert worker_group.answers(MessageKind.DIGEST, LIMIT) == [b"one"] and Path(f"/proc/{first}").exists()
     finally:
         worker_group.close()
     with pytest.raises(ValueError, match="refused"), WorkerPool(WORKER_ENTRYPOINT, 1) as worker_pool:

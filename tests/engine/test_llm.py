@@ -122,14 +122,12 @@ def test_answers_are_counted_and_ids_are_taken_as_prompts(fresh: LLM) -> None:
 
 
 def test_an_idle_engine_costs_less_than_a_hundredth_of_a_core(llm: LLM) -> None:
+    """Its own thread: earlier tests of this process may leave others with work."""
     llm.generate("1+1=", GREEDY)
-    shares = list[float]()
-    while len(shares) < 5 and min(shares, default=1.0) >= 0.01:  # earlier tests of this process may leave work behind
-        time.sleep(0.2)
-        begin, used = time.monotonic(), time.process_time()
-        time.sleep(1)
-        shares.append((time.process_time() - used) / (time.monotonic() - begin))
-    assert min(shares) < 0.01, shares
+    clock = time.pthread_getcpuclockid(llm.manager._thread.ident or 0)
+    begin, used = time.monotonic(), time.clock_gettime(clock)
+    time.sleep(2)
+    assert time.clock_gettime(clock) - used < (time.monotonic() - begin) / 100
 
 
 @pytest.mark.parametrize("prompt", [5, None, b"abc", {1, 2}, [b"abc"], [["a", [1]]], torch.tensor([1, 2])], ids=repr)

@@ -57,6 +57,7 @@ def test_set_request_equals_setting_each_field() -> None:
     one, other = SlotState(4, 3), SlotState(4, 3)
     record, apart = one.updates(), other.updates()
     facts = {"position": 9, "min_position": 12, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
+    facts["top_n_sigma"] = 1.5
     for slot, stops, seed in ((2, (4, 5), 2**63 + 5), (0, tuple(range(10)), -1)):
         record.set_request(slot, dict(facts), seed, stops)
         for name, value in facts.items():

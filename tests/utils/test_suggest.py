@@ -31,7 +31,7 @@ def test_a_misspelt_name_is_recognised(name: str, suggestion: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["logprob_token_ids", "input_token_ids", "return_hidden_states", "thinking_token_budget", "junctions"],
+    ["logprob_token_ids", "input_token_ids", "return_hidden_states", "junctions"],
 )
 def test_a_name_that_shares_words_with_another_is_not_that_one(name: str) -> None:
     assert did_you_mean(name, KNOWN, "leave it out") == "leave it out"

@@ -134,8 +134,9 @@ def test_the_vocabulary_is_scored_where_the_server_allows_it(
     server: ServerProcess, reasoning_server: ServerProcess
 ) -> None:
     body = {"prompt": "12+30=", "temperature": 0, "max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}
-    refused = server.post("/v1/completions", body)
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
+    for field in ("logprobs", "prompt_logprobs"):
+        refused = server.post("/v1/completions", body | {"logprobs": 1, "prompt_logprobs": 1, field: -1})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == field
     choice = reasoning_server.post("/v1/completions", body).json()["choices"][0]
     assert len(choice["prompt_logprobs"][1]) == 104 and len(choice["logprobs"]["top_logprobs"][0]) >= 100
     chat = {"messages": SUM, "max_tokens": 1, "logprobs": True, "top_logprobs": -1}

@@ -114,7 +114,7 @@ def test_it_keeps_every_bit(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("form", "matches", "why"),
     [
-        ("wide gate", 1, "behind the op"),
+        ("wide gate", 1, "after the op"),
         ("gate read twice", 1, "is also read by"),
         ("late gate", 1, "computed after the op"),
         ("A is read", 1, ""),

@@ -17,7 +17,7 @@ from torchweave.ops.kernels.find_row import find_row, uniform
 
 READ, COMMIT = tl.constexpr(1), tl.constexpr(2)  # of `StateAccess`
 WHOLE = tl.constexpr(1 << 30)  # as CHUNK: a row is one chunk
-_ROWS = tl.constexpr(1024)  # that one load reads
+_SCANNED_ROWS = tl.constexpr(1024)  # that one load reads
 
 
 @triton.jit
@@ -46,8 +46,8 @@ def _num_chunks(query_start, rows, num_rows, num_tokens, CHUNK: tl.constexpr, FE
 def count_chunks(query_start, num_rows, num_tokens, CHUNK: tl.constexpr, FEW: tl.constexpr, PADDED: tl.constexpr):
     """Number of chunks of rows with more than FEW tokens, and with PADDED of the padded tokens."""
     count = 0
-    for start in range(0, num_rows + 1, _ROWS):
-        rows = start + tl.arange(0, _ROWS)
+    for start in range(0, num_rows + 1, _SCANNED_ROWS):
+        rows = start + tl.arange(0, _SCANNED_ROWS)
         count += tl.sum(_num_chunks(query_start, rows, num_rows, num_tokens, CHUNK, FEW, PADDED), 0)
     return count
 
@@ -59,8 +59,8 @@ def numbered_chunk(
     """Chunk `number` of those that `count_chunks` counts: its row, the row's first and last + 1 token, and the chunk's first
     token. Row -1: there is none; row `num_rows`: the padded tokens."""
     row, offset, before = -1, 0, 0
-    for start in range(0, num_rows + 1, _ROWS):
-        rows = start + tl.arange(0, _ROWS)
+    for start in range(0, num_rows + 1, _SCANNED_ROWS):
+        rows = start + tl.arange(0, _SCANNED_ROWS)
         chunks = _num_chunks(query_start, rows, num_rows, num_tokens, CHUNK, FEW, PADDED)
         following = before + tl.cumsum(chunks, 0)
         own = (number >= following - chunks) & (number < following)
