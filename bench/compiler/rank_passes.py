@@ -1,11 +1,10 @@
-"""Gain of rank fusions, user buffers and row-wise norms on a decoder layer, by token count, in one run.
+"""Gain of rank fusions and user buffers on a decoder layer, by token count, in one run.
 
     python bench/compiler/rank_passes.py --ranks 2 --json bench/results/rank_passes_2x_h200_202611.json [--shape llama-8b] [--fp8]
 
 Each form compiles the same layers (output projection, MLP, two norms; attention is a copy) with different passes: separate
-collectives, fused, with user buffers, with a row-sharded residual, with row-wise norms. CUDA graphs of all forms are replayed in
-turn; a time is the median over rounds of the slowest rank's, in microseconds per layer. The output ends with entries for a table of
-`torchweave/compiler/tuning/tables` with the token counts from which the last two forms pay.
+collectives, fused, with user buffers. CUDA graphs of all forms are replayed in turn; a time is the median over rounds of the
+slowest rank's, in microseconds per layer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from torchweave.compiler import CompiledGraph, compile_graph
-from torchweave.compiler.passes.collectives.user_buffers import table_shape
 from torchweave.compiler.runtime.forward import call_op
-from torchweave.compiler.tuning.table import Entry
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import (
     ProcessGroupCommunicator,
@@ -56,8 +52,6 @@ FORMS = {
     "apart": {"disabled_passes": APART},
     "fused": {"enable_userbuffers": False},
     "userbuffers_prologue": {},
-    "userbuffers_finalize": {"enabled_passes": ("userbuffers_finalize",)},
-    "sequence_parallel": {"enabled_passes": ("sequence_parallel",)},
 }
 ops = torch.ops.torchweave
 
@@ -187,21 +181,6 @@ def rank_main(rank: int, address: tuple[str, int], asked: argparse.Namespace, ou
     destroy_process_groups(process_groups)
 
 
-def entries(results: list[dict[str, Any]], ranks: int) -> list[Entry]:
-    """Table entries: the faster row-wise form where it beats all others by twice the noise and by 1%."""
-    by_rows = ("userbuffers_finalize", "sequence_parallel")
-    found = []
-    for subject in by_rows:
-        for row in results:
-            best = min(row[name] for name in FORMS if name not in by_rows)
-            wins = best - row[subject] > max(2 * row["noise"], best / 100) and row[subject] == min(
-                map(row.get, by_rows)
-            )
-            choice = "rows" if wins else ""
-            found.append(Entry(subject, table_shape(ranks), row["tokens"], choice, row[subject], best, row["noise"]))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -217,12 +196,10 @@ def main() -> None:
         mp.spawn(rank_main, (address, asked, out.name), nprocs=asked.ranks)
         results = json.loads(Path(out.name).read_text())
     del store
-    table = [asdict(entry) for entry in entries(results, asked.ranks)]
-    print(json.dumps(table, indent=1))
     if asked.json:
         gpu = "CPU" if asked.cpu else f"{asked.ranks} x {torch.cuda.get_device_name()}"
         facts = {"command": " ".join(sys.argv), "gpu": gpu, "torch": torch.__version__, "shape": asked.shape}
-        asked.json.write_text(json.dumps(facts | {"results": results, "entries": table}, indent=1) + "\n")
+        asked.json.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Collective fusions, user buffers and sequence-parallel norms on two GPUs through Inductor against float64."""
+"""Collective fusions and user buffers on two GPUs through Inductor against float64."""
 
 from __future__ import annotations
 
@@ -23,15 +23,11 @@ FORMS = {
     "plain": TorchCompileConfig(compile_cache=False, disabled_passes=OFF),
     "fused": TorchCompileConfig(compile_cache=False, enable_userbuffers=False),
     "buffers": TorchCompileConfig(compile_cache=False),
-    "finalize": TorchCompileConfig(compile_cache=False, enabled_passes=("userbuffers_finalize",)),
-    "rows": TorchCompileConfig(compile_cache=False, enabled_passes=("sequence_parallel",)),
 }
 MATCHES = {
     "plain": {},
     "fused": {"all_reduce_norm": 3},
     "buffers": {"all_reduce_norm": 3, "userbuffers_convert": 3, "userbuffers_prologue": 3},
-    "finalize": {"all_reduce_norm": 3, "userbuffers_convert": 3, "userbuffers_prologue": 3, "userbuffers_finalize": 2},
-    "rows": {"all_reduce_norm": 3, "sequence_parallel": 3},
 }
 
 
@@ -47,7 +43,7 @@ def matches(compiled_graph: CompiledGraph) -> dict[str, int]:
     """The most matches of each pass over ranks in one variant of the piece."""
     found: dict[str, int] = {}
     for event in compiled_graph.report.select("pass"):
-        if event["enabled"] and event["matches"] and event["name"].startswith(("all_reduce", "userb", "sequence")):
+        if event["enabled"] and event["matches"] and event["name"].startswith(("all_reduce", "userb")):
             found[event["name"]] = max(found.get(event["name"], 0), event["matches"])
     return {name: count for name, count in found.items() if not name.endswith("_fp8")}
 

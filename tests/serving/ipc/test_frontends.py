@@ -400,7 +400,8 @@ def test_request_metrics_survive_encoding() -> None:
     message = FrontendMetrics(1, [request_metrics], Counter({("GET", "/live", "200"): 2}), Counter(unknown_field=3))
     decoded = decode_from_frontend(messages.encode(message))
     (told,) = decoded.request_metrics
-    assert decoded.http == message.http and decoded.warnings == message.warnings and told.history == request_metrics.history
+    assert (decoded.http, decoded.warnings) == (message.http, message.warnings)
+    assert told.history == request_metrics.history
     assert told.counts.generation_tokens == 1 and told.open[3].state == "answering"
     assert told.counts.first_token.count == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import time
 import traceback
 from collections import Counter
@@ -38,10 +39,8 @@ from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.aten.route import FUSION as ROUTE
 from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, declaration_error, load_pass
 from torchweave.compiler.passes.collectives import all_reduce_norm, all_reduce_norm_quant
-from torchweave.compiler.passes.collectives.sequence_parallel import SequenceParallel
 from torchweave.compiler.passes.collectives.user_buffers import (
     UserBuffersConvert,
-    UserBuffersFinalize,
     UserBuffersPrologue,
 )
 from torchweave.compiler.passes.torch_ir.delta_gates import DeltaGates
@@ -61,16 +60,18 @@ from torchweave.config.options import TorchCompileConfig
 from torchweave.report import Report
 from torchweave.utils.suggest import did_you_mean
 
+_log = logging.getLogger("torchweave")
 _MAX_ROUNDS = 16
 """A pass that still matches after this many rounds matches its own results."""
+_REMOVED = frozenset({"sequence_parallel", "userbuffers_finalize"})
+"""Passes of 0.1, which were faster at no size; naming them is a warning until 0.3."""
 
 
-def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ...]:
+def default_passes(table: Table | None = None) -> tuple[Pass, ...]:
     """The built-in passes, in order.
 
     Args:
         table: measurements; None: the table shipped for the device.
-        ranks: tensor-parallel size.
     """
     return (
         SharedExpert(),
@@ -99,10 +100,8 @@ def default_passes(table: Table | None = None, ranks: int = 1) -> tuple[Pass, ..
         ROUTE,
         FP8_NORM,
         FP8_ACTIVATION,
-        SequenceParallel(table, ranks),
         UserBuffersConvert(),
         UserBuffersPrologue(),
-        UserBuffersFinalize(table, ranks),
         Expand(),
         Reinplace(),
     )
@@ -167,7 +166,7 @@ class PassManager:
     ) -> None:
         self.config, self.table, self.ranks = config or TorchCompileConfig(), table, ranks
         if passes is None:
-            passes = (*default_passes(table, ranks), *(load_pass(name) for name in self.config.passes))
+            passes = (*default_passes(table), *(load_pass(name) for name in self.config.passes))
         names = [each.name for each in passes]
         if len(set(names)) < len(names):
             raise ValueError(f"pass names must be unique: {', '.join(names)}")
@@ -175,7 +174,9 @@ class PassManager:
             raise ValueError(wrong)
         available = {*names, *(each.name for each in default_passes())}
         requested = {*self.config.disabled_passes, *self.config.enabled_passes}
-        if unknown := sorted(requested - available):
+        if removed := sorted(requested & _REMOVED - available):
+            _log.warning("There is no pass %s any more: it was faster at no size. Leave it out.", ", ".join(removed))
+        if unknown := sorted(requested - available - _REMOVED):
             hint = did_you_mean(unknown[0], sorted(available), f"available: {', '.join(names)}")
             raise ValueError(f"unknown pass {unknown[0]}; {hint}")
         self.settings = tuple(self._setting(each) for each in passes)

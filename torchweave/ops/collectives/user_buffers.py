@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from torchweave.ops.collectives.all_reduce_norm import (
-    NormOutput,
     NormSpec,
     QuantSpec,
     empty_norm_output,
@@ -33,7 +32,6 @@ from torchweave.ops.collectives.all_reduce_norm import (
     two_outputs,
 )
 from torchweave.ops.collectives.op import communicator
-from torchweave.ops.collectives.sequence_parallel_norm import RowSharding, row_sharded_norm
 from torchweave.ops.linear import linear_into
 from torchweave.ops.quant.fp8_linear import fp8_linear_into
 from torchweave.ops.registry import define
@@ -93,55 +91,38 @@ def buffered_all_reduce(
     return communicator(group).all_reduce(produce_operand(producer, operands, choices, dtype, slot, group))
 
 
-def _normed(x: Tensor, norm: NormSpec, sharding: RowSharding) -> NormOutput:
-    if sharding.residual or sharding.total:
-        return row_sharded_norm(x, norm, sharding)
-    return fused_all_reduce_norm(communicator(sharding.group), x, norm)
-
-
-def _empty(x: Tensor, norm: NormSpec, sharding: RowSharding) -> NormOutput:
-    empty = empty_norm_output(x, norm)
-    if not (sharding.total and norm.keep_sum):
-        return empty
-    return empty._replace(total=torch.empty_like(_rows(x, sharding.group)))
-
-
-def _rows(x: Tensor, group: str) -> Tensor:
-    return torch.ops.torchweave.own_rows(x, group)
-
-
 def _fake_norm(
     producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int,
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
-    keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
+    keep_sum: bool, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     norm, x = NormSpec(residual, weight, eps, offset, wide, keep_sum=keep_sum), _fake_operand(producer, operands, dtype)
-    return two_outputs(x, _empty(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
+    return two_outputs(x, empty_norm_output(x, norm), norm)
 
 
 @define("torchweave::buffered_all_reduce_add_rms_norm", fake=_fake_norm)
 def buffered_all_reduce_add_rms_norm(
     producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int,
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
-    keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
+    keep_sum: bool, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`torchweave::all_reduce_add_rms_norm` of the producer's output; see `RowSharding` for the rows."""
+    """`torchweave::all_reduce_add_rms_norm` of the producer's output."""
     norm, x = (
         NormSpec(residual, weight, eps, offset, wide, keep_sum=keep_sum),
         produce_operand(producer, operands, choices, dtype, slot, group),
     )
-    return two_outputs(x, _normed(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
+    return two_outputs(x, fused_all_reduce_norm(communicator(group), x, norm), norm)
 
 
 def _fake_norm_fp8(
     producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int,
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
     quant_group: int, scale: Tensor | None,
-    keep_norm: bool, keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
+    keep_norm: bool, keep_sum: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x, quant = _fake_operand(producer, operands, dtype), QuantSpec("fp8", quant_group, scale)
     norm = NormSpec(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
-    return four_outputs(x, _empty(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
+    return four_outputs(x, empty_norm_output(x, norm), norm)
 
 
 @define("torchweave::buffered_all_reduce_add_rms_norm_fp8", fake=_fake_norm_fp8)
@@ -149,31 +130,31 @@ def buffered_all_reduce_add_rms_norm_fp8(
     producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int,
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool,
     quant_group: int, scale: Tensor | None,
-    keep_norm: bool, keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
+    keep_norm: bool, keep_sum: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`torchweave::all_reduce_add_rms_norm_fp8` of the producer's output; see `RowSharding` for the rows."""
+    """`torchweave::all_reduce_add_rms_norm_fp8` of the producer's output."""
     x, quant = produce_operand(producer, operands, choices, dtype, slot, group), QuantSpec("fp8", quant_group, scale)
     norm = NormSpec(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
-    return four_outputs(x, _normed(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
+    return four_outputs(x, fused_all_reduce_norm(communicator(group), x, norm), norm)
 
 
 def _fake_norm_fp4(
     producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int,
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, scale: Tensor,
-    keep_norm: bool, keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
+    keep_norm: bool, keep_sum: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x, quant = _fake_operand(producer, operands, dtype), QuantSpec("fp4", scale=scale)
     norm = NormSpec(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
-    return four_outputs(x, _empty(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
+    return four_outputs(x, empty_norm_output(x, norm), norm)
 
 
 @define("torchweave::buffered_all_reduce_add_rms_norm_fp4", fake=_fake_norm_fp4)
 def buffered_all_reduce_add_rms_norm_fp4(
     producer: str, operands: Sequence[Tensor], choices: str, dtype: torch.dtype, slot: int,
     residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, wide: bool, scale: Tensor,
-    keep_norm: bool, keep_sum: bool, residual_rows: bool, sum_rows: bool, group: str,
+    keep_norm: bool, keep_sum: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`torchweave::all_reduce_add_rms_norm_fp4` of the producer's output; see `RowSharding` for the rows."""
+    """`torchweave::all_reduce_add_rms_norm_fp4` of the producer's output."""
     x, quant = produce_operand(producer, operands, choices, dtype, slot, group), QuantSpec("fp4", scale=scale)
     norm = NormSpec(residual, weight, eps, offset, wide, quant, keep_norm, keep_sum)
-    return four_outputs(x, _normed(x, norm, RowSharding(group, residual_rows, sum_rows)), norm)
+    return four_outputs(x, fused_all_reduce_norm(communicator(group), x, norm), norm)

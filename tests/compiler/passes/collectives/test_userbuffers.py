@@ -1,4 +1,4 @@
-"""User buffers and sequence-parallel norms: matches on a block of five linears, near-misses, results on two ranks."""
+"""User buffers: matches on a block of five linears, near-misses, results on two ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,14 @@ from torchweave.compiler.passes.aten import raise_rms_norm
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.collectives import all_reduce_norm
 from torchweave.compiler.passes.collectives.all_reduce_norm_quant import FP4, FP8
-from torchweave.compiler.passes.collectives.sequence_parallel import SequenceParallel
 from torchweave.compiler.passes.collectives.user_buffers import (
     UserBuffersConvert,
-    UserBuffersFinalize,
     UserBuffersPrologue,
     slots,
 )
-from torchweave.compiler.passes.manager import PassManager, default_passes, describe_pass, run_pass
+from torchweave.compiler.passes.manager import PassManager, default_passes, run_pass
 from torchweave.compiler.passes.testing import T, check, graph_of
 from torchweave.compiler.runtime.forward import call_op
-from torchweave.compiler.tuning.table import Entry, Table
 from torchweave.config.options import TorchCompileConfig
 from torchweave.distributed.process_groups import ProcessGroupCommunicator, ProcessGroups
 from torchweave.ops.collectives.op import register_communicator
@@ -45,10 +42,8 @@ from torchweave.report import Report
 ops = torch.ops.torchweave
 FUSIONS = (raise_rms_norm.FUSION, all_reduce_norm.FUSION, FP8)
 CONVERT = UserBuffersConvert(devices=("cpu",))
-BUFFERS = (CONVERT, UserBuffersPrologue(), UserBuffersFinalize())
-FX = TorchCompileConfig(
-    enable_inductor=False, compile_cache=False, enabled_passes=("userbuffers_finalize", "sequence_parallel")
-)
+BUFFERS = (CONVERT, UserBuffersPrologue())
+FX = TorchCompileConfig(enable_inductor=False, compile_cache=False)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +81,6 @@ def test_match_counts_on_a_block_of_five_linears() -> None:
         "all_reduce_norm_fp8": 2,
         "userbuffers_convert": 3,
         "userbuffers_prologue": 3,
-        "userbuffers_finalize": 2,
     }
     changes: Counter[str] = Counter()
     for event in found.report.select("pass"):
@@ -112,11 +106,9 @@ def test_user_buffers_are_bitwise_equal_in_fx_and_inductor_code(inductor: bool) 
 
 # -- two ranks -----------------------------------------------------------------------------------------------------------
 
-BY_ROWS = {"finalize": BUFFERS, "sequence": (SequenceParallel(),)}
-
 
 def quantized_on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
-    """Error of a quantized norm behind a sum against float64, by scheme; the fused and row-sharded forms have equal bits."""
+    """Error of a quantized norm after a sum against float64, by scheme; the fused form has equal bits."""
     found = {}
     wide = [
         torch.randn(T, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
@@ -132,12 +124,12 @@ def quantized_on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
         scale = torch.full((1,), 0.002 if scheme == "fp4" else 0.01)
         given = [wide[process_groups.tensor_rank].bfloat16(), wide[2].bfloat16(), torch.ones(256).bfloat16(), scale]
         q, s = behind_a_sum(*given)
-        for passes in ((all_reduce_norm.FUSION, FP8, FP4), (all_reduce_norm.FUSION, FP8, FP4, SequenceParallel())):
-            graph = graph_of(behind_a_sum, given)
-            assert [run_pass(each, graph).matches for each in passes][-1] == (passes[-1] is not FP4 or scheme == "fp4")
-            got_q, got_s = graph.module(*given)
-            assert torch.equal(got_q.view(torch.uint8), q.view(torch.uint8)) and torch.equal(got_s.float(), s.float())
-            assert got_q.is_contiguous() and got_s.is_contiguous(), "what products read"
+        graph = graph_of(behind_a_sum, given)
+        matches = [run_pass(each, graph).matches for each in (all_reduce_norm.FUSION, FP8, FP4)]
+        assert matches == [1, scheme != "fp4", scheme == "fp4"]
+        got_q, got_s = graph.module(*given)
+        assert torch.equal(got_q.view(torch.uint8), q.view(torch.uint8)) and torch.equal(got_s.float(), s.float())
+        assert got_q.is_contiguous() and got_s.is_contiguous(), "what products read"
         exact = torch.nn.functional.rms_norm(wide[0] + wide[1] + wide[2], (256,), eps=1e-5)
         found[scheme] = float((dequantized(scheme, q, s, scale) - exact).abs().max() / exact.abs().max())
     return found
@@ -159,12 +151,10 @@ def on_two_ranks(process_groups: ProcessGroups) -> dict[str, float]:
     ):
         module = Block(process_groups.tensor_rank, 2, dtype, quantized, reads_sum)
         plain = compiled_graph(module, ())
-        for name, passes in {"buffers": BUFFERS[:2], **BY_ROWS}.items():
-            each = compiled_graph(module, (*FUSIONS, *passes))
-            links = sum(counts(each).get(of, 0) for of in ("userbuffers_finalize", "sequence_parallel"))
-            assert links == {"finalize": 2, "sequence": 3}.get(name, 0)
-            same(each, plain, process_groups.tensor_rank, dtype)
-            found[f"{name} {dtype} {quantized} {reads_sum}"] = distance(each, process_groups.tensor_rank, dtype)
+        each = compiled_graph(module, (*FUSIONS, *BUFFERS))
+        assert counts(each)["userbuffers_convert"] == 3
+        same(each, plain, process_groups.tensor_rank, dtype)
+        found[f"{dtype} {quantized} {reads_sum}"] = distance(each, process_groups.tensor_rank, dtype)
     return found
 
 
@@ -194,13 +184,11 @@ def test_two_ranks_equal_one_device_in_float64() -> None:
         ), case
 
 
-@pytest.mark.parametrize("rows", [(False, False), (True, True)])
 @pytest.mark.parametrize("quant", ["", "fp8", "fp4"])
-def test_opcheck(quant: str, rows: tuple[bool, bool]) -> None:
-    residual = R[:, : (T + 1) // 2] if rows[0] else R
+def test_opcheck(quant: str) -> None:
     how = {"": (), "fp8": (GROUP, None, False), "fp4": (torch.ones(1), False)}[quant]
     op = getattr(ops, "_".join(filter(None, ("buffered_all_reduce_add_rms_norm", quant)))).default
-    torch.library.opcheck(op, ("linear", [A, W], "", BF16, 0, residual, N, 1e-5, 0.0, False, *how, True, *rows, "tp"))
+    torch.library.opcheck(op, ("linear", [A, W], "", BF16, 0, R, N, 1e-5, 0.0, False, *how, True, "tp"))
 
 
 def test_unknown_producer_is_rejected() -> None:
@@ -281,56 +269,11 @@ def test_prologue_takes_products_and_sums_and_names_near_misses(function: Any, w
     check(UserBuffersPrologue(), function, [A, R, W, N], near_miss=why)
 
 
-def read_sum(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
-    y, h = fused(a, r, n)
-    return fused(torch.sin(y), h, n, keep=False)[0], h * 2
-
-
-def other_reader(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
-    y, h = fused(a, r, n)
-    return y, h * 2
-
-
-def as_operand(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
-    y, h = fused(a, r, n)
-    return fused(h, y, n, keep=False)[0]
-
-
-def of_other_ranks(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
-    y, h = fused(a, r, n)
-    return fused(torch.sin(y), h, n, keep=True, group="ep")
-
-
-def post_norm(a: Tensor, r: Tensor, w: Tensor, n: Tensor) -> Any:
-    y, h = fused(a, None, n)
-    return fused(torch.sin(y), h, n, keep=False)[0]
-
-
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        (read_sum, "its sum is also read by"),
-        (other_reader, "not by another collective as its residual"),
-        (as_operand, "not by another collective as its residual"),
-        (of_other_ranks, "whose ranks are another group"),
-        (post_norm, "it has no residual"),
-    ],
-)
-def test_sum_with_other_readers_is_not_kept_sharded_by_rows(function: Any, why: str) -> None:
-    with mirrored("ep"):
-        graph = graph_of(function, [A, R, W, N])
-        if run_pass(CONVERT, graph).matches:
-            result = run_pass(UserBuffersFinalize(), graph)
-            assert result.matches == 0 and any(why in miss.why for miss in result.near_misses), result
-        result = run_pass(SequenceParallel(), graph_of(function, [A, R, W, N]))
-        assert any(why in miss.why for miss in result.near_misses), result
-
-
 # -- settings ------------------------------------------------------------------------------------------------------------
 
 
-def settings(config: TorchCompileConfig, ranks: int, table: Table | None = None) -> dict[str, tuple[bool, str]]:
-    manager = PassManager(None, config, table, ranks)
+def settings(config: TorchCompileConfig, ranks: int) -> dict[str, tuple[bool, str]]:
+    manager = PassManager(None, config, ranks=ranks)
     return {setting.each.name: (setting.enabled, setting.why) for setting in manager.settings}
 
 
@@ -342,25 +285,13 @@ def test_enable_userbuffers_and_the_number_of_ranks_switch_the_passes() -> None:
     assert off["all_reduce_norm"][0], "the fusion needs no such memory"
     alone = settings(TorchCompileConfig(), 1)
     rank_passes = [each.name for each in default_passes() if "ranks" in getattr(each, "needs", ())]
-    assert len(rank_passes) == 7
+    assert len(rank_passes) == 5
     assert all(alone[name] == (False, "needs more than one rank") for name in rank_passes)
 
 
-def test_sequence_parallel_variants_start_at_the_measured_token_count() -> None:
-    def entry(tokens: int, choice: str, ranks: int = 2) -> Entry:
-        return Entry("sequence_parallel", f"{ranks} ranks", tokens, choice, 1.0, 2.0, 0.0)
-
-    table = Table("cpu", (entry(256, "rows"), entry(512, ""), entry(1024, "rows"), entry(4096, "rows")))
-    enabled = {ranks: settings(TorchCompileConfig(), ranks, table)["sequence_parallel"] for ranks in (2, 4)}
-    assert enabled == {2: (True, ""), 4: (False, "no measurement shows that it pays here")}
-    assert SequenceParallel(table, 2).token_range == (1024, None), "not from 256: it lost at 512"
-    keys = {describe_pass(SequenceParallel(*each)) for each in ((None, 2), (None, 4), (table, 2))}
-    assert len(keys) == 3, "both are in the keys of the compile cache"
-    assert settings(TorchCompileConfig(), 2, table)["userbuffers_finalize"][0] is False
-    module = Block(0, 2, torch.float32)
-    found = compiled_graph(module, (*FUSIONS, SequenceParallel(table, 2)))
-    spans = [event["tokens"] for event in found.report.select("pass") if event["name"] == "all_reduce_norm"]
-    assert spans == [[1024, None], [1, 1023]], "a variant of its own, chosen by T when it is called"
+def test_passes_of_earlier_versions_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    settings(TorchCompileConfig(enabled_passes=("sequence_parallel",)), 2)
+    assert "no pass sequence_parallel any more" in caplog.text
 
 
 def test_explain_reports_collectives_before_and_after_fusion() -> None:

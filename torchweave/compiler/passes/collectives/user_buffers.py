@@ -1,11 +1,10 @@
-"""User buffers in three passes: collectives read symmetric memory, their operands are computed there, and the residual between two
-collectives stays sharded by rows. `torchweave.ops.collectives.user_buffers` defines the ops.
+"""User buffers in two passes: collectives read symmetric memory, and their operands are computed there.
+
+`torchweave.ops.collectives.user_buffers` defines the ops.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,10 +22,8 @@ from torchweave.compiler.passes.base import (
     Need,
     PassResult,
     Stage,
-    TokenRange,
 )
 from torchweave.compiler.passes.rewrite import erase
-from torchweave.compiler.tuning.table import Table
 
 aten = torch.ops.aten
 ops = torch.ops.torchweave
@@ -118,8 +115,7 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 def _convert(node: fx.Node, slot: int) -> None:
     x, *rest, group = _arguments(node)
-    rows = (False, False) if rest else ()
-    node.args = ("copy", [x], "", value(x).dtype, slot, *rest, *rows, group)
+    node.args = ("copy", [x], "", value(x).dtype, slot, *rest, group)
     node.kwargs = {}
     node.target = BUFFERED[node.target]  # type: ignore[index]
 
@@ -186,95 +182,3 @@ def _producer(x: fx.Node) -> tuple[str, list[fx.Node], str] | str:
 
 def _name(node: fx.Node) -> str:
     return "made in another piece" if node.op == "placeholder" else str(node.target)
-
-
-class UserBuffersFinalize(GraphPass):
-    """Keep the residual between two collectives sharded: each rank keeps the rows that it reduced.
-
-    Before                                                       After
-        y1, h1 = buffered_...(..., r, ..., keep_sum)                 y1, own = buffered_...(..., r, ..., sum_rows)
-        y2, h2 = buffered_...(f(y1), h1, ...)                        y2, h2 = buffered_...(f(y1), own, ..., residual_rows)
-
-    When      only one further collective of the same group reads h1, as its residual, and tokens lie in one dimension. Where
-              other operations read the last sum whole, it is gathered instead of its norm, which every rank then computes.
-    Numerics  exact: adding and normalizing are independent for each row.
-    Pays      at many tokens, where adding and normalizing other ranks' rows costs more than another exchange: only from the
-              token count that a table of measurements gives for this number of ranks.
-    """
-
-    name = "userbuffers_finalize"
-    stage: Stage = "aten"
-    gated = True
-    needs: tuple[Need, ...] = ("ranks", "userbuffers")
-
-    def __init__(self, table: Table | None = None, ranks: int = 1) -> None:
-        self.shape = table_shape(ranks)
-        self.token_range: TokenRange = profitable_token_range(table, self.name, self.shape)
-
-    def run(self, graph: FakeGraph) -> PassResult:
-        all_reduce_norm_ops = list(BUFFERED.values())[1:]
-        matches = 0
-        near_misses: list[NearMiss] = []
-        for node in list(graph.graph.nodes):
-            total = sum_output(node) if node.target in all_reduce_norm_ops else None
-            if total is None:
-                continue
-            reader = next_collective(node, total, all_reduce_norm_ops, residual_at=5)
-            if isinstance(reader, str):
-                near_misses.append(NearMiss(node.name, reader))
-                continue
-            node.args = (*node.args[:-2], True, node.args[-1])
-            reader.args = (*reader.args[:-3], True, *reader.args[-2:])
-            _refresh_fake_values(graph, node)
-            matches += 1
-        return PassResult(matches, 0, tuple(near_misses))
-
-
-def table_shape(ranks: int) -> str:
-    """Table shape of measurements over a number of ranks."""
-    return f"{ranks} ranks"
-
-
-def profitable_token_range(table: Table | None, subject: str, shape: str) -> TokenRange:
-    """Token range in which a subject pays: from the smallest count from which it won at every measured count."""
-    matching_entries = () if table is None else table.matching_entries(subject, shape)
-    low: int | None = None
-    for entry in reversed(matching_entries):
-        if not entry.choice:
-            break
-        low = entry.tokens
-    return low, None
-
-
-def sum_output(node: fx.Node) -> fx.Node | None:
-    """The `getitem` node of the sum before the norm in a collective's results, or None if nothing reads the sum."""
-    last = len(value(node)) - 1
-    items = (user for user in node.users if user.target is operator.getitem and user.args[1] == last and user.users)
-    return next(items, None)
-
-
-def next_collective(node: fx.Node, total: fx.Node, targets: Iterable[Any], residual_at: int) -> fx.Node | str:
-    """The collective that alone reads a sum, as its residual; else the reason why none does."""
-    readers = list(total.users)
-    if len(readers) > 1:
-        return f"its sum is also read by {', '.join(user.name for user in readers[1:])}"
-    (reader,) = readers
-    if reader.target not in targets or reader.args[residual_at] is not total:
-        return f"its sum is read by {reader.name}, not by another collective as its residual"
-    if node.args[residual_at] is None:
-        return "it has no residual that could stay sharded"
-    if reader.args[-1] != node.args[-1]:
-        return f"its sum is read by {reader.name}, whose ranks are another group"
-    shape = value(total).shape
-    if any(isinstance(size, torch.SymInt) or size != 1 for size in shape[:-2]):
-        return "its tokens are in more than one dimension"
-    return reader
-
-
-def _refresh_fake_values(graph: FakeGraph, node: fx.Node) -> None:
-    """Recompute the fake values of a node and of its parts after its arguments changed."""
-    target: Any = node.target
-    with graph.enable_fake_mode():
-        node.meta["val"] = target(*fx.map_arg(node.args, value))
-    for user in node.users:
-        user.meta["val"] = value(node)[user.args[1]]
