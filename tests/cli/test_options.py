@@ -457,8 +457,8 @@ def test_tensorrt_llms_options_file(tmp_path: Path):
     assert config.capacity_scheduler_policy == "max_utilization" and not config.enable_chunked_context
     assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("ngram", 4)
     assert config.max_batch_size == 4
-    file.write_text("kv_cache_config:\n  free_gpu_memory_fraction: 0.8\n")
-    with pytest.raises(ValueError, match=r"unknown option kv_cache_config\.free_gpu_memory_fraction"):
+    file.write_text("kv_cache_config:\n  free_gpu_memory_portion: 0.8\n")
+    with pytest.raises(ValueError, match=r"unknown option kv_cache_config\.free_gpu_memory_portion"):
         engine_parser("explain", "").parse_argv(["demo", "--extra-llm-api-options", str(file)])
 
 

@@ -413,7 +413,7 @@ def test_single_rank_disables_multi_rank_options() -> None:
         ({"seed": "a"}, "seed='a' must be a whole number"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"device": 5}, "device=5 must be a text"),
-        ({"rank_timeout": None}, "rank_timeout=None must be a number"),
+        ({"rank_timeout": "8"}, "rank_timeout='8' must be a number"),
         ({"enable_chunked_context": "no"}, "enable_chunked_context='no' must be True or False"),
         ({"torch_compile_config": 5}, "torch_compile_config=5 must be a TorchCompileConfig, or a dict"),
         ({"cuda_graph_config": {"batch_sizes": 4}}, "cuda_graph_config.batch_sizes=4 must be a list"),

@@ -102,13 +102,12 @@ def test_without_statistics_outputs_have_no_times() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"generation_config": "vllm"}, r"SamplingParams\(\) has vLLM's defaults"),
-        ({"override_generation_config": {}}, "set SamplingParams"),
-        ({"structured_outputs_config": {}}, "llguidance is the only backend"),
-        ({"model_impl": "transformers"}, "transformers' own class"),
-        ({"rope_scaling": {}}, r"change config\.json"),
-        ({"skip_tokenizer_init": True}, "detokenize=False"),
-        ({"async_scheduling": True}, "run_ahead"),
+        ({"generation_config": "/nowhere"}, r"has no generation_config\.json; give auto, vllm or a folder"),
+        ({"override_generation_config": {"num_beams": 2}}, "has num_beams, which is no default here"),
+        ({"override_generation_config": {"top_k": 0.5}}, "expected a whole number"),
+        ({"structured_outputs_config": {"disable_any_whitespace": True}}, "llguidance is the only backend"),
+        ({"quantization": "awq"}, "is a format of checkpoints"),
+        ({"logprobs_mode": "raw_logits"}, "before temperature and processors"),
         ({"disable_log_stats": "x"}, "must be True or False"),
     ],
 )

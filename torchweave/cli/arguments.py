@@ -1,61 +1,30 @@
 """Command-line parsers: an option for every field of the dataclasses that a command fills.
 
-Spellings of an option are normalized before argparse parses them: `--max-model-len 512`, `--max_model_len=512`, `--ignore_eos`,
-`--no-ignore_eos`, `-cc.debug=true`, `-O1`. `--help` shows common options, `--help-all` all of them.
+Spellings of an option are normalized before argparse parses them (`torchweave.cli.spellings`).
+`--help` shows common options, `--help-all` all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from torchweave.cli.options import Option, build_config, convert, options_of, read_yaml, unknown_option
-from torchweave.config.options import EngineConfig
-from torchweave.config.peer_options import (
-    EAGER,
-    VLLM_FIELDS,
-    compilation_option,
-    compilation_options,
-    options_of_file,
-)
-from torchweave.config.validate import SPECULATION_NAMES, VLLM_NAMES
+from torchweave.cli.spellings import ALIASES, normalize_argv, take_other_options
+from torchweave.config.options import EngineConfig, set_hub_token, vllm_variables
+from torchweave.config.other_options import ALL, own_value, read_variables, translate
+from torchweave.config.peer_options import OPTIMIZATION_LEVELS, options_of_file
 
 Config = TypeVar("Config")
 
-# Settings of each level; the config file and the command line override them.
-OPTIMIZATION_LEVELS: dict[int, dict[str, Any]] = {
-    0: EAGER,
-    1: {"cuda_graph_config.max_batch_size": -1, "cuda_graph_config.capture_mixed": False},
-    2: {},
-    3: {
-        "torch_compile_config.pass_numerics": "tolerance",
-        "torch_compile_config.compile_sizes": (1, 2, 4, 8),
-    },
-}
-# vLLM's and TensorRT-LLM's names, and short forms.
-ALIASES = {
-    **VLLM_NAMES,
-    **{name: f"speculative_config.{own}" for name, own in SPECULATION_NAMES.items()},
-    "cudagraph_capture_sizes": "torch_compile_config.capture_num_tokens",
-    "dump_dir": "torch_compile_config.dump_dir",
-    "compile_cache": "torch_compile_config.compile_cache",
-    "compile_cache_dir": "torch_compile_config.compile_cache_dir",
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "dp": "data_parallel_size",
-}
-SHORT_PREFIX, LONG_PREFIX = "-cc.", "--torch_compile_config."
-# vLLM's names of its compilation config, and what the names of its fields begin with.
-_COMPILATION_CONFIG = ("-cc", "--compilation_config", "--compilation-config")
-_COMPILATION_PREFIXES = (SHORT_PREFIX, "-O.", "--compilation_config.", "--compilation-config.")
 ENGINE_GROUPS = {
     "model": (
         "dtype", "quantization", "max_model_len", "device", "load_format", "trust_remote_code", "tokenizer", "revision",
-        "download_dir", "attention_backend", "max_logprobs", "seed", "profile_dir", "limit_mm_per_prompt.image",
+        "download_dir", "hf_overrides", "generation_config", "override_generation_config",
+        "attention_backend", "max_logprobs", "seed", "profile_dir", "limit_mm_per_prompt.image",
         "runner", "pooler_config.pooling_type", "pooler_config.normalize", "logits_processors", "plugins",
     ),
     "parallelism": (
@@ -63,7 +32,8 @@ ENGINE_GROUPS = {
         "symmetric_memory",
     ),
     "memory": (
-        "gpu_memory_utilization", "cpu_kv_cache_gib", "kv_cache_dtype", "enable_prefix_caching", "num_state_snapshots",
+        "gpu_memory_utilization", "cpu_kv_cache_gib", "kv_cache_memory_bytes", "kv_cache_dtype",
+        "enable_prefix_caching", "num_state_snapshots",
         "kv_offload_gb", "block_size", "num_kv_blocks",
     ),
     "scheduling": (
@@ -169,7 +139,7 @@ class Parser(argparse.ArgumentParser):
                 f"--{name}",
                 dest=name,
                 metavar=option.metavar,
-                action="append" if option.is_list else "store",
+                action="append" if option.is_list or option.is_mapping else "store",
                 default=argparse.SUPPRESS,
                 help=(option.text + (option.default_text if show_defaults else "")).replace("%", "%%"),
             )
@@ -180,7 +150,12 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ValueError: an unknown option (with the nearest known name), an unexpected argument or a bad config file.
         """
-        args, unknown = self.parse_known_args(self._options_first(normalize_argv(argv, self.options)))
+        translated, advice = take_other_options(argv, self.options)
+        normalized = normalize_argv(translated, self.options)
+        from_file: dict[str, Any] = {}
+        for path in _config_files(normalized):
+            from_file |= self._read_file(path, advice)
+        args, unknown = self.parse_known_args(self._options_first(normalized, from_file.get("model")))
         for argument in unknown:
             name = argument.partition("=")[0]
             if name.startswith("--") and name != "--":
@@ -190,37 +165,74 @@ class Parser(argparse.ArgumentParser):
                 raise ValueError(f"unknown option {name}; text that starts with a dash goes after `--`")
         if unknown:
             raise ValueError(f"unexpected argument {unknown[0]!r}")
-        args.from_file = {}
-        for path in getattr(args, "config", None) or ():
-            args.from_file |= self._read_file(path)
+        args.from_file, args.advice = from_file, advice
+        if "dtype" in self.options:  # a command that starts an engine
+            variables = read_variables(vllm_variables(), {*vars(args), *from_file}, self.options)
+            args.from_file = variables.options | args.from_file
+            advice += variables.advice
         return args
 
-    def _read_file(self, path: str) -> dict[str, Any]:
-        """Options of the command from a YAML file, by dotted name."""
+    def _read_file(self, path: str, advice: list[tuple[str, str]]) -> dict[str, Any]:
+        """Options of the command from a YAML file, by dotted name; appends what is said about others to `advice`."""
         known = [*self.options, "model"]
-        read = options_of_file(read_yaml(path, known))
+        read = options_of_file(read_yaml(path, [*known, *ALL, "compilation_config"]))
         values = {ALIASES.get(name.rsplit(".", 1)[-1], name): value for name, value in read.items()}
         for name in values:
-            if name not in known:
+            if name not in known and name not in ALL:
                 raise ValueError(f"config file {path}: {unknown_option(name, known)}")
-        return values
+        translation = translate(values, known)
+        advice += translation.advice
+        if isinstance(token := translation.options.pop("hf_token", None), str):
+            set_hub_token(token)
+        return translation.options
 
-    def _options_first(self, argv: Sequence[str]) -> list[str]:
-        """Options with their values, then `--`, then the rest: argparse would end a list of prompts at an option."""
+    def _options_first(self, argv: Sequence[str], model: str | None) -> list[str]:
+        """Options with their values, then `--`, then the rest: argparse would end a list of prompts at an option.
+
+        Args:
+            model: of the config file, for a command without positional arguments.
+        """
         actions = {text: action for action in self._actions for text in action.option_strings}
         options: list[str] = []
         rest: list[str] = []
+        words: list[tuple[str, str]] = []  # after a list option: further values of it, or MODEL
+        only_model = [action.dest for action in self._actions if not action.option_strings] == ["model"]
+        list_option = ""
         remaining = iter(argv)
         for argument in remaining:
             if argument == "--":
                 rest.extend(remaining)
+            elif argument.partition("=")[0] in ("--model", "--model_tag") and "--model" not in actions:
+                _, equals, value = argument.partition("=")
+                rest.insert(0, value if equals else next(remaining, ""))
             elif argument.startswith("-") and argument != "-":
                 options.append(argument)
+                name = argument.partition("=")[0]
+                is_list = name[2:] in self.options and self.options[name[2:]].is_list
+                list_option = name if is_list and only_model else ""
                 if argument in actions and actions[argument].nargs != 0:
                     options.extend([value] if (value := next(remaining, None)) is not None else [])
+            elif list_option:
+                words.append((list_option, argument))
             else:
                 rest.append(argument)
+        if not rest and model is not None and only_model:
+            rest = [model]
+        if words and not rest:
+            rest = [words.pop()[1]]
+        options += [f"{name}={value}" for name, value in words]
         return [*options, "--", *rest] if rest else options
+
+
+def _config_files(argv: Sequence[str]) -> list[str]:
+    """The values of `--config` before `--`."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    pairs = zip(argv[:end], [*argv[1:end], ""], strict=True)
+    return [
+        value if argument == "--config" else argument.partition("=")[2]
+        for argument, value in pairs
+        if argument.partition("=")[0] == "--config"
+    ]
 
 
 class _Help(argparse.Action):
@@ -289,7 +301,11 @@ def _options_set(config: type, args: argparse.Namespace) -> dict[str, Any]:
     """Options of a dataclass from the config file, overridden by those of the command line."""
     known = options_of(config)
     from_file = {name: value for name, value in args.from_file.items() if name in known}
-    return {**from_file, **_join_repeated(config, {name: value for name, value in vars(args).items() if name in known})}
+    given = {
+        **from_file,
+        **_join_repeated(config, {name: value for name, value in vars(args).items() if name in known}),
+    }
+    return {name: own_value(name, value) for name, value in given.items()}
 
 
 def _join_repeated(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,96 +316,13 @@ def _join_repeated(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
         if known[name].is_list and isinstance(value, list):
             parts = [convert(known[name].hint, item, name) for item in value]
             value = parts[0] if len(parts) == 1 else [item for part in parts for item in _as_items(part)]
+        elif known[name].is_mapping and isinstance(value, list):
+            parts = [convert(known[name].hint, item, name) for item in value]
+            objects = all(isinstance(part, dict) for part in parts)
+            value = {key: item for part in parts for key, item in part.items()} if objects else parts[-1]
         joined[name] = value
     return joined
 
 
 def _as_items(part: Any) -> Sequence[Any]:
     return part if isinstance(part, tuple) else () if part is None else (part,)
-
-
-def normalize_argv(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
-    """`argv` with options in their canonical spelling and a value for every flag; arguments after `--` are unchanged."""
-    normalized: list[str] = []
-    index = 0
-    while index < len(argv):
-        argument = argv[index]
-        index += 1
-        if argument == "--":
-            return [*normalized, argument, *argv[index:]]
-        compilation = _compilation(argument, "".join(argv[index : index + 1]))
-        if compilation is not None:
-            normalized += compilation
-            index += "=" not in argument
-            continue
-        if argument.startswith(_COMPILATION_PREFIXES):
-            argument = LONG_PREFIX + argument.partition(".")[2]
-        if not argument.startswith("--"):
-            normalized.append(argument)
-            continue
-        name, equals, value = argument[2:].partition("=")
-        section = _section(name.replace("-", "_"), value if equals else "".join(argv[index : index + 1]), options)
-        if section is not None:
-            normalized += section
-            index += not equals
-            continue
-        name = _canonical_name(name.replace("-", "_"), options)
-        if name == "enforce_eager":
-            normalized += [] if value.lower() in ("false", "0") else ["-O0"]
-            continue
-        name = "config" if name == "extra_llm_api_options" else name
-        if name in options and options[name].is_flag and not equals:
-            following = argv[index].lower() if index < len(argv) else ""
-            takes = following in ("true", "false")
-            index += takes
-            name, equals, value = name, "=", following if takes else "true"
-        negated = _canonical_name(_strip_negation(name), options)
-        if not equals and negated in options and options[negated].is_flag:
-            name, equals, value = negated, "=", "false"
-        normalized.append(f"--{name}{equals}{value}")
-    return normalized
-
-
-def _compilation(argument: str, following: str) -> list[str] | None:
-    """The options of vLLM's `--compilation-config '{"NAME": VALUE}'`, `-cc.NAME=VALUE` and `-O.NAME=VALUE`; None for others.
-
-    Raises:
-        ValueError: a name or a value without an equivalent.
-    """
-    head, equals, value = argument.partition("=")
-    value = value if equals else following
-    if head in _COMPILATION_CONFIG:
-        options = compilation_options(value)
-    elif head.startswith(_COMPILATION_PREFIXES) and (name := head.partition(".")[2].replace("-", "_")) in VLLM_FIELDS:
-        options = compilation_option(name, value)
-    else:
-        return None
-    return [f"--{path}={each if isinstance(each, str) else json.dumps(each)}" for path, each in options.items()]
-
-
-def _section(name: str, value: str, options: Mapping[str, Option]) -> list[str] | None:
-    """The options of `--SECTION '{"NAME": VALUE}'`; None if `name` is no section, or `value` no object.
-
-    Raises:
-        ValueError: the JSON is not valid.
-    """
-    if not value.lstrip().startswith("{") or not any(each.startswith(f"{name}.") for each in options):
-        return None
-    try:
-        values = json.loads(value)
-    except ValueError as error:
-        raise ValueError(f"--{name}={value} is not valid JSON: {error}") from None
-    texts = {key: item if isinstance(item, str) else json.dumps(item) for key, item in values.items()}
-    return [f"--{_canonical_name(f'{name}.{key}', options)}={text}" for key, text in texts.items()]
-
-
-def _canonical_name(name: str, options: Mapping[str, Option]) -> str:
-    """The option's own name for an alias of it."""
-    other = ALIASES.get(name.rsplit(".", 1)[-1], name)
-    return other if other in options else name
-
-
-def _strip_negation(name: str) -> str:
-    """`no_x.y` and `x.no_y` as `x.y`."""
-    head, dot, leaf = name.rpartition(".")
-    return head + dot + leaf.removeprefix("no_") if leaf.startswith("no_") else name.removeprefix("no_")

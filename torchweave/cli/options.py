@@ -7,7 +7,6 @@ unknown names and invalid values.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import math
@@ -23,7 +22,7 @@ import yaml
 
 from torchweave.config.options import read_text_file
 from torchweave.config.plan import format_value
-from torchweave.utils.suggest import VLLM_NAMES, suggest_value
+from torchweave.utils.suggest import VLLM_NAMES, nearest, suggest_value
 
 Config = TypeVar("Config")
 
@@ -46,6 +45,10 @@ class Option:
     @property
     def is_list(self) -> bool:
         return any(get_origin(hint) in (tuple, list) for hint in _alternatives(self.hint))
+
+    @property
+    def is_mapping(self) -> bool:
+        return any(get_origin(hint) is dict for hint in _alternatives(self.hint))
 
     @property
     def metavar(self) -> str:
@@ -109,14 +112,14 @@ def read_yaml(path: str | Path, known: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "", known: Sequence[str] = ()) -> dict[str, Any]:
-    """Flatten `{"a": {"b": 1}}` to `{"a.b": 1}`.
+    """Flatten `{"a": {"b-c": 1}}` to `{"a.b_c": 1}`.
 
     With `known` option names, a mapping that is an option's value stays whole, and a section without lines, which YAML
     reads as null, is skipped.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        name = prefix + str(key)
+        name = prefix + str(key).replace("-", "_")
         if isinstance(value, Mapping) and name not in known:
             flat.update(flatten(value, name + ".", known))
         elif value is not None or not any(each.startswith(f"{name}.") for each in known):
@@ -164,17 +167,9 @@ def unknown_option(name: str, known: Iterable[str], dashes: str = "") -> str:
         return f"unknown option {dashes}{name}; {VLLM_NAMES[name]}"
     leaf = name.rsplit(".", 1)[-1]
     by_leaf = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
-    near = difflib.get_close_matches(leaf, list(by_leaf), n=1)
-    guess = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    # A name without its section is nearer to the full name than to a short name of the same words.
-    if near and (not guess or _similarity(leaf, near[0]) > _similarity(name, guess[0])):
-        guess = [by_leaf[near[0]]]
-    hint = f"did you mean {dashes}{guess[0]}?" if guess else "`--help-all` lists all options"
+    near = by_leaf.get(leaf) or nearest(name, names) or by_leaf.get(nearest(leaf, by_leaf), "")
+    hint = f"did you mean {dashes}{near}?" if near else "`--help-all` lists all options"
     return f"unknown option {dashes}{name}; {hint}"
-
-
-def _similarity(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def convert(hint: Any, value: Any, name: str) -> Any:
@@ -192,7 +187,7 @@ def convert(hint: Any, value: Any, name: str) -> Any:
     except ValueError:
         pass
     known = [item for hint in alternatives if get_origin(hint) is Literal for item in get_args(hint)]
-    near = suggest_value(name, value, known)
+    near = suggest_value(value, known)
     raise ValueError(f"{name}={_quoted(value)} is not valid: it takes {_expected(alternatives)}{near}")
 
 

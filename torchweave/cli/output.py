@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from torchweave.config.options import expand_path
@@ -17,6 +17,12 @@ _GAP = 2  # blanks between columns
 def terminal_width() -> int:
     """Columns of the terminal (or `COLUMNS`); 160 if standard output is not a terminal."""
     return shutil.get_terminal_size((160, 24)).columns
+
+
+def print_advice(advice: Iterable[tuple[str, str]]) -> None:
+    """Print what is said about options that were left out, on standard error."""
+    for what, why in advice:
+        print(f"torchweave: {what} {why}", file=sys.stderr)
 
 
 def print_table(

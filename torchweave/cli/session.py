@@ -76,7 +76,10 @@ def engine(args: argparse.Namespace, needs: Literal["", "tokenizer", "chat templ
     check_config(config)
     if needs:
         _check_tokenizer(config, needs == "chat template")
-    llm = start_llm(config, Report(show=False if args.quiet else None))
+    report = Report(show=False if args.quiet else None)
+    for what, why in args.advice:
+        report.event("warning", what=what, why=why)
+    llm = start_llm(config, report)
     try:
         pooling = llm.engine.loaded.module.pooling
         if needs and pooling is not None:

@@ -60,6 +60,7 @@ class ModelFacts:
         max_model_len: longest context in tokens.
         dtype: the checkpoint's dtype; None: not set.
         quantization: the checkpoint's quantization of linears (`fp8_per_block`); None: unquantized.
+        quantization_method: name of the checkpoint's format (`awq`), its config's quant_method; None: unquantized.
         kv_cache_dtype: KV-cache dtype requested by the checkpoint (`fp8_e4m3`); None: none.
         num_layers: number of layers; None: not in the config.
         num_heads: query heads; None: not in the config, or different between layers.
@@ -76,6 +77,7 @@ class ModelFacts:
     num_heads: int | None = None
     longest_model_len: int | None = None
     hidden_size: int | None = None
+    quantization_method: str | None = None
 
 
 def choose_device(requested: str, num_gpus: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,22 @@ class Source:
         name: the name given by the user, or the config's model type.
         folder: files of the checkpoint; None for a shape.
         config: the config if there is no folder.
+        overrides: fields that replace the config's, see `EngineConfig.hf_overrides`.
     """
 
     name: str
     folder: Path | None
     config: dict[str, Any] | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def raw_config(self) -> dict[str, Any]:
+        """The config as in config.json, with the overrides.
+
+        Raises:
+            ValueError: the file holds no JSON object.
+        """
+        raw = self.config if self.folder is None else read_json(self.folder / "config.json")
+        return override(raw or {}, self.overrides)
 
 
 def resolve(
@@ -42,10 +53,12 @@ def resolve(
     trust_remote_code: bool = False,
     revision: str | None = None,
     download_dir: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Source:
     """Find a model by name.
 
     Args:
+        overrides: see `Source`.
         revision: branch, tag or commit of a hub model; None: its main branch.
         download_dir: folder for a hub model; None: Hugging Face's cache.
 
@@ -53,11 +66,34 @@ def resolve(
         ValueError: the model exists neither locally nor on the hub, or the hub is unreachable.
     """
     if isinstance(name, Mapping):
-        return Source(str(name.get("model_type", "config")), None, dict(name))
-    source, text = local_source(name, revision), str(name)
-    if source is not None:
-        return source
-    return Source(text, _checked(_download(text, trust_remote_code, revision, download_dir), text))
+        source = Source(str(name.get("model_type", "config")), None, dict(name))
+    elif (local := local_source(name, revision)) is not None:
+        source = local
+    else:
+        text = str(name)
+        source = Source(text, _checked(_download(text, trust_remote_code, revision, download_dir), text))
+    return replace(source, overrides=overrides) if overrides else source
+
+
+def override(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with other values of some fields; a nested config keeps its further fields.
+
+    RoPE's older names, `rope_scaling` and `rope_theta`, change `rope_parameters` where a config has these.
+    """
+    merged = dict(config)
+    for name, value in overrides.items():
+        nested, rope = merged.get(name), merged.get("rope_parameters")
+        if name in ("rope_scaling", "rope_theta") and isinstance(rope, Mapping):
+            if name == "rope_theta":
+                merged["rope_parameters"] = {**rope, name: value}
+            else:
+                kept = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+                merged["rope_parameters"] = {**kept, **(value or {"rope_type": "default"})}
+        elif name.endswith("_config") and isinstance(nested, Mapping) and isinstance(value, Mapping):
+            merged[name] = override(nested, value)
+        else:
+            merged[name] = value
+    return merged
 
 
 def local_source(name: str | Path, revision: str | None = None) -> Source | None:

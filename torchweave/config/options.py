@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from torchweave.plug_points import ATTENTION_BACKENDS, QUANTIZATION_FORMATS, REASONING_PARSERS, TOOL_PARSERS
 
@@ -197,11 +197,17 @@ class EngineConfig:
         quantization: quantize linears at load time: `fp8` or `fp8_per_tensor` (one scale per weight), `fp8_per_channel`,
             `fp8_per_block` (128 x 128), `int4` (weights only, a scale per 128 inputs), `nvfp4` (weights only) or `mxfp4` (weights
             of experts only, of linears in a model without experts). `nvfp4_w4a4` rounds activations of an NVFP4 checkpoint to
-            FP4 as it declares, to measure accuracy. None: keep the checkpoint's format.
+            FP4 as it declares, to measure accuracy. None: keep the checkpoint's format, whose own name (`awq`, `gptq`,
+            `compressed-tensors`) is also taken.
         trust_remote_code: run Python code that is part of the checkpoint.
         tokenizer: folder or hub id of another tokenizer. None: the model's.
         revision: branch, tag or commit of a model on the hub. None: its main branch.
         download_dir: folder for models from the hub. None: Hugging Face's cache.
+        hf_overrides: fields of config.json by name that replace the checkpoint's, as if they stood there; those of a nested config
+            such as text_config replace its fields.
+        generation_config: sampling defaults. `auto`: the checkpoint's generation_config.json; `vllm`: temperature 1 and no
+            filter; or a folder with a generation_config.json.
+        override_generation_config: sampling defaults that replace these: temperature, top_k, top_p, min_p, repetition_penalty.
         max_model_len: longest request in tokens, prompt and output. None: the model's limit, lowered to the KV cache's
             capacity.
         max_batch_size: most requests per step. None: 512 on a GPU, 32 on a CPU. vLLM: `max_num_seqs`.
@@ -216,6 +222,8 @@ class EngineConfig:
             (`fp8_e4m3`) and `fp8_e5m2` hold twice as many tokens as a 16-bit dtype.
         gpu_memory_utilization: fraction of GPU memory for the engine, weights and CUDA graphs included.
         cpu_kv_cache_gib: size of the KV cache on a CPU, in GiB.
+        kv_cache_memory_bytes: size of the KV cache of a rank in bytes, on a GPU or a CPU (`2G` is 2 GiB, `2g` 2 billion). None: by
+            gpu_memory_utilization or cpu_kv_cache_gib.
         kv_offload_gb: host memory (GiB, pinned on a GPU) that keeps reusable KV blocks evicted from the device. 0: recompute
             them.
         attention_backend: attention implementation. auto: the fastest measured on this kind of device.
@@ -266,6 +274,9 @@ class EngineConfig:
     tokenizer: str | None = None
     revision: str | None = None
     download_dir: str | None = None
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
@@ -275,6 +286,7 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDType = "auto"
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_gib: float = 1.0
+    kv_cache_memory_bytes: int | None = None
     kv_offload_gb: float = 0.0
     attention_backend: AttentionName = "auto"
     capacity_scheduler_policy: CapacityPolicy = "guaranteed_no_evict"
@@ -322,6 +334,12 @@ class ServerConfig:
     Attributes:
         host: address to listen on; `0.0.0.0` is every IPv4 address of this machine.
         port: TCP port; 0 picks a free port.
+        uds: path of a Unix socket to listen at instead of host and port, by one HTTP process.
+        ssl_keyfile, ssl_certfile: private key and certificate (with its chain) in PEM files, for HTTPS by one HTTP process.
+        ssl_ca_certs: file with the certificates that clients' certificates are checked with.
+        ssl_cert_reqs: certificates of clients. 0: none is asked for; 1: checked if there is one; 2: required.
+        middleware: your own middleware as `module:Name`, outside all others: an ASGI class, or a coroutine function of a request
+            and `call_next`.
         root_path: path under which a proxy serves this server (`/llm`); requests may come with it or without.
         served_model_name: model names that clients may use; responses carry the first. None: the name given at start.
         api_key: accepted keys (`Authorization: Bearer KEY`). Other users of the machine can read command lines: prefer
@@ -333,8 +351,10 @@ class ServerConfig:
         allowed_media_hosts: hosts (`images.example.com`: ports 80 and 443; `images.example.com:8080`) from which the server
             fetches images at `http(s)` URLs in requests; never from private addresses, and no redirect is followed. None: images
             come as data URLs only.
+        allowed_local_media_path: folder of images that requests may name by `file://` URLs. None: none.
         media_fetch_timeout: seconds to fetch all images of a request.
-        chat_template: file with a Jinja chat template that replaces the model's own.
+        chat_template: file with a Jinja chat template, or the template itself, that replaces the model's own.
+        default_chat_template_kwargs: variables of the template (`{"enable_thinking": false}`) for requests that do not set them.
         tool_call_parser: format of the model's tool calls. auto: chosen from the chat template.
         reasoning_parser: format of the model's reasoning, which is returned apart from the answer. auto: chosen from the chat
             template. none: reasoning is part of the answer.
@@ -367,6 +387,12 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    middleware: tuple[str, ...] = ()
     root_path: str = ""
     served_model_name: tuple[str, ...] | None = None
     api_key: tuple[str, ...] = ()
@@ -374,8 +400,10 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allowed_media_hosts: tuple[str, ...] = ()
+    allowed_local_media_path: str | None = None
     media_fetch_timeout: float = 10.0
     chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
     trust_request_chat_template: bool = False
@@ -446,6 +474,16 @@ def use_passive_openmp() -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def vllm_variables() -> dict[str, str]:
+    """vLLM's variables of the environment, `VLLM_NAME`, with their values."""
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+
+
+def set_hub_token(token: str) -> None:
+    """Let this process and its children download models from the hub as the owner of `token`."""
+    os.environ["HF_TOKEN"] = token
 
 
 def api_key_from_environment() -> str:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from torchweave.config.options import CudaGraphConfig, EngineConfig, TorchCompileConfig
-from torchweave.config.validate import config_from
+from torchweave.config.options import CudaGraphConfig, EngineConfig, TorchCompileConfig, set_hub_token
+from torchweave.config.other_options import own_value, parse, read_variables, translate
+from torchweave.config.validate import config_from, flatten
 from torchweave.utils.suggest import did_you_mean
 
 _COMPILE, _GRAPHS = "torch_compile_config.", "cuda_graph_config."
@@ -79,19 +80,16 @@ TENSORRT_LLM_NAMES = {
     "max_seq_len": "max_model_len",
 }
 """Path in TensorRT-LLM's YAML -> option."""
-_LOWER_CASE = {
-    "capacity_scheduler_policy",
-    "context_chunking_policy",
-    "speculative_config.method",
-    "pooler_config.pooling_type",
-}
 _ONE_MODEL = {"speculative_config.mtp_eagle_one_model", "speculative_config.eagle3_one_model"}
 """TensorRT-LLM's options for drafts by an engine of their own, which does not exist here."""
-_TASKS = {"auto": "auto", "generate": "generate"} | dict.fromkeys(
-    ("embed", "embedding", "classify", "score"), "pooling"
-)
-"""vLLM's `task` -> runner."""
-_DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+OPTIMIZATION_LEVELS: dict[int, dict[str, Any]] = {
+    0: EAGER,
+    1: {_GRAPHS + "max_batch_size": -1, _GRAPHS + "capture_mixed": False},
+    2: {},
+    3: {_COMPILE + "pass_numerics": "tolerance", _COMPILE + "compile_sizes": (1, 2, 4, 8)},
+}
+"""Settings of each level; the config file and other options override them."""
+_KNOWN_OPTIONS = frozenset(name for name, _ in flatten(EngineConfig(model="")))
 
 
 def compilation_options(value: Any) -> dict[str, Any]:
@@ -188,7 +186,7 @@ def options_of_file(values: Mapping[str, Any]) -> dict[str, Any]:
                 )
         else:
             own = TENSORRT_LLM_NAMES.get(name, name)
-            options[own] = value.lower() if own in _LOWER_CASE and isinstance(value, str) else value
+            options[own] = own_value(own, value)
     return options
 
 
@@ -199,33 +197,54 @@ def _choose(name: str, value: Any, known: Mapping[Any, Any], otherwise: str) -> 
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """An engine's config from options by their own or vLLM's names.
+    """An engine's config from options by their own or vLLM's names; see `read_options`."""
+    return read_options(options)[0]
+
+
+def read_options(
+    options: Mapping[str, Any], variables: Mapping[str, str] | None = None
+) -> tuple[EngineConfig, list[tuple[str, str]]]:
+    """An engine's config from options by their own or vLLM's names, and what is said about those that were left out.
+
+    Args:
+        variables: of the environment, for options that are not given.
 
     Raises:
         ValueError: an unknown name, an option given twice, or a value without an equivalent.
     """
     given = dict(options)
-    eager = given.pop("enforce_eager", None)
+    eager, compilation = given.pop("enforce_eager", None), given.pop("compilation_config", None)
     if not isinstance(eager, bool | None):
         raise ValueError(f"enforce_eager={eager!r} must be True or False")
     settings = dict(EAGER) if eager else {}
-    if (task := given.pop("task", None)) is not None:
-        if task not in _TASKS:
-            raise ValueError(f"task={task!r} is not known: it is one of {', '.join(_TASKS)}")
-        given.setdefault("runner", _TASKS[task])
-    pooler = given.get("pooler_config")
-    if isinstance(pooler, Mapping) and isinstance(pooler.get("pooling_type"), str):
-        given["pooler_config"] = {**pooler, "pooling_type": pooler["pooling_type"].lower()}
-    compilation = given.pop("compilation_config", None)
     if compilation is not None:
         settings = compilation_options(compilation) | settings
-    if "dtype" in given:
-        name = str(given["dtype"]).removeprefix("torch.")
-        given["dtype"] = _DTYPES.get(name, name)
+    level = given.pop("optimization_level", None)
+    if level is not None:
+        if isinstance(level, bool) or level not in OPTIMIZATION_LEVELS:
+            raise ValueError(f"optimization_level={level!r} must be one of 0, 1, 2, 3")
+        settings = OPTIMIZATION_LEVELS[level] | settings
+    translation = translate(given, _KNOWN_OPTIONS)
+    from_variables = read_variables(variables or {}, translation.options, _KNOWN_OPTIONS)
+    for name, value in from_variables.options.items():
+        translation.options[name] = _number(value)
+    given = {}
+    for name, value in translation.options.items():
+        if "." in name and name in _KNOWN_OPTIONS:
+            settings[name] = value
+        else:
+            given[name] = value
+    if isinstance(token := given.pop("hf_token", None), str):
+        set_hub_token(token)
     for path, value in settings.items():
         section, _, name = path.partition(".")
         given[section] = _with_option(given.get(section), section, name, value)
-    return config_from(EngineConfig, given)
+    return config_from(EngineConfig, given), translation.advice + from_variables.advice
+
+
+def _number(text: Any) -> Any:
+    value = parse(text) if isinstance(text, str) else text
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else text
 
 
 def _with_option(section: Any, path: str, name: str, value: Any) -> Any:

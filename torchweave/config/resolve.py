@@ -90,8 +90,9 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
         config, device, model, attention, max_batch_size, max_num_tokens, mixed_step_tokens, entries
     )
     speculation = _speculation(config, device, attention, max_batch_size, max_num_tokens, entries)
-    memory_why = "from the remaining memory" if config.num_kv_blocks is None else ""
-    entries.note("num_kv_blocks", config.num_kv_blocks, memory_why)
+    by_bytes = config.kv_cache_memory_bytes is not None
+    memory_why = "from kv_cache_memory_bytes" if by_bytes else "from the remaining memory"
+    entries.note("num_kv_blocks", config.num_kv_blocks, memory_why if config.num_kv_blocks is None else "")
     unused = "cpu_kv_cache_gib" if device.is_gpu else "gpu_memory_utilization"
     entries.note(unused, None, f"unused on a {'GPU' if device.is_gpu else 'CPU'}")
     return Plan(
@@ -190,6 +191,8 @@ def _dtype(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tupl
 
 def _quantization(config: EngineConfig, device: DeviceFacts, model: ModelFacts) -> tuple[str | None, str]:
     requested, stored = config.quantization, model.quantization
+    if requested is not None and requested == model.quantization_method:
+        return stored, "the checkpoint's"
     defaults = {"fp8": "fp8_per_tensor", "int4": "int4_g128"}
     effective = defaults.get(requested or "", requested or stored)
     if requested and stored and effective != stored:

@@ -75,11 +75,15 @@ def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = 
             raise ValueError(f"unknown option {prefix}{requested}; {guess}")
         if name in given:
             raise ValueError(f"{prefix}{name} is given twice; {' and '.join(_aliases_of(name))} are one option")
-        if is_dataclass(hints[name]) and value is None:
-            continue
+        if value is None and not _accepts_none(hints[name]):
+            continue  # vLLM's way to ask for the default
         nested = is_dataclass(hints[name]) and isinstance(value, Mapping)
         given[name] = config_from(hints[name], value, f"{prefix}{name}.") if nested else value
     return config(**given)
+
+
+def _accepts_none(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType) and type(None) in get_args(hint)
 
 
 def _aliases_of(name: str) -> list[str]:
@@ -113,6 +117,9 @@ def check_types(config: Any, prefix: str = "", plugins: Sequence[str] | None = N
                 known = tuple(dict.fromkeys((*known[:-1], *registry.names(plugins), *known[-1:])))
             if value not in known:
                 raise ValueError(_unknown(prefix + name, value, known))
+        elif get_origin(kinds[0]) is dict:
+            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+                raise ValueError(f"{prefix}{name}={value!r} must be a dict of values by name")
         elif get_origin(kinds[0]) is tuple:
             kind = get_args(kinds[0])[0]
             if not isinstance(value, (list, tuple)) or not all(_is_instance_of(kind, each) for each in value):
@@ -134,6 +141,7 @@ _MINIMUMS = {
     "max_num_tokens": 1,
     "block_size": 1,
     "num_kv_blocks": 1,
+    "kv_cache_memory_bytes": 1,
     "num_state_snapshots": 0,
     "run_ahead": 0,
     "mixed_step_tokens": 0,
@@ -245,6 +253,7 @@ def check_server(config: EngineConfig, settings: ServerConfig) -> None:
     for registry, name in ((TOOL_PARSERS, settings.tool_call_parser), (REASONING_PARSERS, settings.reasoning_parser)):
         if name in registry.names(config.plugins) or is_path(name):
             registry.get(name, config.plugins)  # a package that is broken stops the server here
+    _check_address(settings)
     if settings.api_server_count is not None and not 1 <= settings.api_server_count <= _MAX_API_SERVERS:
         raise ValueError(f"api_server_count={settings.api_server_count} must be from 1 to {_MAX_API_SERVERS}")
     count = settings.data_parallel_size
@@ -255,6 +264,28 @@ def check_server(config: EngineConfig, settings: ServerConfig) -> None:
             f"data_parallel_size={count} is not supported with executor=ray, since replicas run on the server's machine; remove "
             "one of them, or run replicas of the server in Ray Serve"
         )
+
+
+def _check_address(settings: ServerConfig) -> None:
+    """Check the options of a Unix socket and of TLS."""
+    if (settings.ssl_certfile is None) != (settings.ssl_keyfile is None):
+        raise ValueError("ssl_certfile and ssl_keyfile belong together; give both for HTTPS, or none")
+    if settings.ssl_certfile is None and (settings.ssl_ca_certs is not None or settings.ssl_cert_reqs):
+        raise ValueError(
+            "ssl_ca_certs and ssl_cert_reqs check clients over HTTPS; give ssl_certfile and ssl_keyfile, too"
+        )
+    if settings.ssl_cert_reqs not in (0, 1, 2):
+        raise ValueError(f"ssl_cert_reqs={settings.ssl_cert_reqs} must be 0, 1 or 2")
+    if settings.ssl_certfile is not None and settings.uds is not None:
+        raise ValueError("uds is a socket of this machine, which needs no TLS; leave ssl_certfile and ssl_keyfile out")
+    for option in ("uds", "ssl_certfile"):
+        if getattr(settings, option) is not None and (settings.api_server_count or 1) > 1:
+            raise ValueError(
+                f"api_server_count={settings.api_server_count} is not supported with {option}; leave it out"
+            )
+    for path in settings.middleware:
+        if not is_path(path) and "." not in path:
+            raise ValueError(f"middleware={path!r} is not a path of Python: expected module:Name")
 
 
 def check_limits(settings: ServerConfig, plugins: Sequence[str] | None = None) -> None:
@@ -283,4 +314,4 @@ def check_limits(settings: ServerConfig, plugins: Sequence[str] | None = None) -
 
 
 def _unknown(option: str, value: Any, known: Sequence[Any]) -> str:
-    return f"{option}={value!r} is not known: it is one of {', '.join(map(str, known))}{suggest_value(option, value, known)}"
+    return f"{option}={value!r} is not known: it is one of {', '.join(map(str, known))}{suggest_value(value, known)}"

@@ -27,14 +27,15 @@ def examine_model(config: EngineConfig, report: Report) -> list[Finding]:
         )
     revision, download_dir = config.revision, config.download_dir
     facts = model_facts(
-        config.model, config.trust_remote_code, revision=revision, download_dir=download_dir, plugins=config.plugins
-    )
+        config.model, config.trust_remote_code, revision=revision, download_dir=download_dir, plugins=config.plugins,
+        overrides=config.hf_overrides,
+    )  # fmt: skip
     plan = resolve(config, device_facts(config.device, attention_backend=config.attention_backend), facts)
     dtype = getattr(torch, plan.dtype)
     trust = config.trust_remote_code
     loaded = load(
         config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len,
-        revision=revision, download_dir=download_dir,
+        revision=revision, download_dir=download_dir, overrides=config.hf_overrides,
     )  # fmt: skip
     inputs = {
         "input_ids": InputSpec("int64", ("T",), loaded.module.vocab_size),

@@ -16,8 +16,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from torchweave.compiler.explain.page import save_explanation
-from torchweave.config.options import EngineConfig, use_passive_openmp
-from torchweave.config.peer_options import engine_config
+from torchweave.config.options import EngineConfig, use_passive_openmp, vllm_variables
+from torchweave.config.peer_options import read_options
 from torchweave.engine import pooling_methods
 from torchweave.engine.client import AsyncInbox, Client, CompletionStream
 from torchweave.engine.control.methods import ControlMethods, result_of
@@ -82,7 +82,11 @@ class LLM(ControlMethods):
         self._with_metrics = not disable_log_stats
         if "logits_processors" in options:
             options["logits_processors"] = tuple(map(path_of, options["logits_processors"] or ()))
-        self._open(engine_config({"model": model, **options}), report, None)
+        config, advice = read_options({"model": model, **options}, vllm_variables())
+        report = report if report is not None else Report()
+        for option, sentence in advice:
+            report.event("warning", what=option, why=sentence)
+        self._open(config, report, None)
 
     @classmethod
     def from_config(

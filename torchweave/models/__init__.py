@@ -9,7 +9,8 @@ with postponed():
 
     from torchweave.models.attention import UnsupportedModel
     from torchweave.models.decoder import DecoderStep
-    from torchweave.models.load import GenerationDefaults, LoadedModel, load
+    from torchweave.models.generation import GenerationDefaults
+    from torchweave.models.load import LoadedModel, load
 
 __all__ = [
     "DecoderStep",

@@ -16,13 +16,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from torchweave.config import ModelFacts
-from torchweave.config.model_source import Source, read_json, reject_draft_head, resolve, resolve_tokenizer
+from torchweave.config.model_source import Source, reject_draft_head, resolve, resolve_tokenizer
 from torchweave.config.options import PoolerConfig, Runner
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import experts
 from torchweave.models.adapt import ModelLayers, adapt, check_config, vocab_size
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.decoder import DecoderStep
+from torchweave.models.generation import GenerationDefaults, checkpoint_defaults
 from torchweave.models.hooks.positions import POSITIONS_AFTER_PADDING
 from torchweave.models.hooks.rope import freeze_rope
 from torchweave.models.materialize import WeightLoadSpec, causal_lm_class, is_mapped, load_dummy_weights, load_weights
@@ -36,6 +37,7 @@ from torchweave.models.weights.quantized_checkpoint import (
     checkpoint_kv_cache_dtype,
     checkpoint_scheme,
     pop_kv_cache_scales,
+    quantization_config,
     resolve_scheme,
 )
 from torchweave.pooling import Pooling
@@ -48,22 +50,6 @@ _LENGTH_KEYS = (
 _NO_POOLER = PoolerConfig()
 # Exceptions of transformers for invalid config values, checked and unchecked.
 _BAD_CONFIG = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-
-
-@dataclass(frozen=True)
-class GenerationDefaults:
-    """Defaults from `generation_config.json`; None: not set there.
-
-    Attributes:
-        eos_token_ids: end tokens of the checkpoint and of its tokenizer.
-    """
-
-    eos_token_ids: tuple[int, ...] = ()
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +113,7 @@ def load(
     runner: Runner = "generate",
     pooler: PoolerConfig = _NO_POOLER,
     plugins: Sequence[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> LoadedModel:
     """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
 
@@ -140,7 +127,7 @@ def load(
         process_groups: the ranks that share the model; this rank loads its part. None: a single rank.
         expert_parallel: distribute whole experts over the ranks instead of sharding each.
         images: load an image-text model with its vision tower, if it is served with images; else its text decoder.
-        revision, download_dir: see `resolve`.
+        revision, download_dir, overrides: see `resolve`.
         runner, pooler, plugins: whether the model generates text or pools, how, and who may add formats; see `EngineConfig`.
 
     Raises:
@@ -148,7 +135,7 @@ def load(
     """
     report = report if report is not None else Report(show=False)
     device, process_groups = torch.device(device), process_groups or ProcessGroups.single_rank()
-    source = _checked_source(resolve(name_or_path, trust_remote_code, revision, download_dir), load_format)
+    source = _checked_source(resolve(name_or_path, trust_remote_code, revision, download_dir, overrides), load_format)
     whole_config = _read_whole_config(source, trust_remote_code)
     pooling = resolve_pooling(source, whole_config, runner, pooler)
     no_images = _why_no_images(whole_config, images, pooling)
@@ -251,13 +238,14 @@ def model_facts(
     revision: str | None = None,
     download_dir: str | None = None,
     plugins: Sequence[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> ModelFacts:
     """Properties of a model that the plan depends on, from its config; arguments as in `load`.
 
     Raises:
         ValueError: the model does not exist or its config is invalid or unsupported.
     """
-    source = resolve(name_or_path, trust_remote_code, revision, download_dir)
+    source = resolve(name_or_path, trust_remote_code, revision, download_dir, overrides)
     config = read_config(source, trust_remote_code, images)
     check_config(config)
     stored, quant_scheme = _stored_dtype(config), checkpoint_scheme(source, plugins)
@@ -273,6 +261,7 @@ def model_facts(
         heads if isinstance(heads, int) else None,
         _longest_model_len(config, length),
         width if isinstance(width, int) else None,
+        (quantization_config(source) or {}).get("quant_method"),
     )
 
 
@@ -289,8 +278,7 @@ def read_config(source: Source, trust_remote_code: bool = False, images: bool = 
 
 
 def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
-    raw = source.config if source.folder is None else read_json(source.folder / "config.json")
-    assert raw is not None
+    raw = source.raw_config()
     if source.folder is not None:
         reject_draft_head(source.name, source.folder)
     model_type = raw.get("model_type")
@@ -317,6 +305,9 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
             config = AutoConfig.for_model(str(model_type), **raw)
         else:
             config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+            if source.overrides:
+                kind = type(config) if not known else transformers.CONFIG_MAPPING[str(model_type)]
+                config = kind.from_dict(source.raw_config())
     except (*_BAD_CONFIG, OSError) as error:
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"The config of {source.name!r} is not a valid {model_type} config: {why}") from error
@@ -508,7 +499,7 @@ def _make_loaded_model(
         device=load_spec.device,
         max_model_len=step.max_model_len,
         tokenizer=Tokenizer.from_folder(load_spec.source.folder, load_spec.trust_remote_code),
-        generation=_generation(load_spec.source.folder, model.config),
+        generation=checkpoint_defaults(load_spec.source.folder, model.config),
         num_parameters=num_parameters,
         weight_bytes=num_bytes,
         quantization=None if load_spec.quantization is None else load_spec.quantization.name,
@@ -529,24 +520,3 @@ def _make_loaded_model(
         tokenizer=loaded.tokenizer is not None,
     )
     return loaded
-
-
-def _generation(folder: Path | None, config: PreTrainedConfig) -> GenerationDefaults:
-    path = folder / "generation_config.json" if folder is not None else None
-    raw = read_json(path) if path is not None and path.is_file() else {}
-    eos = raw.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
-    ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
-    # Chat models may end a message with a token that only the tokenizer declares as the end token.
-    ids.append(None if folder is None else read_eos_token_id(folder))
-    # Without do_sample, transformers decodes greedily but still applies the penalty.
-    sampling = (
-        {name: raw.get(name) for name in ("temperature", "top_k", "top_p", "min_p")} if raw.get("do_sample") else {}
-    )
-    given = {**sampling, "repetition_penalty": raw.get("repetition_penalty")}
-    for name, value in (*(("eos_token_id", token) for token in ids), *given.items()):
-        whole = name in ("eos_token_id", "top_k")
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int if whole else (int, float))):
-            raise ValueError(
-                f"The generation_config.json of this model has {name}={value!r}: expected a {'whole ' * whole}number; correct it."
-            )
-    return GenerationDefaults(tuple(dict.fromkeys(token for token in ids if token is not None)), **given)

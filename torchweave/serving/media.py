@@ -1,4 +1,4 @@
-"""Images at `http(s)` addresses: fetched from allowed hosts only, and never from a private address.
+"""Images at `http(s)` addresses: fetched from allowed hosts only, and never from a private address; and in files of one folder.
 
 The name of a host is resolved once; every address that it has is checked, and the connection goes to a checked address, so a name
 that resolves to another one a moment later changes nothing. Redirects are not followed.
@@ -15,11 +15,13 @@ import socket
 import ssl
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 import httptools
 
+from torchweave.config.options import expand_path
 from torchweave.images import has_images, image_url
 from torchweave.serving.errors import ApiError
 
@@ -58,9 +60,17 @@ class MediaFetcher:
         hosts: allowed hosts; `name` stands for ports 80 and 443, `name:port` for that port. Empty: nothing is fetched.
         max_bytes: most bytes of the images of a request together.
         seconds: time limit of all images of a request.
+        folder: holds the files that `file://` addresses may name. None: no such address is read.
+
+    Raises:
+        ValueError: there is no such folder.
     """
 
-    def __init__(self, hosts: Sequence[str], max_bytes: int, seconds: float) -> None:
+    def __init__(self, hosts: Sequence[str], max_bytes: int, seconds: float, folder: str | None = None) -> None:
+        self._folder = None if not folder else expand_path(folder).resolve()
+        if self._folder is not None and not self._folder.is_dir():
+            raise ValueError(f"allowed_local_media_path={folder} is no folder; give one that holds images")
+        self._schemes = (("http://", "https://") if hosts else ()) + (("file://",) if self._folder is not None else ())
         self._hosts = frozenset(host.lower() for host in hosts)
         self._max_bytes = max_bytes
         self._seconds = seconds
@@ -75,9 +85,9 @@ class MediaFetcher:
         Raises:
             ApiError: 400, an image is not allowed, or cannot be fetched within the limits.
         """
-        if not self._hosts or not has_images(messages):
+        if not self._schemes or not has_images(messages):
             return messages
-        urls = list(dict.fromkeys(url for message in messages for url in _addresses(message)))
+        urls = list(dict.fromkeys(url for message in messages for url in self._addresses(message)))
         if not urls or len(urls) > max_images:  # the processor refuses too many by a sentence
             return messages
         budget = _Budget(self._max_bytes)
@@ -90,10 +100,13 @@ class MediaFetcher:
         finally:
             for task in tasks:
                 task.cancel()
-        return [_replaced(message, fetched) for message in messages]
+        return [self._replaced(message, fetched) for message in messages]
 
     async def _fetch(self, url: str, budget: _Budget) -> str:
         """The content of an address as a data URL."""
+        if url[:7].lower() == "file://":
+            content = await asyncio.get_running_loop().run_in_executor(self._lookups, self._read_file, url, budget)
+            return _data_url(content)
         parts, host, port = self._checked(url)
         async with self._slots:
             return await self._fetch_from(parts, host, port, budget)
@@ -113,7 +126,21 @@ class MediaFetcher:
             raise _refusal(f"cannot be fetched: {host} answered no HTTP ({type(error).__name__})") from None
         finally:
             writer.transport.abort()
-        return "data:image/*;base64," + base64.b64encode(content).decode()
+        return _data_url(content)
+
+    def _read_file(self, url: str, budget: _Budget) -> bytes:
+        """The content of a file below the folder, links resolved; the same refusal for any other, whether it exists or not."""
+        assert self._folder is not None, "_schemes"
+        refusal = _refusal("names no file that this server reads (allowed_local_media_path)")
+        try:
+            parts = urlsplit(url[:_MAX_URL_CHARS])
+            path = Path(unquote(parts.path)).resolve()
+            if parts.netloc not in ("", "localhost") or not path.is_relative_to(self._folder) or not path.is_file():
+                raise refusal
+            budget.take(path.stat().st_size)
+            return path.read_bytes()
+        except (OSError, ValueError):
+            raise refusal from None
 
     def _checked(self, url: str) -> tuple[SplitResult, str, int]:
         """Split an address whose host is allowed."""
@@ -132,6 +159,25 @@ class MediaFetcher:
         if not allowed & self._hosts:
             raise _refusal(f"names the host {host[:80]!r}, which this server does not fetch from (allowed_media_hosts)")
         return parts, host, port or usual
+
+    def _is_address(self, url: Any) -> bool:
+        return isinstance(url, str) and url[:8].lower().startswith(self._schemes)
+
+    def _addresses(self, message: Mapping[str, Any]) -> list[str]:
+        content = message.get("content")
+        urls = map(image_url, content) if isinstance(content, (list, tuple)) else ()
+        return [url for url in urls if self._is_address(url)]
+
+    def _replaced(self, message: dict[str, Any], fetched: Mapping[str, str]) -> dict[str, Any]:
+        if not self._addresses(message):
+            return message
+        parts = [
+            {"type": "image_url", "image_url": {"url": fetched[url]}}
+            if self._is_address(url := image_url(part))
+            else part
+            for part in message["content"]
+        ]
+        return {**message, "content": parts}
 
     def _context(self) -> ssl.SSLContext:
         if self._ssl is None:
@@ -157,24 +203,8 @@ def _refusal(why: str) -> ApiError:
     return ApiError(400, f"The URL of an image {why}; send the image itself, as a data URL.", param="messages")
 
 
-def _is_address(url: Any) -> bool:
-    return isinstance(url, str) and url[:8].lower().startswith(("http://", "https://"))
-
-
-def _addresses(message: Mapping[str, Any]) -> list[str]:
-    content = message.get("content")
-    urls = map(image_url, content) if isinstance(content, (list, tuple)) else ()
-    return [url for url in urls if _is_address(url)]
-
-
-def _replaced(message: dict[str, Any], fetched: Mapping[str, str]) -> dict[str, Any]:
-    if not _addresses(message):
-        return message
-    parts = [
-        {"type": "image_url", "image_url": {"url": fetched[url]}} if _is_address(url := image_url(part)) else part
-        for part in message["content"]
-    ]
-    return {**message, "content": parts}
+def _data_url(content: bytes) -> str:
+    return "data:image/*;base64," + base64.b64encode(content).decode()
 
 
 async def _resolve(host: str, port: int, threads: Executor) -> str:

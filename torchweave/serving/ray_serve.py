@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _UNSUPPORTED_OPTIONS = {
     "host": "set the address with serve.start(http_options=...)",
     "port": "set the address with serve.start(http_options=...)",
+    **dict.fromkeys(("uds", "ssl_certfile", "ssl_keyfile"), "set the address with serve.start(http_options=...)"),
     "data_parallel_size": "set the number of replicas with num_replicas",
     "api_server_count": "each replica has one HTTP process",
     "restart_engine": "Ray Serve restarts a replica whose engine has failed",

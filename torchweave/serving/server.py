@@ -13,7 +13,7 @@ from torchweave.serving.engine_client.engine_supervisor import create_replicas
 from torchweave.serving.frontends.group import FrontendGroup
 from torchweave.serving.frontends.messages import Draining
 from torchweave.serving.http.app import create_app
-from torchweave.serving.http.listener import UvicornServer, listen, num_http_processes
+from torchweave.serving.http.listener import UvicornServer, listen, listen_at, num_http_processes, tls_options
 from torchweave.serving.ipc.processes import critical_task
 from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.service import Service
@@ -41,12 +41,17 @@ class Server:
     def __init__(
         self, config: EngineConfig, settings: ServerConfig, on_ready: Callable[[Server], None] = lambda _: None
     ) -> None:
-        count = num_http_processes(settings.api_server_count)
+        tls = tls_options(settings)
+        count = num_http_processes(settings.api_server_count, one_address=bool(tls) or settings.uds is not None)
         self._config, self._settings, self._on_ready = config, settings, on_ready
-        self._socket = listen(settings.host, settings.port, shared=count > 1)
-        self._port: int = self._socket.getsockname()[1]
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"http://{host}:{self._port}"
+        if settings.uds is not None:
+            self._socket, self._port = listen_at(settings.uds), 0
+            self.url = f"unix:{settings.uds}"
+        else:
+            self._socket = listen(settings.host, settings.port, shared=count > 1)
+            self._port = self._socket.getsockname()[1]
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            self.url = f"{'https' if tls else 'http'}://{host}:{self._port}"
         frontend_context = FrontendContext(shared_load=SharedLoad(settings.data_parallel_size, count))
         self._frontends = FrontendGroup(count, frontend_context)
         self.client = create_replicas(
@@ -61,7 +66,7 @@ class Server:
         self.service: Service = self.app.state.service
         self.service.call_other_frontends = self._frontends.call
         self._draining: asyncio.Task[None] | None = None
-        self._uvicorn = UvicornServer(self.app, settings.max_connections_per_address)
+        self._uvicorn = UvicornServer(self.app, settings.max_connections_per_address, **tls)
 
     @property
     def failure(self) -> str:

@@ -54,10 +54,16 @@ class Service:
         self.startup_error = ""
         self.call_other_frontends: CallFrontends = _no_other_frontends
         template = settings.chat_template
-        self._template = None if template is None else read_text_file("chat_template", template)
+        is_template = template is not None and any(mark in template for mark in ("{{", "{%", "\n"))
+        self._template = template if template is None or is_template else read_text_file("chat_template", template)
         if self._template is not None:
-            check_chat_template(self._template, f"chat_template {template}")
-        self.media = MediaFetcher(settings.allowed_media_hosts, settings.max_body_bytes, settings.media_fetch_timeout)
+            check_chat_template(self._template, "chat_template" if is_template else f"chat_template {template}")
+        self.media = MediaFetcher(
+            settings.allowed_media_hosts,
+            settings.max_body_bytes,
+            settings.media_fetch_timeout,
+            settings.allowed_local_media_path,
+        )
         self.created = int(time.time())
         self.response_store = ResponseStore(settings.response_store_mib << 20)
         self.background_responses = BackgroundResponses()

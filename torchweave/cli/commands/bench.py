@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchweave.bench.protocol import Sizes
 from torchweave.bench.serving.load_test import LoadTest
 from torchweave.cli.arguments import Parser, add_engine_options, config_from_args, engine_config, given_options
-from torchweave.cli.output import check_output_path
+from torchweave.cli.output import check_output_path, print_advice
 from torchweave.cli.session import engine
 from torchweave.config import EngineConfig, choose_device
 from torchweave.report import Report
@@ -206,6 +206,7 @@ def _startup(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
     from torchweave.bench.result import header
     from torchweave.bench.startup import startup
 
+    print_advice(args.advice)
     config = engine_config(args)
     device = _device(config)
     with Report(show=False if args.quiet else None).progress("starting", 2) as advance:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchweave.cli.arguments import Parser, add_engine_options, engine_config
+from torchweave.cli.output import print_advice
 from torchweave.report import Report
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def _examine(args: Any) -> list[Finding]:
         from torchweave.doctor.model import examine_model
 
         args.model = args.target
+        print_advice(args.advice)
         return examine_model(engine_config(args), Report(show=False if args.quiet else None))
     from torchweave.doctor.examine import examine
     from torchweave.doctor.subject import find

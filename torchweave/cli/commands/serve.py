@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torchweave
 from torchweave.cli.arguments import COMMON_SERVER_OPTIONS, Parser, config_from_args, engine_config, engine_parser
+from torchweave.cli.output import print_advice
 from torchweave.config.model_source import local_source
 from torchweave.config.options import ServerConfig
 from torchweave.config.validate import check_config, check_server
@@ -35,6 +36,7 @@ def parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
     config, settings = engine_config(args), config_from_args(ServerConfig, args)
+    print_advice(args.advice)
     check_config(config)
     local_source(config.model, config.revision)
     check_server(config, settings)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchweave.cli.arguments import Parser, engine_config, engine_parser
-from torchweave.cli.output import print_table
+from torchweave.cli.output import print_advice, print_table
 from torchweave.report import Report
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().parse_argv(argv)
+    print_advice(args.advice)
     config = engine_config(args)
     from torchweave.engine.startup.tune import tune
 

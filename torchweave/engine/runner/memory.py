@@ -191,6 +191,8 @@ def blocks_that_fit(
         return per_request * plan.max_batch_size
     if config.num_kv_blocks is not None:
         blocks, option = config.num_kv_blocks, "num_kv_blocks"
+    elif config.kv_cache_memory_bytes is not None:
+        blocks, option = config.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
     elif use is None:
         blocks, option = int(config.cpu_kv_cache_gib * GIB) // block_bytes, "cpu_kv_cache_gib"
     else:

@@ -43,6 +43,7 @@ from torchweave.engine.startup.draft_model import adaptive_drafts, load_draft_mo
 from torchweave.engine.startup.host_memory import host_pool
 from torchweave.engine.startup.image_encoder import compile_image_encoder, large_image_encoding, record_encoder_graphs
 from torchweave.models.decoder import DecoderStep
+from torchweave.models.generation import with_options
 from torchweave.models.load import LoadedModel, load, model_facts, with_tokenizer
 from torchweave.models.multimodal.image_encoder import ImageEncoder
 from torchweave.models.multimodal.image_step import ImageDecoderStep
@@ -214,7 +215,9 @@ def load_model(
             runner=config.runner,
             pooler=config.pooler_config,
             plugins=config.plugins,
+            overrides=config.hf_overrides,
         )
+    loaded = replace(loaded, generation=with_options(loaded.generation, config))
     plan = _with_runner(plan, loaded)
     if config.tokenizer is not None:
         if isinstance(loaded.module, ImageDecoderStep):
@@ -257,8 +260,9 @@ def _model_facts(config: EngineConfig, loaded: LoadedModel | None) -> ModelFacts
     if loaded is None:
         images = config.limit_mm_per_prompt.image > 0
         return model_facts(
-            config.model, config.trust_remote_code, images, config.revision, config.download_dir, config.plugins
-        )
+            config.model, config.trust_remote_code, images, config.revision, config.download_dir, config.plugins,
+            config.hf_overrides,
+        )  # fmt: skip
     if config.quantization is not None and loaded.quantization is None:
         raise ValueError(
             f"quantization={config.quantization}: {loaded.name} is in memory already; quantise it as it is loaded"

@@ -95,7 +95,9 @@ def _load_mtp(plan: Plan, target: LoadedModel, report: Report) -> MtpHead:
     config = plan.config
     with report.stage("loading the MTP layer"):
         try:
-            source = resolve(target.name, config.trust_remote_code, config.revision, config.download_dir)
+            source = resolve(
+                target.name, config.trust_remote_code, config.revision, config.download_dir, config.hf_overrides
+            )
             head = load_mtp_head(
                 target,
                 source,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchweave.config.model_source import Source, read_json
+from torchweave.config.model_source import Source
 from torchweave.models.attention import UnsupportedModel
 from torchweave.models.weights import packed_checkpoint
 from torchweave.models.weights.formats import QuantizationFormat, Scheme, StoredFormat, unsupported
@@ -44,8 +44,7 @@ _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 def quantization_config(source: Source) -> dict[str, Any] | None:
     """The `quantization_config` of config.json or of its text part; None if absent."""
-    raw = source.config if source.folder is None else read_json(source.folder / "config.json")
-    assert raw is not None
+    raw = source.raw_config()
     inner = raw.get("text_config")
     config = raw.get("quantization_config") or (inner if isinstance(inner, dict) else {}).get("quantization_config")
     return config if isinstance(config, dict) else None

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from fastapi import FastAPI
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
@@ -116,3 +117,9 @@ def _add_middleware(
     app.add_middleware(middleware.HttpMetricsMiddleware, counts=app.state.http)  # type: ignore[arg-type]
     if settings.root_path:
         app.add_middleware(middleware.RootPathMiddleware, root_path=settings.root_path)  # type: ignore[arg-type]
+    for path in settings.middleware:
+        own = middleware.load_middleware(path)
+        if isinstance(own, type):
+            app.add_middleware(own)  # type: ignore[arg-type]
+        else:
+            app.add_middleware(BaseHTTPMiddleware, dispatch=own)

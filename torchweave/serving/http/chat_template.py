@@ -289,7 +289,8 @@ async def encode(
     template = _template(service, body)
     if body.chat_template is not None:
         variables["chat_template"] = template
-    variables = await _reasoning_variables(service, template, body, warnings) | variables
+    reasoning = await _reasoning_variables(service, template, body, warnings)
+    variables = service.settings.default_chat_template_kwargs | reasoning | variables
     if body.continue_final_message:
         if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
             raise ApiError(

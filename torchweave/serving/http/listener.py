@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
 import socket
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httptools
@@ -18,6 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from torchweave.config.options import ServerConfig
 from torchweave.utils.malloc import return_large_allocations
 
 _CLOSE_SECONDS = 5  # for connections to receive their last data
@@ -195,12 +199,13 @@ class UvicornServer(uvicorn.Server):
 
     Args:
         max_connections_per_address: most open connections of a client address; None: any number.
+        tls: see `tls_options`.
 
     Attributes:
         listening: set once connections are accepted.
     """
 
-    def __init__(self, app: Any, max_connections_per_address: int | None = None) -> None:
+    def __init__(self, app: Any, max_connections_per_address: int | None = None, **tls: Any) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -213,6 +218,7 @@ class UvicornServer(uvicorn.Server):
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_CLOSE_SECONDS,
+                **tls,
             )
         )
         self.server_state = _Connections(max_connections_per_address)
@@ -258,17 +264,71 @@ def listen(host: str, port: int, shared: bool = False) -> socket.socket:
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; choose another host or port") from None
 
 
+def listen_at(path: str) -> socket.socket:
+    """Open a listening Unix socket; one that a server left at `path` is replaced.
+
+    Raises:
+        ValueError: another server listens there, or the path cannot be used.
+    """
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(path) == 0:
+                    raise OSError(errno.EADDRINUSE, "a server listens there")
+            Path(path).unlink()
+        listening.bind(path)
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ValueError(f"cannot listen at uds={path}: {error.strerror or error}; choose another path") from None
+    return listening
+
+
+def tls_options(settings: ServerConfig) -> dict[str, Any]:
+    """uvicorn's options for HTTPS; empty for HTTP.
+
+    Raises:
+        ValueError: a file cannot be read or holds no key or certificate.
+    """
+    if settings.ssl_certfile is None:
+        return {}
+    options = {
+        "ssl_keyfile": settings.ssl_keyfile,
+        "ssl_certfile": settings.ssl_certfile,
+        "ssl_ca_certs": settings.ssl_ca_certs,
+        "ssl_cert_reqs": settings.ssl_cert_reqs,
+    }
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        if settings.ssl_ca_certs is not None:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except OSError as error:  # ssl.SSLError too
+        why = error.strerror or str(error)
+        raise ValueError(
+            f"ssl_certfile={settings.ssl_certfile} with ssl_keyfile={settings.ssl_keyfile} cannot be used: {why}; give a "
+            "certificate and its key as PEM files"
+        ) from None
+    return options
+
+
 def join(host: str, port: int) -> socket.socket:
     """Bind a further socket to a shared address. It gets no connections until it listens."""
     return _bind(host, port, shared=True, listens=False)
 
 
-def num_http_processes(requested: int | None) -> int:
+def num_http_processes(requested: int | None, one_address: bool = False) -> int:
     """Resolve the number of HTTP processes of a server.
+
+    Args:
+        one_address: the address cannot be shared: a Unix socket, or one with TLS, which the other processes' proxy does not speak.
 
     Raises:
         ValueError: the system does not support more than one.
     """
+    if one_address:
+        return 1
     if sys.platform != "linux":  # other systems do not distribute connections among sockets of one address
         if requested is not None and requested > 1:
             raise ValueError(f"api_server_count={requested} is supported on Linux only; leave it out")

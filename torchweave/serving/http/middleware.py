@@ -7,12 +7,14 @@ import contextlib
 import gc
 import hashlib
 import hmac
+import inspect
 import ipaddress
 import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar, get_type_hints
 
 from fastapi import APIRouter, Request
@@ -70,6 +72,22 @@ def read_keys(settings: ServerConfig) -> list[str]:
     if not all(key.strip() for key in keys):
         raise ValueError("api_key is empty; leave it out to require no key")
     return keys
+
+
+def load_middleware(path: str) -> Any:
+    """Import middleware by its path: an ASGI class, or a coroutine function of a request and `call_next`.
+
+    Raises:
+        ValueError: it cannot be imported or is neither.
+    """
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        own = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"middleware={path} cannot be imported: {error}") from None
+    if not (isinstance(own, type) or inspect.iscoroutinefunction(own)):
+        raise ValueError(f"middleware={path} is neither a class nor a coroutine function of a request and call_next")
+    return own
 
 
 class HttpMiddleware(ABC):
