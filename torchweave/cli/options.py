@@ -64,7 +64,8 @@ class Option:
 def options_of(config: type, prefix: str = "") -> dict[str, Option]:
     """Options of a dataclass and its nested dataclasses, by dotted name."""
     options: dict[str, Option] = {}
-    texts, defaults = attribute_docs(config), {field.name: field.default for field in fields(config)}
+    texts = attribute_docs(config)
+    defaults = {item.name: item.default if item.default_factory is MISSING else None for item in fields(config)}
     for name, hint in get_type_hints(config).items():
         if nested := _nested(hint):
             options.update(options_of(nested, f"{prefix}{name}."))

@@ -71,8 +71,8 @@ _OWN_METRICS = "/metrics and /statistics have what is measured"
 _OWN_LOADER = "weights are read from safetensors in parallel, straight to the device"
 _NO_EMBEDS = "prompts are texts, token ids and images; embeddings are not taken"
 _CONTEXT_PARALLEL = "attention is not split over the context; use tensor_parallel_size"
-_EPLB = "experts are not moved while requests run"
-_DBO = "steps are not split into micro-batches"
+_MOVING_EXPERTS = "experts are not moved while requests run"
+_PARTS_OF_STEPS = "steps are not split into micro-batches"
 _NO_ADAPTER = "merge the adapter into the checkpoint"
 
 
@@ -108,7 +108,7 @@ def _rope(name: str) -> Callable[[Any], Mapping[str, Any]]:
     return lambda value: {"hf_overrides": {name: value}}
 
 
-def _multimodal_only_text(value: Any) -> Mapping[str, Any] | None:
+def _text_only(value: Any) -> Mapping[str, Any] | None:
     return {"limit_mm_per_prompt.image": 0} if value is True else None
 
 
@@ -182,7 +182,7 @@ ENGINE: dict[str, OtherOption] = {
     "override_pooler_config": _renamed("pooler_config"),
     # Images
     "allowed_media_domains": _renamed("allowed_media_hosts", [], ()),
-    "language_model_only": OtherOption((False,), _multimodal_only_text, takes_value=False),
+    "language_model_only": OtherOption((False,), _text_only, takes_value=False),
     "mm_processor_kwargs": _refused({}, why="images are prepared as the checkpoint's processor says; change its config"),
     "media_io_kwargs": _refused({}, why="images are decoded by Pillow as they are"),
     "interleave_mm_strings": _switch("the chat template decides where images stand"),
@@ -225,18 +225,18 @@ ENGINE: dict[str, OtherOption] = {
     "ray_workers_use_nsight": _switch("profile_dir and start_profile record each rank"),
     "all2all_backend": _ignored(why="each rank computes its experts of all tokens, then the results are added"),
     "expert_placement_strategy": _ignored("linear", why="experts are distributed in order"),
-    "enable_eplb": _switch(_EPLB),
-    "eplb_config": _ignored({}, why=_EPLB),
-    "num_redundant_experts": _ignored(0, why=_EPLB),
+    "enable_eplb": _switch(_MOVING_EXPERTS),
+    "eplb_config": _ignored({}, why=_MOVING_EXPERTS),
+    "num_redundant_experts": _ignored(0, why=_MOVING_EXPERTS),
     "enable_ep_weight_filter": _SILENT_SWITCH,
     "moe_backend": _ignored("auto", why=_ALWAYS_AUTOMATIC),
     "linear_backend": _ignored("auto", why=_ALWAYS_AUTOMATIC),
-    "enable_dbo": _switch(_DBO),
-    "ubatch_size": _ignored(0, why=_DBO),
+    "enable_dbo": _switch(_PARTS_OF_STEPS),
+    "ubatch_size": _ignored(0, why=_PARTS_OF_STEPS),
     "dbo_decode_token_threshold": _SILENT,
     "dbo_prefill_token_threshold": _SILENT,
     "disable_nccl_for_dp_synchronization": _SILENT_SWITCH,
-    "enable_elastic_ep": _switch(_EPLB),
+    "enable_elastic_ep": _switch(_MOVING_EXPERTS),
     "prefill_context_parallel_size": _ignored(1, why=_CONTEXT_PARALLEL),
     "decode_context_parallel_size": _ignored(1, why=_CONTEXT_PARALLEL),
     "dcp_kv_cache_interleave_size": _SILENT,
