@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchweave.engine.batch_manager import BatchManager as BatchManager
     from torchweave.engine.gpt_manager import GptManager as GptManager
     from torchweave.engine.llm import LLM as LLM
+    from torchweave.engine.lora_request import LoRARequest as LoRARequest
     from torchweave.engine.outputs import BeamSearchParams as BeamSearchParams
     from torchweave.engine.outputs import CompletionOutput as CompletionOutput
     from torchweave.engine.outputs import Logprob as Logprob
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 LAZY_EXPORTS = {
     "LLM": "torchweave.engine.llm",
     "AsyncLLM": "torchweave.engine.async_llm",
+    "LoRARequest": "torchweave.engine.lora_request",
     "SamplingParams": "torchweave.engine.request",
     "StructuredOutputs": "torchweave.engine.request",
     "InferenceRequest": "torchweave.engine.request",
@@ -63,6 +65,7 @@ __all__ = [
     "GptManager",
     "HostLogitsProcessor",
     "InferenceRequest",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "SamplingParams",

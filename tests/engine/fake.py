@@ -135,7 +135,8 @@ class FakeRunner:
         self.windows = tuple(windows)
         width = -(-limits.max_model_len // block_size)
         history_len = limits.max_model_len if limits.query_len > 1 else 0
-        self.state = SlotState(limits.max_batch_size, width, num_tables=len(windows), history_len=history_len)
+        others = {"history_len": history_len, "has_adapters": limits.max_adapters > 0}
+        self.state = SlotState(limits.max_batch_size, width, num_tables=len(windows), **others)
         options = DraftOptions(limits.query_len - 1, from_model=limits.drafts_by_model)
         self.drafts = DraftBuffers(limits.max_batch_size, options, torch.device("cpu")) if history_len else None
         self.acceptance = 0.7

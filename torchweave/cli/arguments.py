@@ -31,6 +31,7 @@ ENGINE_GROUPS = {
         "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor", "rank_timeout",
         "symmetric_memory",
     ),
+    "adapters": ("enable_lora", "max_loras", "max_lora_rank", "lora_modules"),
     "memory": (
         "gpu_memory_utilization", "cpu_kv_cache_gib", "kv_cache_memory_bytes", "kv_cache_dtype",
         "enable_prefix_caching", "num_state_snapshots",

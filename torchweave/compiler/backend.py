@@ -45,6 +45,7 @@ def compile_graph(
     cache: CompileCache | None = None,
     report: Report | None = None,
     passes: Sequence[Pass] | None = None,
+    first_passes: Sequence[Pass] = (),
     lock_cache: Callable[[], AbstractContextManager[None]] = nullcontext,
     as_eager: bool = False,
 ) -> CompiledGraph:
@@ -57,6 +58,7 @@ def compile_graph(
         boundary_ops: ops that the caller executes at each call, such as `torchweave::attention`.
         cache: stores captured graphs and built pieces between processes; None builds everything.
         passes: replaces the default passes and those that the config adds.
+        first_passes: run before them.
         lock_cache: entered around each use of the cache, so that of ranks with one cache one builds and the others load.
         as_eager: exclude a size of 1 where eager code would drop the dimension, and return views with eager code's strides and
             shared memory, and correct Inductor where it computes otherwise than eager code (`eager_semantics`). An engine's forward
@@ -83,7 +85,7 @@ def compile_graph(
         # 2. Pipeline stage: cut the graph to the layers of this rank.
         extract_pipeline_stage(graph)
         # 3. Passes on Torch IR.
-        manager = PassManager(passes, config, table, num_ranks(graph))
+        manager = PassManager(passes, config, table, num_ranks(graph), first_passes)
         manager.run(graph, report)
         report_table(table, graph, report)
         if as_eager:

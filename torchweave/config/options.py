@@ -250,6 +250,10 @@ class EngineConfig:
             with one script; `ray`: a Ray cluster starts them on one machine or several.
         rank_timeout: seconds without a heartbeat after which a rank counts as hung and all ranks end.
         symmetric_memory: run small and medium all-reduces with Torchweave's kernels over peer GPU memory instead of NCCL.
+        enable_lora: serve low-rank adapters (LoRA) in PEFT's format beside the model; see the page on adapters.
+        max_loras: adapters that requests of one step may use; requests with further ones wait, and let others pass.
+        max_lora_rank: largest rank of an adapter.
+        lora_modules: adapters that are loaded at the start, each as `NAME=FOLDER`.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for. -1: the vocabulary.
         seed: seed of requests that have none of their own. None: a random seed.
         profile_dir: folder for the traces of `start_profile`, a file for each rank and profile. None: profiles are refused.
@@ -304,6 +308,10 @@ class EngineConfig:
     executor: Executor = "local"
     rank_timeout: float = 8.0
     symmetric_memory: bool = True
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    lora_modules: tuple[str, ...] = ()
     max_logprobs: int = 100
     seed: int | None = None
     profile_dir: str | None = None
@@ -381,8 +389,8 @@ class ServerConfig:
         data_parallel_size: engine replicas behind the server, each with its own GPUs (replica i of engines with R ranks
             uses GPUs i * R to i * R + R - 1) or its own CPU process.
         api_server_count: HTTP processes that parse requests and write responses. None: one per four cores, at most four.
-        enable_control_routes: serve the routes that pause the engine, reset its prefix cache and profile it, for clients that may
-            do so: any client with a key can then stop the server from answering.
+        enable_control_routes: serve the routes that pause the engine, reset its prefix cache, profile it and load adapters from
+            folders of this machine, for clients that may do so: any client with a key can then stop the server from answering.
     """
 
     host: str = "127.0.0.1"

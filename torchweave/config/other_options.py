@@ -304,12 +304,11 @@ ENGINE: dict[str, OtherOption] = {
     "enable_log_requests": _switch("requests are counted in /metrics; their texts are not logged"),
     "disable_log_requests": _SILENT_SWITCH,
     # Adapters
-    "enable_lora": _switch(refusal=_NO_ADAPTER),
-    "lora_modules": _refused([], why=_NO_ADAPTER),
+    "default_mm_loras": _refused({}, why="requests name their adapter"),
     **dict.fromkeys(
         (
-            "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_extra_vocab_size", "long_lora_scaling_factors",
-            "default_mm_loras", "lora_target_modules",
+            "max_cpu_loras", "lora_dtype", "lora_extra_vocab_size", "long_lora_scaling_factors",
+            "lora_target_modules",
         ),
         _SILENT,
     ),

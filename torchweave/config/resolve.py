@@ -75,7 +75,15 @@ def resolve(config: EngineConfig, device: DeviceFacts, model: ModelFacts, passes
             "capacity_scheduler_policy=max_utilization needs enable_chunked_context: a paused request may need to "
             "recompute more tokens than a step holds; turn it on, or use guaranteed_no_evict"
         )
+    if config.enable_lora and not config.torch_compile_config.enable_fullgraph:
+        raise ValueError(
+            "enable_lora=True needs torch_compile_config.enable_fullgraph, since a pass over the captured graph adds adapters; "
+            "turn it on (without enforce_eager), or remove enable_lora"
+        )
     entries = _Entries(config)
+    if not config.enable_lora:
+        entries.note("max_loras", None, "without enable_lora, there are no adapters")
+        entries.note("max_lora_rank", None, "without enable_lora, there are no adapters")
     _check_ranks(config, device, model, entries)
     entries.note("device", device.device, "" if config.device == device.device else f"{device.title}")
     dtype = entries.note("dtype", *_dtype(config, device, model))

@@ -149,6 +149,8 @@ _MINIMUMS = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "rank_timeout": 1,
+    "max_loras": 1,
+    "max_lora_rank": 1,
     "max_logprobs": -1,
     "seed": 0,
     "limit_mm_per_prompt.image": 0,
@@ -201,7 +203,29 @@ def check_config(config: EngineConfig, passes: Sequence[str] | None = None) -> N
     if not (math.isfinite(config.cpu_kv_cache_gib) and config.cpu_kv_cache_gib > 0):
         raise ValueError(f"cpu_kv_cache_gib={config.cpu_kv_cache_gib} must be above 0")
     check_folders(config.torch_compile_config)
+    lora_modules(config)
     _check_speculation(config.speculative_config)
+
+
+def lora_modules(config: EngineConfig) -> dict[str, str]:
+    """The folders of the adapters in `lora_modules`, by name.
+
+    Raises:
+        ValueError: an entry has another form, two have one name, or adapters are off.
+    """
+    folders: dict[str, str] = {}
+    for entry in config.lora_modules:
+        name, is_pair, folder = entry.partition("=")
+        if not (name and is_pair and folder):
+            raise ValueError(
+                f"lora_modules={entry!r} must be the name and the folder of an adapter, as in sql=/adapters/sql"
+            )
+        if name in folders:
+            raise ValueError(f"lora_modules has two adapters {name!r}; give each another name")
+        folders[name] = folder
+    if folders and not config.enable_lora:
+        raise ValueError("lora_modules needs enable_lora=True; set it, or remove lora_modules")
+    return folders
 
 
 def _check_names(option: str, given: Sequence[str], registry: Registry[Any], plugins: Sequence[str] | None) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchweave.config.options import EngineConfig
 from torchweave.engine import pooling_methods
 from torchweave.engine.client import AsyncInbox, CompletionStream
-from torchweave.engine.control.methods import as_user_error
+from torchweave.engine.control.methods import adapter_arguments, as_user_error
 from torchweave.engine.llm import LLM
+from torchweave.engine.lora_request import LoRARequest
 from torchweave.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from torchweave.engine.prompts import Prompt, text_of
 from torchweave.engine.request import SamplingParams
@@ -66,6 +67,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate completions of a prompt; yields all of their text and tokens so far, whenever there are more.
 
@@ -75,15 +77,17 @@ class AsyncLLM:
             prompt, sampling_params: see `LLM.generate`.
             request_id: of the outputs, and for `abort`. None: one that no other request has.
             priority: requests with a higher priority start earlier; see `scheduling_policy`.
+            lora_request: see `LLM.generate`.
 
         Raises:
-            ValueError: the prompt or its parameters are not supported, or a request in flight has the same id.
+            ValueError: the prompt, its parameters or its adapter are not supported, or a request in flight has the same id.
             RuntimeError: the engine failed or was shut down.
         """
         llm = self._llm
-        (encoded,), (params,) = llm._prepare([prompt], [sampling_params or llm.default_sampling_params()])
+        adapters = [""] if lora_request is None else await asyncio.to_thread(llm.load_requested, lora_request, 1)
+        (encoded,), (params,) = llm._prepare([prompt], [sampling_params or llm.default_sampling_params()], adapters)
         with self._open_stream(request_id) as (name, stream):
-            ids = stream.submit(encoded, params, streaming=params.beam_width == 1, priority=priority)
+            ids = stream.submit(encoded, params, params.beam_width == 1, priority, adapters[0])
             stream.wake_engine()
             while stream.is_active:
                 await stream.next_responses()
@@ -167,6 +171,18 @@ class AsyncLLM:
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget the KV cache of earlier requests; see `LLM.reset_prefix_cache`."""
         return await self.call("reset_prefix_cache", reset_running_requests=reset_running_requests)
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, load_inplace: bool = False) -> None:
+        """Load a low-rank adapter; see `LLM.load_lora_adapter`."""
+        await self.call("load_adapter", **adapter_arguments(self.plan, lora_name, lora_path, load_inplace))
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Take an adapter from later requests; see `LLM.unload_lora_adapter`."""
+        await self.call("unload_adapter", adapter=lora_name)
+
+    async def list_lora_adapters(self) -> dict[str, str]:
+        """The folders of the loaded adapters, by name."""
+        return await self.call("list_adapters")
 
     async def start_profile(self, num_steps: int | None = None) -> None:
         """Record what every rank runs; see `LLM.start_profile`."""

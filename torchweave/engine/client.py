@@ -95,11 +95,13 @@ class Client:
         metrics: RequestMetrics | None = None,
         pooling: bool = False,
         priority: int = 0,
+        adapter: str = "",
     ) -> int:
         """Queue a request whose responses go to `inbox` and return its id; the caller then wakes the batch manager.
 
         Args:
             metrics: receives the request's times.
+            adapter: see `InferenceRequest`.
 
         Raises:
             RuntimeError: after `close`.
@@ -109,7 +111,7 @@ class Client:
                 raise RuntimeError("The engine was shut down; make a new one.")
             ids, images = prompt.token_ids, prompt.images
             request = InferenceRequest(
-                next(self._ids), ids, params, streaming, priority, images=images, pooling=pooling
+                next(self._ids), ids, params, streaming, priority, images=images, pooling=pooling, adapter=adapter
             )
             self._inboxes[request.id] = inbox
             self.metrics[request.id] = metrics or RequestMetrics()
@@ -251,8 +253,13 @@ class CompletionStream:
         """Whether a request has not had its last response."""
         return bool(self._active_ids)
 
-    def submit(self, prompt: EncodedPrompt, params: SamplingParams, streaming: bool, priority: int = 0) -> list[int]:
+    def submit(
+        self, prompt: EncodedPrompt, params: SamplingParams, streaming: bool, priority: int = 0, adapter: str = ""
+    ) -> list[int]:
         """Queue the `n` completions of a prompt and return their request ids; call `wake_engine` after the last prompt.
+
+        Args:
+            adapter: see `InferenceRequest`.
 
         Raises:
             RuntimeError: the engine was shut down.
@@ -263,10 +270,10 @@ class CompletionStream:
             CompletionBuilder(params, self._detokenizer(ids, params), index, text) for index in range(params.n)
         ]
         if params.beam_width > 1:
-            return [self._submit(prompt, params, streaming, completions, priority)]
+            return [self._submit(prompt, params, streaming, completions, priority, adapter=adapter)]
         request_ids = []
         for completion, seeded in zip(completions, params.each(), strict=True):
-            request_ids.append(self._submit(prompt, seeded, streaming, [completion], priority))
+            request_ids.append(self._submit(prompt, seeded, streaming, [completion], priority, adapter=adapter))
         return request_ids
 
     def submit_pooling(self, prompt: EncodedPrompt, priority: int = 0) -> int:
@@ -281,9 +288,10 @@ class CompletionStream:
         completions: list[CompletionBuilder],
         priority: int,
         pooling: bool = False,
+        adapter: str = "",
     ) -> int:
         metrics = RequestMetrics()
-        request_id = self._client.submit(prompt, params, self._inbox, streaming, metrics, pooling, priority)
+        request_id = self._client.submit(prompt, params, self._inbox, streaming, metrics, pooling, priority, adapter)
         self._active_ids.add(request_id)
         self.metrics[request_id] = metrics
         self.completions[request_id] = completions

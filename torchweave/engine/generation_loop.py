@@ -170,12 +170,18 @@ class GenerationLoop:
         self._last_logged: dict[str, float] = {}
         self._host = Host(scheduler, self._send, self._collect_all, call_ranks)
         self.control = ControlQueue(self._host)
+        self._host.wake = self._continue_tasks
         if (grammars := scheduler.resources.grammars) is not None:
             grammars.on_ready(self._wake.set)
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
+        self._wake.set()
+
+    def _continue_tasks(self) -> None:
+        """Let the loop continue the calls that wait: an idle one looks for queued calls alone."""
+        self.control.run_on_loop(lambda _: None)
         self._wake.set()
 
     def stop(self, drain: bool) -> None:

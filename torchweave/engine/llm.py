@@ -22,6 +22,7 @@ from torchweave.engine import pooling_methods
 from torchweave.engine.client import AsyncInbox, Client, CompletionStream
 from torchweave.engine.control.methods import ControlMethods, result_of
 from torchweave.engine.detokenizer import encode_bad_words
+from torchweave.engine.lora_request import LoRARequest
 from torchweave.engine.outputs import (
     BeamSearchOutput,
     BeamSearchParams,
@@ -155,6 +156,8 @@ class LLM(ControlMethods):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate completions of prompts, batched together.
 
@@ -163,19 +166,22 @@ class LLM(ControlMethods):
                 placeholder of the model (`<image>`) in the text for each image.
             sampling_params: one for all, or one for each; None: `default_sampling_params()`.
             use_tqdm: show a progress bar on a terminal.
+            lora_request: the adapter of all prompts, or one for each (None: the model's own answer); loaded unless it is.
 
         Returns:
             One output a prompt, in order.
 
         Raises:
-            ValueError: a prompt or its parameters are not supported; no request is started.
+            ValueError: a prompt, its parameters or its adapter are not supported; no request is started.
             RuntimeError: the engine failed or was shut down.
         """
         texts, params = as_lists(prompts, self._params_or_default(sampling_params))
-        ids, params = self._prepare(texts, params)
+        adapters = self.load_requested(lora_request, len(texts))
+        ids, params = self._prepare(texts, params, adapters)
         with self._open_stream() as stream:
             request_ids = [
-                stream.submit(*each, streaming=each[1].stops_in_text) for each in zip(ids, params, strict=True)
+                stream.submit(prompt, each, each.stops_in_text, adapter=adapter)
+                for prompt, each, adapter in zip(ids, params, adapters, strict=True)
             ]
             stream.wake_engine()
             num_requests = len(stream.completions)
@@ -218,6 +224,7 @@ class LLM(ControlMethods):
         continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate replies to conversations, lists of `{"role": ..., "content": ...}`, with the model's chat template.
 
@@ -230,6 +237,7 @@ class LLM(ControlMethods):
             continue_final_message: continue the last message; needs `add_generation_prompt=False`.
             tools: functions that the model may call, `{"type": "function", "function": {...}}`, for the template.
             chat_template_kwargs: variables of the template (`{"enable_thinking": False}`).
+            lora_request: see `generate`.
         """
         if continue_final_message and add_generation_prompt:
             raise ValueError("A message is continued or a new one begins; set add_generation_prompt=False to continue.")
@@ -241,10 +249,15 @@ class LLM(ControlMethods):
         first = messages[0] if isinstance(messages, Sequence) and messages else None
         conversations = messages if isinstance(first, (list, tuple)) else [messages]
         prompts = [self.encode_chat(conversation, **variables) for conversation in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The `beam_width` best sequences of each prompt, found as transformers finds them.
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences of each prompt, found as transformers finds them; `lora_request` as of `generate`.
 
         Raises:
             ValueError: see `generate`; a temperature other than 0.
@@ -260,7 +273,7 @@ class LLM(ControlMethods):
             length_penalty=params.length_penalty,
             logprobs=0,
         )
-        outputs = self.generate(prompts, sampling)
+        outputs = self.generate(prompts, sampling, lora_request=lora_request)
         keep_end = params.include_stop_str_in_output
         return [
             BeamSearchOutput([self._beam(output, answer, keep_end) for answer in output.outputs]) for output in outputs
@@ -347,26 +360,32 @@ class LLM(ControlMethods):
     # -- streams -------------------------------------------------------------------------------------------------------
 
     @suggest_keywords
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
+    ) -> Iterator[CompletionOutput]:
         """Generate completions of a prompt; yields new text and tokens, with `finish_reason` in the last output of each.
 
         Leaving the iterator early stops the request.
         """
         checked: Any = prompt if isinstance(prompt, (str, EncodedPrompt, Mapping)) else as_ids(prompt)
-        return (output for _, output in self.stream_all([checked], sampling_params))
+        return (output for _, output in self.stream_all([checked], sampling_params, lora_request))
 
     def stream_all(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> Iterator[tuple[int, CompletionOutput]]:
         """Stream several prompts, batched together; yields (index of the prompt, new output). A beam search yields at its end."""
         texts, params = as_lists(prompts, self._params_or_default(sampling_params))
         if any(each.prompt_logprobs is not None for each in params):
             raise ValueError("A stream does not return prompt_logprobs; use generate.")
-        ids, params = self._prepare(texts, params)
+        adapters = self.load_requested(lora_request, len(texts))
+        ids, params = self._prepare(texts, params, adapters)
         stream = self._open_stream()
         prompt_of: dict[int, int] = {}
-        for number, (prompt, settings) in enumerate(zip(ids, params, strict=True)):
-            prompt_of |= dict.fromkeys(stream.submit(prompt, settings, settings.beam_width == 1), number)
+        for number, (prompt, each, adapter) in enumerate(zip(ids, params, adapters, strict=True)):
+            prompt_of |= dict.fromkeys(stream.submit(prompt, each, each.beam_width == 1, adapter=adapter), number)
         stream.wake_engine()
         return _stream_deltas(stream, prompt_of, self)
 
@@ -462,7 +481,7 @@ class LLM(ControlMethods):
         return self.tokenizer
 
     def _prepare(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], adapters: Sequence[str]
     ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
         """Token ids of prompts, and their parameters as the engine reads them.
 
@@ -471,7 +490,7 @@ class LLM(ControlMethods):
         """
         encoded_params = [self._encode_bad_words(each) for each in params]
         encoded = self._encode_all(prompts)
-        self._validate(encoded, encoded_params)
+        self._validate(encoded, encoded_params, adapters)
         return encoded, encoded_params
 
     def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
@@ -498,13 +517,13 @@ class LLM(ControlMethods):
         tokenizer = self._require_tokenizer()
         return ImageProcessor(tokenizer.folder, self.engine.scheduler.image_limits, tokenizer.trust_remote_code)
 
-    def _validate(self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams]) -> None:
+    def _validate(
+        self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams], adapters: Sequence[str]
+    ) -> None:
         grammar_errors: dict[int, str] = {}  # by grammar, since a check takes milliseconds and prompts mostly share one
-        for number, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
-            request, grammar = (
-                InferenceRequest(0, prompt.token_ids, settings, images=prompt.images),
-                settings.structured_outputs,
-            )
+        for number, (prompt, settings, adapter) in enumerate(zip(prompts, params, adapters, strict=True)):
+            grammar = settings.structured_outputs
+            request = InferenceRequest(0, prompt.token_ids, settings, images=prompt.images, adapter=adapter)
             why = self.engine.scheduler.rejection_reason(request)
             if not why and grammar is not None:
                 if id(grammar) not in grammar_errors:

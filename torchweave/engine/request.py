@@ -437,6 +437,7 @@ class InferenceRequest:
         cache_salt: requests with different salts share no KV cache blocks.
         images: of the prompt, in their order.
         pooling: the request ends with its prompt and returns `Output.pooled`; an engine runs either such requests or others.
+        adapter: name of a loaded low-rank adapter; empty for none.
     """
 
     id: int
@@ -447,6 +448,7 @@ class InferenceRequest:
     cache_salt: str = ""
     images: tuple[ImageInput, ...] = ()
     pooling: bool = False
+    adapter: str = ""
 
 
 POOLING_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)

@@ -29,7 +29,7 @@ from torchweave.models.hooks.rope import freeze_rope
 from torchweave.models.materialize import WeightLoadSpec, causal_lm_class, is_mapped, load_dummy_weights, load_weights
 from torchweave.models.multimodal.image_step import make_step
 from torchweave.models.multimodal.support import attention_at_load, image_rejection, image_text_class, takes_images
-from torchweave.models.parallel import PipelineStage, make_pipeline_stage, shard_model
+from torchweave.models.parallel import PipelineStage, TensorParallelPlan, make_pipeline_stage, shard_model
 from torchweave.models.pooling import auto_class, resolve_pooling
 from torchweave.models.weights import read as weights
 from torchweave.models.weights.mtp_tensors import split_mtp_tensors
@@ -72,6 +72,7 @@ class LoadedModel:
         no_images: why a model with a vision tower is served without images, as a clause; empty if it is not.
         process_groups: the ranks that share the model.
         stage: the layers of this rank; None: all.
+        tensor_plan: this rank's parts of tensors; None: the whole model.
     """
 
     module: DecoderStep
@@ -89,6 +90,7 @@ class LoadedModel:
     no_images: str = ""
     process_groups: ProcessGroups = field(default_factory=ProcessGroups.single_rank)
     stage: PipelineStage | None = None
+    tensor_plan: TensorParallelPlan | None = None
 
     @property
     def has_recurrent_layers(self) -> bool:
@@ -506,6 +508,7 @@ def _make_loaded_model(
         no_images=no_images,
         process_groups=process_groups,
         stage=load_spec.stage,
+        tensor_plan=load_spec.plan,
     )
     report.event(
         "model_loaded",

@@ -21,7 +21,8 @@ class SlotField(NamedTuple):
         writer: "params": the request's sampling parameter, when it starts; "scheduler": the host, when the request starts; "step":
             the kernels of steps.
         sampled: the sampler reads it.
-        part: of steps that have it: "" of all, "rope" of a model with several axes of positions, "drafts" of speculation.
+        part: of steps that have it: "" of all, "rope" of a model with several axes of positions, "drafts" of speculation,
+            "adapters" with low-rank adapters.
         meaning: one line.
     """
 
@@ -30,7 +31,7 @@ class SlotField(NamedTuple):
     default: float
     writer: Writer
     sampled: bool
-    part: Literal["", "rope", "drafts"]
+    part: Literal["", "rope", "drafts", "adapters"]
     meaning: str
 
 
@@ -57,6 +58,7 @@ FIELDS = (
         "draft_computed", "int32", -1, "scheduler", False, "drafts",
         "positions whose keys and values a draft model has computed, from the first on",
     ),
+    SlotField("adapter", "int32", 0, "scheduler", False, "adapters", "low-rank adapter: 0 = none, s + 1 = that in adapter slot s"),
 )  # fmt: skip
 """In the order of the regions; those of parts come last, so that an index is the same in every engine."""
 

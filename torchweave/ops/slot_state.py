@@ -59,6 +59,7 @@ class SlotState:
     rope_delta: Tensor
     draft_limit: Tensor
     draft_computed: Tensor
+    adapter: Tensor
     stop_ids: Tensor
     block_table: Tensor
     slots: Tensor
@@ -73,12 +74,15 @@ class SlotState:
         num_tables: int = 1,
         history_len: int = 0,
         rope_axes: int = 0,
+        has_adapters: bool = False,
     ) -> None:
         max_rows = max_batch if max_rows is None else max_rows
         assert max_batch > 0 and max_blocks_per_seq > 0 and max_rows > 0 and num_tables > 0
         self.num_tables, self.rope_axes = num_tables, rope_axes
         self.history_len = history_len
-        parts = {"", *(("rope",) if rope_axes else ()), *(("drafts",) if history_len else ())}
+        given = {"": True, "rope": rope_axes > 0, "drafts": history_len > 0, "adapters": has_adapters}
+        self.has_adapters = has_adapters
+        parts = {part for part, is_given in given.items() if is_given}
         fields = [field for field in FIELDS if field.part in parts]
         self.max_batch, self.max_blocks_per_seq, self.max_rows = max_batch, max_blocks_per_seq, max_rows
         self.device = torch.device(device)

@@ -152,6 +152,7 @@ class PassManager:
         config: enables and disables passes.
         table: measurements for the built-in passes; None: the shipped table.
         ranks: tensor-parallel size.
+        first: run before `passes`.
 
     Raises:
         ValueError: two passes share a name, a pass declares an invalid fact, or the config names an unknown pass.
@@ -163,10 +164,12 @@ class PassManager:
         config: TorchCompileConfig | None = None,
         table: Table | None = None,
         ranks: int = 1,
+        first: Sequence[Pass] = (),
     ) -> None:
         self.config, self.table, self.ranks = config or TorchCompileConfig(), table, ranks
         if passes is None:
             passes = (*default_passes(table), *(load_pass(name) for name in self.config.passes))
+        passes = (*first, *passes)
         names = [each.name for each in passes]
         if len(set(names)) < len(names):
             raise ValueError(f"pass names must be unique: {', '.join(names)}")

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchweave.engine.control import pause, prefix_cache, profile
+from torchweave.engine.control import adapters, pause, prefix_cache, profile
 from torchweave.engine.control.errors import ControlError
 from torchweave.engine.control.host import Host
 
@@ -25,12 +25,17 @@ class ControlCall(NamedTuple):
 
 
 CALLS: dict[str, ControlCall] = {
+    "adapter_refusal": ControlCall(rank=adapters.refusal_on_rank),
+    "drop_adapters": ControlCall(rank=adapters.drop_on_rank),
     "is_paused": ControlCall(pause.is_paused),
+    "list_adapters": ControlCall(adapters.list_adapters),
+    "load_adapter": ControlCall(adapters.load_adapter, adapters.load_on_rank),
     "pause": ControlCall(pause.pause),
     "reset_prefix_cache": ControlCall(prefix_cache.reset_prefix_cache),
     "resume": ControlCall(pause.resume),
     "start_profile": ControlCall(profile.start_profile, profile.start_on_rank),
     "stop_profile": ControlCall(profile.stop_profile, profile.stop_on_rank),
+    "unload_adapter": ControlCall(adapters.unload_adapter),
 }
 
 

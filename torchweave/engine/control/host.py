@@ -45,6 +45,7 @@ class Host:
         num_launched: steps so far.
         failure: of the device; it ends the loop, whatever a handler does with it.
         tasks: those that wait.
+        wake: lets the loop continue the tasks that wait, from any thread.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Host:
         self.num_launched = 0
         self.failure: BaseException | None = None
         self.tasks: list[Task] = []
+        self.wake: Callable[[], None] = lambda: None
         self._collect_all = collect_all
         self._call_ranks = call_ranks
 
@@ -81,6 +83,22 @@ class Host:
         if faults:
             raise ControlError(*faults["Rank 0"]) if len(answers) == 1 else joined(faults)
         return [answer.result for answer in answers]
+
+    def in_background(self, work: Callable[[], Value]) -> Generator[None, None, Value]:
+        """Run `work` on a thread of its own while steps run; for `yield from` in a handler that is a generator."""
+        future: Future[Value] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            self.wake()
+
+        threading.Thread(target=run, name="torchweave-control", daemon=True).start()
+        while not future.done():
+            yield
+        return future.result()
 
     def run_later(self, task: Generator[None, None, Any]) -> None:
         """Continue `task` before each step until it ends; its error is logged."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from torchweave.engine.control.errors import ControlError
+from torchweave.engine.lora_request import LoRARequest, requests_of
 
 if TYPE_CHECKING:
     from torchweave.config.plan import Plan
@@ -67,6 +69,50 @@ class ControlMethods:
         """
         return self.call("reset_prefix_cache", reset_running_requests=reset_running_requests)
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str, load_inplace: bool = False) -> None:
+        """Load a low-rank adapter that PEFT has saved; steps run while its files are read.
+
+        Args:
+            load_inplace: an adapter of this name may be loaded already: later requests have the new one, earlier ones keep theirs.
+
+        Raises:
+            ValueError: the name is taken, or the adapter is damaged or not supported.
+            ControlError: the engine was started without `enable_lora`.
+        """
+        self.call("load_adapter", **adapter_arguments(self.plan, lora_name, lora_path, load_inplace))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Take an adapter from later requests; those that have it end with it.
+
+        Raises:
+            ValueError: there is no such adapter.
+            ControlError: the engine was started without `enable_lora`.
+        """
+        self.call("unload_adapter", adapter=lora_name)
+
+    def list_lora_adapters(self) -> dict[str, str]:
+        """The folders of the loaded adapters, by name."""
+        return self.call("list_adapters")
+
+    def load_requested(self, requests: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
+        """Load the adapters of `count` prompts that are not loaded; returns their names, empty for none.
+
+        Raises:
+            ValueError: an adapter cannot be loaded, one of its name is loaded from another folder, or there are not `count`.
+        """
+        each_request = requests_of(requests, count)
+        distinct = {request.lora_name: request for request in each_request if request is not None}
+        loaded = self.list_lora_adapters() if distinct else {}
+        for name, request in distinct.items():
+            if name not in loaded:
+                self.load_lora_adapter(name, request.lora_path)
+            elif loaded[name] != request.lora_path:
+                raise ValueError(
+                    f"The adapter {name!r} is loaded from {loaded[name]}, not from {request.lora_path}; use another name, or call "
+                    "load_lora_adapter with load_inplace=True first."
+                )
+        return ["" if request is None else request.lora_name for request in each_request]
+
     def start_profile(self, num_steps: int | None = None) -> None:
         """Record what every rank runs, until `stop_profile` or for `num_steps` steps.
 
@@ -83,6 +129,11 @@ class ControlMethods:
             ControlError: no profile was started, or a rank cannot write its trace.
         """
         return self.call("stop_profile")
+
+
+def adapter_arguments(plan: Plan, name: str, path: str, replace: bool) -> dict[str, Any]:
+    """Arguments of the control call `load_adapter`."""
+    return {"adapter": name, "path": str(path), "max_rank": plan.config.max_lora_rank, "replace": replace}
 
 
 def result_of(loop: LoopState, future: Future[Value]) -> Value:

@@ -18,6 +18,7 @@ from torchweave.engine.runner.model_runner import ModelRunner
 from torchweave.engine.runner.parts.drafts import DraftModel
 from torchweave.engine.scheduler.step_builder import LOOKAHEAD_TOKENS
 from torchweave.ops.attention.op import AttentionBackend, LayerKVCache, LayerSpec
+from torchweave.ops.low_rank import AdapterSlots
 from torchweave.ops.recurrent.op import RecurrentSpec
 from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
@@ -124,6 +125,7 @@ def measure_memory(
     recurrent_states: Sequence[Tensor] = (),
     encode_image: Callable[[], None] | None = None,
     draft_model: DraftModel | None = None,
+    adapter_slots: AdapterSlots | None = None,
 ) -> MemoryUse | None:
     """Run and record the largest steps over a small KV cache; returns None on a CPU, where nothing is measured.
 
@@ -136,7 +138,7 @@ def measure_memory(
     caches = cache_spec.allocate(_PROBE_BLOCKS)
     quiet, both_ways = Report(show=False), cache_spec.both_ways
     runner = ModelRunner(
-        plan, forward, cache_spec.backend, caches, state, quiet, recurrent_states, draft_model, both_ways
+        plan, forward, cache_spec.backend, caches, state, quiet, recurrent_states, draft_model, both_ways, adapter_slots
     )
     runner.run_dummy_step(plan.max_num_tokens)  # kernels are compiled, and libraries allocate their workspaces
     torch.cuda.synchronize(device)

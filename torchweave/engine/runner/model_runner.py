@@ -32,6 +32,7 @@ from torchweave.engine.runner.step_buffers import HostBufferRing, PackedInputs, 
 from torchweave.engine.runner.step_programs import StepPrograms
 from torchweave.engine.scheduler.step import Step, StepResult
 from torchweave.ops.attention.op import AttentionBackend, LayerKVCache
+from torchweave.ops.low_rank import AdapterSlots
 from torchweave.ops.slot_state import SlotState, carry
 from torchweave.report import Report
 from torchweave.utils.cuda_streams import on_stream, side_stream
@@ -88,6 +89,7 @@ class ModelRunner:
         recurrent_states: `[rows, ...]` each, by the recurrent ops' `state` argument: rows of slots, then snapshots.
         draft_model: proposes drafts; its caches are the last of `caches`.
         both_ways: tokens of some steps see keys after them (`AttentionMetadata.lookahead`).
+        adapter_slots: memory of low-rank adapters, which `forward` reads; None: without adapters.
 
     Attributes:
         parts: what steps can carry beyond decoding, by name.
@@ -105,6 +107,7 @@ class ModelRunner:
         recurrent_states: Sequence[Tensor] = (),
         draft_model: DraftModel | None = None,
         both_ways: bool = False,
+        adapter_slots: AdapterSlots | None = None,
     ) -> None:
         self.plan = plan
         self.state = state
@@ -121,7 +124,7 @@ class ModelRunner:
         shared = caches, state, buffers, recurrent_states
         self._programs = programs = StepPrograms(plan, forward, backend, *shared, self._has_logits)
         device = Device(
-            plan, state, buffers, caches, recurrent_states, self._stream, draft_model, both_ways, least,
+            plan, state, buffers, caches, recurrent_states, self._stream, draft_model, both_ways, adapter_slots, least,
             programs.boundary, programs.run_model, programs.draft_inputs,
         )  # fmt: skip
         self.parts: dict[str, RunnerPart] = make_parts(device)

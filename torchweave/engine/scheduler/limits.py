@@ -37,6 +37,7 @@ class Limits:
         pooling: of a model that pools; None: requests generate tokens.
         priority_order: 1: waiting requests with a higher priority are first, -1: those with a lower one, 0: priorities are ignored.
         max_beam_width: most beams of a request; None: max_batch_size.
+        max_adapters: low-rank adapters in a step; 0: requests have none.
         num_micro_batches: parts of the decode requests that take turns in steps, so that as many pipeline stages work at a time.
     """
 
@@ -61,6 +62,7 @@ class Limits:
     priority_order: int = 1
     max_beam_width: int | None = None
     num_micro_batches: int = 1
+    max_adapters: int = 0
 
     @property
     def decode_span(self) -> int:
@@ -86,6 +88,8 @@ class Limits:
             return NO_POOLING if self.pooling is None else self.pooling.refusal
         if why := _token_id_rejection(request.sampling, self.vocab_size) or _queue_rejection(request):
             return why
+        if request.adapter and not self.max_adapters:
+            return f"The request has the adapter {request.adapter!r}, but adapters are off; start the engine with enable_lora."
         if request.images and self.no_images:
             return f"The prompt has images, but this model is served without: {self.no_images}."
         prompt = np.asarray(request.input_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class RequestState:
         num_cached_tokens: prompt tokens found in the prefix cache when the request started first.
         images: of the prompt; None for a prompt of text.
         rope_delta: what is added to the positions after the prompt.
+        adapter: number of the low-rank adapter; 0: none, or it is not loaded.
+        adapter_key: of its prefixes.
         pooled: of a request that pools: the row of its last token, or the sum of the rows so far; None: no step has completed.
     """
 
@@ -76,6 +78,8 @@ class RequestState:
     num_cached_tokens: int = 0
     images: PromptImages | None = None
     rope_delta: int = 0
+    adapter: int = 0
+    adapter_key: str = ""
     pooled: np.ndarray | None = None
     _hashes: list[bytes] = field(default_factory=list)
     _block_keys: dict[int, bytes] | None = None
@@ -138,11 +142,12 @@ class RequestState:
 
     def hashes(self, tokens: np.ndarray, block_size: int) -> BlockHashes:
         """Hashes of the full blocks of `tokens`, a prefix of this request's sequence. Computed hashes are kept."""
+        salt = self.adapter_key + self.request.cache_salt
         if self.images is None:
-            return BlockHashes(tokens, block_size, self.request.cache_salt, self._hashes)
+            return BlockHashes(tokens, block_size, salt, self._hashes)
         if self._block_keys is None:
             self._block_keys = self.images.block_keys(block_size)
-        return BlockHashes(tokens, block_size, self.request.cache_salt, self._hashes, self._block_keys)
+        return BlockHashes(tokens, block_size, salt, self._hashes, self._block_keys)
 
     def ended_by_grammar(self) -> bool:
         """Whether the request ends because its grammar is complete or has failed; sets `reason` and `error`."""
@@ -178,6 +183,7 @@ class WaitingQueue:
         entries: the queue proper, as (priority, arrival, request) in order.
         held: requests that are held back, by id.
         only_paused: only requests that ran before may start.
+        new_filter: makes a filter of the requests that may start, which is asked in their order; None: all may.
     """
 
     def __init__(self, priority_order: int = 1) -> None:
@@ -187,6 +193,7 @@ class WaitingQueue:
         self._ids: set[int] = set()
         self._num_paused = 0
         self.only_paused = False
+        self.new_filter: Callable[[], Callable[[RequestState], bool]] | None = None
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -223,11 +230,17 @@ class WaitingQueue:
     @property
     def candidates(self) -> Iterator[RequestState]:
         """Those that may start, the next one first."""
-        return (state for state in self if state.paused or not self.only_paused)
+        return (self.entries[index][2] for index in self._candidate_indices())
+
+    def _candidate_indices(self) -> Iterator[int]:
+        may_start = None if self.new_filter is None else self.new_filter()
+        for index, state in enumerate(self):
+            if (state.paused or not self.only_paused) and (may_start is None or may_start(state)):
+                yield index
 
     def pop(self) -> RequestState:
         """Remove and return the first candidate."""
-        return self._take(next(i for i, state in enumerate(self) if state.paused or not self.only_paused))
+        return self._take(next(self._candidate_indices()))
 
     def remove(self, request_id: int) -> RequestState | None:
         """Remove and return a request; None if it is not in the queue."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchweave.compiler.precompile.after_ready import watch_builds
 from torchweave.compiler.runtime.cuda_graphs import GraphPool
@@ -37,6 +38,7 @@ from torchweave.engine.scheduler.limits import Limits
 from torchweave.engine.scheduler.parts.base import Resources
 from torchweave.engine.scheduler.policies import POLICIES
 from torchweave.engine.scheduler.scheduler import Scheduler
+from torchweave.engine.startup.adapter_slots import make_adapter_slots, report_adapter_slots
 from torchweave.engine.startup.compile_model import build_forward
 from torchweave.engine.startup.device_facts import device_facts
 from torchweave.engine.startup.draft_model import adaptive_drafts, load_draft_model
@@ -52,6 +54,7 @@ from torchweave.models.parallel import PipelineStage
 from torchweave.ops.attention.choose import get_backend
 from torchweave.ops.attention.kv_cache_dtype import FP8_DTYPES
 from torchweave.ops.attention.op import AttentionBackend, LayerSpec
+from torchweave.ops.low_rank import AdapterSlots
 from torchweave.ops.slot_state import SlotState
 from torchweave.report import Report
 from torchweave.utils.openmp import release_workers
@@ -131,7 +134,9 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
     if not plan.device.startswith("cuda"):  # fail before compilation, the longest step
         blocks_that_fit(plan, cache_spec.block_bytes, None, windows)
 
-    forward, draft_model, plan, kernel_builds = _compile(loaded, draft, plan, cache_spec, report, process_groups)
+    adapter_slots = make_adapter_slots(plan, loaded)
+    shared = cache_spec, report, process_groups, adapter_slots
+    forward, draft_model, plan, kernel_builds = _compile(loaded, draft, plan, *shared)
     compile_image_encoder(loaded, plan, report)
     encoder_graphs, plan = record_encoder_graphs(loaded, plan, report)
 
@@ -143,25 +148,21 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         history_len=plan.history_len,
         max_rows=max(plan.max_batch_size, min_size(forward, draft_model)),
         rope_axes=loaded.module.rope_axes,
+        has_adapters=adapter_slots is not None,
     )
     num_snapshots, plan = _num_state_snapshots(loaded, cache_spec, plan, process_groups)
-    recurrent_states = cache_spec.allocate_recurrent_states(plan.max_batch_size, num_snapshots)
-    if recurrent_states:
-        num_bytes = sum(tensor.nbytes for tensor in recurrent_states)
-        per_request = num_bytes // (plan.max_batch_size + num_snapshots)
-        report.event("recurrent_states", bytes=num_bytes, bytes_per_request=per_request, snapshots=num_snapshots)
+    recurrent_states = _allocate_states(cache_spec, plan, num_snapshots, report)
     with report.stage("measuring memory"):
         encode_image = large_image_encoding(loaded) if plan.device.startswith("cuda") else None
-        use = measure_memory(plan, forward, cache_spec, state, report, recurrent_states, encode_image, draft_model)
+        others = recurrent_states, encode_image, draft_model, adapter_slots
+        use = measure_memory(plan, forward, cache_spec, state, report, *others)
     num_blocks = process_groups.all_reduce_min(blocks_that_fit(plan, cache_spec.block_bytes, use, windows))
     plan = _with_num_blocks(plan, num_blocks, use, cache_spec.layout)
 
     with report.stage("allocating the KV cache"):
         caches = cache_spec.allocate(num_blocks)
-        both_ways = cache_spec.both_ways
-        runner = ModelRunner(
-            plan, forward, cache_spec.backend, caches, state, report, recurrent_states, draft_model, both_ways
-        )
+        further = recurrent_states, draft_model, cache_spec.both_ways, adapter_slots
+        runner = ModelRunner(plan, forward, cache_spec.backend, caches, state, report, *further)
     report.event("kv_cache", **_cache_facts(plan, cache_spec, num_blocks))
 
     if plan.device.startswith("cuda"):
@@ -355,12 +356,14 @@ def _compile(
     cache_spec: KVCacheSpec,
     report: Report,
     process_groups: ProcessGroups,
+    adapter_slots: AdapterSlots | None,
 ) -> tuple[Forward, DraftModel | None, Plan, warm_up.KernelBuilds]:
     """Compile the model and a draft model, and meanwhile build the kernels that steps launch."""
     # One rank builds the kernels of a machine; ranks on other machines have caches of their own.
     builds_kernels = process_groups.tensor_rank == 0 or plan.config.executor != "local"
     kernel_builds = warm_up.start(plan, loaded.module, cache_spec, builds_kernels, draft)
-    forward, plan = build_forward(loaded.module, plan, report, process_groups, loaded.stage)
+    forward, plan = build_forward(loaded.module, plan, report, process_groups, loaded.stage, adapter_slots)
+    report_adapter_slots(adapter_slots, report)
     draft_model = None
     if draft is not None:
         with report.stage("compiling the draft model"):  # events of compilation are about the model
@@ -389,6 +392,16 @@ def _with_num_blocks(plan: Plan, num_blocks: int, use: MemoryUse | None, layout:
     if longest < plan.max_model_len:
         plan = plan.with_effective("max_model_len", longest, "what the KV cache holds", max_model_len=longest)
     return plan
+
+
+def _allocate_states(cache_spec: KVCacheSpec, plan: Plan, num_snapshots: int, report: Report) -> list[Tensor]:
+    """Recurrent states of the slots and snapshots, and their event."""
+    states = cache_spec.allocate_recurrent_states(plan.max_batch_size, num_snapshots)
+    if states:
+        num_bytes = sum(tensor.nbytes for tensor in states)
+        per_request = num_bytes // (plan.max_batch_size + num_snapshots)
+        report.event("recurrent_states", bytes=num_bytes, bytes_per_request=per_request, snapshots=num_snapshots)
+    return states
 
 
 def _cache_facts(plan: Plan, cache_spec: KVCacheSpec, num_blocks: int) -> dict[str, Any]:
@@ -442,6 +455,7 @@ def _build_scheduler(
         token_shift=int(config.speculative_config.method in DRAFT_HEADS),
         run_ahead=plan.run_ahead,
         num_micro_batches=config.pipeline_parallel_size,
+        max_adapters=config.max_loras * config.enable_lora,
         max_logprobs=config.max_logprobs,
         pooling=loaded.module.pooling,
         priority_order={None: 1, "priority": -1, "fcfs": 0}[config.scheduling_policy],

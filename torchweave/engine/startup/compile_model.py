@@ -16,6 +16,7 @@ from torchweave.compiler.backend import compile_graph
 from torchweave.compiler.cache.store import CompileCache, open_cache
 from torchweave.compiler.codegen.inductor import stop_inductor_workers
 from torchweave.compiler.errors import TraceError
+from torchweave.compiler.passes.torch_ir.low_rank import LowRankAdapters
 from torchweave.compiler.runtime.compiled_graph import CompiledGraph
 from torchweave.compiler.runtime.forward import Forward, call_op, eager_forward
 from torchweave.compiler.tuning.measure import GraphClock
@@ -26,6 +27,7 @@ from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.engine.runner.pipeline_stage import StageForward
 from torchweave.models.decoder import DecoderStep
 from torchweave.models.parallel import PipelineStage
+from torchweave.ops.low_rank import AdapterSlots
 from torchweave.ops.registry import boundary_ops
 from torchweave.report import Report
 
@@ -51,8 +53,13 @@ def compile_model(
     cache: CompileCache | None,
     report: Report,
     lock_cache: Callable[[], AbstractContextManager[None]] = nullcontext,
+    adapter_slots: AdapterSlots | None = None,
 ) -> CompiledGraph:
-    """Compile a decoder's forward over flattened tokens, split at boundary ops; `lock_cache` as in `compile_graph`.
+    """Compile a decoder's forward over flattened tokens, split at boundary ops.
+
+    Args:
+        lock_cache: as in `compile_graph`.
+        adapter_slots: receives a place for each linear that low-rank adapters may change; None: without adapters.
 
     Raises:
         TraceError: the forward cannot be captured.
@@ -71,10 +78,11 @@ def compile_model(
             23, module.input_hidden_size, dtype=next(module.parameters()).dtype, device=device
         )
         dynamic["hidden"] = {0: "T"}
-    ops = boundary_ops()
+    first = () if adapter_slots is None else (LowRankAdapters(adapter_slots),)
     return compile_graph(
-        module, example, dynamic, boundary_ops=ops, config=config, cache=cache, report=report, lock_cache=lock_cache
-    )
+        module, example, dynamic, boundary_ops=boundary_ops(), config=config, cache=cache, report=report,
+        first_passes=first, lock_cache=lock_cache,
+    )  # fmt: skip
 
 
 def tune_model(
@@ -150,14 +158,18 @@ def build_forward(
     report: Report,
     process_groups: ProcessGroups,
     stage: PipelineStage | None = None,
+    adapter_slots: AdapterSlots | None = None,
 ) -> tuple[Forward, Plan]:
     """Compile the model; if it cannot be captured, return an eager forward that is recorded between boundary ops.
 
     The ranks of a stage have the same graph: with a compile cache the first of them captures it and builds its pieces, and the
     others load them (`CacheLock`); passes run on all ranks in parallel, as do the stages.
 
+    Args:
+        adapter_slots: see `compile_model`.
+
     Raises:
-        ValueError: a model divided into stages cannot be captured.
+        ValueError: a model divided into stages, or with adapters, cannot be captured.
     """
     if not plan.fullgraph:
         return eager_forward(module, boundary_ops()), plan
@@ -170,12 +182,16 @@ def build_forward(
             with report.stage("tuning"):
                 tune_model(module, config, device, cache, report)
         with report.stage("compilation"), stop_inductor_workers():
-            compiled_graph = compile_model(module, config, device, cache, report, lock_cache)
+            compiled_graph = compile_model(module, config, device, cache, report, lock_cache, adapter_slots)
         return (compiled_graph if stage is None else StageForward(compiled_graph, stage, process_groups)), plan
     except TraceError as error:
         if stage is not None:
             raise ValueError(
                 f"The model cannot be divided into stages: {error}; use pipeline_parallel_size=1"
+            ) from error
+        if adapter_slots is not None:
+            raise ValueError(
+                f"enable_lora=True needs a model that compiles, and this one does not: {error}; remove the option"
             ) from error
         report.event("fallback", what="the model runs without the compiler", why=str(error))
         plan = plan.with_effective(

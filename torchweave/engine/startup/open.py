@@ -24,6 +24,7 @@ from torchweave.engine.ranks.control import RankCalls
 from torchweave.engine.ranks.leader_runner import Executor, LeaderImageEncoder, LeaderRunner
 from torchweave.engine.startup.build import Engine, build, resolve_plan
 from torchweave.engine.startup.early_start import WORKER_ENTRYPOINT
+from torchweave.engine.startup.listed_adapters import load_listed_adapters
 from torchweave.engine.startup.rank_worker import WorkerTask, run_worker
 from torchweave.models.load import LoadedModel
 from torchweave.report import Report
@@ -49,6 +50,19 @@ def open_engine(
         RankFailure: a rank ended during the build.
     """
     report = Report() if report is None else report
+    engine = _open_ranks(config, report, loaded, worker_pool)
+    try:
+        load_listed_adapters(engine, report)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _open_ranks(
+    config: EngineConfig, report: Report, loaded: LoadedModel | None, worker_pool: WorkerPool | None
+) -> Engine:
+    """See `open_engine`."""
     if config.num_ranks == 1:
         return build(config, report, loaded)
     if loaded is not None:

@@ -16,12 +16,14 @@ from torchweave.engine.runner.step_boundary import StepBoundary
 from torchweave.engine.runner.step_buffers import StepBuffers
 from torchweave.engine.scheduler.step import Step
 from torchweave.ops.attention.op import LayerKVCache
+from torchweave.ops.low_rank import AdapterSlots
 from torchweave.ops.slot_state import SlotState, StepInputs
 from torchweave.utils.registry import Registry
 
 _HERE = "torchweave.engine.runner.parts"
 _NAMES = (
-    "beams", "prompt_logprobs", "states", "images", "drafts", "device_processors", "processors", "logprobs", "pooled",
+    "beams", "adapters", "prompt_logprobs", "states", "images", "drafts", "device_processors", "processors", "logprobs",
+    "pooled",
 )  # fmt: skip
 RUNNER_PARTS: Registry[type[RunnerPart]] = Registry(
     "runner part",
@@ -43,6 +45,7 @@ class Device:
         stream: of the steps; None on a CPU.
         draft_model: see `torchweave.engine.runner.parts.drafts.DraftModel`.
         both_ways: tokens of some steps see keys after them.
+        adapter_slots: memory of low-rank adapters; None: without adapters.
         min_size: least number of tokens and rows of a step.
         boundary: makes the boundary of a forward, see `StepPrograms.boundary`.
         run_model: runs the model, see `StepPrograms.run_model`.
@@ -58,6 +61,7 @@ class Device:
     stream: torch.cuda.Stream | None
     draft_model: Any
     both_ways: bool
+    adapter_slots: AdapterSlots | None
     min_size: int
     boundary: Callable[..., StepBoundary]
     run_model: Callable[..., Tensor]

@@ -28,7 +28,8 @@ from torchweave.utils.registry import Registry
 
 _HERE = "torchweave.engine.scheduler.parts"
 _NAMES = (
-    "beams", "prompt_logprobs", "states", "images", "drafts", "device_processors", "processors", "logprobs", "pooled",
+    "beams", "adapters", "prompt_logprobs", "states", "images", "drafts", "device_processors", "processors", "logprobs",
+    "pooled",
 )  # fmt: skip
 STEP_PARTS: Registry[type[StepPart]] = Registry(
     "step part",
