@@ -16,7 +16,21 @@ def _clear_prefixes(service: Service, arguments: dict[str, Any], results: Sequen
     service.client.clear_prefixes([number for number, is_empty in enumerate(results) if is_empty])
 
 
-HANDLERS: dict[str, HttpHandler] = {"pause": _clear_prefixes, "reset_prefix_cache": _clear_prefixes}
+def _add_adapter(service: Service, arguments: dict[str, Any], results: Sequence[Any]) -> None:
+    """Requests may name the adapter as their model."""
+    service.adapters[arguments["adapter"]] = arguments["path"]
+
+
+def _remove_adapter(service: Service, arguments: dict[str, Any], results: Sequence[Any]) -> None:
+    service.adapters.pop(arguments["adapter"], None)
+
+
+HANDLERS: dict[str, HttpHandler] = {
+    "load_adapter": _add_adapter,
+    "pause": _clear_prefixes,
+    "reset_prefix_cache": _clear_prefixes,
+    "unload_adapter": _remove_adapter,
+}
 """Handlers of HTTP processes by the names of their calls; the other calls have none."""
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from fastapi import Request
 
 from torchweave.config.options import ServerConfig, read_text_file
+from torchweave.config.validate import lora_modules
 from torchweave.engine.request import POOLING_PARAMS, InferenceRequest, Response, SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.serving.engine_client.replicas import Replicas
@@ -27,6 +28,7 @@ from torchweave.tokenizer import check_chat_template, import_without_torch
 
 CallFrontends = Callable[[str, dict[str, Any], Sequence[Any]], Awaitable[None]]
 _MAX_RETRY_AFTER = 60  # seconds
+_MAX_NAMES = 20  # in a message
 _RATE_WINDOW = 64  # answers over which the completion rate is measured
 
 
@@ -36,6 +38,7 @@ class Service:
     Attributes:
         media: fetches images at addresses.
         names: of the served model; responses carry the first.
+        adapters: folders of the low-rank adapters, which are models to clients, by name.
         tokenizer: None until the engine is ready, and for a model without a tokenizer.
         draining: new requests are refused; the server ends once the running ones have finished.
         startup_done: set when the start has succeeded or failed.
@@ -70,6 +73,11 @@ class Service:
         model = client.config.model
         self.names = settings.served_model_name or (public_name(model),)
         self._aliases = () if settings.served_model_name else (model,)
+        self.adapters = lora_modules(client.config)
+        if both := sorted({*self.adapters} & {*self.names, *self._aliases}):
+            raise ValueError(
+                f"lora_modules has an adapter {both[0]!r}, which is the model's own name; give it another one"
+            )
         self._finish_times: deque[float] = deque(maxlen=_RATE_WINDOW)
 
     async def open(self) -> None:
@@ -119,14 +127,19 @@ class Service:
         """
         if name is None or name in self._aliases:
             return self.names[0]
-        if name in self.names:
+        if name in self.names or name in self.adapters:
             return name
+        served = " or ".join(map(repr, (*self.names, *self.adapters)[:_MAX_NAMES]))
         raise ApiError(
             404,
-            f"The model {name[:200]!r} is not served here; use {' or '.join(map(repr, self.names))}.",
+            f"The model {name[:200]!r} is not served here; use {served}.",
             param="model",
             code="model_not_found",
         )
+
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter of a model's name; empty for the model itself."""
+        return name if name is not None and name in self.adapters else ""
 
     def require_tokenizer(self) -> AsyncTokenizer:
         """Return the tokenizer.
@@ -242,10 +255,12 @@ class Service:
         priority: int,
         cache_salt: str | None,
         prompt_only: bool = False,
+        adapter: str = "",
     ) -> AnswerStream:
         """Submit prompts to the engine; returns when it has accepted them.
 
         Args:
+            adapter: see `InferenceRequest`.
             prompt_only: the answers are empty; sampled tokens are discarded.
 
         Raises:
@@ -263,7 +278,7 @@ class Service:
         longest = model.max_model_len
         answer_stream = AnswerStream(self.client, self.tokenizer, params, self._finish, prompt_only, longest)
         try:
-            answer_stream.submit_prompts(prompts, stream, priority, cache_salt or "")
+            answer_stream.submit_prompts(prompts, stream, priority, cache_salt or "", adapter)
             await answer_stream.wait_until_accepted()
         except BaseException as error:
             answer_stream.close()

@@ -110,7 +110,9 @@ class Replicas:
         if len(self.engines) > 1:
             if not (loads := [_load(each) for each in self._ready]):
                 raise EngineUnavailable(self.failure or "The engines are starting; see /ready.")
-            number, num_cached_tokens = self._load_balancer.choose(request.input_ids, request.cache_salt, loads)
+            number, num_cached_tokens = self._load_balancer.choose(
+                request.input_ids, request.adapter + request.cache_salt, loads
+            )
             engine = self.engines[number]
         return engine.submit(request_stream, request, num_cached_tokens)
 

@@ -16,7 +16,15 @@ from torchweave.config.options import ServerConfig
 from torchweave.serving.engine_client.client import EngineClient
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.errors import add_error_handlers
-from torchweave.serving.http import control_routes, generation_routes, middleware, pooling_routes, responses_api, routes
+from torchweave.serving.http import (
+    adapter_routes,
+    control_routes,
+    generation_routes,
+    middleware,
+    pooling_routes,
+    responses_api,
+    routes,
+)
 from torchweave.serving.http.openapi import install_openapi
 from torchweave.serving.http.proxy import ProxyMiddleware
 from torchweave.serving.metrics.live import Live
@@ -62,7 +70,7 @@ def create_app(
     add_error_handlers(app)
     routers = [generation_routes.router, responses_api.router, pooling_routes.router, routes.router]
     if settings.enable_control_routes:
-        routers.append(control_routes.router)
+        routers += [control_routes.router, adapter_routes.router]
     for router in routers:  # matched in this order
         app.include_router(router)
     install_openapi(app)

@@ -76,8 +76,9 @@ async def start_chat(
         ids = truncate(ids, body, model, params.max_tokens)
         params, answer_format = _constrained(service, body, answer_format, params, ids, warnings)
         answer_stream = await service.generate(
-            [ids], params, model, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
-        )
+            [ids], params, model, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt,
+            adapter=service.adapter_of(body.model),
+        )  # fmt: skip
     except ValueError as error:
         if str(error).startswith("logprobs "):  # the engine's name of what a chat request sends as `top_logprobs`
             raise ValueError(f"top_{error}") from None

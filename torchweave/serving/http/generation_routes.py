@@ -131,6 +131,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         priority=body.priority,
         cache_salt=body.cache_salt,
         prompt_only=is_prompt_only(body),
+        adapter=service.adapter_of(body.model),
     )
     echoes = _texts(service, body, prompts, params.skip_special_tokens) if body.echo else None
     echoes_special = not isinstance(body.prompt[0], str) and not params.skip_special_tokens

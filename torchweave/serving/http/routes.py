@@ -109,7 +109,7 @@ async def load(request: Request) -> dict[str, int]:
 @router.get("/v1/models", tags=["models"], summary="List the names of the served model")
 async def models(request: Request) -> dict[str, Any]:
     service = service_of(request)
-    return {"object": "list", "data": [_entry(service, name) for name in service.names]}
+    return {"object": "list", "data": [_entry(service, name) for name in (*service.names, *service.adapters)]}
 
 
 @router.get("/v1/models/{name:path}", tags=["models"], summary="Describe the model of a name")
@@ -122,13 +122,14 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 def _entry(service: Service, name: str) -> dict[str, Any]:
     model = service.model
+    folder = service.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "torchweave",
-        "root": public_name(model.name),
-        "parent": None,
+        "root": public_name(model.name if folder is None else folder),
+        "parent": None if folder is None else service.names[0],
         "max_model_len": model.max_model_len,
     }
 

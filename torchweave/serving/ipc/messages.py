@@ -115,6 +115,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     cache_salt: str
     images: list[tuple[dict[str, Array], bytes, bytes]] = []
     pooling: bool = False
+    adapter: str = ""
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
@@ -306,9 +307,8 @@ def submit(request: InferenceRequest) -> Submit:
     ids = np.ascontiguousarray(request.input_ids, np.int32).tobytes()
     sampling = _non_default_fields(request.sampling)
     images = [_encode_image(image) for image in request.images]
-    return Submit(
-        request.id, ids, sampling, request.streaming, request.priority, request.cache_salt, images, request.pooling
-    )
+    others = request.streaming, request.priority, request.cache_salt, images, request.pooling, request.adapter
+    return Submit(request.id, ids, sampling, *others)
 
 
 def _encode_image(image: ImageInput) -> tuple[dict[str, Array], bytes, bytes]:
@@ -340,6 +340,7 @@ def decode_request(message: Submit) -> InferenceRequest:
         message.cache_salt,
         tuple(_decode_image(*image) for image in message.images),
         message.pooling,
+        message.adapter,
     )
 
 
