@@ -14,18 +14,32 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _object(name: str, arguments: dict[str, Any], names: tuple[str, str] = ("name", "arguments"), **more: Any) -> str:
-    return _json({names[0]: name, names[1]: arguments, **more})
+def _object(name: str, arguments: dict[str, Any], names: tuple[str, str] = ("name", "arguments")) -> str:
+    return _json({names[0]: name, names[1]: arguments})
 
 
-def _each(before: str, after: str, between: str = "\n") -> Writer:
+def _each(before: str, after: str, between: str = "\n", arguments: str = "arguments") -> Writer:
     """A JSON object between markers for each call."""
-    return lambda calls: between.join(f"{before}{_object(*call)}{after}" for call in calls)
+    return lambda calls: between.join(f"{before}{_object(*call, ('name', arguments))}{after}" for call in calls)
 
 
-def _list(before: str, after: str, names: tuple[str, str] = ("name", "arguments"), **more: Any) -> Writer:
+def _list(before: str, after: str, names: tuple[str, str] = ("name", "arguments")) -> Writer:
     """A JSON list of calls between markers."""
-    return lambda calls: f"{before}[{', '.join(_object(*call, names, **more) for call in calls)}]{after}"
+    return lambda calls: f"{before}[{', '.join(_object(*call, names) for call in calls)}]{after}"
+
+
+def _jamba(calls: Sequence[CallText]) -> str:
+    lines = ",\n".join(_object(*call) for call in calls)
+    return f"<tool_calls>[\n{lines}\n]</tool_calls>"
+
+
+def _cohere(calls: Sequence[CallText]) -> str:
+    objects = (
+        _json({"tool_call_id": str(number), "tool_name": name, "parameters": arguments})
+        for number, (name, arguments) in enumerate(calls)
+    )
+    lines = ",\n    ".join(objects)
+    return f"<|START_ACTION|>[\n    {lines}\n]<|END_ACTION|>"
 
 
 def _text(value: Any) -> str:
@@ -180,12 +194,12 @@ WRITERS: dict[str, Writer] = {
     "granite31": _each("<tool_call>\n", "\n</tool_call>"),
     "phi4_mini": _list("functools", ""),
     "phi4_tool_call": _list("<|tool_call|>", "<|/tool_call|>"),
-    "internlm": _each("<|action_start|><|plugin|>\n", "<|action_end|>", between=""),
-    "jamba": _list("<tool_calls>[\n", "\n]</tool_calls>"),
+    "internlm": _each("<|action_start|><|plugin|>\n", "<|action_end|>", between="", arguments="parameters"),
+    "jamba": _jamba,
     "llama3_json": lambda calls: "; ".join(_object(*call, ("name", "parameters")) for call in calls),
     "longcat": _each("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
     "nemotron_json": _list("<TOOLCALL>", "</TOOLCALL>"),
-    "cohere": _list("<|START_ACTION|>", "<|END_ACTION|>", ("tool_name", "parameters"), tool_call_id="0"),
+    "cohere": _cohere,
     "xlam": _list("", ""),
     "mistral": _mistral,
     "deepseek_v3": _deepseek,

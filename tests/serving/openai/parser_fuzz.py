@@ -1,7 +1,7 @@
 """Fuzz the parsers of tool calls: answers are generated, written as a family's template does, cut, and parsed.
 
 Each way to cut an answer gives the same text and calls; the calls are those that were generated, with valid JSON; and the text is
-the generated text. Run `python -m tests.serving.openai.parser_fuzz [--answers N] [PARSER ...]`; it exits with 1 on a difference.
+the generated text. Run `python -m tests.serving.openai.parser_fuzz [--count N] [PARSER ...]`; it exits with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -141,16 +141,16 @@ def main() -> int:
     """Fuzz the parsers that the command line names, or all."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("parsers", nargs="*", default=list(WRITERS))
-    options.add_argument("--answers", type=int, default=2000)
+    options.add_argument("--count", type=int, default=2000)
     options.add_argument("--seed", type=int, default=0)
     chosen = options.parse_args()
     num_different = 0
     for parser in chosen.parsers:
-        found = [difference(random.Random(f"{parser} {chosen.seed} {at}"), parser) for at in range(chosen.answers)]
+        found = [difference(random.Random(f"{parser} {chosen.seed} {at}"), parser) for at in range(chosen.count)]
         differences = [each for each in found if each is not None]
         num_different += len(differences)
         print(
-            f"{parser}: {chosen.answers} answers, {len(differences)} differences",
+            f"{parser}: {chosen.count} answers, {len(differences)} differences",
             *differences[:3],
             sep="\n  ",
             flush=True,

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from tests.engine.sampling.test_structural_tag import PLAIN, TOKENS, Texts, accepts
+from tests.serving.openai.answer_writers import WRITERS
 from torchweave.engine.request import SamplingParams, StructuredOutputs
 from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.answer_parser import AnswerFormat
-from torchweave.serving.openai.call_tags import call_tags
 from torchweave.serving.openai.constraints import constrain, loose_format, loose_tools
 from torchweave.serving.openai.protocol import ChatRequest, Tool
 from torchweave.serving.openai.reasoning import FORMATS
-from torchweave.serving.openai.tools import ToolUse, make_tool_parser
+from torchweave.serving.openai.tools import ToolUse, calls_in_format, make_tool_parser
+from torchweave.serving.openai.tools.families import FAMILIES
+from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.request_warnings import RequestWarnings
 
 PARAMETERS = {
@@ -52,9 +54,13 @@ def allows(
     use = ToolUse([tool.definition for tool in tools], None, make_tool_parser(calls, tools)) if calls else ToolUse()
     form = AnswerFormat(use, FORMATS[reasoning] if reasoning else None, prompt_tail=tail)
     params = SamplingParams(structured_outputs=StructuredOutputs(json=SCHEMA) if schema else None)
-    tags = call_tags(calls, template, tools, True) if strict else None
+    if not strict:
+        tools = [
+            tool.model_copy(update={"function": tool.function.model_copy(update={"strict": None})}) for tool in tools
+        ]
+    tags = calls_in_format(calls, template, tools, True) if strict or schema else None
     constrained = constrain(
-        params, form, budget, [tool.function.name for tool in tools], tags, frozenset(tokenizer.special)
+        params, form, budget, [tool.function.name for tool in tools], tags, strict, frozenset(tokenizer.special)
     )
     structured = constrained.params.structured_outputs
     return structured is None or accepts(structured, text, tokenizer) == "whole"
@@ -115,10 +121,35 @@ def test_strict_tools_get_valid_calls_only(calls: str, template: str, tokenizer:
 
 
 def test_formats_without_a_marker_stand_beside_a_schema() -> None:
-    for calls in ("llama3_json", "pythonic"):
-        texts = ('{"name": "w", "parameters": {}}', JSON, '[w(city="x")]', "<|python_tag|>x")
-        assert all(allows(text, TOKENS, calls=calls, schema=True) for text in texts)
-        assert not allows('{"name": "v", "parameters": {}}', TOKENS, calls=calls, schema=True)
+    for calls, text in (("llama3_json", '{"name": "w", "parameters": {"city": "x"}}'), ("pythonic", '[w(city="x")]')):
+        assert allows(text, TOKENS, calls=calls, schema=True) and allows(JSON, TOKENS, calls=calls, schema=True)
+        assert not any(allows(wrong, TOKENS, calls=calls, schema=True) for wrong in (text[:-1], text.replace("w", "v")))
+
+
+ANY_OBJECT = {"functiongemma", "gemma4", "kimi_k3", "minimax_m3"}
+"""Families whose calls are not described: beside a schema, they are free after their marker."""
+VARIANTS = {"deepseek_v3": "```json", "mistral": "[ARGS]", "granite": "", "granite31": ""}
+"""A text of the template of the writer's model."""
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_calls_are_constrained_as_the_family_writes_them(family: Family) -> None:
+    name, template = family.name, VARIANTS.get(family.name, "")
+    options: dict[str, Any] = {"calls": name, "template": template, "schema": True}
+    if name == "gpt_oss":
+        options |= {"reasoning": "gpt_oss", "tail": "<|start|>assistant"}
+    written = WRITERS[name]([("w", {"city": "</x> \"'", "n": -5})])
+    assert allows(written, PLAIN, **options)
+    if name in ANY_OBJECT:
+        assert not family.tags
+        return
+    assert not allows(WRITERS[name]([("v", {"city": "x"})]), PLAIN, **options), "an unknown function"
+    assert not allows(written[:-1], PLAIN, **options) or written[-1].isspace()
+    strict = options | {"strict": True}
+    holds_strict = family.tags[-1].holds_strict
+    assert allows(written, PLAIN, **strict)
+    assert allows(WRITERS[name]([("w", {"n": 5})]), PLAIN, **strict) != holds_strict, "city is required"
+    assert allows(WRITERS[name]([("w", {"city": "x", "n": "y"})]), PLAIN, **strict) != holds_strict, "n is a number"
 
 
 def test_harmony_answers_in_the_final_channel_or_calls() -> None:

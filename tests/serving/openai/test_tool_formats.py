@@ -22,7 +22,7 @@ from torchweave.serving.openai.tools import (
     detect_tool_format,
     make_tool_parser,
 )
-from torchweave.serving.openai.tools.families import PARSERS
+from torchweave.serving.openai.tools.families import FAMILIES
 from torchweave.serving.openai.tools.schema_types import Parameters
 
 TOOLS = [
@@ -182,7 +182,8 @@ def test_calls_of_todays_families(form: str, answer: str, text: str, calls: list
 
 
 def test_every_parser_is_an_option() -> None:
-    assert {"auto", *PARSERS} == {*ToolCallParser.__args__[0].__args__}  # type: ignore[attr-defined]
+    names = {name for family in FAMILIES.values() for name in (family.name, *family.aliases)}
+    assert {"auto", *names} == {*ToolCallParser.__args__[0].__args__}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

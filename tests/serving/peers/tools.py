@@ -306,7 +306,7 @@ def reasoning_precedes_a_forced_call(server: ServerProcess) -> None:
     assert chat(server, **asked)["choices"][0]["message"].get("reasoning")
 
 
-@require(AREA, "the built-in model's answer beside its tools was not JSON; the cause is not known yet")
+@require(AREA)
 def a_format_beside_auto(server: ServerProcess) -> None:
     """A format beside `auto` holds for an answer without calls."""
     schema = {"name": "a", "schema": OPTIONS | {"required": ["forecast"]}}

@@ -13,14 +13,15 @@ from torchweave.plug_points import REASONING_PARSERS
 from torchweave.serving.errors import ApiError
 from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.answer_parser import AnswerFormat
-from torchweave.serving.openai.call_tags import call_tags
 from torchweave.serving.openai.constraints import LENIENT, constrain, loose_format, loose_tools
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.protocol import ChatRequest, ChatTemplate, Message, TokenizeChatRequest, Tool
 from torchweave.serving.openai.reasoning import TAIL_TOKENS, ReasoningFormat, detect_reasoning_format
 from torchweave.serving.openai.sampling_fields import chat_params, truncate
 from torchweave.serving.openai.tools import (
+    TaggedCalls,
     ToolUse,
+    calls_in_format,
     detect_tool_format,
     forced_schema,
     has_special_tokens,
@@ -166,10 +167,11 @@ def _constrained(
     if params.structured_outputs is not None and form_type == "text":
         may_call = False  # vLLM's `structured_outputs` hold for the whole answer
     tools = body.tools or [] if may_call else []
-    tags = _strict_tags(service, body, tools, warnings)
+    calls, is_strict = _described_calls(service, body, answer_format, tools, params, warnings)
     texts = () if form is None else (form.opening[0], form.closing[0])
     markers = frozenset(text for text in texts if service.require_tokenizer().token_of(text) is not None)
-    constrained = constrain(params, answer_format, budget, [tool.function.name for tool in tools], tags, markers)
+    names = [tool.function.name for tool in tools]
+    constrained = constrain(params, answer_format, budget, names, calls, is_strict, markers)
     template = answer_format.template
     if template is not None:  # a constraint is built for, and read by, the formats that are known here
         is_free = constrained.params.structured_outputs is None
@@ -177,22 +179,36 @@ def _constrained(
     return constrained.params, replace(constrained.answer_format, template=template)
 
 
-def _strict_tags(
-    service: Service, body: ChatRequest, tools: list[Tool], warnings: RequestWarnings
-) -> dict[str, Any] | None:
-    """Valid calls in the model's format, if a tool is strict."""
-    if not any(tool.function.strict for tool in tools):
-        return None
-    checked, _ = loose_tools([tool for tool in tools if tool.function.strict], warnings)
-    by_name = {tool.function.name: tool for tool in checked}
+def _described_calls(
+    service: Service,
+    body: ChatRequest,
+    answer_format: AnswerFormat,
+    tools: list[Tool],
+    params: SamplingParams,
+    warnings: RequestWarnings,
+) -> tuple[TaggedCalls | None, bool]:
+    """Calls in the model's format where a constraint needs them: a tool is strict, or calls stand beside a schema; and whether the
+    constraint holds strict tools."""
+    strict = [tool for tool in tools if tool.function.strict]
+    beside = params.structured_outputs is not None
+    if not tools or not (strict or beside):
+        return None, False
+    by_name = {tool.function.name: tool for tool in loose_tools(strict, warnings)[0]}
     tools = [by_name.get(tool.function.name, tool) for tool in tools]
-    tags = call_tags(
-        _tool_format(service, body), _template(service, body), tools, body.parallel_tool_calls is not False
-    )
-    if tags is None:
+    parallel = body.parallel_tool_calls is not False
+    calls = calls_in_format(_tool_format(service, body), _template(service, body), tools, parallel)
+    parser, form = answer_format.tools.parser, answer_format.reasoning
+    in_text = beside or (form is not None and form.in_channels) or (calls is not None and bool(calls.within_text))
+    is_strict = bool(strict) and calls is not None and calls.holds_strict and in_text
+    if strict and not is_strict:
         sentence = "strict is left to the model: calls in its format are constrained only where tool_choice forces one."
         warnings.add("schema", sentence)
-    return tags
+    if beside and calls is None and (parser is None or parser.marked is None):
+        sentence = (
+            "The tool parser of this model does not describe calls, so that response_format leaves no room for them."
+        )
+        warnings.add("schema", sentence)
+    return calls, is_strict
 
 
 def _tool_format(service: Service, body: ChatTemplate) -> str | None:

@@ -13,20 +13,13 @@ from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.answer_parser import AnswerFormat
 from torchweave.serving.openai.protocol import ChatRequest, Tool
 from torchweave.serving.openai.reasoning import initial_state
+from torchweave.serving.openai.tools.call_tags import SPACE, TaggedCalls
 from torchweave.serving.request_warnings import RequestWarnings
 
 LENIENT = {"lenient": True}
 """llguidance's option (`x-guidance`) of schemas of which something was left out."""
-_SPACE = {"type": "regex", "pattern": "[ \\n]{0,4}"}
 _ANY_TEXT = {"type": "any_text"}
 _FINAL = "<|channel|>final<|message|>"
-_OTHER_CHANNEL = {
-    "type": "sequence",
-    "elements": [
-        {"type": "const_string", "value": "<|channel|>analysis<|message|>"},
-        {"type": "reasoning", "opened": True, "closing": ["<|end|><|start|>assistant"]},
-    ],
-}
 
 
 @functools.lru_cache(256)
@@ -102,7 +95,8 @@ def constrain(
     answer_format: AnswerFormat,
     budget: int | None,
     names: list[str],
-    tags: dict[str, Any] | None,
+    calls: TaggedCalls | None,
+    is_strict: bool,
     markers: frozenset[str],
 ) -> Constrained:
     """Let the constraint of an answer begin after its reasoning, let calls stand beside a schema, and limit the reasoning.
@@ -111,40 +105,48 @@ def constrain(
         answer_format: with the end of the prompt.
         budget: most tokens of the reasoning; None: any number.
         names: of the functions that the model may call; empty where a call is forced.
+        calls: calls in the model's format; None: they are not described.
+        is_strict: a tool is strict, so that also free text holds no other calls.
         markers: texts of the reasoning's format that are single tokens. Reasoning whose end is not has no room before a constraint:
             small models never write it, and write the text of a beginning by chance.
-        tags: free text with valid calls, where a tool is strict; see `call_tags`.
     """
     structured, form = params.structured_outputs, answer_format.reasoning
     state = "answer" if form is None else initial_state(form, answer_format.prompt_tail, answer_format.continued)[0]
+    strict = calls if is_strict else None
+    has_calls = structured is not None and bool(names) and answer_format.tools.parser is not None
+    if form is not None and form.in_channels and (has_calls or strict is not None):
+        rest = None if structured is None else _as_format(structured)
+        return _combined(params, answer_format, [*_channels(rest, names, calls)])
     reasons = form is not None and form.closing[0] in markers and state != "answer"
     if form is not None and state == "start":
         reasons = reasons and (form.is_implicit or form.opening[0] in markers)
-    if form is not None and form.in_channels:
-        reasons = structured is not None and bool(names)
-    elif structured is None and budget is None and tags is None:
+    within_text = strict.within_text if strict is not None and structured is None else None
+    if (form is not None and form.in_channels) or (structured is None and budget is None and within_text is None):
         reasons = False
-    has_calls = structured is not None and bool(names) and answer_format.tools.parser is not None
-    if structured is None and not reasons and tags is None:
+    if structured is None and not reasons and within_text is None:
         return Constrained(params, answer_format)
-    if not reasons and not has_calls and structured is not None:
-        return Constrained(params, replace(answer_format, reasoning=None))
-    rest = (tags or _ANY_TEXT) if structured is None else _as_format(structured)
-    if form is not None and form.in_channels and reasons:
-        elements = [{"type": "star", "content": _OTHER_CHANNEL}, _in_channels(rest, names)]
+    if not reasons:
+        answer_format = answer_format if structured is None else replace(answer_format, reasoning=None)
+        if not has_calls and structured is not None:
+            return Constrained(params, answer_format)
+    if structured is None:
+        elements = [within_text or _ANY_TEXT]
+    elif has_calls:
+        alone = _begun_calls(answer_format) if calls is None else [calls.alone]
+        elements = [SPACE, {"type": "or", "elements": [*alone, _as_format(structured)]}]
     else:
-        calls = [_some(tags)] if tags is not None else _calls(answer_format, names) if has_calls else []
-        elements = [{"type": "or", "elements": [*calls, rest]}] if has_calls else [rest]
-        if structured is not None:
-            elements.insert(0, _SPACE)
-        if reasons and form is not None:
-            elements.insert(0, _reasoning(form, state, budget))
+        elements = [SPACE, _as_format(structured)]
+    if reasons and form is not None:
+        elements.insert(0, _reasoning(form, state, budget))
+    return _combined(params, answer_format, elements)
+
+
+def _combined(params: SamplingParams, answer_format: AnswerFormat, elements: list[dict[str, Any]]) -> Constrained:
+    """The constraint of formats one after another."""
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
-    compact = structured is not None and structured.disable_any_whitespace
-    combined = StructuredOutputs(structural_tag=tag, disable_any_whitespace=compact)
-    if not reasons and structured is not None:
-        answer_format = replace(answer_format, reasoning=None)
-    return Constrained(replace(params, structured_outputs=combined), answer_format)
+    compact = params.structured_outputs is not None and params.structured_outputs.disable_any_whitespace
+    structured = StructuredOutputs(structural_tag=tag, disable_any_whitespace=compact)
+    return Constrained(replace(params, structured_outputs=structured), answer_format)
 
 
 def _reasoning(form: Any, state: str, budget: int | None) -> dict[str, Any]:
@@ -159,41 +161,35 @@ def _reasoning(form: Any, state: str, budget: int | None) -> dict[str, Any]:
     }
 
 
-def _in_channels(rest: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """gpt-oss: a call in a channel of its own, or the constrained answer in the final one."""
-    final = {"type": "sequence", "elements": [{"type": "const_string", "value": _FINAL}, rest]}
-    calls = [{"type": "const_string", "value": f"<|channel|>commentary to=functions.{name}"} for name in names]
-    return {"type": "or", "elements": [final, *({"type": "sequence", "elements": [each, _ANY_TEXT]} for each in calls)]}
+def _channels(
+    answer: dict[str, Any] | None, names: list[str], calls: TaggedCalls | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """gpt-oss: reasoning, then a call in a channel of its own, or the answer in the final one; without an answer any text."""
+    final = {"type": "sequence", "elements": [{"type": "const_string", "value": _FINAL}, answer or _ANY_TEXT]}
+    starts = [{"type": "const_string", "value": f"<|channel|>commentary to=functions.{name}"} for name in names]
+    begun = [{"type": "sequence", "elements": [start, _ANY_TEXT]} for start in starts]
+    before = ("analysis", "commentary") if answer is None else ("analysis",)
+    messages = [
+        {
+            "type": "sequence",
+            "elements": [
+                {"type": "const_string", "value": f"<|channel|>{channel}<|message|>"},
+                {"type": "reasoning", "opened": True, "closing": ["<|end|><|start|>assistant"]},
+            ],
+        }
+        for channel in before
+    ]
+    content = messages[0] if len(messages) == 1 else {"type": "or", "elements": messages}
+    made = begun if calls is None else calls.tags
+    return {"type": "star", "content": content}, {"type": "or", "elements": [final, *made]}
 
 
-def _calls(answer_format: AnswerFormat, names: list[str]) -> list[dict[str, Any]]:
-    """The beginning of calls in the model's format, and any text: the model completes its calls as it does without a schema."""
+def _begun_calls(answer_format: AnswerFormat) -> list[dict[str, Any]]:
+    """The beginning of calls in a format that is not described, and any text."""
     parser = answer_format.tools.parser
     markers = parser.marked.opening if parser is not None and parser.marked is not None else ()
     starts: list[dict[str, Any]] = [{"type": "const_string", "value": marker} for marker in markers]
-    calls = [{"type": "sequence", "elements": [start, _ANY_TEXT]} for start in starts]
-    if not markers or any(marker.startswith("<|python_") for marker in markers):  # calls may begin without a marker
-        calls += [
-            {"type": "json_schema", "json_schema": _call_object(key, names)} for key in ("parameters", "arguments")
-        ]
-        texts = ("".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in name) for name in names)
-        begin = {"type": "regex", "pattern": rf"\[({'|'.join(texts)})\("}
-        calls.append({"type": "sequence", "elements": [begin, _ANY_TEXT]})
-    return calls
-
-
-def _call_object(key: str, names: list[str]) -> dict[str, Any]:
-    """A call as a JSON object whose arguments have the name `key`."""
-    properties = {"name": {"enum": names}, key: {"type": "object"}}
-    return {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
-
-
-def _some(tags: dict[str, Any]) -> dict[str, Any]:
-    """At least one call, and nothing but calls."""
-    one = {"type": "or", "elements": [{"type": "tag", **tag} for tag in tags["tags"]]}
-    if tags["stop_after_first"]:
-        return one
-    return {"type": "plus", "content": {"type": "sequence", "elements": [one, _SPACE]}}
+    return [{"type": "sequence", "elements": [start, _ANY_TEXT]} for start in starts]
 
 
 def _as_format(structured: StructuredOutputs) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torchweave.serving.openai.tools.base import ParserDelta as ParserDelta
 from torchweave.serving.openai.tools.base import ReasoningDelta as ReasoningDelta
 from torchweave.serving.openai.tools.base import TextDelta as TextDelta
 from torchweave.serving.openai.tools.call_ids import call_ids
+from torchweave.serving.openai.tools.call_tags import TaggedCalls as TaggedCalls
 from torchweave.serving.openai.tools.families import FAMILIES
 from torchweave.serving.openai.tools.forced import ForcedGrammar
 from torchweave.serving.openai.tools.grammar import CallParser as CallParser
@@ -53,6 +54,22 @@ def has_special_tokens(form: str) -> bool:
 def make_tool_parser(form: str, tools: Sequence[Tool]) -> CallParser:
     """Create the parser of format `form` for the answers of a request."""
     return CallParser(TOOL_PARSERS.get(form).grammar, _schemas(tools))
+
+
+def calls_in_format(form: str | None, template: str, tools: Sequence[Tool], parallel: bool) -> TaggedCalls | None:
+    """Calls of `tools` as structural tags.
+
+    Args:
+        form: the model's format; None: unknown.
+        template: source of the chat template, which tells variants of a format.
+        parallel: several calls are allowed.
+
+    Returns:
+        None if the format does not describe its calls so, see `Family.tags`.
+    """
+    variants = () if form is None or not tools else getattr(TOOL_PARSERS.get(form), "tags", ())
+    tags = next((each for each in variants if each.template in template), None)
+    return None if tags is None else tags.of(tools, parallel)
 
 
 def make_forced_parser(tools: Sequence[Tool], named: str | None) -> CallParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchweave.serving.openai.tools.call_tags import CallTags
 from torchweave.serving.openai.tools.grammar import AnswerGrammar
 
 
@@ -16,6 +17,7 @@ class Family:
         models: who writes it.
         source: where the format is specified.
         grammar: the format.
+        tags: how calls are written where a constraint holds the model to them; of several, the first that the template implies.
         template: texts, any of which in a chat template implies the format.
         special_tokens: the markers are special tokens, or may be.
         id_form: form of the ids of calls that the template takes: `call`, `nine` letters or digits, `counted`.
@@ -26,6 +28,7 @@ class Family:
     models: str
     source: str
     grammar: AnswerGrammar
+    tags: tuple[CallTags, ...] = ()
     template: tuple[str, ...] = ()
     special_tokens: bool = False
     id_form: str = "call"

@@ -51,7 +51,6 @@ _FILES = (
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 """By name, the most specific texts of templates first."""
-PARSERS: dict[str, Family] = FAMILIES | {alias: family for family in FAMILIES.values() for alias in family.aliases}
-"""By the name of the option `tool_call_parser`; those of packages are found by `torchweave.plug_points.TOOL_PARSERS`."""
-for _name, _family in PARSERS.items():
-    TOOL_PARSERS.register(_name, _family)
+for _family in FAMILIES.values():
+    for _name in (_family.name, *_family.aliases):
+        TOOL_PARSERS.register(_name, _family)

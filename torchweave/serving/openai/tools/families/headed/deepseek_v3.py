@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import regex
 
+from torchweave.serving.openai.tools.call_tags import HeadedTags
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import NAME, Grammar, HeadedCall, JsonArguments
 
@@ -12,6 +13,7 @@ _FENCE = r"\s*(?:```json)?\s*"
 _HEAD = regex.compile(
     rf"<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>\s*{NAME}{_FENCE}(?={_NEXT}|```\s*<)|{NAME}\s*<｜tool▁sep｜>\s*(?={_NEXT}))"
 )
+_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 FAMILY = Family(
     name="deepseek_v3",
@@ -21,6 +23,14 @@ FAMILY = Family(
         (HeadedCall(_HEAD, JsonArguments(), (regex.compile(r"\s*```"), regex.compile(r"\s*<｜tool▁call▁end｜>"))),),
         opening=("<｜tool▁calls▁begin｜>",),
         closing=("<｜tool▁calls▁end｜>",),
+    ),
+    tags=(
+        HeadedTags(
+            section=_SECTION,
+            call=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>"),
+            template="```json",
+        ),
+        HeadedTags(section=_SECTION, call=("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>")),
     ),
     template=("<｜tool▁calls▁begin｜>",),
     special_tokens=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import regex
 
+from torchweave.serving.openai.tools.call_tags import HeadedTags, pattern, text
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import NAME, Grammar, HeadedCall, JsonArguments
 
@@ -20,6 +21,13 @@ FAMILY = Family(
         (HeadedCall(_HEAD, JsonArguments(), (regex.compile(r"\s*<\|tool_call_end\|>"),)),),
         opening=("<|tool_calls_section_begin|>",),
         closing=("<|tool_calls_section_end|>",),
+    ),
+    tags=(
+        HeadedTags(
+            section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            call=("<|tool_call_begin|>functions.{name}:", "<|tool_call_end|>"),
+            head=(pattern("[0-9]{1,4}"), text("<|tool_call_argument_begin|>")),
+        ),
     ),
     template=("<|tool_calls_section_begin|>",),
     special_tokens=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchweave.serving.openai.tools.call_tags import object_list
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import Grammar, JsonCall
 
@@ -14,6 +15,14 @@ FAMILY = Family(
         opening=("<|START_ACTION|>",),
         closing=("<|END_ACTION|>",),
         ignored=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    tags=(
+        object_list(
+            "<|START_ACTION|>",
+            "<|END_ACTION|>",
+            keys=("tool_name", "parameters"),
+            first={"tool_call_id": {"type": "string", "pattern": "^[0-9]{1,4}$"}},
+        ),
     ),
     template=("<|START_ACTION|>",),
     special_tokens=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchweave.serving.openai.tools.call_tags import ObjectTags
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import Grammar, JsonCall
 
@@ -12,6 +13,7 @@ FAMILY = Family(
     grammar=Grammar(
         (JsonCall(),), opening=("<tool_call>",), closing=("</tool_call>",), ignored=("<response>", "</response>")
     ),
+    tags=(ObjectTags(call=("<tool_call>", "</tool_call>")),),
     template=("<response>",),
     special_tokens=True,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import regex
 
+from torchweave.serving.openai.tools.call_tags import ObjectTags
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import Grammar, JsonCall, PythonCall
 
@@ -14,6 +15,7 @@ FAMILY = Family(
     grammar=Grammar(
         (JsonCall(), PythonCall(suffix=".call")), opening=("<|python_tag|>",), start=regex.compile(r"\s*(?=\{)")
     ),
+    tags=(ObjectTags(keys=("name", "parameters")),),
     template=("<|python_tag|>", '"parameters": dictionary'),
     special_tokens=True,
 )

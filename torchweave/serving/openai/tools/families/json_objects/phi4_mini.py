@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchweave.serving.openai.tools.call_tags import object_list
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import Grammar, JsonCall
 
@@ -10,5 +11,6 @@ FAMILY = Family(
     models="Phi-4-mini",
     source="model card of microsoft/Phi-4-mini-instruct",
     grammar=Grammar((JsonCall(),), opening=("functools",)),
+    tags=(object_list("functools", ""),),
     template=("functools[",),
 )

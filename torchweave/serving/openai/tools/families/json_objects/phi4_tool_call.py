@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchweave.serving.openai.tools.call_tags import object_list
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import Grammar, JsonCall
 
@@ -10,6 +11,7 @@ FAMILY = Family(
     models="Phi-4-mini, Phi-4-multimodal",
     source="chat template of microsoft/Phi-4-mini-instruct",
     grammar=Grammar((JsonCall(),), opening=("<|tool_call|>",), closing=("<|/tool_call|>",)),
+    tags=(object_list("<|tool_call|>", "<|/tool_call|>"),),
     template=("<|/tool_call|>",),
     special_tokens=True,
 )

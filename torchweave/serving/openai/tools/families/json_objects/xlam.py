@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import regex
 
+from torchweave.serving.openai.tools.call_tags import object_list
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import Grammar, JsonCall
 
@@ -17,5 +18,6 @@ FAMILY = Family(
         closing=("</tool_call>", "```"),
         start=regex.compile(r"\s*(?=[\[{])"),
     ),
+    tags=(object_list("", ""),),
     template=('"name": "tool_call_name"',),
 )

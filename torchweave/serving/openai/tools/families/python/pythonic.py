@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import regex
 
+from torchweave.serving.openai.tools.call_tags import PythonTags
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import Grammar, PythonCall
 
@@ -17,6 +18,7 @@ FAMILY = Family(
         closing=("<|python_end|>",),
         start=regex.compile(r"\s*(?=\[)"),
     ),
+    tags=(PythonTags(section=("", ""), in_list=True),),
     template=("func_name1(params_name1",),
     special_tokens=True,
     aliases=("llama4_pythonic",),

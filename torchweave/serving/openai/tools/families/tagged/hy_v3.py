@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import regex
 
+from torchweave.serving.openai.tools.call_tags import ParameterTags
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import NAME, Grammar, HeadedCall
 from torchweave.serving.openai.tools.tagged import key_value_arguments
@@ -25,6 +26,13 @@ FAMILY = Family(
         tuple(map(_call, _SUFFIXES)),
         opening=tuple(f"<tool_calls{suffix}>" for suffix in _SUFFIXES),
         closing=tuple(f"</tool_calls{suffix}>" for suffix in _SUFFIXES),
+    ),
+    tags=(
+        ParameterTags(
+            section=("<tool_calls>", "</tool_calls>"),
+            call=("<tool_call>{name}<tool_sep>\n", "</tool_call>"),
+            parameter=("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ),
     ),
     template=("<tool_sep",),
     special_tokens=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchweave.serving.openai.tools.call_tags import ParameterTags
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.tagged import invoke_grammar
 
@@ -10,5 +11,12 @@ FAMILY = Family(
     models="MiniMax-M2 and later",
     source="chat template of MiniMaxAI/MiniMax-M2",
     grammar=invoke_grammar(("<minimax:tool_call>",), "</minimax:tool_call>"),
+    tags=(
+        ParameterTags(
+            section=("<minimax:tool_call>", "</minimax:tool_call>"),
+            call=('<invoke name="{name}">\n', "</invoke>"),
+            parameter=('<parameter name="{key}">', "</parameter>\n"),
+        ),
+    ),
     template=("<minimax:tool_call>",),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchweave.serving.openai.tools.call_tags import ParameterTags
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.tagged import function_grammar
 
@@ -10,5 +11,11 @@ FAMILY = Family(
     models="Seed-OSS",
     source="chat template of ByteDance-Seed/Seed-OSS-36B-Instruct",
     grammar=function_grammar("seed:tool_call"),
+    tags=(
+        ParameterTags(
+            call=("<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>"),
+            parameter=("<parameter={key}>\n", "\n</parameter>\n"),
+        ),
+    ),
     template=("<seed:tool_call>",),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import regex
 
+from torchweave.serving.openai.tools.call_tags import ParameterTags
 from torchweave.serving.openai.tools.family import Family
 from torchweave.serving.openai.tools.grammar import NAME, Grammar, HeadedCall
 from torchweave.serving.openai.tools.tagged import TaggedArguments
@@ -28,6 +29,13 @@ FAMILY = Family(
         (HeadedCall(_HEAD, _ARGUMENTS, (regex.compile(rf"\s*{_END}"),)),),
         opening=("<｜tool_calls_begin｜>",),
         closing=("<｜tool_calls_end｜>",),
+    ),
+    tags=(
+        ParameterTags(
+            section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+            call=(f'{_BEGIN}function<｜tool_sep｜><steptml:invoke name="{{name}}">', f"</steptml:invoke>{_END}"),
+            parameter=('<steptml:parameter name="{key}">', "</steptml:parameter>"),
+        ),
     ),
     template=("<steptml:",),
     special_tokens=True,
