@@ -85,6 +85,9 @@ CASES: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"type": "tags_with_separator", "tags": [TAG], "separator": ",", "at_least_one": True},
         {'<tool_call>{"a": true}</tool_call>,<tool_call>{"a": false}</tool_call>': "whole", "": "begun"},
     ),
+    ({**ANY, "excludes": ["no/", "never"]}, {"now": "whole", "I no/": "I no", "nevex\n": "whole", "": "whole"}),
+    ({**TAG, "content": {**ANY, "excludes": ["b"]}}, {"<tool_call>a</tool_call>": "whole", "<tool_call>ab": "<tool_call>a"}),
+    ({**TRIGGERED, "excludes": ["ab"]}, {"axb": "whole", "ab": "a", f"a{WRITTEN}b": "whole", f"{WRITTEN}ab": f"{WRITTEN}a"}),
     ({"type": "sequence", "elements": [REASONING, JSON]}, {"hmm {": "begun", "hmm</think>x": "hmm</think>"}),
     (
         {"type": "sequence", "elements": [{**REASONING, "opened": False, "opening": ["<think>"]}, JSON]},
@@ -125,6 +128,8 @@ def test_the_older_form_of_vllm() -> None:
         ({"type": "tag", "begin": "a", "content": JSON}, "a tag needs end"),
         ({"type": "triggered_tags", "triggers": ["x"], "tags": [TAG]}, "no trigger begins the tag"),
         ({"type": "json_schema", "json_schema": 5}, "an object"),
+        ({**ANY, "excludes": [""]}, "a list of texts"),
+        ({**ANY, "excludes": "a"}, "needs excludes, a list"),
         ({"type": "json_schema", "json_schema": {"type": "verse"}}, "verse"),
     ],
 )

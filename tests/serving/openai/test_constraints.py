@@ -158,6 +158,19 @@ def test_harmony_answers_in_the_final_channel_or_calls() -> None:
     call = "<|channel|>commentary to=functions.w <|constrain|>json<|message|>{}<|call|>"
     assert all(allows(text, HARMONY, **options) for text in (final, thought + final, thought * 2 + call))
     assert not allows("<|channel|>final<|message|>x", HARMONY, **options) and not allows(JSON, HARMONY, **options)
+    assert not allows(call.replace("{}", "{"), HARMONY, **options)
+    alone = options | {"calls": None}
+    assert allows(thought + final, HARMONY, **alone) and not allows(call, HARMONY, **alone)
+
+
+def test_a_budget_ends_the_reasoning_of_harmony() -> None:
+    options: dict[str, Any] = {"reasoning": "gpt_oss", "tail": "<|start|>assistant", "budget": 3}
+    thought, final = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant", "<|channel|>final<|message|>So."
+    assert all(allows(thought.format(text) + final, HARMONY, **options) for text in ("abc", "a", ""))
+    assert allows(final, HARMONY, **options) and not allows(thought.format("abcd") + final, HARMONY, **options)
+    assert not allows(thought.format("a") * 2 + final, HARMONY, **options), "one message"
+    none = options | {"budget": 0}
+    assert allows(final, HARMONY, **none) and not allows(thought.format("") + final, HARMONY, **none)
 
 
 def tool(schema: dict[str, Any], strict: bool) -> Tool:

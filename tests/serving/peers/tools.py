@@ -38,6 +38,8 @@ NOW: Any = {"type": "function", "function": {"name": "now", "parameters": NOTHIN
 BARE: Any = {"type": "function", "function": {"name": "now"}}
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 CALLED = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+NOTE: Any = {"type": "custom", "custom": {"name": "note"}}
+NOTED = '<tool_call>{"name": "note", "arguments": {"input": "a, b"}}</tool_call>'
 WRITES_A_CALL: Any = {"structured_outputs": {"choice": [CALLED]}, "max_tokens": 120}
 """The built-in model calls no tools by itself: what a model would write is the only choice."""
 ASKED: Any = {
@@ -250,6 +252,21 @@ def calls_stream(server: ServerProcess) -> None:
         reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
         assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
         assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
+
+
+@require(AREA)
+def custom_tools(server: ServerProcess) -> None:
+    """A custom tool is called with a text, whole and streamed, and its call can be sent back."""
+    asked = ASKED | {"tools": [NOTE], "structured_outputs": {"choice": [NOTED]}}
+    message = chat(server, **asked)["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert call["type"] == "custom" and call["custom"] == {"name": "note", "input": "a, b"}
+    parts = [
+        part for chunk in events(server, CHAT, **asked) for part in chunk["choices"][0]["delta"].get("tool_calls") or ()
+    ]
+    assert parts[0]["custom"]["name"] == "note" and parts[0]["type"] == "custom" and "function" not in parts[0]
+    assert "".join(part["custom"]["input"] for part in parts) == "a, b"
+    chat(server, **asked | {"messages": [*SUM, message, {"role": "tool", "tool_call_id": call["id"], "content": "ok"}]})
 
 
 @require(AREA)

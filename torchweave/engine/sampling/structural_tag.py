@@ -69,6 +69,11 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _escaped(value: str) -> str:
+    """The regular expression of a text."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in value)
+
+
 class _Builder:
     """Rules of a grammar; `rule` returns the name of a format's."""
 
@@ -112,7 +117,18 @@ class _Builder:
         parts += [_quoted(text[at:])] if at < len(text) else []
         return " ".join(parts) or '""'
 
-    def _until(self, ends: Sequence[str], max_tokens: int | None = None) -> str:
+    def _free(self, form: dict[str, Any]) -> str:
+        """Text without special tokens, and without any of the `excludes` of a format."""
+        excludes = _field(form, "excludes", list, [])
+        if not all(isinstance(each, str) and each for each in excludes):
+            raise ValueError("excludes must be a list of texts that are not empty")
+        if not excludes:
+            return _ANY
+        name = f"T{len(self.rules)}"
+        self.rules.append(f"{name}: {_ANY} & ~/(?s:.*)({'|'.join(map(_escaped, excludes))})(?s:.*)/")
+        return name
+
+    def _until(self, ends: Sequence[str], max_tokens: int | None = None, free: str = _ANY) -> str:
         """Free text and one of `ends`, which it does not hold. At `max_tokens` an end follows; one that is no special token may be
         missing then."""
         rules = []
@@ -126,7 +142,7 @@ class _Builder:
                 rules.append(self._add(self._literal(end)))
             else:
                 attributes = ",".join(stop + limit)
-                rules.append(self._add(self._add(_ANY, f"[{attributes}]" if attributes else "") + rest))
+                rules.append(self._add(self._add(free, f"[{attributes}]" if attributes else "") + rest))
         return self._add(" | ".join(rules))
 
     # -- formats -------------------------------------------------------------------------------------------------------
@@ -156,9 +172,8 @@ class _Builder:
         return self._add(f"%lark {{\n{self._as_lark(_field(form, 'grammar', str))}\n}}")
 
     def _any_text(self, form: dict[str, Any], is_last: bool) -> str:
-        if form.get("excludes"):
-            raise ValueError("any_text with excludes is not supported; use triggered_tags")
-        return self._add("<[*]>*" if is_last else _ANY)
+        free = self._free(form)
+        return self._add("<[*]>*" if is_last and free == _ANY else free)
 
     def _reasoning(self, form: dict[str, Any], is_last: bool) -> str:
         """Not xgrammar's: free text up to one of `closing`, at most `max_tokens` long; without `opened` after one of `opening`, or
@@ -210,7 +225,7 @@ class _Builder:
             raise ValueError("a tag needs end, a text or a list of texts")
         head = f"{self._literal(begin)} " if begin else ""
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
-            return self._add(head + self._until(ends))
+            return self._add(head + self._until(ends, free=self._free(content)))
         closing = " | ".join(self._literal(end) for end in ends)
         return self._add(f"{head}{self.rule(content, False)} ({closing})")
 
@@ -218,19 +233,18 @@ class _Builder:
         triggers, tags = _field(form, "triggers", list), _field(form, "tags", list)
         if not triggers or not tags or not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise ValueError("triggered_tags needs triggers, a list of texts, and tags")
-        if form.get("excludes"):
-            raise ValueError("triggered_tags with excludes is not supported; leave excludes out")
+        free = self._free(form)
         parts, left = [], list(tags)
         for trigger in triggers:
             begun = [tag for tag in left if isinstance(tag, dict) and str(tag.get("begin", "")).startswith(trigger)]
             left = [tag for tag in left if tag not in begun]
             if begun:
                 bodies = " | ".join(self._tag_after(tag, trigger) for tag in begun)
-                parts.append(f"{self._until([trigger])} ({bodies})")
+                parts.append(f"{self._until([trigger], free=free)} ({bodies})")
         if left:
             raise ValueError(f"no trigger begins the tag {json.dumps(left[0])[:80]}")
         some = f"({' | '.join(parts)})"
-        rest = self._add(_ANY)
+        rest = self._add(free)
         if form.get("stop_after_first"):
             return self._add(some if form.get("at_least_one") else f"{some} | {rest}")
         return self._add(f"{some}+ {rest}" if form.get("at_least_one") else f"{some}* {rest}")

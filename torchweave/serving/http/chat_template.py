@@ -218,7 +218,8 @@ def _tool_format(service: Service, body: ChatTemplate) -> str | None:
 
 def _has_closing_token(service: Service, form: ReasoningFormat) -> bool:
     """Whether the text that ends the reasoning is one token, which can be forced."""
-    return not form.in_channels and service.require_tokenizer().token_of(form.closing[0]) is not None
+    closing = "<|end|>" if form.in_channels else form.closing[0]
+    return service.require_tokenizer().token_of(closing) is not None
 
 
 def _template(service: Service, body: ChatTemplate) -> str:

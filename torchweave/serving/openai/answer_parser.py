@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torchweave.serving.openai.custom_tools import custom_input
 from torchweave.serving.openai.reasoning import ReasoningFormat, ReasoningGrammar, num_reasoning_tokens
 from torchweave.serving.openai.tools import (
     ArgumentsDelta,
@@ -125,3 +126,41 @@ class WholeAnswer:
             "".join(piece.text for piece in pieces if isinstance(piece, TextDelta)),
             [(piece.name, arguments.get(piece.index, "")) for piece in pieces if isinstance(piece, Call)],
         )
+
+
+class CustomInputs:
+    """Collects the inputs of custom calls while answers are parsed: a text is known when its JSON is whole.
+
+    Args:
+        names: of the custom tools.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._calls: set[tuple[int, int]] = set()
+        self._open: dict[int, tuple[int, list[str]]] = {}  # by choice: index of the call, parts of its arguments
+
+    def is_custom(self, choice: int, index: int) -> bool:
+        """Whether the `index`-th call of a choice is one of a custom tool."""
+        return (choice, index) in self._calls
+
+    def gather(self, choice: int, parts: Sequence[ParserDelta], is_ended: bool) -> Sequence[ParserDelta]:
+        """Parts of an answer in which the input of a custom call is one part, at the call's end."""
+        if not self._names:
+            return parts
+        gathered: list[ParserDelta] = []
+        for part in parts:
+            if isinstance(part, ArgumentsDelta) and (choice, part.index) in self._calls:
+                self._open[choice][1].append(part.text)
+                continue
+            if isinstance(part, Call):
+                gathered += self._close(choice)
+                if part.name in self._names:
+                    self._calls.add((choice, part.index))
+                    self._open[choice] = (part.index, [])
+            gathered.append(part)
+        return gathered + (self._close(choice) if is_ended else [])
+
+    def _close(self, choice: int) -> list[ParserDelta]:
+        index, parts = self._open.pop(choice, (0, []))
+        return [ArgumentsDelta(index, custom_input("".join(parts)))] if parts else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +14,12 @@ from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.answer_parser import AnswerFormat
 from torchweave.serving.openai.protocol import ChatRequest, Tool
 from torchweave.serving.openai.reasoning import initial_state
-from torchweave.serving.openai.tools.call_tags import SPACE, TaggedCalls
+from torchweave.serving.openai.tools.call_tags import SPACE, TaggedCalls, optional, sequence, text
 from torchweave.serving.request_warnings import RequestWarnings
 
 LENIENT = {"lenient": True}
 """llguidance's option (`x-guidance`) of schemas of which something was left out."""
 _ANY_TEXT = {"type": "any_text"}
-_FINAL = "<|channel|>final<|message|>"
 
 
 @functools.lru_cache(256)
@@ -114,14 +114,16 @@ def constrain(
     state = "answer" if form is None else initial_state(form, answer_format.prompt_tail, answer_format.continued)[0]
     strict = calls if is_strict else None
     has_calls = structured is not None and bool(names) and answer_format.tools.parser is not None
-    if form is not None and form.in_channels and (has_calls or strict is not None):
+    if form is not None and form.in_channels and answer_format.tools.forced is None and not answer_format.continued:
+        if structured is None and strict is None and budget is None:
+            return Constrained(params, answer_format)
         rest = None if structured is None else _as_format(structured)
-        return _combined(params, answer_format, [*_channels(rest, names, calls)])
+        return _combined(params, answer_format, [*_channels(rest, names, calls, budget)])
     reasons = form is not None and form.closing[0] in markers and state != "answer"
     if form is not None and state == "start":
         reasons = reasons and (form.is_implicit or form.opening[0] in markers)
     within_text = strict.within_text if strict is not None and structured is None else None
-    if (form is not None and form.in_channels) or (structured is None and budget is None and within_text is None):
+    if structured is None and budget is None and within_text is None:
         reasons = False
     if structured is None and not reasons and within_text is None:
         return Constrained(params, answer_format)
@@ -162,34 +164,32 @@ def _reasoning(form: Any, state: str, budget: int | None) -> dict[str, Any]:
 
 
 def _channels(
-    answer: dict[str, Any] | None, names: list[str], calls: TaggedCalls | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """gpt-oss: reasoning, then a call in a channel of its own, or the answer in the final one; without an answer any text."""
-    final = {"type": "sequence", "elements": [{"type": "const_string", "value": _FINAL}, answer or _ANY_TEXT]}
-    starts = [{"type": "const_string", "value": f"<|channel|>commentary to=functions.{name}"} for name in names]
-    begun = [{"type": "sequence", "elements": [start, _ANY_TEXT]} for start in starts]
-    before = ("analysis", "commentary") if answer is None else ("analysis",)
-    messages = [
-        {
-            "type": "sequence",
-            "elements": [
-                {"type": "const_string", "value": f"<|channel|>{channel}<|message|>"},
-                {"type": "reasoning", "opened": True, "closing": ["<|end|><|start|>assistant"]},
-            ],
-        }
-        for channel in before
-    ]
-    content = messages[0] if len(messages) == 1 else {"type": "or", "elements": messages}
-    made = begun if calls is None else calls.tags
-    return {"type": "star", "content": content}, {"type": "or", "elements": [final, *made]}
+    answer: dict[str, Any] | None, names: list[str], calls: TaggedCalls | None, budget: int | None
+) -> Iterator[dict[str, Any]]:
+    """gpt-oss: reasoning, then a call in a channel of its own, or the answer in the final one; without an answer any text.
+
+    Args:
+        budget: most tokens of the reasoning, which is one message then.
+    """
+    limit = {} if budget is None else {"max_tokens": budget}
+    end = {"type": "reasoning", "opened": True, "closing": ["<|end|><|start|>assistant"]}
+    thought = sequence(text("<|channel|>analysis<|message|>"), end | limit)
+    if budget is None:
+        yield {"type": "star", "content": thought}
+    elif budget > 0:
+        yield optional(thought)
+    if answer is None:
+        yield {"type": "star", "content": sequence(text("<|channel|>commentary<|message|>"), end)}
+    made = [sequence(text(f"<|channel|>commentary to=functions.{name}"), _ANY_TEXT) for name in names]
+    final = sequence(text("<|channel|>final<|message|>"), answer or _ANY_TEXT)
+    yield {"type": "or", "elements": [final, *(made if calls is None else calls.tags)]}
 
 
 def _begun_calls(answer_format: AnswerFormat) -> list[dict[str, Any]]:
     """The beginning of calls in a format that is not described, and any text."""
     parser = answer_format.tools.parser
     markers = parser.marked.opening if parser is not None and parser.marked is not None else ()
-    starts: list[dict[str, Any]] = [{"type": "const_string", "value": marker} for marker in markers]
-    return [{"type": "sequence", "elements": [start, _ANY_TEXT]} for start in starts]
+    return [sequence(text(marker), _ANY_TEXT) for marker in markers]
 
 
 def _as_format(structured: StructuredOutputs) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _as_format(structured: StructuredOutputs) -> dict[str, Any]:
     if structured.regex is not None:
         return {"type": "regex", "pattern": structured.regex}
     if structured.choice is not None:
-        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in structured.choice]}
+        return {"type": "or", "elements": [text(choice) for choice in structured.choice]}
     if structured.grammar is not None:
         return {"type": "grammar", "grammar": structured.grammar}
     schema = {"type": "object"} if structured.json is None else structured.json

@@ -29,6 +29,7 @@ from torchweave.serving.openai.bounds import (
     MAX_TOOLS,
     ModelWithBounds,
 )
+from torchweave.serving.openai.custom_tools import custom_function, from_custom_call
 from torchweave.utils.suggest import did_you_mean
 
 
@@ -126,15 +127,16 @@ def _bias(value: Any) -> Any:
 def _tool_choice(value: Any) -> Any:
     if value is None or value in ("none", "auto", "required"):
         return value
-    if isinstance(value, dict) and value.get("type") == "function":
-        function = value.get("function")
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            return function["name"] + _NAMED
+    if isinstance(value, dict) and value.get("type") in ("function", "custom"):
+        name = _function_name(value)
+        if name is not None:
+            return name + _NAMED
     raise ValueError('expected none, auto, required, or {"type": "function", "function": {"name": ...}}')
 
 
 def _function_name(tool: Any) -> str | None:
-    function = tool.get("function") if isinstance(tool, dict) else None
+    """The name of a tool, a function or a custom one."""
+    function = tool.get("custom" if tool.get("type") == "custom" else "function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 
@@ -284,6 +286,10 @@ class CompletionRequest(Generation):
     add_special_tokens: bool = True
 
 
+def _calls(value: Any) -> Any:
+    return [from_custom_call(call) for call in value] if isinstance(value, list) else value
+
+
 class Message(ModelWithBounds):
     """A message of a conversation. Further fields are passed to the chat template."""
 
@@ -293,11 +299,11 @@ class Message(ModelWithBounds):
         str | list[dict[str, Any]] | None,
         BeforeValidator(message_content, json_schema_input_type=str | list[dict[str, Any]] | None),
     ] = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]] | None, BeforeValidator(_calls)] = None
 
 
 class Function(Body):
-    """Definition of a tool. With `strict`, calls match the parameters also where the model calls freely; see `call_tags`."""
+    """Definition of a tool. With `strict`, calls match the parameters also where the model calls freely; see `Family.tags`."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
@@ -306,15 +312,15 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A function that the model may call."""
+    """A function that the model may call, or a custom tool, which the model sees as one."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     function: Function
 
     @property
     def definition(self) -> dict[str, Any]:
         """For the chat template, complete: templates read all of it."""
-        definition = self.model_dump(exclude_none=True)
+        definition = self.model_dump(exclude_none=True) | {"type": "function"}
         filled = {"description": "", "parameters": {"type": "object", "properties": {}}}
         return {
             **definition,
@@ -322,11 +328,20 @@ class Tool(Body):
         }
 
 
+def _tool(value: Any) -> Any:
+    """A custom tool as a function; other values as they are."""
+    custom = value.get("custom") if isinstance(value, dict) and value.get("type") == "custom" else None
+    if not isinstance(custom, dict):
+        return value
+    function = custom_function(custom.get("name"), custom.get("description"), custom.get("format"))
+    return {"type": "custom", "function": function}
+
+
 class ChatTemplate(Body):
     """Fields that the chat template uses."""
 
     messages: list[Message]
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Annotated[Tool, BeforeValidator(_tool)]], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

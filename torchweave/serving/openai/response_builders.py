@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from torchweave.serving.errors import ApiError
-from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser, WholeAnswer
+from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser, CustomInputs, WholeAnswer
 from torchweave.serving.openai.generation import AnswerStream, Delta
 from torchweave.serving.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation, StreamOptions
@@ -257,6 +257,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         self._format = answer_format
         self._calls_end = body.named_function is None  # answers with calls have the finish reason `tool_calls`
         self._parsers: dict[int, AnswerParser] = {}
+        self._custom = CustomInputs([tool.function.name for tool in body.tools or () if tool.type == "custom"])
         self._only_text = answer_format.is_plain and self._num_top is None
         self._only_text = self._only_text and not (self._continuous_usage or self._with_token_ids)
 
@@ -280,7 +281,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
                 chunks.append(self._chunk(_choice(delta.index, {"content": self._echo})))
         pieces = self._pieces(delta)
         logprobs = self._logprobs_of(delta)
-        changes = [self._delta_of(piece) for piece in pieces]
+        changes = [self._delta_of(piece, delta.index) for piece in pieces]
         if delta.finish_reason or ((logprobs or self._with_token_ids) and not changes):
             changes = changes or [{}]
         for number, change in enumerate(changes):
@@ -307,11 +308,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     def _answer(self, answer: Delta) -> dict[str, Any]:
         whole = WholeAnswer.of(self._pieces(answer))
         calls = [
-            {
-                "id": self._format.tools.new_id(name, index),
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
+            {"id": self._format.tools.new_id(name, index), **self._called(answer.index, index, name, arguments)}
             for index, (name, arguments) in enumerate(whole.calls)
         ]
         text = self._echo + whole.text
@@ -330,12 +327,21 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         }
         return choice | ({"token_ids": answer.token_ids} if self._with_token_ids else {})
 
-    def _pieces(self, delta: Delta) -> list[ParserDelta]:
+    def _pieces(self, delta: Delta) -> Sequence[ParserDelta]:
         """Parse the new text into reasoning, text and calls."""
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = AnswerParser(self._format)
-        return parser.feed(delta.text, delta.finish_reason is not None, is_cut=delta.finish_reason != "stop")
+        is_ended = delta.finish_reason is not None
+        pieces = parser.feed(delta.text, is_ended, is_cut=delta.finish_reason != "stop")
+        return self._custom.gather(delta.index, pieces, is_ended)
+
+    def _called(self, choice: int, index: int, name: str | None, arguments: str) -> dict[str, Any]:
+        """A call's type and content; without the name, a further part of it."""
+        named = {} if name is None else {"name": name}
+        if self._custom.is_custom(choice, index):
+            return {**({"type": "custom"} if named else {}), "custom": {**named, "input": arguments}}
+        return {**({"type": "function"} if named else {}), "function": {**named, "arguments": arguments}}
 
     def _answer_details(self) -> dict[str, Any]:
         num_reasoning_tokens = sum(
@@ -354,16 +360,16 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         called = self._calls_end and delta.index in self._parsers and self._parsers[delta.index].has_calls
         return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
-    def _delta_of(self, piece: ParserDelta) -> dict[str, Any]:
+    def _delta_of(self, piece: ParserDelta, choice: int) -> dict[str, Any]:
         if isinstance(piece, TextDelta):
             return {"content": piece.text}
         if isinstance(piece, ReasoningDelta):
             return _reasoning(piece.text)
+        call: dict[str, Any] = {"index": piece.index}
         if isinstance(piece, Call):
-            function = {"name": piece.name, "arguments": ""}
-            call_id = self._format.tools.new_id(piece.name, piece.index)
-            return {"tool_calls": [{"index": piece.index, "id": call_id, "type": "function", "function": function}]}
-        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+            call["id"] = self._format.tools.new_id(piece.name, piece.index)
+            return {"tool_calls": [{**call, **self._called(choice, piece.index, piece.name, "")}]}
+        return {"tool_calls": [{**call, **self._called(choice, piece.index, None, piece.text)}]}
 
 
 def _reasoning(text: str) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from typing import Any
 
 from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser
+from torchweave.serving.openai.custom_tools import custom_input
 from torchweave.serving.openai.generation import AnswerStream, Delta
 from torchweave.serving.openai.logprobs import chat_logprobs
 from torchweave.serving.openai.response_builders import ResponseBuilder, named_event
 from torchweave.serving.openai.responses.protocol import ResponsesRequest
-from torchweave.serving.openai.responses.tools import Origin, ResponseTools, custom_input
+from torchweave.serving.openai.responses.tools import Origin, ResponseTools
 from torchweave.serving.openai.tools import ArgumentsDelta, Call, ParserDelta, ReasoningDelta, TextDelta
 
 _ECHOED = (

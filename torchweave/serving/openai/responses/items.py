@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from torchweave.serving.errors import ApiError
+from torchweave.serving.openai.custom_tools import custom_arguments
 from torchweave.serving.openai.responses.tools import ResponseTools
 from torchweave.serving.request_warnings import RequestWarnings
 
@@ -60,7 +61,7 @@ class _ItemReader:
             name = self._tools.function_name(item.get("name"), item.get("namespace"))
             self._add_call(item, name, item.get("arguments"))
         elif kind == "custom_tool_call":
-            arguments = json.dumps({"input": item.get("input")}, ensure_ascii=False)
+            arguments = custom_arguments(item.get("input"))
             self._add_call(item, self._tools.function_name(item.get("name"), item.get("namespace")), arguments)
         elif kind.endswith("_output") and "call_id" in item:
             output = self._output(item.get("output"))

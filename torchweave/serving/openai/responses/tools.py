@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pydantic import ConfigDict, Discriminator, Tag
 
 from torchweave.serving.errors import ApiError
 from torchweave.serving.openai.bounds import ModelWithBounds
+from torchweave.serving.openai.custom_tools import custom_function
 from torchweave.serving.openai.protocol import Body
 from torchweave.serving.request_warnings import RequestWarnings
 
@@ -129,34 +129,13 @@ def flatten(tools: Sequence[Any], warnings: RequestWarnings) -> ResponseTools:
         if name in result.origins:
             raise ApiError(400, f"Two tools have the same name {name[:80]!r}; rename one.", param="tools")
         result.origins[name] = Origin(tool.name, namespace, isinstance(tool, CustomTool))
-        fields = _custom(tool) if isinstance(tool, CustomTool) else tool.model_dump(exclude={"type"}, exclude_none=True)
+        fields = (
+            custom_function(tool.name, tool.description, tool.format)
+            if isinstance(tool, CustomTool)
+            else tool.model_dump(exclude={"type"}, exclude_none=True)
+        )
         result.functions.append({"type": "function", "function": {**fields, "name": name}})
     return result
-
-
-def _custom(tool: CustomTool) -> dict[str, Any]:
-    """A function with one text; a grammar is told to the model."""
-    text = tool.description or ""
-    form = tool.format or {}
-    if isinstance(form.get("definition"), str):
-        text += f"\n\nThe input follows this {form.get('syntax') or ''} grammar:\n{form['definition']}"
-    parameters = {
-        "type": "object",
-        "properties": {"input": {"type": "string", "description": "The whole input, as plain text."}},
-        "required": ["input"],
-        "additionalProperties": False,
-    }
-    return {"description": text.strip(), "parameters": parameters}
-
-
-def custom_input(arguments: str) -> str:
-    """The text of a custom tool's call; arguments of another form are the text themselves."""
-    try:
-        fields = json.loads(arguments)
-    except ValueError:
-        return arguments
-    value = fields.get("input") if isinstance(fields, dict) else None
-    return value if isinstance(value, str) else arguments
 
 
 def chat_tool_choice(choice: Any, tools: ResponseTools) -> Any:
