@@ -16,13 +16,14 @@ else
 TORCH := torch>=2.11
 endif
 
-.PHONY: help demo test test-all test-gpu lint style types site checks pytest docs clean
+.PHONY: help demo test test-all test-gpu test-agents lint style types site checks pytest docs clean
 
 help:
 	@echo "make demo   create .venv, install, and let the built-in model answer"
 	@echo "make test   ruff, import-linter, pyright, the docs and the tests"
 	@echo "make test-all   also what runs the code of another test, and Ray"
 	@echo "make test-gpu   the tests that need a GPU"
+	@echo "make test-agents   sessions of agents that people run; installs them"
 	@echo "make docs   rewrite every generated page"
 	@echo "make site   build the docs as a site into site/"
 	@echo "make clean  remove .venv and what tools left behind"
@@ -37,14 +38,24 @@ test: style
 checks: types site
 
 # docs/develop/testing.md says what this leaves out and when to run the rest.
-MARKED := not whole
+MARKED := not (whole or agents)
 
 test-all:
-	@$(MAKE) test MARKED='whole or not whole'
+	@$(MAKE) test MARKED='not agents'
 
 # Files that need more GPUs than there are skip themselves.
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+# Agents that people run, in .agents; they need npm, and their versions are the newest.
+NODE_CLIENTS := @anthropic-ai/claude-code @openai/codex @qwen-code/qwen-code opencode-ai ai @ai-sdk/openai zod
+PYTHON_CLIENTS := openai-agents langgraph langchain-openai smolagents[openai] pydantic-ai-slim[openai]
+
+test-agents: $(VENV)/.installed-test
+	npm install --prefix .agents --no-audit --no-fund --silent $(NODE_CLIENTS)
+	$(PYTHON) -m venv .agents/python
+	.agents/python/bin/python -m pip install --quiet --disable-pip-version-check $(PYTHON_CLIENTS)
+	$(BIN)/python -m pytest -m agents tests/agents
 
 # A file at a time on each of two processes, which take a core each; tests/conftest.py orders the files. Bytecode is written: tests
 # start hundreds of processes, each of which would compile the package.

@@ -1,7 +1,8 @@
 """Fuzz the parsers of tool calls: answers are generated, written as a family's template does, cut, and parsed.
 
-Each way to cut an answer gives the same text and calls; the calls are those that were generated, with valid JSON; and the text is
-the generated text. Run `python -m tests.serving.openai.parser_fuzz [--count N] [PARSER ...]`; it exits with 1 on a difference.
+Half of them begin with reasoning, which the prompt opens or they. Each way to cut an answer gives the same reasoning, text and
+calls; the calls are those that were generated, with valid JSON; and reasoning and text are what was generated. Run
+`python -m tests.serving.openai.parser_fuzz [--count N] [PARSER ...]`; it exits with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.serving.openai.answer_writers import ONLY_CALLS, WRITERS, CallText
-from torchweave.serving.openai.answer_parser import WholeAnswer
+from torchweave.serving.openai.answer_parser import AnswerFormat, AnswerParser, WholeAnswer
 from torchweave.serving.openai.protocol import Tool
-from torchweave.serving.openai.tools import CallParser, StreamParser, make_tool_parser
+from torchweave.serving.openai.reasoning import FORMATS
+from torchweave.serving.openai.tools import ToolUse, make_tool_parser
 
 SHORT = 160  # characters of an answer that is cut at every place
 NAMES = ("now", "write_file", "get-weather", "mcp__server__read", "f.g")
@@ -108,10 +110,27 @@ def cuts(random_: random.Random, text: str) -> Iterator[list[str]]:
         yield [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-def parse(calls: CallParser, parts: Sequence[str]) -> WholeAnswer:
+def reasoned(random_: random.Random, parser: str, written: str) -> tuple[str, str, AnswerFormat]:
+    """An answer after reasoning, or as it is; the reasoning; and how both are parsed."""
+    tools = ToolUse([], None, make_tool_parser(parser, TOOLS))
+    thought = "".join(random_.choices(PLAIN, k=random_.randrange(1, 5))).strip()
+    if parser == "gpt_oss":
+        if not thought or not written.startswith("<|"):
+            return written, "", AnswerFormat(tools, FORMATS[parser])
+        before = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+        return before + written, thought, AnswerFormat(tools, FORMATS[parser])
+    if random_.random() < 0.5:
+        return written, "", AnswerFormat(tools)
+    is_open = random_.random() < 0.5
+    form = AnswerFormat(tools, FORMATS["qwen3"], prompt_tail="<think>\n" if is_open else "assistant\n")
+    return f"{'' if is_open else '<think>'}{thought}\n</think>\n\n{written}", thought, form
+
+
+def parse(form: AnswerFormat, parts: Sequence[str]) -> WholeAnswer:
     """Parse an answer that comes in parts."""
-    parser = StreamParser(calls.parse)
-    return WholeAnswer.of([piece for part in parts for piece in parser.feed(part)] + parser.finish())
+    parser = AnswerParser(form)
+    fed = [parser.feed(part, number == len(parts) - 1, is_cut=False) for number, part in enumerate(parts)]
+    return WholeAnswer.of([piece for pieces in fed for piece in pieces])
 
 
 def _refuse(constant: str) -> None:
@@ -121,18 +140,20 @@ def _refuse(constant: str) -> None:
 def difference(random_: random.Random, parser: str) -> str | None:
     """Generate, write and parse one answer; returns what differs."""
     written, text, calls = answer(random_, parser)
-    tools = make_tool_parser(parser, TOOLS)
-    whole = parse(tools, [written])
+    written, thought, form = reasoned(random_, parser, written)
+    whole = parse(form, [written])
     try:
         found = [(name, json.loads(given, parse_constant=_refuse)) for name, given in whole.calls]
     except ValueError as error:
         return f"{parser}: {written!r} gives arguments that are not JSON: {whole.calls!r} ({error})"
     if found != calls:
         return f"{parser}: {written!r} gives the calls {found!r} instead of {calls!r}"
+    if whole.reasoning != thought:
+        return f"{parser}: {written!r} gives the reasoning {whole.reasoning!r} instead of {thought!r}"
     if "".join(whole.text.split()) != "".join(text.split()):
         return f"{parser}: {written!r} gives the text {whole.text!r} instead of {text!r}"
     for parts in cuts(random_, written):
-        if (streamed := parse(tools, parts)) != whole:
+        if (streamed := parse(form, parts)) != whole:
             return f"{parser}: {parts!r} gives {streamed!r} instead of {whole!r}"
     return None
 

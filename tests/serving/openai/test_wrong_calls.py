@@ -159,6 +159,12 @@ def test_a_forgotten_closing_tag_does_not_merge_values() -> None:
             assert read(make_tool_parser(form, TOOLS), parts) == ("", [call]), parts
 
 
+def test_an_end_as_the_format_has_it_outranks_one_within_a_value() -> None:
+    content = "  </parameter></tool_call>[\n<parameter=e>\n1\n</parameter>"
+    for parts in cuts(qwen(("path", content)) + "Done."):
+        assert read(make_tool_parser("qwen3_coder", TOOLS), parts) == ("Done.", [("write", {"path": content})]), parts
+
+
 def test_text_after_a_call_is_text() -> None:
     first, second = (("path", "a"), ("content", "b")), (("path", "c"), ("content", "d"))
     calls = [("write", dict(first)), ("write", dict(second))]

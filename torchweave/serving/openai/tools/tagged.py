@@ -19,7 +19,7 @@ _NO_MENTION = regex.compile(r"(?:^|\n[ \t]*|[^\s\"'`(])\Z")
 _TEXTS = ("true", "string")
 _NO, _BEGINS_TO_END, _WITHIN, _ENDED, _OVER, _CERTAIN = range(6)
 """How certain it is that a closing tag ends a value: the call's end follows in part, whole (where the tag may close one within
-the value, or not), or with what comes after the call."""
+the value or is not written as the format has it, or neither), or with what comes after the call."""
 _TAIL = 64  # characters of a value that tell so
 
 
@@ -154,7 +154,8 @@ class TaggedArguments(ArgumentsGrammar):
         fully = yield from source.match(self._patterns["closed_fully"])
         if fully is None:
             return _BEGINS_TO_END
-        return _ENDED if depth == 0 else _WITHIN
+        as_written = value.is_on_own_line and self.call_end in fully[0]
+        return _ENDED if depth == 0 and as_written else _WITHIN
 
     def _is_next(
         self, follows: regex.Match[str], parameters: Parameters, given: list[str], depth: int, value: _Value
