@@ -18,6 +18,11 @@ _JSON_STYLES = (None, "json")
 _MAX_DEPTH = 64
 
 
+def escape_regex(text: str) -> str:
+    """The regular expression that matches exactly `text`."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
 def structural_lark(
     tag: str | dict[str, Any], tokens: Mapping[str, int], options: Mapping[str, Any], as_lark: Callable[[str], str]
 ) -> str:
@@ -67,11 +72,6 @@ def _field(form: dict[str, Any], name: str, kind: type, default: Any = None) -> 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(value: str) -> str:
-    """The regular expression of a text."""
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in value)
 
 
 class _Builder:
@@ -125,7 +125,7 @@ class _Builder:
         if not excludes:
             return _ANY
         name = f"T{len(self.rules)}"
-        self.rules.append(f"{name}: {_ANY} & ~/(?s:.*)({'|'.join(map(_escaped, excludes))})(?s:.*)/")
+        self.rules.append(f"{name}: {_ANY} & ~/(?s:.*)({'|'.join(map(escape_regex, excludes))})(?s:.*)/")
         return name
 
     def _until(self, ends: Sequence[str], max_tokens: int | None = None, free: str = _ANY) -> str:

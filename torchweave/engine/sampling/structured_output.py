@@ -23,7 +23,7 @@ import numpy as np
 
 from torchweave.engine.request import SamplingParams, StructuredOutputs
 from torchweave.engine.sampling.json_schema import endless_ref, loosen
-from torchweave.engine.sampling.structural_tag import structural_lark
+from torchweave.engine.sampling.structural_tag import escape_regex, structural_lark
 from torchweave.engine.stop_regex import one_line_reason
 from torchweave.tokenizer import Tokenizer
 
@@ -100,7 +100,7 @@ def _grammar(structured: StructuredOutputs, tokens: Mapping[str, int] = _NO_TOKE
     if structured.regex is not None:
         return _spelled(LLMatcher.grammar_from_regex(structured.regex), structured.regex.replace("\\", ""), tokens)
     if structured.choice is not None:  # a regex, because the parser is limited to 2000 alternatives
-        pattern = "|".join(map(_escape_regex, structured.choice))
+        pattern = "|".join(map(escape_regex, structured.choice))
         return _spelled(LLMatcher.grammar_from_regex(pattern), "\n".join(structured.choice), tokens)
     if structured.grammar is not None:
         return LLMatcher.grammar_from_lark(_check_multiples(_as_lark(structured.grammar)))
@@ -205,11 +205,6 @@ def _as_lark(grammar: str) -> str:
         return gbnf_to_lark.gbnf_to_lark(grammar)
     except Exception as error:  # it raises plain ones
         raise ValueError(f"as EBNF, {error}") from None
-
-
-def _escape_regex(text: str) -> str:
-    """The regular expression that matches exactly `text`."""
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 class Constraint:
