@@ -119,13 +119,13 @@ class _Builder:
 
     def _free(self, form: dict[str, Any]) -> str:
         """Text without special tokens, and without any of the `excludes` of a format."""
-        excludes = _field(form, "excludes", list, [])
-        if not all(isinstance(each, str) and each for each in excludes):
+        banned = _field(form, "excludes", list, [])
+        if not all(isinstance(each, str) and each for each in banned):
             raise ValueError("excludes must be a list of texts that are not empty")
-        if not excludes:
+        if not banned:
             return _ANY
         name = f"T{len(self.rules)}"
-        self.rules.append(f"{name}: {_ANY} & ~/(?s:.*)({'|'.join(map(escape_regex, excludes))})(?s:.*)/")
+        self.rules.append(f"{name}: {_ANY} & ~/(?s:.*)({'|'.join(map(escape_regex, banned))})(?s:.*)/")
         return name
 
     def _until(self, ends: Sequence[str], max_tokens: int | None = None, free: str = _ANY) -> str:

@@ -167,7 +167,7 @@ def _constrained(
     if params.structured_outputs is not None and form_type == "text":
         may_call = False  # vLLM's `structured_outputs` hold for the whole answer
     tools = body.tools or [] if may_call else []
-    calls, is_strict = _described_calls(service, body, answer_format, tools, params, warnings)
+    calls, is_strict = _constrained_calls(service, body, answer_format, tools, params, warnings)
     texts = () if form is None else (form.opening[0], form.closing[0])
     markers = frozenset(text for text in texts if service.require_tokenizer().token_of(text) is not None)
     names = [tool.function.name for tool in tools]
@@ -179,7 +179,7 @@ def _constrained(
     return constrained.params, replace(constrained.answer_format, template=template)
 
 
-def _described_calls(
+def _constrained_calls(
     service: Service,
     body: ChatRequest,
     answer_format: AnswerFormat,

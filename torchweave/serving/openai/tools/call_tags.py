@@ -122,7 +122,7 @@ class CallTags(ABC):
             return TaggedCalls(trigger, calls, not parallel, self.holds_strict)
         one = _any_of(calls)
         more = [{"type": "star", "content": sequence(self.separator, one)}] if parallel else []
-        brackets = [[SPACE, text(bracket)] if self.in_list else [] for bracket in "[]"]
+        brackets = [[SPACE, text(mark)] if self.in_list else [] for mark in "[]"]
         content = sequence(*brackets[0], SPACE, one, *more, *brackets[1], SPACE)
         tag = _tag(self.section[0], content, self.section[1])
         return TaggedCalls(self.section[0], [tag], True, self.holds_strict)
