@@ -1,6 +1,6 @@
 """Bodies that may stall a server, each beside a client that reads a stream and one that sends short requests.
 
-    python -m tests.serving.stalls                      # the whole set, against a server of its own: some 800 bodies
+    python -m tests.serving.stalls                      # the whole set, against a server of its own: some 1,000 bodies
     python -m tests.serving.stalls --only tools --sizes 60000,600000 --url http://127.0.0.1:8000
 
 Prints a line for each body: the longest gaps of both clients, the seconds until the answer, its status, and the memory of the HTTP
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,22 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/detokenize": ({"tokens": [5]}, {"tokens": 5}),
 }  # fmt: skip
 """By path: a valid body, and for each of its lists a right item; None: an object of many members."""
+MUCH_WORK: dict[str, dict[str, Any]] = {
+    "n 256": TEXT | {"n": 256, "max_tokens": 40},
+    "best_of 256": TEXT | {"best_of": 256, "max_tokens": 40},
+    "beam 64": TEXT | {"use_beam_search": True, "n": 64, "max_tokens": 40, "temperature": 0},
+    "beam 256": TEXT | {"use_beam_search": True, "n": 256, "max_tokens": 40, "temperature": 0},
+    "stop_regex 8 n 32": TEXT
+    | {"n": 32, "max_tokens": 40, "stop_regex": [f"z{number}[0-9]{{9}}q" for number in range(8)]},
+    "logprobs 100 n 32": TEXT | {"n": 32, "logprobs": 100, "max_tokens": 100, "ignore_eos": True},
+    "prompt_logprobs 100": TEXT | {"prompt": [[5] * 200] * 32, "prompt_logprobs": 100, "max_tokens": 1},
+    "schema of many states": TEXT
+    | {"guided_json": {"type": "array", "maxItems": 9999, "items": {"multipleOf": 19997}}},
+    "schema of many rules": TEXT | {"guided_json": {"anyOf": [{"const": f"a{number}"} for number in range(9000)]}},
+    "grammar without end": TEXT
+    | {"guided_grammar": 'start: "a" start | start "b" | start start | "c"', "max_tokens": 40},
+}
+"""Completions of short bodies that ask for much."""
 WRONG: tuple[Any, ...] = ("", 1, None, {}, [])
 
 
@@ -105,6 +122,14 @@ def cases(sizes: tuple[int, ...] = SIZES, only: str = "") -> Iterator[Case]:
                     label = f"{path} {name} {kind} {size}"
                     if only in label:
                         yield Case(label, path, _body(body, name, value, size))
+
+
+def cases_of_much_work(only: str = "") -> Iterator[Case]:
+    """Short bodies that ask for much."""
+    path = "/v1/completions"
+    yield from (
+        Case(f"{path} {name}", path, json.dumps(body).encode()) for name, body in MUCH_WORK.items() if only in name
+    )
 
 
 def _fillings(item: Any) -> Iterator[tuple[str, str]]:
@@ -218,7 +243,7 @@ def main() -> int:
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes of the bodies")
     parser.add_argument("--only", default="", help="a part of the names of the bodies to send")
     given = parser.parse_args()
-    chosen = cases(tuple(map(int, given.sizes.split(","))), given.only)
+    chosen = chain(cases(tuple(map(int, given.sizes.split(","))), given.only), cases_of_much_work(given.only))
     with contextlib.ExitStack() as stack:
         server = None if given.url else stack.enter_context(serving())
         url, pid = (given.url, None) if server is None else (server.url, server.process.pid)

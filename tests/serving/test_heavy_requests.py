@@ -21,8 +21,30 @@ from torchweave.serving.tokenization import AsyncTokenizer
 from torchweave.tokenizer import TextTooLong, Tokenizer
 
 DEMO = Path(torchweave.__file__).parent / "models" / "demo"
+TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "1+1="}]}
 HEAVY: dict[str, tuple[dict[str, Any], str]] = {
     "bad words": ({"prompt": "1+1=", "bad_words": [f"word {number}" for number in range(30_000)]}, "give at most 2048"),
+    "a bad word": (
+        {"prompt": "1+1=", "bad_words": ["12+30= " * 85_000]},
+        "595000 characters in all; give at most 65536",
+    ),
+    "a long choice": (
+        {"prompt": "1+1=", "guided_choice": ["12+30= " * 5_000]},
+        "structured_outputs.choice cannot be used: one of them has 35000 characters; send choices of at most 16384.",
+    ),
+    "a regex": ({"prompt": "1+1=", "guided_regex": "ab" * 40_000}, "it has 80000 characters; send at most 65536"),
+    "a choice": (
+        {"prompt": "1+1=", "guided_choice": ["12+30= " * 85_000]},
+        "it has 595000 characters; send at most 262144",
+    ),
+    "a grammar": (
+        {"prompt": "1+1=", "guided_grammar": "root ::= a\n" + 'a ::= "b" | a\n' * 50_000},
+        "structured_outputs.grammar cannot be used: it has 700011 characters; send at most 262144.",
+    ),
+    "a schema": (
+        {"prompt": "1+1=", "guided_json": {"enum": [f"{each:9d}" for each in range(60_000)]}},
+        "characters; send at most 262144",
+    ),
     "stop strings": ({"prompt": "1+1=", "n": 32, "stop": [f"s{number}" for number in range(100_000)]}, "at most 1024"),
     "text": ({"prompt": "12+30= " * 1_000_000}, "maximum context length is 512 tokens"),
     "conversation": ({"messages": [{"role": "user", "content": "1+1= " * 1_000_000}]}, "maximum context length is 512"),
@@ -48,6 +70,26 @@ def test_heavy_requests_are_refused_at_once(server: ServerProcess, name: str) ->
     assert len(answer.text) < 1000 and sum(map(cpu_seconds, pids)) - begin < 4  # 14 seconds to encode the text
     if name in ("text", "conversation"):
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/tokenize", {"prompt": "12+30= " * 150_000}, "The text has 1050000 characters, but at most 1048576"),
+        ("/tokenize", TALK | {"messages": [{"role": "user", "content": "a" * 1_050_000}]}, "has 1050000 characters"),
+        (
+            "/tokenize",
+            TALK | {"tools": [{"type": "function", "function": {"name": "f", "description": "a" * 1_050_000}}]},
+            "characters, but at most 1048576",
+        ),
+        ("/detokenize", {"tokens": [5] * 1_050_000}, "tokens holds 1050000 ids, but at most 1048576"),
+    ],
+)
+def test_tokens_have_bounds(server: ServerProcess, path: str, body: dict[str, Any], words: str) -> None:
+    begin = cpu_seconds(server.process.pid)
+    answer = server.post(path, body)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text[:300]
+    assert cpu_seconds(server.process.pid) - begin < 1.5  # 56 s for 8 MB
 
 
 def test_the_longest_text_that_may_fit_is_encoded() -> None:

@@ -124,6 +124,8 @@ _MAX_N = 16384
 """Each answer is a request of its own; vLLM's bound."""
 _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS, _MAX_BAD_WORDS = 1024, 16384, 2048
 """Limits of stop strings and bad words, which each token of an answer is compared with."""
+_MAX_BAD_CHARACTERS = 1 << 16
+"""Of all bad words that are texts, which are tokenized twice: 32 for each of the most words."""
 _MAX_STOP_REGEXES, _MAX_REGEX_CHARACTERS = 8, 2048
 _MAX_SHOWN = 400  # characters of a value in an error
 _N_RANGE = f"from 1 to {_MAX_N}"  # formatted once, not per request
@@ -343,6 +345,9 @@ def _check_lengths(params: SamplingParams) -> None:
             f"bad_words holds {len(words)} words, counting a text twice if it differs after a space; give at most "
             f"{_MAX_BAD_WORDS}."
         )
+    size = sum(len(word) for word in words if isinstance(word, str)) if isinstance(words, (list, tuple)) else 0
+    if size > _MAX_BAD_CHARACTERS:
+        raise ValueError(f"bad_words holds {size} characters in all; give at most {_MAX_BAD_CHARACTERS}.")
 
 
 def _check_stop_regex(given: object) -> None:
@@ -438,6 +443,7 @@ class InferenceRequest:
         images: of the prompt, in their order.
         pooling: the request ends with its prompt and returns `Output.pooled`; an engine runs either such requests or others.
         adapter: name of a loaded low-rank adapter; empty for none.
+        client: who sent it; grammars of several clients are compiled in turn.
     """
 
     id: int
@@ -449,6 +455,7 @@ class InferenceRequest:
     images: tuple[ImageInput, ...] = ()
     pooling: bool = False
     adapter: str = ""
+    client: str = ""
 
 
 POOLING_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)

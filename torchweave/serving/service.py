@@ -14,7 +14,7 @@ from fastapi import Request
 
 from torchweave.config.options import ServerConfig, read_text_file
 from torchweave.config.validate import lora_modules
-from torchweave.engine.request import POOLING_PARAMS, InferenceRequest, Response, SamplingParams
+from torchweave.engine.request import POOLING_PARAMS, InferenceRequest, Response, SamplingParams, StructuredOutputs
 from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.engine_client.request_stream import EngineUnavailable
@@ -25,10 +25,12 @@ from torchweave.serving.openai.generation import AnswerStream, as_tokens
 from torchweave.serving.openai.responses.store import BackgroundResponses, ResponseStore
 from torchweave.serving.tokenization import AsyncTokenizer
 from torchweave.tokenizer import check_chat_template, import_without_torch
+from torchweave.utils.fair_threads import FairThreads
 
 CallFrontends = Callable[[str, dict[str, Any], Sequence[Any]], Awaitable[None]]
 _MAX_RETRY_AFTER = 60  # seconds
 _MAX_NAMES = 20  # in a message
+_CHECK_THREADS = 2  # of a client's grammars, each of which takes a second at most
 _RATE_WINDOW = 64  # answers over which the completion rate is measured
 
 
@@ -79,6 +81,7 @@ class Service:
                 f"lora_modules has an adapter {both[0]!r}, which is the model's own name; give it another one"
             )
         self._finish_times: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self._grammar_checks = FairThreads(_CHECK_THREADS, "torchweave-check-grammar")
 
     async def open(self) -> None:
         """Wait for the engine, then load the tokenizer; sets `startup_done`."""
@@ -254,6 +257,7 @@ class Service:
         stream: bool,
         priority: int,
         cache_salt: str | None,
+        client: str = "",
         prompt_only: bool = False,
         adapter: str = "",
     ) -> AnswerStream:
@@ -261,6 +265,7 @@ class Service:
 
         Args:
             adapter: see `InferenceRequest`.
+            client: who asks; the grammars of several are checked and compiled in turn.
             prompt_only: the answers are empty; sampled tokens are discarded.
 
         Raises:
@@ -272,13 +277,13 @@ class Service:
         if any(isinstance(word, str) for word in params.bad_words or ()):
             params = await self.require_tokenizer().encode_bad_words(params)
         if params.structured_outputs is not None and (
-            why := await asyncio.to_thread(rejection_reason, params.structured_outputs)
+            why := await self._grammar_error(params.structured_outputs, client)
         ):
             raise ApiError(400, why)
         longest = model.max_model_len
         answer_stream = AnswerStream(self.client, self.tokenizer, params, self._finish, prompt_only, longest)
         try:
-            answer_stream.submit_prompts(prompts, stream, priority, cache_salt or "", adapter)
+            answer_stream.submit_prompts(prompts, stream, priority, cache_salt or "", client, adapter)
             await answer_stream.wait_until_accepted()
         except BaseException as error:
             answer_stream.close()
@@ -286,6 +291,9 @@ class Service:
                 _check_length(prompts, model)
             raise
         return answer_stream
+
+    async def _grammar_error(self, structured: StructuredOutputs, client: str) -> str:
+        return await asyncio.wrap_future(self._grammar_checks.submit(client, lambda: rejection_reason(structured)))
 
     async def pool(self, prompts: Sequence[Sequence[int]], priority: int, cache_salt: str | None) -> list[np.ndarray]:
         """The pooled row of each prompt, float32 `[size]`.

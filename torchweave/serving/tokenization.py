@@ -100,8 +100,9 @@ class AsyncTokenizer:
                 raise ValueError("add_special_tokens cannot be combined with images; leave it out.")
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._image_threads, lambda: self._image_chat(messages, variables))
-        size = sum(_num_characters(each) for message in messages for each in message.values())
-        return await self._on_thread(lambda tokenizer: _chat(tokenizer, messages, variables), size)
+        return await self._on_thread(
+            lambda tokenizer: _chat(tokenizer, messages, variables), _size(messages, variables)
+        )
 
     def _image_chat(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> PromptIds:
         with self._image_lock:
@@ -196,13 +197,12 @@ class AsyncTokenizer:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _num_characters(content: Any) -> int:
-    """Characters of a text, or of the texts of parts."""
-    if isinstance(content, list):
-        return sum(
-            len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
-        )
-    return len(content) if isinstance(content, str) else 0
+def _size(*values: Any) -> int:
+    """Bytes of values as JSON; many for those that JSON cannot hold."""
+    try:
+        return len(msgspec.json.encode(values, enc_hook=str))
+    except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
+        return _LONG + 1
 
 
 def _chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:

@@ -7,6 +7,7 @@ import re
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -357,7 +358,8 @@ def test_nothing_is_compiled_for_a_request_that_is_gone(monkeypatch: pytest.Monk
     compiled: list[object] = []
     waiting: list[Callable[[], None]] = []
     manager = GrammarManager.__new__(GrammarManager)
-    monkeypatch.setattr(manager, "_submit", waiting.append, raising=False)
+    compilers = SimpleNamespace(submit=lambda _, work: waiting.append(work))
+    monkeypatch.setattr(manager, "_compile_threads", compilers, raising=False)
     monkeypatch.setattr(manager, "matcher", compiled.append, raising=False)
     monkeypatch.setattr(manager, "_compute_masks", lambda _: None, raising=False)
     monkeypatch.setattr(manager, "_on_ready", lambda: None, raising=False)

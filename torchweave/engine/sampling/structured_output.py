@@ -1,4 +1,4 @@
-"""Structured outputs: token masks from grammars, computed by llguidance on worker threads.
+"""Structured outputs: token masks from grammars, computed by llguidance on worker threads. Others compile the grammars.
 
 A request's `Constraint` belongs to a worker until it is ready, and then to the loop, which passes the sampled tokens of a completed
 step to the workers. These requests skip steps until their token mask is ready; other requests do not wait for them.
@@ -26,6 +26,7 @@ from torchweave.engine.sampling.json_schema import endless_ref, loosen
 from torchweave.engine.sampling.structural_tag import escape_regex, structural_lark
 from torchweave.engine.stop_regex import one_line_reason
 from torchweave.tokenizer import Tokenizer
+from torchweave.utils.fair_threads import FairThreads
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -42,6 +43,10 @@ _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(\d{1,400}(?:\.\d{0,400})?(?:[eE][+-
 _MAX_MULTIPLE = 20_000
 """Of the least common multiple of a schema's `multipleOf`, each without its factors 10: the automaton of a number has a state
 for each remainder, and takes time and memory by the square of their number: 10 MB for 20,000, 5 GB for a million."""
+_MAX_CHARACTERS = 1 << 18
+"""Of a schema or another constraint: llguidance takes a second for some of this size, and more by the square for others."""
+_MAX_REGEX_CHARACTERS, _MAX_CHOICE_CHARACTERS = 1 << 16, 1 << 14
+"""A mask takes time by the length of the text that must follow: 0.5 s for 260,000 characters, for which other answers wait."""
 _MAX_CACHED_BYTES = 256 << 20
 """Of compiled grammars, as far as the memory of the process grew while they were compiled."""
 _DEAD_END = "none of the model's tokens can continue the answer here."
@@ -89,10 +94,12 @@ def _grammar(structured: StructuredOutputs, tokens: Mapping[str, int] = _NO_TOKE
         tokens: special tokens of the model, by their texts.
 
     Raises:
-        ValueError: the JSON schema is not a JSON object, or refers to itself without end, or a structural tag is invalid.
+        ValueError: the constraint is too long, the JSON schema is not a JSON object, or refers to itself without end, or a
+            structural tag is invalid.
     """
     from llguidance import LLMatcher
 
+    _check_length(structured)
     if structured.structural_tag is not None:
         _check_multiples(json.dumps(structured.structural_tag, default=str).replace('\\"', '"'))
         options = _json_options(structured)
@@ -110,6 +117,21 @@ def _grammar(structured: StructuredOutputs, tokens: Mapping[str, int] = _NO_TOKE
         raise ValueError(f"the reference {ref[:80]!r} leads back to itself, so that no value satisfies it.")
     grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(structured))  # type: ignore[arg-type]
     return _spelled(grammar, json.dumps(schema, ensure_ascii=False), tokens)
+
+
+def _check_length(structured: StructuredOutputs) -> None:
+    """Raise ValueError for a constraint that would take long to compile."""
+    given = (structured.json, structured.regex, structured.choice, structured.grammar, structured.structural_tag)
+    value = next((each for each in given if each is not None), "")
+    if isinstance(value, dict):
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    size = len(value) if isinstance(value, str) else sum(map(len, value))
+    most = _MAX_REGEX_CHARACTERS if structured.regex is not None else _MAX_CHARACTERS
+    if size > most:
+        raise ValueError(f"it has {size} characters; send at most {most}.")
+    longest = max(map(len, structured.choice or ("",)))
+    if longest > _MAX_CHOICE_CHARACTERS:
+        raise ValueError(f"one of them has {longest} characters; send choices of at most {_MAX_CHOICE_CHARACTERS}.")
 
 
 def _spelled(grammar: str, text: str, tokens: Mapping[str, int]) -> str:
@@ -300,7 +322,9 @@ class GrammarManager:
         self._special: dict[str, int] | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._sizes: dict[str, int] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        num_threads = min(_MAX_THREADS, max((os.cpu_count() or 1) // 2, 2))
+        self._compile_threads = FairThreads(num_threads, "torchweave-compile-grammar")
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="torchweave-grammar")
         self._mask_executor: LLExecutor | None = None
 
     def on_ready(self, call: Callable[[], None]) -> None:
@@ -312,11 +336,11 @@ class GrammarManager:
         own = self._model_tokenizer.eos_token_id
         return self._eos or (() if own is None else (own,))
 
-    def constraint(self, params: SamplingParams, stops: Sequence[int]) -> Constraint:
-        """A new constraint, compiled on a worker; `stops` are the request's stop tokens."""
+    def constraint(self, params: SamplingParams, stops: Sequence[int], client: str = "") -> Constraint:
+        """A new constraint, compiled on a worker when it is the turn of its client; `stops` are the request's stop tokens."""
         constraint = Constraint(params, stops)
         kept = weakref.ref(constraint)  # gone with its request, so that nothing is compiled for a client that has left
-        self._submit(lambda: self._compile(kept()))
+        self._compile_threads.submit(client, lambda: self._compile(kept()))
         return constraint
 
     def advance(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
@@ -324,13 +348,7 @@ class GrammarManager:
         for constraint, _ in tokens:
             assert constraint.ready
             constraint.ready = False
-        self._submit(lambda: self._advance(tokens))
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        if self._threads is None:
-            count = min(_MAX_THREADS, max((os.cpu_count() or 1) // 2, 2))
-            self._threads = ThreadPoolExecutor(count, thread_name_prefix="torchweave-grammar")
-        self._threads.submit(work)
+        self._threads.submit(lambda: self._advance(tokens))  # not those that compile: the next token waits for it
 
     def _compile(self, constraint: Constraint | None) -> None:
         if constraint is None:

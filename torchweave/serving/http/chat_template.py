@@ -46,9 +46,9 @@ _RESERVED = frozenset(
 
 
 async def start_chat(
-    service: Service, body: ChatRequest, warnings: RequestWarnings
+    service: Service, body: ChatRequest, warnings: RequestWarnings, client: str
 ) -> tuple[AnswerStream, AnswerFormat]:
-    """Submit a chat request to the engine; returns its answers, and how they are parsed.
+    """Submit a chat request of a client to the engine; returns its answers, and how they are parsed.
 
     Raises:
         ApiError, ValueError, EngineUnavailable: see `resolve_tool_use`, `encode`, `chat_params` and `Service.generate`.
@@ -78,7 +78,7 @@ async def start_chat(
         params, answer_format = _constrained(service, body, answer_format, params, ids, warnings)
         answer_stream = await service.generate(
             [ids], params, model, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt,
-            adapter=service.adapter_of(body.model),
+            client=client, adapter=service.adapter_of(body.model),
         )  # fmt: skip
     except ValueError as error:
         if str(error).startswith("logprobs "):  # the engine's name of what a chat request sends as `top_logprobs`

@@ -15,6 +15,7 @@ from torchweave.serving.http.chat_template import encode, resolve_tool_use, star
 from torchweave.serving.http.middleware import REQUEST_ID
 from torchweave.serving.http.responses import (
     begin,
+    client_of,
     encode_in_slices,
     read_chat,
     respond,
@@ -26,7 +27,6 @@ from torchweave.serving.ipc.messages import ModelCard
 from torchweave.serving.openai.protocol import ChatBatchRequest, ChatRequest, CompletionRequest, Generation, Prompts
 from torchweave.serving.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from torchweave.serving.openai.sampling_fields import completion_params, is_prompt_only, truncate
-from torchweave.serving.request_warnings import RequestWarnings
 from torchweave.serving.service import Service
 
 router = APIRouter(prefix="/v1", tags=["generation"])
@@ -37,7 +37,7 @@ _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service, name = begin(body, request)
     _check_stream_options(body)
-    starting = start_chat(service, body, warnings_of(request))
+    starting = start_chat(service, body, warnings_of(request), client_of(request))
     answer_stream, answer_format = await unless_disconnected(starting, request, body.has_images)
     builder = ChatResponseBuilder(answer_stream, body, _id(body, request), name, answer_format)
     return await respond(request, bool(body.stream), answer_stream, builder)
@@ -48,13 +48,13 @@ async def chat_completion_batch(body: ChatBatchRequest, request: Request) -> Res
     service, name = begin(body, request)
     _check_stream_options(body)
     service.check_sequences(len(body.messages) * (body.n or 1), service.model)
-    answer = _answer_batch(service, body.conversations, name, _id(body, request), warnings_of(request))
+    answer = _answer_batch(service, body.conversations, name, _id(body, request), request)
     async with time_limit(service.settings.request_timeout):
         return Response(await unless_disconnected(answer, request, takes_long=True), media_type="application/json")
 
 
 async def _answer_batch(
-    service: Service, requests: Sequence[ChatRequest], model: str, request_id: str, warnings: RequestWarnings
+    service: Service, requests: Sequence[ChatRequest], model: str, request_id: str, http_request: Request
 ) -> bytes:
     """Answer conversations together. Choices are numbered through all of them; `usage` is the sum.
 
@@ -64,7 +64,7 @@ async def _answer_batch(
     started = []
     try:
         for request in requests:
-            started.append(await start_chat(service, request, warnings))
+            started.append(await start_chat(service, request, warnings_of(http_request), client_of(http_request)))
         deltas = [await answer_stream.full() for answer_stream, _ in started]  # all are generated at the same time
     finally:
         for answer_stream, _ in started:
@@ -96,7 +96,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     service, name = begin(body, request)
     warnings = warnings_of(request)
     chat = await read_chat(lambda: body.to_chat(warnings), request)
-    starting = start_chat(service, chat, warnings)
+    starting = start_chat(service, chat, warnings, client_of(request))
     answer_stream, answer_format = await unless_disconnected(starting, request, chat.has_images)
     builder = MessagesBuilder(answer_stream, answer_format, request.scope[REQUEST_ID], name)
     return await respond(request, bool(body.stream), answer_stream, builder)
@@ -130,6 +130,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         stream=bool(body.stream),
         priority=body.priority,
         cache_salt=body.cache_salt,
+        client=client_of(request),
         prompt_only=is_prompt_only(body),
         adapter=service.adapter_of(body.model),
     )

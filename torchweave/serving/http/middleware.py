@@ -45,6 +45,8 @@ WARNINGS = "torchweave.warnings"
 """Scope key of the request's warnings, which the response's header contains."""
 STREAM_SEND = "torchweave.send"
 """Scope key of a `send` that bypasses the middleware, for body parts after the response's start."""
+CLIENT = "torchweave.client"
+"""Key in `scope` of who sent the request: a digest of the API key, or the address where no key is required."""
 PROXIED = "torchweave.relayed"
 """Scope key of requests that another HTTP process answers and counts."""
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a disconnected client; used in logs and metrics only
@@ -192,6 +194,7 @@ class AuthLimitsMiddleware(HttpMiddleware):
             return
         if not self._digests:
             self._check_host(scope)
+            scope[CLIENT] = (scope.get("client") or ("",))[0]
             return
         given = header(scope, b"authorization")
         if not given and (anthropic_key := header(scope, b"x-api-key")):
@@ -201,6 +204,7 @@ class AuthLimitsMiddleware(HttpMiddleware):
         # Constant time: every key is compared in full.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if scheme.lower() == b"bearer" and any(matches):
+            scope[CLIENT] = digest.hex()
             return
         problem = "The API key is unknown" if given else "The API key is missing"
         sentence = f"{problem}; send a key of this server as `Authorization: Bearer KEY` or `x-api-key: KEY`."

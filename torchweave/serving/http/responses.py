@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.http.bodies import LONG_BODY, on_thread
 from torchweave.serving.http.middleware import (
+    CLIENT,
     CLIENT_CLOSED_REQUEST,
     STREAM_SEND,
     WARNINGS,
@@ -58,6 +59,11 @@ def begin(body: Any, request: Request) -> tuple[Service, str]:
 def warnings_of(request: Request) -> RequestWarnings:
     """The warnings of a request, which its response's header contains."""
     return request.scope[WARNINGS]
+
+
+def client_of(request: Request) -> str:
+    """Who sent a request, see `CLIENT`."""
+    return request.scope.get(CLIENT, "")
 
 
 def json_response(answer: dict[str, Any]) -> Response:

@@ -13,7 +13,15 @@ from fastapi.responses import JSONResponse, Response
 
 from torchweave.serving.errors import ApiError, api_error
 from torchweave.serving.http.chat_template import start_chat
-from torchweave.serving.http.responses import begin, read_chat, respond, time_limit, unless_disconnected, warnings_of
+from torchweave.serving.http.responses import (
+    begin,
+    client_of,
+    read_chat,
+    respond,
+    time_limit,
+    unless_disconnected,
+    warnings_of,
+)
 from torchweave.serving.openai.answer_parser import AnswerFormat
 from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.protocol import ChatRequest, Message
@@ -41,7 +49,7 @@ async def create(body: ResponsesRequest, request: Request) -> Response:
     items = [*history, *(_resolved(service, item) for item in body.items)]
     tools = flatten(body.tools or (), warnings)
     chat = await read_chat(lambda: body.to_chat(items, tools, warnings), request)
-    starting = _start(service, chat, body.truncation == "auto", warnings)
+    starting = _start(service, chat, body.truncation == "auto", warnings, client_of(request))
     answer_stream, answer_format = await unless_disconnected(starting, request, chat.has_images)
 
     def finished(response: dict[str, Any]) -> None:
@@ -57,13 +65,13 @@ async def create(body: ResponsesRequest, request: Request) -> Response:
 
 
 async def _start(
-    service: Service, chat: ChatRequest, truncates: bool, warnings: RequestWarnings
+    service: Service, chat: ChatRequest, truncates: bool, warnings: RequestWarnings, client: str
 ) -> tuple[AnswerStream, AnswerFormat]:
     """Start a chat. Where `truncates`, one that is too long loses its oldest turns: one, two more, four more, but not the last."""
     dropped = 1
     while True:
         try:
-            return await start_chat(service, chat, warnings)
+            return await start_chat(service, chat, warnings, client)
         except (ApiError, ValueError) as error:
             is_long = api_error(error).code == "context_length_exceeded"
             shorter = _without_turns(chat.messages, dropped) if truncates and is_long else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from importlib.resources import files
 from typing import Any
 
@@ -142,8 +143,9 @@ async def tokenize(body: AnyTokenizeRequest, request: Request) -> Response:
         _check_size(len(body.prompt))
         ids = await unless_disconnected(tokenizer.encode(body.prompt, body.add_special_tokens), request)
     else:
-        _check_size(sum(len(content_text(each.content) or "") for each in body.messages if not has_media(each.content)))
         tools = [tool.definition for tool in body.tools] if body.tools else None
+        contents = [content_text(each.content) or "" for each in body.messages if not has_media(each.content)]
+        _check_size(sum(map(len, contents)) + (len(json.dumps(tools)) if tools else 0))
         encoding = encode(service, body, tools, service.model, warnings_of(request))
         ids = await unless_disconnected(encoding, request, body.has_images)
     texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None

@@ -20,6 +20,8 @@ from torchweave.images import ImageInput, ImageLimits
 from torchweave.pooling import Pooling
 
 Ids = TypeVar("Ids", int, np.ndarray)
+_LIFE_BITS = 40
+"""More requests than one HTTP process gets."""
 Array = tuple[str, tuple[int, ...], bytes]
 """dtype, shape and content."""
 State = Literal["starting", "ready", "failed", "stopped"]
@@ -47,9 +49,10 @@ class ReplicaInfo:
     count: int = 1
     frontends: int = 1
 
-    def ids(self, frontend: int) -> Iterator[int]:
-        """Request ids that only this HTTP process uses at this engine."""
-        return itertools.count(self.index + self.count * frontend, self.count * self.frontends)
+    def ids(self, frontend: int, life: int = 0) -> Iterator[int]:
+        """Request ids that only this HTTP process uses at this engine; those of an earlier life of it are smaller."""
+        step = self.count * self.frontends
+        return itertools.count(self.index + self.count * frontend + (life << _LIFE_BITS) * step, step)
 
     def frontend_of(self, ids: Ids) -> Ids:
         """HTTP process of each request id."""
@@ -116,6 +119,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     images: list[tuple[dict[str, Array], bytes, bytes]] = []
     pooling: bool = False
     adapter: str = ""
+    client: str = ""
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
@@ -132,6 +136,13 @@ class Call(msgspec.Struct, tag=True, array_like=True):
     arguments: dict[str, Any]
 
 
+class FrontendEnded(msgspec.Struct, tag=True, array_like=True):
+    """An HTTP process has ended, and a new one will listen at its address. Its requests, with ids below `before`, are stopped."""
+
+    frontend: int
+    before: int
+
+
 class Ping(msgspec.Struct, tag=True, array_like=True):
     """Answer with `Pong`: a process that hangs does not."""
 
@@ -140,7 +151,7 @@ class End(msgspec.Struct, tag=True, array_like=True):
     """End the process, without finishing its requests."""
 
 
-ToEngine = Submit | Stop | Call | Ping | End
+ToEngine = Submit | Stop | Call | FrontendEnded | Ping | End
 
 
 # -- from the engine ---------------------------------------------------------------------------------------------------
@@ -308,7 +319,7 @@ def submit(request: InferenceRequest) -> Submit:
     sampling = _non_default_fields(request.sampling)
     images = [_encode_image(image) for image in request.images]
     others = request.streaming, request.priority, request.cache_salt, images, request.pooling, request.adapter
-    return Submit(request.id, ids, sampling, *others)
+    return Submit(request.id, ids, sampling, *others, request.client)
 
 
 def _encode_image(image: ImageInput) -> tuple[dict[str, Array], bytes, bytes]:
@@ -341,6 +352,7 @@ def decode_request(message: Submit) -> InferenceRequest:
         tuple(_decode_image(*image) for image in message.images),
         message.pooling,
         message.adapter,
+        message.client,
     )
 
 

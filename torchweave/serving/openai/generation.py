@@ -80,7 +80,13 @@ class AnswerStream(RequestStream):
         self._prompt_only, self._max_model_len = prompt_only, max_model_len
 
     def submit_prompts(
-        self, prompts: Sequence[Sequence[int]], stream: bool, priority: int, cache_salt: str, adapter: str = ""
+        self,
+        prompts: Sequence[Sequence[int]],
+        stream: bool,
+        priority: int,
+        cache_salt: str,
+        client: str = "",
+        adapter: str = "",
     ) -> None:
         """Submit the requests of all answers; errors as those of `submit`."""
         params = self.params
@@ -89,7 +95,8 @@ class AnswerStream(RequestStream):
             ids = list(prompt)
             self.prompts.append(ids)
             images = images_of(prompt)
-            request = InferenceRequest(0, as_tokens(ids), params, stream, priority, cache_salt, images, adapter=adapter)
+            others = stream, priority, cache_salt, images
+            request = InferenceRequest(0, as_tokens(ids), params, *others, adapter=adapter, client=client)
             fills_context = self._prompt_only and len(ids) == self._max_model_len and len(ids) > 1
             request = _last_token_forced(request) if fills_context else request
             if params.beam_width > 1:

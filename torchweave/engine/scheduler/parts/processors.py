@@ -160,11 +160,12 @@ class ProcessorsPart(StepPart):
         return self._biases.rejection_reason(request)
 
     def add(self, state: RequestState) -> None:
-        if state.request.sampling.structured_outputs is not None:
+        request = state.request
+        if request.sampling.structured_outputs is not None:
             assert self._grammars is not None, "a request with a grammar was refused"
-            state.constraint = self._grammars.constraint(state.request.sampling, state.stops)
+            state.constraint = self._grammars.constraint(request.sampling, state.stops, request.client)
             self.has_events = True
-        state.processed = self._biases.keep(state.request.sampling, state.prompt)
+        state.processed = self._biases.keep(request.sampling, state.prompt)
 
     def start(self, slot: int, state: RequestState, hit: PrefixHit) -> bool:
         if state.constraint is None and state.processed is None and not state.processor_flags:
