@@ -110,6 +110,13 @@ def test_the_images_of_a_conversation_share_a_limit_of_pixels(monkeypatch: pytes
         split_images([message, message], 9)
 
 
+def test_too_many_images_are_refused_before_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "open_image", lambda *_: pytest.fail("it was decoded"))
+    part = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(0)))}}
+    with pytest.raises(ValueError, match="more than 16 images"):
+        split_images([{"role": "user", "content": [part] * 10}] * 1000, 16)
+
+
 @pytest.mark.parametrize(
     "url", ["http://x/y.png", "file:///etc/passwd", "data:text/plain;base64,AA", "data:image/png,AA", ""]
 )

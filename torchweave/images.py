@@ -14,7 +14,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -211,8 +211,11 @@ def split_images(messages: Sequence[Mapping[str, Any]], max_images: int) -> tupl
     An image part is `{"type": "image", "image": PIL.Image}` or OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`.
 
     Raises:
-        ValueError: an image cannot be decoded, the images are too large together, or a part is of another kind.
+        ValueError: there are too many images, which are counted before one is decoded, one cannot be decoded, they are too large
+            together, or a part is of another kind.
     """
+    if sum(map(_is_image_part, _parts(messages))) > max_images:
+        raise ValueError(f"The conversation has more than {max_images} images (limit_mm_per_prompt); send fewer.")
     texts, images, pixels_left = [], [], MAX_PROMPT_PIXELS
     for message in messages:
         content = message.get("content")
@@ -221,10 +224,6 @@ def split_images(messages: Sequence[Mapping[str, Any]], max_images: int) -> tupl
             continue
         parts = []
         for part in content:
-            if len(images) == max_images and has_images([{"content": [part]}]):
-                raise ValueError(
-                    f"The conversation has more than {max_images} images (limit_mm_per_prompt); send fewer."
-                )
             image = _part_image(part, min(pixels_left, MAX_IMAGE_PIXELS))
             if image is not None:
                 images.append(image)
@@ -289,14 +288,18 @@ def image_url(part: Any) -> Any:
 
 def has_images(messages: Any) -> bool:
     """Whether a conversation has image parts."""
-    if not isinstance(messages, (list, tuple)):
-        return False
+    return isinstance(messages, (list, tuple)) and any(map(_is_image_part, _parts(messages)))
+
+
+def _parts(messages: Sequence[Any]) -> Iterator[Any]:
+    """The parts of all contents that are lists."""
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, (list, tuple)) else ():
-            if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
-                return True
-    return False
+        yield from content if isinstance(content, (list, tuple)) else ()
+
+
+def _is_image_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
 # -- the checkpoint's processor ----------------------------------------------------------------------------------------
