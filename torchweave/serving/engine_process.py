@@ -24,6 +24,7 @@ from torchweave.config.options import EngineConfig
 from torchweave.distributed.launchers.local import WorkerPool
 from torchweave.engine.batch_manager import BatchManager
 from torchweave.engine.control.errors import fault_of
+from torchweave.engine.control.host import Host
 from torchweave.engine.request import NO_TOKENS, InferenceRequest, Output, Response
 from torchweave.engine.startup.build import Engine
 from torchweave.engine.startup.open import open_engine, replica_config
@@ -64,10 +65,16 @@ def main(
         outbox.put(wire.Failed(why, is_config_error))
         outbox.close()
         return
-    _serve(engine, config, listening, outbox)
+    _serve(engine, config, listening, outbox, replica_info)
 
 
-def _serve(engine: Engine, config: EngineConfig, listening: socket.socket, outbox: Outbox) -> None:
+def _serve(
+    engine: Engine,
+    config: EngineConfig,
+    listening: socket.socket,
+    outbox: Outbox,
+    replica_info: wire.ReplicaInfo,
+) -> None:
     report = engine.report
     inbox = Inbox()
     manager = BatchManager(
@@ -100,6 +107,8 @@ def _serve(engine: Engine, config: EngineConfig, listening: socket.socket, outbo
         elif isinstance(message, wire.Call):
             _call(message, manager, outbox)
             continue
+        elif isinstance(message, wire.FrontendEnded):
+            _stop_requests(message, manager, inbox, outbox, replica_info)
         elif isinstance(message, wire.Ping):
             outbox.put(wire.Pong())
             continue
@@ -121,6 +130,19 @@ def _accept_request(message: wire.Submit, engine: Engine, inbox: Inbox, outbox: 
     outbox.put(wire.Accepted(message.id, why))
     if request is not None and not why:
         inbox.add(request)
+
+
+def _stop_requests(
+    ended: wire.FrontendEnded, manager: BatchManager, inbox: Inbox, outbox: Outbox, replica_info: wire.ReplicaInfo
+) -> None:
+    """Stop the requests of an HTTP process that has ended, and send to the one that follows it."""
+
+    def stop(host: Host) -> None:
+        ids = (each for each in host.scheduler.request_ids if replica_info.frontend_of(each) == ended.frontend)
+        inbox.stop([each for each in ids if each < ended.before])
+
+    outbox.connect(ended.frontend)
+    manager.run_on_loop(stop)
 
 
 def _call(message: wire.Call, manager: BatchManager, outbox: Outbox) -> None:
@@ -227,7 +249,7 @@ class Outbox:
 
     def __init__(self, addresses: wire.Addresses, replica_info: wire.ReplicaInfo) -> None:
         self.is_failing: Callable[[], bool] = bool
-        self._replica_info = replica_info
+        self._addresses, self._replica_info = addresses, replica_info
         self._lock = threading.Lock()
         self._senders = [Sender(addresses.from_engine(frontend)) for frontend in range(replica_info.frontends)]
 
@@ -236,6 +258,12 @@ class Outbox:
         with self._lock:
             for frontend, message in wire.messages(item, self._replica_info, self.is_failing()):
                 self._senders[frontend].send(message)
+
+    def connect(self, frontend: int) -> None:
+        """Send what follows to a new HTTP process of this number."""
+        with self._lock:
+            self._senders[frontend].close(0)
+            self._senders[frontend] = Sender(self._addresses.from_engine(frontend))
 
     def close(self) -> None:
         """Send the remaining messages, within `_FLUSH_SECONDS`."""

@@ -11,7 +11,6 @@ from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.serving.engine_client.client import FrontendContext
 from torchweave.serving.engine_client.engine_supervisor import create_replicas
 from torchweave.serving.frontends.group import FrontendGroup
-from torchweave.serving.frontends.messages import Draining
 from torchweave.serving.http.app import create_app
 from torchweave.serving.http.listener import UvicornServer, listen, listen_at, num_http_processes, tls_options
 from torchweave.serving.ipc.processes import critical_task
@@ -87,7 +86,7 @@ class Server:
     async def _serve(self) -> int:
         self._handle_signals()
         address = self._settings.host, self._port
-        extra_sockets = self._frontends.start(self._config, self._settings, address, self.client.on_prompt_routed)
+        extra_sockets = self._frontends.start(self._config, self._settings, address, self.client)
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket, *extra_sockets]))
         tasks = [asyncio.create_task(self._report_ready()), critical_task(self._watch_engines())]
         await serving
@@ -146,7 +145,7 @@ class Server:
             self._uvicorn.force_exit = self._draining is not None
             return
         self.service.draining = True
-        self._frontends.announce(Draining())
+        self._frontends.drain()
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:

@@ -25,10 +25,13 @@ from torchweave.config.options import EngineConfig, ServerConfig, TorchCompileCo
 from torchweave.config.validate import check_server
 from torchweave.engine.request import NO_TOKENS, InferenceRequest, Output, Response
 from torchweave.engine.startup.open import replica_config
+from torchweave.serving.engine_client.client import FrontendContext
 from torchweave.serving.engine_client.engine_supervisor import EngineSupervisor, create_replicas
 from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
+from torchweave.serving.frontends.process import SharedEngineClient
 from torchweave.serving.ipc import messages
+from torchweave.serving.ipc.messages import EngineStateChanged, ReplicaInfo
 
 PROMPTS = [f"{left}+{right}=" for left in (11, 12, 13, 14) for right in range(20, 28)]
 
@@ -184,6 +187,32 @@ def test_replicas_are_ready_when_all_are_and_failed_when_one_is() -> None:
     assert health.json()["reason"] == "It is gone."
     first.state = "stopped"
     assert replicas.state == "stopped", "a signal ended the server, whatever was lost before"
+
+
+def test_in_a_later_http_process_a_failed_replica_is_no_failure_of_the_start() -> None:
+    context = FrontendContext(frontend=1, life=1)
+    engines = [SharedEngineClient(ReplicaInfo(index, 2, 2), context) for index in range(2)]
+    replicas = Replicas(EngineConfig("demo"), engines, context, opened=True)
+    engines[0].on_engine_message(EngineStateChanged(0, "ready", "", 0, None))  # read before the application starts
+    engines[1].on_engine_message(EngineStateChanged(1, "failed", "It is gone.", 0, None))
+    asyncio.run(replicas.start())
+    asyncio.run(asyncio.wait_for(replicas.wait_until_ready(), 30))
+    assert replicas.state == "ready"
+
+
+def test_the_requests_of_an_ended_http_process_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = create_replicas(EngineConfig("demo"), count=2, frontends=3)
+    first, sent = replicas.engines[0], list[Any]()
+    first._frontend_context.shared_load.write(0, 2, 5, 700)
+    for engine in replicas.engines:
+        monkeypatch.setattr(engine, "_send_bytes", lambda message: sent.append(messages.decode_to_engine(message)))
+    known = replicas.replace_frontend(2, 1)
+    assert [each.engine for each in known] == [0, 1] and first.num_in_flight == first.pending_prefill_tokens == 0
+    assert all(
+        each.frontend == 2 and each.before == next(ReplicaInfo(number, 2, 3).ids(2, 1))
+        for number, each in enumerate(sent)
+    )
+    assert len(sent) == 2
 
 
 def handed_in(replicas: Replicas) -> list[int]:

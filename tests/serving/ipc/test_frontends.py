@@ -41,6 +41,7 @@ from torchweave.serving.engine_client.request_metrics import RequestMetrics
 from torchweave.serving.frontends.messages import FrontendMetrics, decode_from_frontend
 from torchweave.serving.http.listener import num_http_processes
 from torchweave.serving.ipc import messages
+from torchweave.serving.ipc.messages import _LIFE_BITS
 from torchweave.serving.ipc.processes import Silence
 from torchweave.serving.ipc.shared_load import SharedLoad
 from torchweave.serving.service import Service
@@ -180,6 +181,36 @@ def test_frontends_do_not_import_torch(three: ServerProcess) -> None:
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_dead_frontend_is_started_again(three: ServerProcess) -> None:
+    """Its requests are lost, and stopped in the engine; others go on, and counters do not go back."""
+
+    def end_of(stream: Any) -> str:
+        try:
+            return finish_reason(stream)
+        except Exception as error:
+            return str(error)
+
+    posts = ("http_requests_total", (("method", "POST"), ("path", "/v1/completions"), ("status", "200")))
+    counted = values_of(three.get("/metrics").text).get(posts, 0)
+    before, victim = set(three.pids("tw-http-")), three.pids("tw-http-1")[0]
+    answering = streams(three, 4)
+    with ThreadPoolExecutor(len(answering)) as pool:
+        reading = [pool.submit(end_of, stream) for stream in answering]
+        os.kill(victim, signal.SIGKILL)
+        ends = {each.result() for each in reading}
+    assert all(end == "length" or "peer closed" in end for end in ends), ends
+    assert wait_until(lambda: three.get("/load").json() == {"server_load": 0})
+    assert wait_until(lambda: len(three.pids("tw-http-1")) == 1 and three.pids("tw-http-1")[0] != victim)
+
+    def new_one_answers() -> bool:
+        assert answer(three, "12+30=") == "42"
+        return any(each >> _LIFE_BITS for each in recent(three))
+
+    assert wait_until(new_one_answers)
+    assert set(three.pids("tw-http-")) - before == set(three.pids("tw-http-1")) and three.process.poll() is None
+    assert values_of(three.get("/metrics").text)[posts] > counted
+
+
 def test_all_frontends_report_engine_death_and_restart(three: ServerProcess) -> None:
     ends = read_while_killed(streams(three, 4), three.engine_pid())
     assert {why for why, _ in ends} == {"The engine process ended unexpectedly."}
@@ -232,28 +263,6 @@ def started(*options: str) -> Iterator[ServerProcess]:
         yield running
 
 
-def test_dead_frontend_ends_the_server() -> None:
-    def end_of(stream: Any) -> str:
-        try:
-            return finish_reason(stream)
-        except Exception as error:
-            return str(error)
-
-    with started() as running:
-        pids = [*running.pids("tw-http-"), running.engine_pid()]
-        answering = streams(running, 16)
-        with ThreadPoolExecutor(len(answering)) as pool:
-            reading = [pool.submit(end_of, stream) for stream in answering]
-            os.kill(pids[0], signal.SIGKILL)
-            _, said = running.process.communicate(timeout=120)
-        ends = Counter(each.result() for each in reading)
-        assert running.process.returncode == 1
-        killed = f"HTTP process 1 of the server (process {pids[0]}) ended unexpectedly (killed by SIGKILL)."
-        assert said == f"torchweave: {killed}\n"
-        assert any("shut down" in end for end in ends), ends
-        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-
-
 def test_the_death_of_one_of_them_ends_a_server_that_starts_and_it_does_not_say_that_it_serves() -> None:
     with starting() as running:
         assert wait_until(lambda: len(running.pids("tw-http-")) == 2)
@@ -284,18 +293,22 @@ def test_a_process_that_sends_messages_is_never_silent(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_stopped_http_process_is_killed_and_ends_the_server(first: bool) -> None:
-    """It would hold its share of the connections for ever, and with the first one /health."""
+def test_a_stopped_http_process_is_killed(first: bool) -> None:
+    """It would hold its share of the connections for ever, and with the first one /health. Others are started again."""
     with started("--api_server_count", "2", "--engine_timeout", "3") as running:
         pids = [running.process.pid, *running.pids("tw-http-"), running.engine_pid()]
         time.sleep(5)  # longer than the timeout: processes that answer pings are kept
         assert running.get("/health").status_code == 200
         os.kill(pids[0 if first else 1], signal.SIGSTOP)
+        if not first:
+            assert wait_until(lambda: running.pids("tw-http-") not in ([], [pids[1]]))
+            assert answer(running, "12+30=") == "42"
+            running.process.send_signal(signal.SIGTERM)
         _, said = running.process.communicate(timeout=120)
-        stopped = (
-            f"HTTP process {0 if first else 1} of the server (process {pids[0 if first else 1]}) has not answered for 3"
-        )
-        assert stopped in said and running.process.returncode == (-signal.SIGKILL if first else 1)
+        number, pid = (0, pids[0]) if first else (1, pids[1])
+        assert f"HTTP process {number} of the server (process {pid}) has not answered for 3" in said
+        assert first or "It is started again." in said
+        assert running.process.returncode == (-signal.SIGKILL if first else 0)
         assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[1:]))
 
 
@@ -384,6 +397,27 @@ def test_engine_messages_reach_the_frontend_of_their_request() -> None:
         2: [(17, "paused"), (5, "answering")],
     }
     assert set(said(messages.Stats("{}"))) == {0}
+
+
+def test_ids_of_a_new_life_are_above_those_of_the_last() -> None:
+    info = messages.ReplicaInfo(1, 2, 3)
+    first, second = next(info.ids(2)), next(info.ids(2, 1))
+    assert first < second and info.frontend_of(first) == info.frontend_of(second) == 2
+    assert first % 2 == second % 2 == 1
+
+
+def test_counters_of_ended_processes_stay() -> None:
+    def counted(number: int) -> FrontendMetrics:
+        data = RequestMetrics()
+        data.submitted(1, 10, True)
+        data.counts.generation_tokens, data.counts.reasons["stop"] = number, number
+        data.counts.latency.observe(number)
+        return FrontendMetrics(1, [data], {("GET", "/", "200"): number}, {"schema": number})
+
+    whole = counted(3).ended(counted(4).ended(None))
+    (data,) = whole.request_metrics
+    assert (data.counts.generation_tokens, data.counts.reasons["stop"], data.open) == (7, 7, {})
+    assert (whole.http, whole.warnings) == ({("GET", "/", "200"): 7}, {"schema": 7})
 
 
 def test_when_to_ask_again_is_by_the_answers_of_all() -> None:

@@ -34,6 +34,7 @@ class FrontendContext:
 
     Attributes:
         frontend: number of this HTTP process.
+        life: of the HTTP process: how many had its number before.
         shared_load: requests in flight of every HTTP process.
         changed: set whenever an engine's `state` or the requests in flight of this process have changed.
         admission_pacer: notified of each step's tokens.
@@ -41,6 +42,7 @@ class FrontendContext:
     """
 
     frontend: int = 0
+    life: int = 0
     shared_load: SharedLoad = field(default_factory=SharedLoad)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     admission_pacer: AdmissionPacer = field(default_factory=AdmissionPacer)
@@ -74,7 +76,7 @@ class EngineClient(ABC):
         self.remote_request_metrics: Sequence[RequestMetricsData] = ()
         self._frontend_context = frontend_context
         self._changed = frontend_context.changed
-        self._ids = replica_info.ids(frontend_context.frontend)
+        self._ids = replica_info.ids(frontend_context.frontend, frontend_context.life)
         self._request_streams: dict[int, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_load = (0, 0)  # requests, prompt tokens to prefill
@@ -85,6 +87,7 @@ class EngineClient(ABC):
         self.stats: dict[str, Any] = {}
         self._prior_cache_tokens = (0, 0)  # of earlier processes of the engine, each of which counts from 0
         self._to_engine: socket_stream.Sender | None = None
+        self._addresses: messages.Addresses | None = None  # of the process that runs
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
@@ -209,6 +212,19 @@ class EngineClient(ABC):
         """Call `listener(kind, facts)` for every later event of the engine, and for `engine_ended`, its failure while ready."""
         self._listeners.append(listener)
 
+    @property
+    def state_message(self) -> messages.EngineStateChanged:
+        """The state, for the other HTTP processes."""
+        return messages.EngineStateChanged(self.replica_info.index, self.state, self.failure, self.restarts, self.model)
+
+    def replace_frontend(self, frontend: int, life: int) -> list[messages.EngineStarted | messages.EngineStateChanged]:
+        """Stop the requests of an HTTP process that has ended; returns what the next one of its number has to know."""
+        index = self.replica_info.index
+        self._frontend_context.shared_load.write(index, frontend, 0, 0)
+        self._send(messages.FrontendEnded(frontend, next(self.replica_info.ids(frontend, life))))
+        started = [] if self._addresses is None else [messages.EngineStarted(index, self._addresses)]
+        return [*started, self.state_message]
+
     # -- messages ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -216,10 +232,11 @@ class EngineClient(ABC):
         """Connect to an engine process for the duration of the context; yields the socket for its messages."""
         with socket_stream.listen(addresses.from_engine(self._frontend_context.frontend)) as from_engine:
             self._to_engine = to_engine = socket_stream.Sender(addresses.to_engine)
+            self._addresses = addresses
             try:
                 yield from_engine
             finally:
-                self._to_engine = None
+                self._to_engine = self._addresses = None
                 to_engine.close(0)
 
     async def _read_messages_until(self, process_exit: asyncio.Future[None], from_engine: socket.socket) -> None:

@@ -132,9 +132,7 @@ class EngineSupervisor(EngineClient):
         self._changed.set()
 
     def _announce_state(self) -> None:
-        self._frontend_context.announce(
-            messages.EngineStateChanged(self.replica_info.index, self.state, self.failure, self.restarts, self.model)
-        )
+        self._frontend_context.announce(self.state_message)
 
 
 def _run_engine(config: EngineConfig, addresses: messages.Addresses, replica_info: messages.ReplicaInfo) -> None:

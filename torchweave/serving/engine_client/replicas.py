@@ -17,7 +17,7 @@ from torchweave.engine.request import InferenceRequest
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext, Listener
 from torchweave.serving.engine_client.load_balancer import Load, LoadBalancer
 from torchweave.serving.engine_client.request_stream import EngineUnavailable, RequestStream
-from torchweave.serving.ipc.messages import ModelCard, PromptRouted, State
+from torchweave.serving.ipc.messages import EngineStarted, EngineStateChanged, ModelCard, PromptRouted, State
 
 
 class Replicas:
@@ -27,10 +27,15 @@ class Replicas:
         config: of each engine.
         engines: by number.
         frontend_context: the engines' context.
+        opened: all engines have been ready before, in an earlier HTTP process: one that has failed is no failure of the start.
     """
 
     def __init__(
-        self, config: EngineConfig, engines: Sequence[EngineClient], frontend_context: FrontendContext
+        self,
+        config: EngineConfig,
+        engines: Sequence[EngineClient],
+        frontend_context: FrontendContext,
+        opened: bool = False,
     ) -> None:
         self.config = config
         self.engines = tuple(engines)
@@ -39,7 +44,7 @@ class Replicas:
         self._load_balancer = LoadBalancer(
             config.enable_prefix_caching, lambda routed: frontend_context.announce(routed), frontend_context.shared_load
         )
-        self._opened = False
+        self._opened = opened
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
@@ -119,6 +124,10 @@ class Replicas:
     def clear_prefixes(self, replicas: Sequence[int]) -> None:
         """Count no prefix as cached by these engines."""
         self._load_balancer.clear_histories(replicas)
+
+    def replace_frontend(self, frontend: int, life: int) -> list[EngineStarted | EngineStateChanged]:
+        """Stop the requests of an HTTP process that has ended; returns what the next one of its number has to know."""
+        return [message for engine in self.engines for message in engine.replace_frontend(frontend, life)]
 
     def on_prompt_routed(self, routed: PromptRouted) -> None:
         """Record that another HTTP process sent a prompt to an engine."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import shutil
 import socket
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 from torchweave.config.options import EngineConfig, ServerConfig
 from torchweave.engine.control.errors import Fault, joined
 from torchweave.serving.engine_client.client import EngineClient, FrontendContext
+from torchweave.serving.engine_client.replicas import Replicas
 from torchweave.serving.frontends import messages
 from torchweave.serving.ipc import socket_stream
 from torchweave.serving.ipc.messages import PromptRouted, encode
@@ -24,10 +28,15 @@ from torchweave.utils.child_process import ChildProcess
 
 _POLL_TIMEOUT_SECONDS = 1.0  # for the others' metrics; a process that is later is shown with its previous ones
 _END_SECONDS = 7.0  # for the others to end by themselves
+_MAX_ENDS, _ENDS_SECONDS = (
+    5,
+    60.0,
+)  # unexpected ends of processes within this time, after which they are not started again
+_log = logging.getLogger("torchweave")
 
 
 class FrontendGroup:
-    """Starts and ends the other HTTP processes, reports the engines' states to them, and polls their metrics.
+    """Starts, watches and ends the other HTTP processes, reports the engines' states to them, and polls their metrics.
 
     Args:
         count: number of HTTP processes, including the first; with 1 this object does nothing.
@@ -40,17 +49,19 @@ class FrontendGroup:
     def __init__(self, count: int, frontend_context: FrontendContext) -> None:
         self.failure = ""
         self._count, self._frontend_context = count, frontend_context
+        self._infos: dict[int, messages.FrontendInfo] = {}
         self._processes: dict[int, ChildProcess] = {}
         self._to_frontends: dict[int, Sender] = {}
         self._joined: set[int] = set()
         self._frontend_metrics: dict[int, messages.FrontendMetrics] = {}
+        self._ended_metrics: messages.FrontendMetrics | None = None  # counters of processes that have ended
         self._num_polls = self._num_calls = 0
         self._answers: dict[int, dict[int, Fault | None]] = {}  # of calls by their numbers, by process
         self._arrived = asyncio.Event()  # a process has sent a message or ended
         self._read_tasks: list[asyncio.Task[None]] = []
-        self._ping_tasks: list[asyncio.Task[None]] = []
         self._watch_tasks: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._ends: deque[float] = deque(maxlen=_MAX_ENDS)
+        self._draining = self._stopping = False
         self._silence_of = {number: Silence() for number in range(1, count)}
         self._exit_stack = ExitStack()  # sockets, and the folder in which they lie
 
@@ -59,18 +70,19 @@ class FrontendGroup:
         config: EngineConfig,
         settings: ServerConfig,
         address: tuple[str, int],
-        on_prompt_routed: Callable[[PromptRouted], None],
+        replicas: Replicas,
     ) -> list[socket.socket]:
-        """Start the others, which listen at `address` once the engines are ready.
+        """Start the others, which listen at `address` once the engines are ready. One that ends later is started again.
 
         Args:
-            on_prompt_routed: called with each prompt that another process sends to an engine.
+            replicas: of the first process: hear of each prompt that another process sends to an engine, and of its end.
 
         Returns:
             Additional sockets for the first process: the others proxy requests about the whole server there.
         """
         if self._count == 1:
             return []
+        self._config, self._settings, self._replicas = config, settings, replicas
         self._frontend_context.announce = self.announce
         folder = make_socket_dir()
         self._exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -81,18 +93,29 @@ class FrontendGroup:
         proxy_socket = socket.socket(socket.AF_UNIX)
         proxy_socket.bind(frontend_infos[0].proxy_socket)
         for frontend_info in frontend_infos:
+            self._infos[frontend_info.number] = frontend_info
             from_frontend = self._exit_stack.enter_context(socket_stream.listen(frontend_info.to_first))
-            self._read_tasks.append(critical_task(self._read(from_frontend, frontend_info.number, on_prompt_routed)))
-            to_frontend = self._to_frontends[frontend_info.number] = Sender(frontend_info.from_first)
-            self._exit_stack.callback(to_frontend.close, 0)
-            name = f"tw-http-{frontend_info.number}"
-            process = spawn(_run, config, settings, frontend_info, name=name, pass_fds=[frontend_info.shared_load_fd])
-            self._processes[frontend_info.number] = process
-            self._watch_tasks.append(asyncio.create_task(self._watch(frontend_info.number, process)))
-            if settings.engine_timeout:
-                ending = self._end_if_silent(frontend_info.number, process, settings.engine_timeout)
-                self._ping_tasks.append(critical_task(ending))
+            self._read_tasks.append(critical_task(self._read(from_frontend, frontend_info.number)))
+            self._spawn(frontend_info)
+            self._watch_tasks.append(critical_task(self._keep_running(frontend_info.number)))
         return [proxy_socket]
+
+    def _spawn(self, frontend_info: messages.FrontendInfo) -> None:
+        number = frontend_info.number
+        self._to_frontends[number] = Sender(frontend_info.from_first)
+        self._processes[number] = spawn(
+            _run,
+            self._config,
+            self._settings,
+            frontend_info,
+            name=f"tw-http-{number}",
+            pass_fds=[frontend_info.shared_load_fd],
+        )
+
+    def drain(self) -> None:
+        """The server takes no further requests, and starts no process again."""
+        self._draining = True
+        self.announce(messages.Draining())
 
     def announce(self, message: messages.ToFrontend, exclude: int = 0) -> None:
         """Send a message to all other processes except number `exclude`."""
@@ -117,12 +140,11 @@ class FrontendGroup:
                     for each in self._joined
                 ):
                     await self._wait_for_message()
+        known = [*self._frontend_metrics.values(), *([] if self._ended_metrics is None else [self._ended_metrics])]
         for engine in engines:
-            engine.remote_request_metrics = [
-                metrics.request_metrics[engine.replica_info.index] for metrics in self._frontend_metrics.values()
-            ]
-        http.remote = [Counter(metrics.http) for metrics in self._frontend_metrics.values()]
-        http.warnings.remote = [Counter(metrics.warnings) for metrics in self._frontend_metrics.values()]
+            engine.remote_request_metrics = [metrics.request_metrics[engine.replica_info.index] for metrics in known]
+        http.remote = [Counter(metrics.http) for metrics in known]
+        http.warnings.remote = [Counter(metrics.warnings) for metrics in known]
 
     async def call(self, name: str, arguments: dict[str, Any], results: Sequence[Any]) -> None:
         """Run the handler of a control call in the other processes.
@@ -144,8 +166,6 @@ class FrontendGroup:
     async def stop(self, at_once: bool = False) -> None:
         """End the processes after their last responses, or `at_once`."""
         self._stopping = True
-        for task in self._ping_tasks:
-            task.cancel()
         self.announce(messages.End())
         if self._watch_tasks and not at_once and len(self._joined) == len(self._processes):
             await asyncio.wait(self._watch_tasks, timeout=_END_SECONDS)
@@ -154,6 +174,8 @@ class FrontendGroup:
         await asyncio.gather(*self._watch_tasks)
         for task in self._read_tasks:
             task.cancel()
+        for to_frontend in self._to_frontends.values():
+            to_frontend.close(0)
         self._to_frontends.clear()  # engines may still announce state changes
         self._exit_stack.close()
 
@@ -161,16 +183,16 @@ class FrontendGroup:
         self._arrived.clear()
         await self._arrived.wait()
 
-    async def _read(
-        self, from_frontend: socket.socket, number: int, on_prompt_routed: Callable[[PromptRouted], None]
-    ) -> None:
+    async def _read(self, listening: socket.socket, number: int) -> None:
+        """Read the messages of each process that has the number, one after the other."""
+
         def on_message(encoded: bytes) -> None:
             message: messages.FromFrontend = messages.decode_from_frontend(encoded)
             self._silence_of[number].end()
             if isinstance(message, messages.Pong):
                 return
             if isinstance(message, PromptRouted):
-                on_prompt_routed(message)
+                self._replicas.on_prompt_routed(message)
                 self.announce(message, exclude=number)
                 return
             if isinstance(message, messages.FrontendReady):
@@ -184,29 +206,62 @@ class FrontendGroup:
                 self._frontend_metrics[number] = message
             self._arrived.set()
 
-        await socket_stream.read(from_frontend, on_message)
+        while True:
+            await socket_stream.read(listening, on_message)
 
-    async def _watch(self, number: int, process: ChildProcess) -> None:
-        await process_exit(process)
-        if not self._stopping:
-            reason = await asyncio.to_thread(process.exit_text)
-            name = f"HTTP process {number} of the server (process {process.pid})"
-            self._fail(f"{name} ended unexpectedly{f' ({reason})' if reason else ''}.")
+    async def _keep_running(self, number: int) -> None:
+        """Start a process again that ends after it has listened, until the server ends. Too many ends are a failure."""
+        while True:
+            why = await self._end_of(number, self._processes[number])
+            if self._stopping:
+                break
+            self._ends.append(asyncio.get_running_loop().time())
+            too_many = len(self._ends) == _MAX_ENDS and self._ends[-1] - self._ends[0] < _ENDS_SECONDS
+            if number not in self._joined or too_many:
+                self._fail(why)
+                break
+            info = self._infos[number] = replace(self._infos[number], life=self._infos[number].life + 1)
+            self._leave(number)
+            known = self._replicas.replace_frontend(number, info.life)
+            if self._draining:
+                break
+            _log.warning("%s It is started again.", why)
+            self._spawn(info)
+            for message in known:
+                self._to_frontends[number].send(encode(message))
+            self._arrived.set()
         self._arrived.set()
 
-    async def _end_if_silent(self, number: int, process: ChildProcess, timeout: float) -> None:
-        """Kill a process that has listened and then sends nothing, not even answers to pings: it would hold its connections."""
+    async def _end_of(self, number: int, process: ChildProcess) -> str:
+        """Wait until a process has ended; returns why, in a sentence. One that does not answer is killed."""
+        name = f"HTTP process {number} of the server (process {process.pid})"
+        ending, timeout = process_exit(process), self._settings.engine_timeout
+        silent = critical_task(self._until_silent(number, timeout or math.inf))
+        await asyncio.wait([ending, silent], return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            process.kill()
+            await ending
+            return f"{name} has not answered for {timeout:g} s."
+        silent.cancel()
+        reason = await asyncio.to_thread(process.exit_text)
+        return f"{name} ended unexpectedly{f' ({reason})' if reason else ''}."
+
+    async def _until_silent(self, number: int, seconds: float) -> None:
+        """Wait until a process that has listened sends nothing, not even answers to pings: it would hold its connections."""
         while number not in self._joined:
             await asyncio.sleep(PING_SECONDS)
-        silence = self._silence_of[number]
-        while True:
+        silence = self._silence_of[number] = Silence()
+        while silence.seconds <= seconds or self._stopping:
             await silence.wait()
-            if silence.seconds > timeout:
-                name = f"HTTP process {number} of the server (process {process.pid})"
-                self._fail(f"{name} has not answered for {timeout:g} s.")
-                process.kill()
-                return
             self._to_frontends[number].send(encode(messages.Ping()))
+
+    def _leave(self, number: int) -> None:
+        """Forget a process that has ended, but for what it has counted."""
+        self._joined.discard(number)
+        self._to_frontends.pop(number).close(0)
+        last = self._frontend_metrics.pop(number, None)
+        if last is not None:
+            self._ended_metrics = last.ended(self._ended_metrics)
 
     def _fail(self, why: str) -> None:
         self.failure = self.failure or why

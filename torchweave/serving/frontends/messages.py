@@ -5,6 +5,7 @@ The sockets lie in a folder that only their owner can enter.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from torchweave.engine.control.errors import Fault
-from torchweave.serving.engine_client.request_metrics import RequestMetricsData
+from torchweave.serving.engine_client.request_metrics import RequestMetricsData, ServingCounters
 from torchweave.serving.ipc.messages import (
     EngineExited,
     EngineStarted,
@@ -30,6 +31,7 @@ class FrontendInfo:
         folder: of the processes' Unix sockets.
         host, port: address of the server.
         shared_load_fd: see `SharedLoad`.
+        life: how many processes had this number before.
     """
 
     number: int
@@ -38,6 +40,7 @@ class FrontendInfo:
     host: str
     port: int
     shared_load_fd: int
+    life: int = 0
 
     @property
     def proxy_socket(self) -> str:
@@ -113,6 +116,15 @@ class FrontendMetrics(msgspec.Struct, tag=True, array_like=True):
     request_metrics: Sequence[RequestMetricsData]
     http: dict[tuple[str, str, str], int]
     warnings: dict[str, int]
+
+    def ended(self, before: FrontendMetrics | None) -> FrontendMetrics:
+        """The counters of a process that has ended, with those of processes that had ended `before`."""
+        known = [self] if before is None else [self, before]
+        of_engines = zip(*(each.request_metrics for each in known), strict=True)
+        counts = [ServingCounters.merge([each.counts for each in of_engine]) for of_engine in of_engines]
+        http = sum((Counter(each.http) for each in known), Counter())
+        warnings = sum((Counter(each.warnings) for each in known), Counter())
+        return FrontendMetrics(0, [RequestMetricsData(each) for each in counts], http, warnings)
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True):

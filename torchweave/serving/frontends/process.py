@@ -51,12 +51,12 @@ class Frontend:
         self._frontend_info = frontend_info
         count = settings.data_parallel_size
         shared_load = SharedLoad(count, frontend_info.count, frontend_info.shared_load_fd)
-        frontend_context = FrontendContext(frontend_info.number, shared_load, announce=self._send)
+        frontend_context = FrontendContext(frontend_info.number, frontend_info.life, shared_load, announce=self._send)
         self._engines = [
             SharedEngineClient(wire.ReplicaInfo(index, count, frontend_info.count), frontend_context)
             for index in range(count)
         ]
-        client = Replicas(config, self._engines, frontend_context)
+        client = Replicas(config, self._engines, frontend_context, opened=frontend_info.life > 0)
         self._app = create_app(client, settings, wait=True, primary_socket=frontend_info.proxy_socket)
         self._service: Service = self._app.state.service
         self.uvicorn = UvicornServer(self._app, settings.max_connections_per_address)
@@ -140,8 +140,9 @@ class SharedEngineClient(EngineClient):
     _why = ""
 
     async def start(self) -> None:
-        """Set `state` to `starting` until the first process reports otherwise."""
-        self.state = "starting"
+        """Set `state` to `starting` until the first process reports otherwise; it may have done so already."""
+        if self.state == "stopped":
+            self.state = "starting"
 
     async def stop(self, at_once: bool = False) -> None:
         """Disconnect from the engine; requests in flight get an error."""

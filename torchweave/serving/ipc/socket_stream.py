@@ -7,6 +7,7 @@ add 0.1 ms, and on a virtual machine 1 ms one time in a hundred, to the latency 
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import selectors
 import socket
@@ -15,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import cast
 
 _SIZE = struct.Struct("<I")
@@ -174,9 +176,11 @@ class Reader(asyncio.Protocol):
 
 
 def listen(path: str) -> socket.socket:
-    """Bind a socket for one or more `Sender`s."""
+    """Bind a socket for one or more `Sender`s, instead of one that a process has left that was killed."""
     listening = socket.socket(socket.AF_UNIX)
     listening.setblocking(False)
+    with suppress(FileNotFoundError):
+        os.unlink(path)
     listening.bind(path)
     listening.listen()
     return listening
