@@ -57,6 +57,7 @@ class FrontendGroup:
         self._ended_metrics: messages.FrontendMetrics | None = None  # counters of processes that have ended
         self._num_polls = self._num_calls = 0
         self._answers: dict[int, dict[int, Fault | None]] = {}  # of calls by their numbers, by process
+        self._adapter_calls: dict[str, messages.Call] = {}  # the last for each adapter, for processes that start later
         self._arrived = asyncio.Event()  # a process has sent a message or ended
         self._read_tasks: list[asyncio.Task[None]] = []
         self._watch_tasks: list[asyncio.Task[None]] = []
@@ -154,7 +155,10 @@ class FrontendGroup:
         """
         self._num_calls = number = self._num_calls + 1
         answers = self._answers[number] = {}
-        self.announce(messages.Call(number, name, arguments, list(results)))
+        message = messages.Call(number, name, arguments, list(results))
+        if "adapter" in arguments:
+            self._adapter_calls[arguments["adapter"]] = message
+        self.announce(message)
         try:
             while len(answers) < len(self._joined) and not self.failure:
                 await self._wait_for_message()
@@ -227,7 +231,7 @@ class FrontendGroup:
                 break
             _log.warning("%s It is started again.", why)
             self._spawn(info)
-            for message in known:
+            for message in (*known, *self._adapter_calls.values()):
                 self._to_frontends[number].send(encode(message))
             self._arrived.set()
         self._arrived.set()
