@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.engine.adapters.peft_cases import answer, ask, assert_equal, engine, linears, make_adapter
+from tests.engine.adapters.peft_cases import (
+    answer,
+    ask,
+    assert_equal,
+    engine,
+    engine_config,
+    linears,
+    make_adapter,
+)
 from torchweave import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from torchweave.config.options import SpeculativeConfig
 from torchweave.engine.control.errors import ControlError
 from torchweave.models.weights.peft_adapter import TENSORS
+from torchweave.report import Report
 from torchweave.verify import zoo
 
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11], list(range(20, 44)), [9, 9, 3], [40, 30, 20, 10, 5]]
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6, 7], list(range(20, 44)), [9, 9, 3], [40, 30, 20, 10, 5]]
 ADAPTERS = {
     "all": {"r": 8, "use_rslora": True},
     "attention": {
@@ -39,9 +50,7 @@ class Case:
     expected: dict[str, list[zoo.Answer]]
 
 
-def make_case(name: str, folder: Path, adapters: dict[str, dict]) -> Case:
-    base = zoo.build(zoo.zoo_model(name))
-    zoo.save(base, folder / "model")
+def make_case(base: PreTrainedModel, folder: Path, adapters: dict[str, dict]) -> Case:
     expected, requests = {"": zoo.reference_answers(base, PROMPTS, 8)}, {"": None}
     for number, (adapter, options) in enumerate(adapters.items(), 1):
         given = {"target_modules": linears(base)} | options
@@ -52,7 +61,9 @@ def make_case(name: str, folder: Path, adapters: dict[str, dict]) -> Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case("llama", tmp_path_factory.mktemp("adapters"), ADAPTERS)
+    folder, base = tmp_path_factory.mktemp("adapters"), zoo.build(zoo.zoo_model("llama"))
+    zoo.save(base, folder / "model")
+    return make_case(base, folder, ADAPTERS)
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +191,8 @@ def test_without_the_option_adapters_are_refused() -> None:
 
 
 DEFAULT = ("gpt2", "jamba")
+WITHOUT_PLACE = {"dt_proj"}
+"""Leaves of linears whose weights the hooks of recurrent layers read, instead of calling them."""
 
 
 @pytest.mark.parametrize(
@@ -191,6 +204,33 @@ DEFAULT = ("gpt2", "jamba")
     ],
 )
 def test_architectures(name: str, tmp_path: Path) -> None:
-    case = make_case(name, tmp_path, {"one": {"r": 4}, "two": {"r": 2, "lora_alpha": 5}})
-    with engine(case.folder / "model") as llm:
-        check(llm, case, ["", "one", "two", "one"])
+    base = zoo.build(zoo.zoo_model(name))
+    zoo.save(base, tmp_path / "model")
+    with engine(tmp_path / "model") as llm:
+        places = llm.engine.runner.parts["adapters"].slots.places  # type: ignore[attr-defined]
+        held = [each for each in linears(base) if each in places]
+        assert {each.rpartition(".")[2] for each in linears(base) if each not in places} <= WITHOUT_PLACE
+        sets = {"one": {"r": 4, "target_modules": held}, "two": {"r": 2, "lora_alpha": 5, "target_modules": held}}
+        check(llm, make_case(base, tmp_path, sets), ["", "one", "two", "one"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": SpeculativeConfig(method="ngram", prompt_lookup_min=1)},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.whole),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.whole),
+    ],
+    ids=["drafts", "two ranks", "two stages"],
+)
+def test_drafts_and_ranks(case: Case, options: dict[str, Any]) -> None:
+    config = engine_config(case.folder / "model", device="cpu", **options)
+    with LLM.from_config(config, Report(show=False)) as llm:
+        check(llm, case, ["attention", "all", "", "all"])
+        if "speculative_config" in options:  # requests without log-probabilities have drafts
+            params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+            names = ["all", "", "attention", "all"]
+            outputs = llm.generate(PROMPTS, params, lora_request=[case.requests[name] for name in names])
+            for number, (output, name) in enumerate(zip(outputs, names, strict=True)):
+                assert list(output.outputs[0].token_ids) == case.expected[name][number].tokens
+            assert llm.engine.scheduler.speculation.num_draft_tokens

@@ -102,10 +102,10 @@ def _products(graph: CapturedGraph) -> Iterator[_Product]:
     for node, (x, weight, *_) in calls_of(graph, *_INT):
         if graph.constant(weight) is not None:
             yield _Product(node, x, weight)
+    sources = {part: x for node, (x, *_) in calls_of(graph, _QUANT) for part in node.users}
     for node, (quantized, _, weight, *_) in calls_of(graph, _FP8):
-        source = quantized.args[0] if quantized.op == "call_function" and quantized.args else None
-        if graph.constant(weight) is not None and isinstance(source, fx.Node) and source.target is _QUANT:
-            yield _Product(node, source.args[0], weight)  # type: ignore[arg-type]
+        if graph.constant(weight) is not None and quantized in sources:
+            yield _Product(node, sources[quantized], weight)
 
 
 def _reject_reason(graph: CapturedGraph, product: _Product, readers: set[fx.Node]) -> str:
