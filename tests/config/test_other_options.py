@@ -46,7 +46,8 @@ KEYWORDS: list[tuple[str, Any, str]] = [
     ("disable_sliding_window", False, ""), ("disable_cascade_attn", True, ""), ("load_format", "safetensors", ""),
     ("model_impl", "transformers", ""), ("generation_config", "vllm", ""),
     ("override_generation_config", {"temperature": 0.6}, ""), ("enable_sleep_mode", False, ""), ("enable_lora", False, ""),
-    ("max_lora_rank", 16, ""), ("speculative_config", None, ""), ("async_scheduling", True, ""),
+    ("max_lora_rank", 16, ""),
+    ("cudagraph_capture_sizes", [1, 2], ""), ("speculative_config", None, ""), ("async_scheduling", True, ""),
     ("served_model_name", "demo", ""), ("enable_expert_parallel", False, ""), ("worker_cls", "auto", ""),
 ]  # fmt: skip
 

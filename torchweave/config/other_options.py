@@ -281,6 +281,9 @@ ENGINE: dict[str, OtherOption] = {
     "disable_cascade_attn": _SILENT_SWITCH,
     "max_seq_len_to_capture": _ignored(8192, why="graphs are recorded by token count: torch_compile_config.capture_num_tokens"),
     "max_context_len_to_capture": _ignored(why="graphs are recorded by token count: torch_compile_config.capture_num_tokens"),
+    "cudagraph_capture_sizes": OtherOption(
+        ([],), lambda value: {"torch_compile_config.capture_num_tokens": value, f"{_GRAPHS}batch_sizes": value}
+    ),
     "max_cudagraph_capture_size": _renamed(f"{_GRAPHS}max_batch_size"),
     "cuda_graph_sizes": _renamed(f"{_GRAPHS}batch_sizes", []),
     "performance_mode": _ignored("balanced", why=_ALWAYS_AUTOMATIC),

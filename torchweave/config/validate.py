@@ -75,15 +75,11 @@ def config_from(config: type[Config], options: Mapping[str, Any], prefix: str = 
             raise ValueError(f"unknown option {prefix}{requested}; {guess}")
         if name in given:
             raise ValueError(f"{prefix}{name} is given twice; {' and '.join(_aliases_of(name))} are one option")
-        if value is None and not _accepts_none(hints[name]):
+        if value is None:
             continue  # vLLM's way to ask for the default
         nested = is_dataclass(hints[name]) and isinstance(value, Mapping)
         given[name] = config_from(hints[name], value, f"{prefix}{name}.") if nested else value
     return config(**given)
-
-
-def _accepts_none(hint: Any) -> bool:
-    return get_origin(hint) in (Union, UnionType) and type(None) in get_args(hint)
 
 
 def _aliases_of(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: inference from an event loop, with the essential methods of vLLM's `AsyncLLM`."""
+"""`AsyncLLM`: inference from an event loop, and `LLMEngine`: step by step, with the essential methods of vLLM's classes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchweave.config.engine_args import EngineArgs
 from torchweave.config.options import EngineConfig
 from torchweave.engine import pooling_methods
-from torchweave.engine.client import AsyncInbox, CompletionStream
+from torchweave.engine.client import AsyncInbox, CompletionStream, RequestLoop
 from torchweave.engine.control.methods import adapter_arguments, as_user_error
 from torchweave.engine.llm import LLM
 from torchweave.engine.lora_request import LoRARequest
 from torchweave.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from torchweave.engine.prompts import Prompt, text_of
-from torchweave.engine.request import SamplingParams
+from torchweave.engine.prompts import Prompt
+from torchweave.engine.request import RequestOutputKind, SamplingParams
 from torchweave.report import Report
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class AsyncLLM:
         engine._init(LLM.from_config(config, report))
         return engine
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        """Create an engine from an object of options."""
+        return cls(**engine_args.given())
+
     def _init(self, llm: LLM) -> None:
         self._llm = llm
         self._streams: dict[str, CompletionStream] = {}  # of the requests in flight, by their ids
@@ -71,7 +77,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Generate completions of a prompt; yields all of their text and tokens so far, whenever there are more.
 
-        The last output has `finished` set. Leaving the iterator early stops the request.
+        The `output_kind` of the parameters asks for new text and tokens only, or for one output at the end. The last output has
+        `finished` set. Leaving the iterator early stops the request.
 
         Args:
             prompt, sampling_params: see `LLM.generate`.
@@ -91,7 +98,11 @@ class AsyncLLM:
             stream.wake_engine()
             while stream.is_active:
                 await stream.next_responses()
-                output = llm._request_output(stream, text_of(prompt), encoded, ids)
+                if stream.is_active and params.output_kind == RequestOutputKind.FINAL_ONLY:
+                    continue
+                output = llm._request_output(
+                    stream, prompt, encoded, ids, delta=params.output_kind == RequestOutputKind.DELTA
+                )
                 output.request_id, output.finished = name, not stream.is_active
                 yield output
 
@@ -223,3 +234,32 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.shutdown)
+
+
+class LLMEngine(RequestLoop):
+    """An engine with `add_request`, `step`, `abort_request` and `has_unfinished_requests`. `shutdown` ends it.
+
+    Args:
+        llm: the engine that runs the requests.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm)
+        self.llm = llm
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> LLMEngine:
+        """Create an engine from an object of options.
+
+        Raises:
+            ValueError: see `LLM`.
+        """
+        return cls(LLM(**engine_args.given()))
+
+    def shutdown(self) -> None:
+        """End the engine, and requests that are unfinished."""
+        self.llm.shutdown(drain=False)
+
+
+AsyncLLMEngine = AsyncLLM
+"""Its other name in vLLM."""

@@ -8,19 +8,21 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from torchweave.engine.detokenizer import CompletionBuilder
-from torchweave.engine.outputs import RequestMetrics
+from torchweave.engine.lora_request import LoRARequest
+from torchweave.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from torchweave.engine.request import (
     NO_TOKENS,
     POOLING_PARAMS,
     InferenceRequest,
     Output,
+    RequestOutputKind,
     Response,
     Responses,
     SamplingParams,
@@ -323,6 +325,13 @@ class CompletionStream:
                 self._add(response)
                 yield response.id, response.final
 
+    def next_batch(self) -> list[tuple[int, bool]]:
+        """Wait for the next responses and add them to their completions, as `responses` does."""
+        responses = [response for response in self._wait() if response.id in self.completions]
+        for response in responses:
+            self._add(response)
+        return [(response.id, response.final) for response in responses]
+
     async def next_responses(self) -> None:
         """Wait for responses of an `AsyncInbox`, and add them to their completions; errors as those of `responses`."""
         assert isinstance(self._inbox, AsyncInbox)
@@ -371,6 +380,17 @@ class CompletionStream:
         for request_id in self._active_ids:
             self._client.stop(request_id)
 
+    def stop(self, request_ids: Iterable[int]) -> None:
+        """Stop some requests."""
+        for request_id in self._active_ids.intersection(request_ids):
+            self._client.stop(request_id)
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept of a request; its further responses are ignored."""
+        self._active_ids.discard(request_id)
+        for kept in (self.completions, self.metrics, self.num_cached_tokens, self.pooled):
+            kept.pop(request_id, None)
+
     def close(self) -> None:
         """Stop unfinished requests, and ignore their further responses."""
         while self._active_ids:
@@ -384,3 +404,142 @@ class CompletionStream:
 
     def __del__(self) -> None:
         self.close()
+
+
+def stream_deltas(
+    stream: CompletionStream, prompt_of: dict[int, int], llm: object
+) -> Iterator[tuple[int, CompletionOutput]]:
+    """Yield new output of each completion with the index of its prompt, until all have finished.
+
+    Args:
+        llm: of the stream; held, since its engine ends with its last reference.
+    """
+    done: set[tuple[int, int]] = set()
+    with stream:
+        for request_id, _ in stream.responses():
+            for completion in stream.completions[request_id]:
+                delta = completion.take_delta()
+                key = request_id, completion.index
+                if key not in done and (delta.text or delta.token_ids or delta.finish_reason):
+                    yield prompt_of[request_id], delta
+                if completion.finished:
+                    done.add(key)
+
+
+class _LLM(Protocol):
+    """What a `RequestLoop` uses of an `LLM`."""
+
+    def default_sampling_params(self) -> SamplingParams: ...
+    def get_tokenizer(self) -> Any: ...
+    def load_requested(self, requests: LoRARequest | None, count: int) -> list[str]: ...
+    def _open_stream(self) -> CompletionStream: ...
+    def _prepare(
+        self, prompts: Sequence[Any], params: Sequence[SamplingParams], adapters: Sequence[str]
+    ) -> tuple[list[EncodedPrompt], list[SamplingParams]]: ...
+    def _request_output(
+        self,
+        stream: CompletionStream,
+        given: Any,
+        prompt: EncodedPrompt,
+        request_ids: Sequence[int],
+        delta: bool = False,
+    ) -> RequestOutput: ...
+
+
+class _Request(NamedTuple):
+    given: Any
+    prompt: EncodedPrompt
+    params: SamplingParams
+    ids: list[int]
+    unfinished: set[int]
+
+
+class RequestLoop:
+    """Requests that are added one by one, and their outputs step by step, with the methods of vLLM's `LLMEngine`.
+
+    The engine runs meanwhile on its own thread; `step` waits for what it sends next.
+    """
+
+    def __init__(self, llm: _LLM) -> None:
+        self._llm = llm
+        self._stream = llm._open_stream()
+        self._requests: dict[str, _Request] = {}
+        self._names: dict[int, str] = {}  # of the requests by the ids of their answers
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a prompt; see `LLM.generate` for the arguments.
+
+        Raises:
+            ValueError: the prompt or its parameters are not supported, or an unfinished request has the same id.
+            RuntimeError: the engine failed or was shut down.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"A request with the id {request_id!r} is unfinished; use another id.")
+        adapters = self._llm.load_requested(lora_request, 1)
+        (encoded,), (checked,) = self._llm._prepare([prompt], [params or self._llm.default_sampling_params()], adapters)
+        streaming = checked.beam_width == 1 and (
+            checked.stops_in_text or checked.output_kind != RequestOutputKind.FINAL_ONLY
+        )
+        ids = self._stream.submit(encoded, checked, streaming, priority, adapters[0])
+        self._requests[request_id] = _Request(prompt, encoded, checked, ids, {*ids})
+        self._names |= dict.fromkeys(ids, request_id)
+        self._stream.wake_engine()
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for the engine's next tokens; returns an output for each request that has any, as its `output_kind` says.
+
+        Raises:
+            RuntimeError: the engine failed or was shut down.
+        """
+        if not self._requests:
+            return []
+        arrived: dict[str, None] = {}
+        for number, final in self._stream.next_batch():
+            if (name := self._names.get(number)) is None:  # of an aborted request
+                continue
+            arrived[name] = None
+            if final:
+                self._requests[name].unfinished.discard(number)
+        return [output for name in arrived if (output := self._output(name)) is not None]
+
+    def _output(self, name: str) -> RequestOutput | None:
+        request = self._requests[name]
+        kind, finished = request.params.output_kind, not request.unfinished
+        if not finished and kind == RequestOutputKind.FINAL_ONLY:
+            return None
+        delta = kind == RequestOutputKind.DELTA
+        output = self._llm._request_output(self._stream, request.given, request.prompt, request.ids, delta)
+        output.request_id, output.finished = name, finished
+        if finished:
+            self._forget(name)
+        return output
+
+    def abort_request(self, request_id: str | Sequence[str]) -> None:
+        """End requests without a further output; ids of none are ignored."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if name in self._requests:
+                self._stream.stop(self._requests[name].ids)
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        for number in self._requests.pop(name).ids:
+            del self._names[number]
+            self._stream.forget(number)
+
+    def get_tokenizer(self) -> Any:
+        """See `LLM.get_tokenizer`."""
+        return self._llm.get_tokenizer()

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from torchweave.engine.outputs import CompletionOutput, Logprob, Logprobs
 from torchweave.engine.request import FinishReason, SamplingParams, TokenLogprobs
-from torchweave.engine.stop_regex import RegexMatcher
 from torchweave.tokenizer import IncrementalDetokenizer
+from torchweave.utils.stop_regex import RegexMatcher
 
 _CLIENT_REASONS = {"complete": "stop", "cancelled": "abort"}
 """The engine's finish reasons that have another name in completions, that of vLLM."""

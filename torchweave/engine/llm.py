@@ -19,7 +19,7 @@ from torchweave.compiler.explain.page import save_explanation
 from torchweave.config.options import EngineConfig, use_passive_openmp, vllm_variables
 from torchweave.config.peer_options import read_options
 from torchweave.engine import pooling_methods
-from torchweave.engine.client import AsyncInbox, Client, CompletionStream
+from torchweave.engine.client import AsyncInbox, Client, CompletionStream, RequestLoop, stream_deltas
 from torchweave.engine.control.methods import ControlMethods, result_of
 from torchweave.engine.detokenizer import encode_bad_words
 from torchweave.engine.lora_request import LoRARequest
@@ -37,7 +37,8 @@ from torchweave.engine.outputs import (
     RequestOutput,
     ScoringOutput,
 )
-from torchweave.engine.prompts import Prompt, as_ids, as_list, as_lists, text_and_images, text_of
+from torchweave.engine.pooling_methods import PoolingParams
+from torchweave.engine.prompts import Prompt, as_ids, as_list, as_lists, text_and_images, text_of, truncated
 from torchweave.engine.request import InferenceRequest, SamplingParams
 from torchweave.engine.sampling.structured_output import rejection_reason
 from torchweave.engine.startup.early_start import prestart_workers, stored_bytecode
@@ -76,8 +77,9 @@ class LLM(ControlMethods):
     _with_metrics = True
 
     def __init__(
-        self, model: str, *, report: Report | None = None, disable_log_stats: bool = False, **options: Any
+        self, model: str, *, report: Report | None = None, disable_log_stats: bool | None = False, **options: Any
     ) -> None:
+        disable_log_stats = bool(disable_log_stats) if disable_log_stats is None else disable_log_stats
         if not isinstance(disable_log_stats, bool):
             raise ValueError(f"disable_log_stats={disable_log_stats!r} must be True or False")
         self._with_metrics = not disable_log_stats
@@ -190,21 +192,27 @@ class LLM(ControlMethods):
                     if final:
                         advance()
         return [
-            self._request_output(stream, text_of(text), prompt, of_prompt)
+            self._request_output(stream, text, prompt, of_prompt)
             for text, prompt, of_prompt in zip(texts, ids, request_ids, strict=True)
         ]
 
     def _request_output(
-        self, stream: CompletionStream, text: str | None, prompt: EncodedPrompt, request_ids: Sequence[int]
+        self,
+        stream: CompletionStream,
+        given: Prompt,
+        prompt: EncodedPrompt,
+        request_ids: Sequence[int],
+        delta: bool = False,
     ) -> RequestOutput:
-        """The output of a prompt whose requests have ended."""
+        """The output of a prompt so far, or (`delta`) since the last one."""
         first = request_ids[0]
-        outputs = [completion.result() for each in request_ids for completion in stream.completions[each]]
+        completions = [completion for each in request_ids for completion in stream.completions[each]]
+        outputs = [completion.take_delta() if delta else completion.result() for completion in completions]
         metrics = stream.metrics[first]
-        metrics.num_generation_tokens = sum(len(output.token_ids) for output in outputs)
+        metrics.num_generation_tokens = sum(len(completion.token_ids) for completion in completions)
         return RequestOutput(
             request_id=str(first),
-            prompt=text,
+            prompt=text_of(given),
             prompt_token_ids=prompt.token_ids.tolist(),
             outputs=outputs,
             prompt_logprobs=stream.completions[first][0].prompt_logprob_dicts(),
@@ -295,31 +303,47 @@ class LLM(ControlMethods):
 
     @suggest_keywords
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = False, *, dimensions: int | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = False,
+        *,
+        dimensions: int | None = None,
+        pooling_params: PoolingParams | None = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Embeddings of prompts (`output.outputs.embedding`), in order, by a model with runner=pooling.
 
         Args:
             dimensions: keep so many numbers of each embedding, then normalize it, for models trained for it (matryoshka).
+            pooling_params: the same, as an object of vLLM's name.
 
         Raises:
             ValueError: the model generates or classifies; a prompt or `dimensions` is not supported.
             RuntimeError: the engine failed or was shut down.
         """
+        if pooling_params is not None:
+            dimensions = pooling_params.dimensions if dimensions is None else dimensions
         return pooling_methods.embed(self, as_list(prompts), dimensions, use_tqdm)
 
     @suggest_keywords
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = False, *, use_activation: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = False,
+        *,
+        use_activation: bool = True,
+        pooling_params: PoolingParams | None = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Probabilities of classes (`output.outputs.probs`), in order, by a `ForSequenceClassification` model.
 
         Args:
             use_activation: apply the softmax or sigmoid of the model's problem type; else return logits.
+            pooling_params: the same, as an object of vLLM's name.
 
         Raises:
             ValueError, RuntimeError: see `embed`.
         """
+        if pooling_params is not None and pooling_params.use_activation is not None:
+            use_activation = pooling_params.use_activation
         return pooling_methods.classify(self, as_list(prompts), use_activation, use_tqdm)
 
     @suggest_keywords
@@ -387,7 +411,7 @@ class LLM(ControlMethods):
         for number, (prompt, each, adapter) in enumerate(zip(ids, params, adapters, strict=True)):
             prompt_of |= dict.fromkeys(stream.submit(prompt, each, each.beam_width == 1, adapter=adapter), number)
         stream.wake_engine()
-        return _stream_deltas(stream, prompt_of, self)
+        return stream_deltas(stream, prompt_of, self)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -448,6 +472,11 @@ class LLM(ControlMethods):
         """
         return result_of(self.manager, self.manager.call(name, **arguments))
 
+    @cached_property
+    def llm_engine(self) -> RequestLoop:
+        """Requests one by one: `add_request`, then `step` while there are unfinished ones."""
+        return RequestLoop(self)
+
     def get_tokenizer(self) -> Any:
         """The model's tokenizer from transformers.
 
@@ -488,8 +517,11 @@ class LLM(ControlMethods):
         Raises:
             ValueError: the engine does not support a prompt or its parameters.
         """
-        encoded_params = [self._encode_bad_words(each) for each in params]
-        encoded = self._encode_all(prompts)
+        encoded_params = [self._encode_bad_words(each.checked()) for each in params]
+        encoded = [
+            truncated(prompt, each, self.plan.max_model_len)
+            for prompt, each in zip(self._encode_all(prompts), encoded_params, strict=True)
+        ]
         self._validate(encoded, encoded_params, adapters)
         return encoded, encoded_params
 
@@ -558,23 +590,3 @@ def _shutdown_engine(manager: BatchManager, engine: Engine, process: int) -> Non
         return
     manager.shutdown(drain=False)
     engine.close()
-
-
-def _stream_deltas(
-    stream: CompletionStream, prompt_of: dict[int, int], llm: LLM
-) -> Iterator[tuple[int, CompletionOutput]]:
-    """Yield new output of each completion with the index of its prompt, until all have finished.
-
-    Args:
-        llm: of the stream; held, since its engine ends with its last reference.
-    """
-    done: set[tuple[int, int]] = set()
-    with stream:
-        for request_id, _ in stream.responses():
-            for completion in stream.completions[request_id]:
-                delta = completion.take_delta()
-                key = request_id, completion.index
-                if key not in done and (delta.text or delta.token_ids or delta.finish_reason):
-                    yield prompt_of[request_id], delta
-                if completion.finished:
-                    done.add(key)

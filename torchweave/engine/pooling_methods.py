@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -24,6 +25,19 @@ if TYPE_CHECKING:
     from torchweave.engine.startup.build import Engine
     from torchweave.report import Report
     from torchweave.tokenizer import Tokenizer
+
+
+@dataclass
+class PoolingParams:
+    """Parameters of `LLM.embed`, `classify` and `encode`, under vLLM's names; None: the model's.
+
+    Attributes:
+        dimensions: numbers of each embedding, see `LLM.embed`.
+        use_activation: apply the softmax or sigmoid, see `LLM.classify`.
+    """
+
+    dimensions: int | None = None
+    use_activation: bool | None = None
 
 
 class _LLM(Protocol):

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from torchweave.engine.request import SamplingParams
 from torchweave.images import EncodedPrompt
 
+
+class _Media(TypedDict, total=False):
+    multi_modal_data: dict[str, Any]
+
+
+class TextPrompt(_Media):
+    """A prompt as a dict with its text, and `multi_modal_data` for images."""
+
+    prompt: str
+
+
+class TokensPrompt(_Media):
+    """A prompt as a dict with its token ids."""
+
+    prompt_token_ids: list[int]
+
+
 Prompt = str | Sequence[int] | EncodedPrompt | Mapping[str, Any]
 """A text, token ids, or vLLM's `{"prompt": ..., "multi_modal_data": {"image": ...}}`."""
+
+
+PromptType = Prompt
 
 
 def text_of(prompt: Prompt) -> str | None:
@@ -81,3 +101,21 @@ def as_lists(
             f"Got {len(prompt_list)} prompts but {len(params_list)} sampling_params; give one for each, or one for all."
         )
     return prompt_list, params_list
+
+
+def truncated(prompt: EncodedPrompt, params: SamplingParams, max_model_len: int) -> EncodedPrompt:
+    """The prompt's last tokens, as `truncate_prompt_tokens` says.
+
+    Raises:
+        ValueError: a prompt with images would lose tokens.
+    """
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == -1:
+        keep = max(max_model_len - (params.max_tokens or 1), 1)
+    if len(prompt.token_ids) <= keep:
+        return prompt
+    if prompt.images:
+        raise ValueError("A prompt with images cannot be truncated; leave truncate_prompt_tokens out.")
+    return EncodedPrompt(prompt.token_ids[-keep:])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields
+from enum import IntEnum
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from torchweave.engine.stop_regex import RegexMatcher
 from torchweave.images import ImageInput
-from torchweave.utils.suggest import suggest_keywords
+from torchweave.utils.stop_regex import RegexMatcher
+from torchweave.utils.suggest import did_you_mean, suggest_keywords
 
 FinishReason = Literal["stop", "length", "complete", "cancelled", "error"]
 """Why an answer ended: stop token, limit, complete structured output, cancellation, error. Users see `complete` as `stop`."""
@@ -89,7 +90,10 @@ _FIELD_DESCRIPTIONS = {
 }
 
 
-_INT_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "beam_width")
+_INT_FIELDS = (
+    "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "beam_width", "truncate_prompt_tokens",
+    "output_kind",
+)  # fmt: skip
 _FLOAT_FIELDS = (
     "temperature",
     "top_p",
@@ -101,7 +105,7 @@ _FLOAT_FIELDS = (
     "length_penalty",
 )
 _BOOL_FIELDS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
-_OPTIONAL_FIELDS = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
+_OPTIONAL_FIELDS = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs", "truncate_prompt_tokens")
 _FIELD_TYPES = tuple(
     (name, {*plain, type(None)} if name in _OPTIONAL_FIELDS else {*plain}, types, expected)
     for names, plain, types, expected in (
@@ -135,7 +139,15 @@ _LOGPROBS_RANGE = "at least 0, -1 for the vocabulary, or None"
 _PENALTY_RANGE = f"between {1 / _MAX_FLOAT:g} and {_MAX_FLOAT:g}, 1 for none"
 
 
-@dataclass(frozen=True)
+class RequestOutputKind(IntEnum):
+    """What the outputs of `AsyncLLM.generate` and `LLMEngine.step` hold: all so far, what is new, or all at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True)  # so that its creation calls no `__setattr__`; see `_set_field`
 class SamplingParams:
     """Sampling parameters of a request, under vLLM's names.
 
@@ -172,6 +184,10 @@ class SamplingParams:
         early_stopping: beam search: True stops at `beam_width` finished sequences, False when a better one is unlikely,
             "never" when a better one is impossible.
         extra_args: arguments of your own logits processors, by name; vLLM's.
+        truncate_prompt_tokens: last tokens of the prompt that are kept; -1: as many as leave room for the answer. None: all.
+        output_kind: what the outputs of `AsyncLLM.generate` and `LLMEngine.step` hold, a `RequestOutputKind`.
+
+    Attributes may be changed; a request checks them again.
 
     Raises:
         ValueError: a value has a wrong type or is out of range.
@@ -206,6 +222,8 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     extra_args: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
+    output_kind: int = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         if isinstance(self.structured_outputs, dict):
@@ -243,6 +261,14 @@ class SamplingParams:
                 self.extra_args is None or isinstance(self.extra_args, dict),
                 "a dict of arguments, or None",
             ),
+            (
+                "truncate_prompt_tokens",
+                self.truncate_prompt_tokens is None
+                or self.truncate_prompt_tokens == -1
+                or self.truncate_prompt_tokens >= 1,
+                "at least 1, -1 for as many as fit, or None",
+            ),
+            ("output_kind", 0 <= self.output_kind <= 2, "a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY"),
             ("early_stopping", self.early_stopping in (True, False, "never"), 'True, False or "never"'),
         )
         for name, holds, expected in checks:
@@ -271,6 +297,21 @@ class SamplingParams:
         params = object.__new__(cls)
         params.__dict__.update(_DEFAULTS, **changed)
         return params
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """Parameters from values of which None stands for the default, as in vLLM."""
+        return cls(**{name: value for name, value in given.items() if value is not None or name in _OPTIONAL_FIELDS})
+
+    def checked(self) -> SamplingParams:
+        """These parameters, checked again if an attribute was changed.
+
+        Raises:
+            ValueError: see `SamplingParams`.
+        """
+        if self.__dict__.pop("_is_changed", False):
+            self.__post_init__()
+        return self
 
     def clone(self) -> SamplingParams:
         """A copy, under vLLM's name."""
@@ -314,6 +355,20 @@ class SamplingParams:
 
 SamplingParams.__init__ = suggest_keywords(SamplingParams.__init__)
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
+
+
+def _set_field(params: SamplingParams, name: str, value: Any) -> None:
+    """Change an attribute.
+
+    Raises:
+        AttributeError: there is no such parameter.
+    """
+    if name not in _DEFAULTS:
+        raise AttributeError(f"SamplingParams has no {name!r}; {did_you_mean(name, _DEFAULTS, 'see its docstring')}")
+    params.__dict__.update({name: value, "_is_changed": True})
+
+
+SamplingParams.__setattr__ = _set_field  # type: ignore[method-assign, assignment]
 
 
 def _count(logprobs: int | None, vocab_size: int) -> int:

@@ -195,7 +195,7 @@ def test_errors_of_calls_leave_the_engine_serving(registered: dict[str, ControlC
             result(h.manager.call("odd", what="raise"))
         with pytest.raises(ControlError, match="create the batch manager with `call_ranks`"):
             result(h.manager.call("odd", what="ranks"))
-        with pytest.raises(ControlError, match="There is no control call 'update'; there are is_paused, "):
+        with pytest.raises(ControlError, match=r"There is no control call 'update'; there are .*is_paused, "):
             result(h.manager.call("update"))
         for arguments in ({}, {"what": "", "sort": 1}):
             with pytest.raises(ControlError, match="The control call odd takes what, size"):

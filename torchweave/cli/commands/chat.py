@@ -23,7 +23,7 @@ def parser() -> Parser:
     cli_parser.add_config(
         SamplingParams,
         "sampling",
-        skip=("n", "logprobs", "prompt_logprobs", "detokenize"),
+        skip=("n", "logprobs", "prompt_logprobs", "detokenize", "output_kind"),
         common=COMMON_SAMPLING_OPTIONS,
         show_defaults=False,
     )

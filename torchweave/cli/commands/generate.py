@@ -32,7 +32,7 @@ def parser() -> Parser:
     cli_parser.add_config(
         SamplingParams,
         "sampling",
-        skip=("prompt_logprobs", "detokenize"),
+        skip=("prompt_logprobs", "detokenize", "output_kind"),
         common=COMMON_SAMPLING_OPTIONS,
         show_defaults=False,
     )

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchweave.engine.control import adapters, pause, prefix_cache, profile
+from torchweave.engine.control import adapters, apply, pause, prefix_cache, profile
 from torchweave.engine.control.errors import ControlError
 from torchweave.engine.control.host import Host
 
@@ -27,6 +27,8 @@ class ControlCall(NamedTuple):
 CALLS: dict[str, ControlCall] = {
     "adapter_refusal": ControlCall(rank=adapters.refusal_on_rank),
     "drop_adapters": ControlCall(rank=adapters.drop_on_rank),
+    "apply_model": ControlCall(rank=apply.apply_model),
+    "collective_rpc": ControlCall(rank=apply.collective_rpc),
     "is_paused": ControlCall(pause.is_paused),
     "list_adapters": ControlCall(adapters.list_adapters),
     "load_adapter": ControlCall(adapters.load_adapter, adapters.load_on_rank),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -112,6 +112,40 @@ class ControlMethods:
                     "load_lora_adapter with load_inplace=True first."
                 )
         return ["" if request is None else request.lora_name for request in each_request]
+
+    def apply_model(self, function: Callable[[Any], Value]) -> list[Value]:
+        """Call `function` with transformers' module on every rank, between two steps; returns the results by rank.
+
+        Of several ranks, the others import the function by its name, so that it stands at the top of a module.
+
+        Raises:
+            ValueError: the function cannot be sent to the other ranks.
+            ControlError: it failed on a rank.
+        """
+        return self.call("apply_model", function=function)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call `method(rank, *args, **kwargs)` on every rank, or the control call of a name; returns the results by rank.
+
+        Args:
+            timeout: has no effect: a rank without heartbeats ends the engine.
+
+        Raises:
+            ValueError: there is no such call, or it takes other arguments.
+            ControlError: it failed on a rank.
+        """
+        if not isinstance(method, str):
+            return self.call("collective_rpc", method=method, arguments=tuple(args), options=dict(kwargs or {}))
+        if args:
+            raise ValueError(f"The control call {method} takes its arguments by name; give them in kwargs.")
+        result = self.call(method, **(kwargs or {}))
+        return result if isinstance(result, list) else [result]
 
     def start_profile(self, num_steps: int | None = None) -> None:
         """Record what every rank runs, until `stop_profile` or for `num_steps` steps.

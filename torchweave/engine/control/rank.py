@@ -19,11 +19,13 @@ class Rank:
     Attributes:
         runner: of this rank; no step is in flight.
         number: of this rank; 0 is the leader.
+        model: transformers' module with the weights of this rank.
         state: what handlers keep between calls, by a name of theirs.
     """
 
     runner: ModelRunner
     number: int = 0
+    model: Any = None
     state: dict[str, Any] = field(default_factory=dict)
 
 

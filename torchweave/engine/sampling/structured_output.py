@@ -24,9 +24,9 @@ import numpy as np
 from torchweave.engine.request import SamplingParams, StructuredOutputs
 from torchweave.engine.sampling.json_schema import endless_ref, loosen
 from torchweave.engine.sampling.structural_tag import escape_regex, structural_lark
-from torchweave.engine.stop_regex import one_line_reason
 from torchweave.tokenizer import Tokenizer
 from torchweave.utils.fair_threads import FairThreads
+from torchweave.utils.stop_regex import one_line_reason
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

@@ -179,7 +179,15 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
     )
     check_parts(scheduler.parts.held, plan.config.plugins)
     watch_builds(report, has_triton=plan.device != "cpu")
-    return Engine(plan, loaded, scheduler, runner, report, runner, RankCalls(Rank(runner, process_groups.rank)))
+    return Engine(
+        plan,
+        loaded,
+        scheduler,
+        runner,
+        report,
+        runner,
+        RankCalls(Rank(runner, process_groups.rank, loaded.module.model)),
+    )
 
 
 # -- 1. load -----------------------------------------------------------------------------------------------------------

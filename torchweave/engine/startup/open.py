@@ -97,7 +97,7 @@ def _open(config: EngineConfig, device: str, report: Report, worker_pool: Worker
     steps = LeaderRunner(engine.runner, executor.worker_group, executor.process_groups)
     if (images := engine.scheduler.resources.image_rows) is not None:
         images.model = LeaderImageEncoder(images.model, steps, executor.worker_group)
-    calls = RankCalls(Rank(engine.runner), executor.worker_group)
+    calls = RankCalls(Rank(engine.runner, model=engine.loaded.module.model), executor.worker_group)
     return replace(engine, steps=steps, call_ranks=calls, executor=executor)
 
 

@@ -120,7 +120,7 @@ def _run_steps(engine: Engine, leader: LeaderConnection, process_groups: Process
     runner.start()
     digest = StateDigest(runner.state, runner.plan.config.torch_compile_config.debug)
     in_flight: deque[Any] = deque()
-    rank = Rank(runner, process_groups.rank)
+    rank = Rank(runner, process_groups.rank, engine.loaded.module.model)
 
     def collect() -> None:
         runner.collect(in_flight.popleft())

@@ -398,7 +398,7 @@ def _non_default_fields(params: SamplingParams) -> dict[str, Any]:
     """Fields that differ from their defaults, dataclasses as dicts, without those that the caller handles."""
     changed: dict[str, Any] = {}
     for item in fields(params):
-        if item.name == "stop":
+        if item.name in ("stop", "truncate_prompt_tokens", "output_kind"):
             continue
         value = getattr(params, item.name)
         default = item.default_factory() if item.default_factory is not MISSING else item.default

@@ -10,10 +10,9 @@ from torchweave.images import images_of
 from torchweave.serving.ipc.messages import GENERATION_DEFAULTS, ModelCard
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest, Generation
 
+_CONVERTED = ("structured_outputs", "truncate_prompt_tokens")
 _SAME_NAME_FIELDS = tuple(
-    item.name
-    for item in fields(SamplingParams)
-    if item.name in Generation.model_fields and item.name != "structured_outputs"
+    item.name for item in fields(SamplingParams) if item.name in Generation.model_fields and item.name not in _CONVERTED
 )
 
 

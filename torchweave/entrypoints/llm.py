@@ -1,0 +1,3 @@
+"""vLLM's `entrypoints.llm`."""
+
+from torchweave.engine.llm import LLM as LLM

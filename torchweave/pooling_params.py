@@ -1,0 +1,3 @@
+"""vLLM's `pooling_params`."""
+
+from torchweave.engine.pooling_methods import PoolingParams as PoolingParams
