@@ -301,7 +301,10 @@ class SamplingParams:
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
         """Parameters from values of which None stands for the default, as in vLLM."""
-        return cls(**{name: value for name, value in given.items() if value is not None or name in _OPTIONAL_FIELDS})
+        values: dict[str, Any] = {
+            name: value for name, value in given.items() if value is not None or name in _OPTIONAL_FIELDS
+        }
+        return cls(**values)
 
     def checked(self) -> SamplingParams:
         """These parameters, checked again if an attribute was changed.
