@@ -11,7 +11,7 @@ import pytest
 
 from torchweave.engine.detokenizer import CompletionBuilder
 from torchweave.engine.request import SamplingParams, TokenLogprobs
-from torchweave.engine.stop_regex import _compiled
+from torchweave.utils.stop_regex import _compiled
 
 
 class Letters:
