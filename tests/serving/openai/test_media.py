@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -321,3 +322,32 @@ def test_hosts_of_the_option_are_checked() -> None:
         with pytest.raises(ValueError, match="is not a host"):
             check_server(EngineConfig("demo"), ServerConfig(allowed_media_hosts=(wrong,)))
     check_server(EngineConfig("demo"), ServerConfig(allowed_media_hosts=("a.example", "a.example:8080")))
+
+
+def test_files_of_one_folder_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "a b.png").write_bytes(b"image")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+
+    def read(url: str, max_bytes: int = 100, where: str | None = str(folder)) -> str:
+        messages = [{"role": "user", "content": [part(url)]}]
+        found = asyncio.run(MediaFetcher((), max_bytes, 5.0, where).resolve(messages, 4))
+        return found[0]["content"][0]["image_url"]["url"]
+
+    content = "data:image/*;base64," + base64.b64encode(b"image").decode()
+    assert read(f"file://{folder}/a%20b.png") == read(f"FILE://localhost{folder}/a b.png") == content
+    for url in (
+        f"file://{tmp_path}/secret.png", f"file://{folder}/../secret.png", f"file://{folder}/%2e%2e/secret.png",
+        f"file://{folder}/link.png", f"file://{folder}/none.png", f"file://{folder}", "file:///dev/zero",
+        f"file://host{folder}/a%20b.png", f"file://{folder}/\0.png",
+    ):  # fmt: skip
+        with pytest.raises(ApiError, match="names no file that this server reads"):
+            read(url)
+    with pytest.raises(ApiError, match="more bytes than allowed"):
+        read(f"file://{folder}/a%20b.png", max_bytes=4)
+    url = f"file://{folder}/a%20b.png"
+    assert read(url, where=None) == url  # which the processor refuses
+    with pytest.raises(ValueError, match="is no folder"):
+        MediaFetcher((), 1, 1.0, str(tmp_path / "none"))
