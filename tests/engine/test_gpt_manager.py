@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import queue
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +57,23 @@ def test_a_manager_made_by_path_type_and_policy_answers(model_type: str, policy:
     assert tokenizer.decode(found[1][0].token_ids.tolist()).strip() == "42" and found[1][1:] == (True, "")
     assert found[2][1] and "beam_width=3 is above 2, the maximum beam width of this batch manager" in found[2][2]
     assert key in records[-1] and records[-1]["Max Request Count"] == 16 and not manager.alive
+
+
+def test_a_manager_that_is_collected_ends_its_ranks() -> None:
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    todo = [InferenceRequest(1, np.array([1, 5]), SamplingParams(temperature=0.0, max_tokens=4))]
+    manager = torchweave.GptManager(
+        "demo", "V1", 1, "MAX_UTILIZATION", 4, lambda max_num: [todo.pop()] if todo else [],
+        lambda *response: answers.put(response), tensor_parallel_size=2, **OPTIONS,
+    )  # fmt: skip
+    assert _take(answers, 1)[0][2]
+    process = manager.engine.report.select("rank")[0]["process"]
+    del manager
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{process}").exists()
 
 
 def _take(answers: queue.SimpleQueue, count: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from multiprocessing import Pipe
@@ -16,6 +17,7 @@ from torchweave.distributed.process_groups import TENSOR, ProcessGroups
 from torchweave.distributed.worker_group import Channel, RankFailure
 from torchweave.engine.ranks.leader_runner import LeaderRunner, SentStep
 from torchweave.engine.startup import rank_worker as worker
+from torchweave.engine.startup.open import end_ranks_with
 from torchweave.ops.collectives.op import register_communicator
 
 
@@ -52,6 +54,22 @@ def test_kernel_timeout_fails_the_step() -> None:
     finally:
         register_communicator(TENSOR, None)
     assert ProcessGroups.single_rank().fault() is None
+
+
+def test_ranks_end_with_the_last_that_can_launch_a_step() -> None:
+    runner: Any = SimpleNamespace(
+        state=None, plan=SimpleNamespace(config=SimpleNamespace(torch_compile_config=TorchCompileConfig()))
+    )
+    steps = LeaderRunner(runner, SimpleNamespace(), ProcessGroups(size=2, tensor_parallel_size=2))  # type: ignore[arg-type]
+    closed: list[int] = []
+    end_ranks_with(steps, SimpleNamespace(close=lambda: closed.append(1)))  # type: ignore[arg-type]
+    held = [steps]  # as a loop that still runs holds it
+    del steps
+    gc.collect()
+    assert not closed
+    held.clear()
+    gc.collect()
+    assert closed == [1]
 
 
 def test_rank_exits_quietly_when_its_leader_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -97,8 +99,22 @@ def _open(config: EngineConfig, device: str, report: Report, worker_pool: Worker
     steps = LeaderRunner(engine.runner, executor.worker_group, executor.process_groups)
     if (images := engine.scheduler.resources.image_rows) is not None:
         images.model = LeaderImageEncoder(images.model, steps, executor.worker_group)
+    end_ranks_with(steps, executor)
     calls = RankCalls(Rank(engine.runner, model=engine.loaded.module.model), executor.worker_group)
     return replace(engine, steps=steps, call_ranks=calls, executor=executor)
+
+
+def end_ranks_with(steps: LeaderRunner, executor: Executor) -> None:
+    """End the other ranks when nothing can launch a step any more: engine and manager were dropped without `close`.
+
+    They also end with this process, whose finalizers are run while a manager may finish its requests.
+    """
+    weakref.finalize(steps, _end_ranks, executor, os.getpid()).atexit = False
+
+
+def _end_ranks(executor: Executor, process: int) -> None:
+    if os.getpid() == process:  # a fork has no ranks
+        executor.close()
 
 
 def _start_local(config: EngineConfig, device: str, worker_pool: WorkerPool) -> Executor:
