@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torchweave.engine.sampling.logits_processors import DeviceLogitsProcessor as DeviceLogitsProcessor
     from torchweave.engine.sampling.logits_processors import HostLogitsProcessor as HostLogitsProcessor
     from torchweave.engine.startup.open import open_engine as open_engine
+    from torchweave.ops.registry import register_custom_op as register_custom_op
 
 LAZY_EXPORTS = {
     "LLM": "torchweave.engine.llm",
@@ -85,6 +86,7 @@ LAZY_EXPORTS = {
     "TorchCompileConfig": "torchweave.config.options",
     "CudaGraphConfig": "torchweave.config.options",
     "compile": "torchweave.compiler.api",
+    "register_custom_op": "torchweave.ops.registry",
 }
 
 __all__ = [
@@ -124,6 +126,7 @@ __all__ = [
     "TorchCompileConfig",
     "compile",
     "open_engine",
+    "register_custom_op",
 ]
 
 

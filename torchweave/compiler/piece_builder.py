@@ -32,6 +32,7 @@ from torchweave.compiler.ir.mutation import has_mutations, mutated_aliased_input
 from torchweave.compiler.ir.size_ranges import max_size, num_guards
 from torchweave.compiler.ir.symbols import token_count
 from torchweave.compiler.partition.split import Piece, structure
+from torchweave.compiler.passes import inductor_graph
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager, aten_cache_keys, name_sizes_in_facts
@@ -130,6 +131,7 @@ class PieceBuilder:
         self.passes = tuple(
             each for each in manager.passes("aten") if device.type in getattr(each, "devices", (device.type,))
         )
+        self.inductor_passes = manager.passes("inductor")
         self.tokens = token_count(graph.symbols)
         self.table = manager.table or Table(device_kind(device))
         self.kernel_precompiler = KernelPrecompiler(device)
@@ -172,11 +174,15 @@ class PieceBuilder:
         return replace(whole, variants=tuple(variants), max_size=limit)
 
     def cache(self, job: PieceJob, build: Build) -> BuiltPiece:
-        """Stage: the build from the compile cache, else built and stored. FX builds are not cached."""
+        """Stage: the build from the compile cache, else built and stored. FX builds are not cached, nor are
+        builds by passes over Inductor's graph that have no digest."""
         if self.compile_cache is None or not self.config.enable_inductor:
             return build(job)
+        passes_over_graphs = inductor_graph.cache_keys(self.inductor_passes)
+        if passes_over_graphs is None:
+            return build(job)
         make = functools.partial(build, job)
-        factors = {**job.cache_factors, "as_eager": True} if self.as_eager else job.cache_factors
+        factors = {**job.cache_factors, **passes_over_graphs, **({"as_eager": True} if self.as_eager else {})}
         return PieceEntry(self.compile_cache, job.piece, self.config, self.device, make, factors).load_or_build()
 
     def aten_passes(self, job: PieceJob, build: Build) -> BuiltPiece:
@@ -288,7 +294,8 @@ class PieceBuilder:
         shared = next(iter(mutated_aliased_inputs(piece.graph).values()), None)
         try:
             if shared is None:
-                return build_inductor(piece, self.config, job.tune, self.as_eager)
+                finish = functools.partial(inductor_graph.with_passes, passes=self.inductor_passes, report=self.report)
+                return build_inductor(piece, self.config, job.tune, self.as_eager, finish)
             # AOTAutograd joins aliased inputs into one whose shape follows from the views at compile time. Other views at run
             # time would make the code read wrong sizes.
             why = f"it writes to {shared.name}, which shares its memory with another input"

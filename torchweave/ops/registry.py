@@ -21,7 +21,7 @@ class OpInfo:
     """Registration of a custom op of the project.
 
     Attributes:
-        name: qualified name, `torchweave::attention`.
+        name: qualified name, `torchweave::attention`, in any namespace.
         reference: the eager implementation; the oracle of every faster one.
         mutates: names of the arguments that it writes into.
         boundary: whether graphs are cut at it.
@@ -36,7 +36,8 @@ class OpInfo:
 
 
 _OPS: dict[str, OpInfo] = {}
-_FRAGMENT = torch.library.Library("torchweave", "FRAGMENT")
+_FRAGMENTS: dict[str, torch.library.Library] = {}
+"""Open libraries of namespaces, which keep their kernels registered."""
 
 
 def define(
@@ -66,11 +67,52 @@ def define(
         op.register_fake(fake if fake is not None else _fake_without_outputs)
         if cuda is not None:
             # `op.register_kernel` would wrap it in two Python functions, which take as long as the dispatch itself.
-            _FRAGMENT.impl(name.removeprefix("torchweave::"), cuda, "CUDA")
+            _implement(name, cuda)
         _OPS[name] = OpInfo(name, reference, mutates, boundary, cuda)
         return op
 
     return register
+
+
+def _implement(name: str, cuda: Callable[..., Any]) -> None:
+    namespace, _, leaf = name.partition("::")
+    if namespace not in _FRAGMENTS:
+        _FRAGMENTS[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    _FRAGMENTS[namespace].impl(leaf, cuda, "CUDA")
+
+
+def register_custom_op(
+    op_name: str,
+    op_func: Callable[..., Any],
+    mutates_args: Sequence[str] = (),
+    fake_impl: Callable[..., Any] | None = None,
+    *,
+    cuda: Callable[..., Any] | None = None,
+) -> CustomOpDef:
+    """Register a function as a custom op, which captured graphs hold as one call, and which patterns of passes match.
+
+    Args:
+        op_name: `namespace::name`, called as `torch.ops.namespace.name`; without a namespace that of `torchweave`.
+        op_func: the implementation, whose annotations are the op's schema.
+        mutates_args: names of the arguments that it writes into.
+        fake_impl: returns empty outputs of the right shapes; None: the function returns nothing.
+        cuda: implementation on CUDA tensors; None: `op_func`.
+
+    Raises:
+        ValueError: the name is taken or not valid, or `fake_impl` is missing.
+    """
+    name = op_name if "::" in op_name else f"torchweave::{op_name}"
+    if not all(part.isidentifier() for part in name.split("::")) or name.count("::") != 1:
+        raise ValueError(f"op_name={op_name!r} is not valid; give name, or namespace::name")
+    if name in _OPS:
+        raise ValueError(f"op_name={op_name!r} is registered already; choose another name")
+    hints = typing.get_type_hints(op_func)
+    if fake_impl is None and hints.get("return", type(None)) is not type(None):
+        raise ValueError(f"{op_name} returns values; give fake_impl, which returns empty ones of the same shapes")
+    parameters = inspect.signature(op_func).parameters
+    if unknown := [each for each in mutates_args if each not in parameters]:
+        raise ValueError(f"mutates_args names {unknown[0]!r}, which {op_name} has not; it has {', '.join(parameters)}")
+    return define(name, mutates=tuple(mutates_args), fake=fake_impl, cuda=cuda)(op_func)
 
 
 def define_boundary(

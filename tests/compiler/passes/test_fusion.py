@@ -209,9 +209,16 @@ def test_lists_with_symbolic_sizes_are_wildcards() -> None:
     check(fusion, lambda x: torch.exp(x).view(x.shape[0], 2, 4), [torch.randn(T, 8)], matches=1)
 
 
+def test_a_parameter_without_an_annotation_is_a_tensor() -> None:
+    def scaled(x, factor: float):
+        return aten.mul.Tensor(aten.exp.default(x), factor)
+
+    fusion = Fusion("scaled", scaled, lambda x, factor: torch.exp(x) * factor)
+    check(fusion, lambda x: torch.exp(x) * 2.0, [torch.randn(T, 8)], matches=1)
+    assert Pattern(lambda x: aten.exp.default(x)).num_operations == 1
+
+
 def test_bad_fusions_are_one_sentence() -> None:
-    with pytest.raises(ValueError, match="parameter x has no annotation"):
-        Pattern(lambda x: aten.exp.default(x))
     with pytest.raises(ValueError, match="its pattern has no parameter z"):
         Fusion("bad", alone, lambda z: z)
     with pytest.raises(ValueError, match="2 patterns need 1 or 2 replacements"):

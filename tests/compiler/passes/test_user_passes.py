@@ -119,7 +119,7 @@ def test_pass_settings_change_the_cache_key(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("fact", "declared", "why"),
     [
-        ("stage", "ATen", "stage is 'ATen', not one of torch_ir, aten"),
+        ("stage", "ATen", "stage is 'ATen', not one of torch_ir, aten, inductor"),
         ("numerics", "approximate", "numerics is 'approximate', not one of exact, tolerance"),
         ("builds", ("Inductor",), "builds has 'Inductor', not only inductor, fx"),
         ("token_range", (8, 2), "token_range 8..2 holds no token count"),

@@ -151,12 +151,19 @@ class InductorUnsupportedError(Exception):
     """Inductor does not support an operation of a piece, on any machine; the message is the reason."""
 
 
-def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False, as_eager: bool = False) -> BuiltPiece:
+def build_inductor(
+    piece: Piece,
+    config: TorchCompileConfig,
+    tune: bool = False,
+    as_eager: bool = False,
+    finish: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> BuiltPiece:
     """Build a piece with Inductor, with the captured symbolic sizes.
 
     Args:
         tune: let Inductor time candidate kernels on the device, which pays where sizes are fixed.
         as_eager: correct what Inductor computes otherwise than eager code, see `eager_semantics`.
+        finish: adds to the options, see `passes.inductor_graph`.
 
     Raises:
         InductorUnsupportedError: Inductor does not support an operation of the piece.
@@ -192,7 +199,7 @@ def build_inductor(piece: Piece, config: TorchCompileConfig, tune: bool = False,
                 piece.module,
                 piece.examples(),
                 dynamic_shapes="from_tracing_context",
-                options={"config_patches": patches},
+                options={"config_patches": finish(patches)},
             )
         except Exception as error:
             inner = getattr(error, "inner_exception", None)

@@ -28,7 +28,7 @@ from torchweave.compiler.ir.graph import CapturedGraph
 from torchweave.plug_points import PASSES
 
 Numerics = Literal["exact", "tolerance"]
-Stage = Literal["torch_ir", "aten"]
+Stage = Literal["torch_ir", "aten", "inductor"]
 Build = Literal["inductor", "fx"]
 Need = Literal["ranks", "userbuffers"]
 TokenRange = tuple[int | None, int | None]
@@ -57,7 +57,8 @@ class Pass(Protocol):
 
     Attributes:
         name: unique; the config enables and disables a pass by it.
-        stage: `torch_ir`: the whole captured graph (weights and their layout); `aten`: each distinct lowered piece (operations).
+        stage: `torch_ir`: the whole captured graph (weights and their layout); `aten`: each distinct lowered piece (operations);
+            `inductor`: Inductor's graph of a piece, after its own passes.
         numerics: `exact`: same roundings at the same places, free summation order; `tolerance`: drops or adds a rounding within
             the bound that the pass documents.
         token_range: smallest and largest token count at which it pays; None for an open end. A piece in which such an ATen pass
@@ -84,7 +85,8 @@ class Pass(Protocol):
     def builds(self) -> tuple[Build, ...]: ...
 
     def run(self, graph: Any) -> PassResult:
-        """Rewrite a graph in place: a `CapturedGraph` in the Torch IR stage, a lowered `Piece` in the ATen stage."""
+        """Rewrite a graph in place: a `CapturedGraph` in the Torch IR stage, a lowered `Piece` in the ATen stage, an `fx.Graph` in
+        Inductor's."""
         ...
 
 
@@ -119,7 +121,7 @@ def load_pass(name: str) -> Pass:
     Raises:
         ValueError: the module or name does not exist, or the object is not a pass.
     """
-    loaded = PASSES.get(name)
+    loaded = as_pass(PASSES.get(name), name)
     try:
         instance = loaded() if isinstance(loaded, type) else loaded
     except TypeError as error:
@@ -200,3 +202,30 @@ class DevicePass(GraphPass):
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
         self.devices = frozenset(devices)
+
+
+class TorchPatternPass(GraphPass):
+    """A pattern matcher of torch, see `inductor_graph`; it counts as exact, since nothing tells of its numbers."""
+
+    stage = "inductor"
+    builds = ("inductor",)
+
+    def __init__(self, patterns: Any, name: str = "") -> None:
+        self.patterns = patterns
+        self.name = getattr(patterns, "pass_name", None) or name or "torch_patterns"
+
+    def run(self, graph: Any) -> PassResult:
+        """Replace the matches in Inductor's graph."""
+        matches = self.patterns.apply(graph)
+        return PassResult(matches, matches)
+
+
+def as_pass(thing: Any, name: str = "") -> Any:
+    """A pattern matcher of torch as a pass; anything else as it is.
+
+    Args:
+        name: of the pass, where the matcher has none.
+    """
+    module = sys.modules.get("torch._inductor.pattern_matcher")  # not imported: the object is none of it
+    is_matcher = module is not None and isinstance(thing, module.PatternMatcherPass)
+    return TorchPatternPass(thing, name) if is_matcher else thing

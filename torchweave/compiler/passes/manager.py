@@ -37,7 +37,16 @@ from torchweave.compiler.passes.aten.fp8_norm import FUSION as FP8_NORM
 from torchweave.compiler.passes.aten.fused_linears import FusedLinears
 from torchweave.compiler.passes.aten.reinplace import Reinplace
 from torchweave.compiler.passes.aten.route import FUSION as ROUTE
-from torchweave.compiler.passes.base import Build, NearMiss, Pass, PassResult, Stage, declaration_error, load_pass
+from torchweave.compiler.passes.base import (
+    Build,
+    NearMiss,
+    Pass,
+    PassResult,
+    Stage,
+    as_pass,
+    declaration_error,
+    load_pass,
+)
 from torchweave.compiler.passes.collectives import all_reduce_norm, all_reduce_norm_quant
 from torchweave.compiler.passes.collectives.user_buffers import (
     UserBuffersConvert,
@@ -169,7 +178,7 @@ class PassManager:
         self.config, self.table, self.ranks = config or TorchCompileConfig(), table, ranks
         if passes is None:
             passes = (*default_passes(table), *(load_pass(name) for name in self.config.passes))
-        passes = (*first, *passes)
+        passes = [as_pass(each) for each in (*first, *passes)]
         names = [each.name for each in passes]
         if len(set(names)) < len(names):
             raise ValueError(f"pass names must be unique: {', '.join(names)}")

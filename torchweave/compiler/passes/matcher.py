@@ -13,7 +13,6 @@ Shapes, dtypes and devices of tensors (`x.shape[1] // 2`) are compared by value.
 
 from __future__ import annotations
 
-import inspect
 import operator
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -114,21 +113,16 @@ class Pattern:
         torch_ir: match the captured Torch IR graph, in which Python operators, torch functions and methods stand for themselves.
 
     Raises:
-        ValueError: a parameter lacks an annotation, the function does not return calls, or it calls `auto_functionalized`.
+        ValueError: the function does not return calls, or it calls `auto_functionalized`.
     """
 
     def __init__(self, function: Callable[..., Any], torch_ir: bool = False) -> None:
         self.name = getattr(function, "__name__", "pattern")
         hints = typing.get_type_hints(function)
-        names = list(inspect.signature(function).parameters)
-        if missing := [name for name in names if name not in hints]:
-            raise ValueError(
-                f"{function.__module__}.{self.name}: parameter {missing[0]} has no annotation; annotate it with "
-                "Tensor, float, int, bool, list, torch.dtype or Any"
-            )
         graph = fx.Tracer().trace(function)
         nodes = list(graph.nodes)
-        self.kinds = {node: hints[str(node.target)] for node in nodes if node.op == "placeholder"}
+        # In a pattern of torch's matcher a parameter without an annotation is a tensor.
+        self.kinds = {node: hints.get(str(node.target), Tensor) for node in nodes if node.op == "placeholder"}
         returned = nodes[-1].args[0]
         outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
         if not outputs or not all(isinstance(node, fx.Node) and node.op in _CALLS for node in outputs):
