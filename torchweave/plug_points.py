@@ -25,7 +25,9 @@ QUANTIZATION_FORMATS: Registry[Any] = Registry(
     "torchweave.quantization_formats",
     {
         "awq": f"{_WEIGHTS}.quantized_checkpoint:AWQ",
+        "bitsandbytes": f"{_WEIGHTS}.methods.bitsandbytes:BITSANDBYTES",
         "compressed-tensors": f"{_WEIGHTS}.quantized_checkpoint:COMPRESSED_TENSORS",
+        "fbgemm_fp8": f"{_WEIGHTS}.quantized_checkpoint:FBGEMM_FP8",
         "fp8": f"{_WEIGHTS}.quantized_checkpoint:FINE_GRAINED_FP8",
         "gptq": f"{_WEIGHTS}.quantized_checkpoint:GPTQ",
         "modelopt": f"{_WEIGHTS}.quantized_checkpoint:MODELOPT",

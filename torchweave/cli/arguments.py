@@ -22,8 +22,8 @@ Config = TypeVar("Config")
 
 ENGINE_GROUPS = {
     "model": (
-        "dtype", "quantization", "max_model_len", "device", "load_format", "trust_remote_code", "tokenizer", "revision",
-        "download_dir", "hf_overrides", "generation_config", "override_generation_config",
+        "dtype", "quantization", "max_model_len", "device", "load_format", "ignore_unused_weights", "trust_remote_code",
+        "tokenizer", "revision", "download_dir", "hf_overrides", "generation_config", "override_generation_config",
         "attention_backend", "max_logprobs", "seed", "profile_dir", "limit_mm_per_prompt.image",
         "runner", "pooler_config.pooling_type", "pooler_config.normalize", "logits_processors", "plugins",
     ),

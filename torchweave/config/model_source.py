@@ -14,11 +14,13 @@ from typing import Any
 
 from torchweave.config.model_shapes import SHAPES
 from torchweave.config.options import expand_path
+from torchweave.utils.git_lfs import check_no_pointer
 
 BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft", "demo-eagle": "demo_eagle"}
 """Built-in models, and the draft head of `demo`: name -> folder in `_BUILT_IN_FOLDER`."""
 _BUILT_IN_FOLDER = Path(__file__).parents[1] / "models"
 
+ADAPTER = "adapter_config.json"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -171,6 +173,31 @@ def reject_draft_head(name: str, folder: Path) -> None:
         )
 
 
+def check_no_adapter(source: Source, ignored: bool) -> None:
+    """Reject a model with an adapter beside it, which transformers would apply.
+
+    Args:
+        ignored: load the model without its adapter.
+
+    Raises:
+        ValueError: there is an adapter.
+    """
+    if ignored or source.folder is None or not (source.folder / ADAPTER).is_file():
+        return
+    raise ValueError(
+        f"{source.name!r} has {_adapter(source.folder)} beside the model, which transformers would apply; move it into a "
+        "folder of its own and serve it with enable_lora, merge it (PEFT's merge_and_unload), or load the model alone with "
+        "ignore_unused_weights=true."
+    )
+
+
+def _adapter(folder: Path) -> str:
+    config = read_json(folder / ADAPTER)
+    return (
+        f"an adapter ({config.get('peft_type', 'PEFT')}) of {config.get('base_model_name_or_path') or 'a base model'}"
+    )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; ValueError if the file holds none."""
     content = _read_json(path)
@@ -189,6 +216,7 @@ def read_json_list(path: Path) -> list[Any]:
 
 def _read_json(path: Path) -> Any:
     try:
+        check_no_pointer(path)
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy or download the file again.") from error
@@ -196,10 +224,35 @@ def _read_json(path: Path) -> Any:
 
 def _checked(folder: Path, name: str) -> Path:
     if not folder.is_dir():
+        if folder.suffix == ".gguf":
+            raise ValueError(_gguf(name))
         raise ValueError(f"{name!r} is a file: expected the model's folder, with config.json and *.safetensors in it.")
+    for entry in sorted(folder.iterdir()):
+        if not (entry.is_file() or entry.is_dir()):
+            kind = (
+                "a link to a file that does not exist" if entry.is_symlink() else "no regular file (a pipe or a device)"
+            )
+            raise ValueError(f"{entry} is {kind}; copy or download the model again.")
+    has_weights = any(not path.name.startswith("adapter_") for path in folder.glob("*.safetensors")) or any(
+        folder.glob("pytorch_model*")
+    )
+    if (folder / ADAPTER).is_file() and not has_weights:
+        raise ValueError(
+            f"{name!r} is {_adapter(folder)} and no model; name that model and serve the adapter beside it (enable_lora, "
+            "lora_modules), or merge it (PEFT's merge_and_unload) and give the folder of the result."
+        )
+    if not has_weights and any(folder.glob("*.gguf")):
+        raise ValueError(_gguf(name))
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name!r} has no config.json: expected a model folder in Hugging Face's layout.")
     return folder
+
+
+def _gguf(name: str) -> str:
+    return (
+        f"{name!r} is a model in GGUF, which is not read; give the model's folder in Hugging Face's layout, or write one from it: "
+        "AutoModelForCausalLM.from_pretrained(folder, gguf_file=file).save_pretrained(new_folder), and the same of AutoTokenizer."
+    )
 
 
 def _download(
@@ -217,7 +270,8 @@ def _download(
     )
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"] + (["*.py"] if trust_remote_code else [])
-    try:
+
+    def download(patterns: list[str]) -> Path:
         return Path(
             huggingface_hub.snapshot_download(
                 hub_id,
@@ -228,6 +282,10 @@ def _download(
                 ignore_patterns=["*/*/*", *(f"*/{pattern}" for pattern in patterns if pattern != "*.json")],
             )
         )
+
+    try:
+        folder = download(patterns)
+        return folder if any(folder.glob("*.safetensors")) else download([*patterns, "pytorch_model*.bin"])
     except RevisionNotFoundError as error:
         raise ValueError(f"{hub_id!r} has no revision {revision!r}; give a branch, a tag or a commit of it.") from error
     except GatedRepoError as error:

@@ -194,6 +194,8 @@ class EngineConfig:
         dtype: dtype of weights and activations. auto: the checkpoint's on a GPU, float32 on a CPU.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         load_format: `auto` reads the checkpoint; `dummy` fills random weights, for benchmarks.
+        ignore_unused_weights: load a checkpoint without tensors that have no place in the model, and without an adapter beside it.
+            Off: refuse it, since the answers would be another model's.
         quantization: quantize linears at load time: `fp8` or `fp8_per_tensor` (one scale per weight), `fp8_per_channel`,
             `fp8_per_block` (128 x 128), `int4` (weights only, a scale per 128 inputs), `nvfp4` (weights only) or `mxfp4` (weights
             of experts only, of linears in a model without experts). `nvfp4_w4a4` rounds activations of an NVFP4 checkpoint to
@@ -273,6 +275,7 @@ class EngineConfig:
     dtype: DType = "auto"
     device: str = "auto"
     load_format: LoadFormat = "auto"
+    ignore_unused_weights: bool = False
     quantization: Quantization | None = None
     trust_remote_code: bool = False
     tokenizer: str | None = None

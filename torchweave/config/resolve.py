@@ -203,14 +203,17 @@ def _quantization(config: EngineConfig, device: DeviceFacts, model: ModelFacts) 
         return stored, "the checkpoint's"
     defaults = {"fp8": "fp8_per_tensor", "int4": "int4_g128"}
     effective = defaults.get(requested or "", requested or stored)
-    if requested and stored and effective != stored:
+    rounds_activations = (effective, stored) == ("nvfp4_w4a4", "nvfp4")
+    if requested and stored and effective != stored and not rounds_activations:
         raise ValueError(
             f"quantization={requested} contradicts {model.name}, which is {stored} already; remove the option"
         )
-    if effective and effective.startswith("fp8") and device.capability is not None and device.capability < (8, 9):
+    if effective and "fp8_per" in effective and device.capability is not None and device.capability < (8, 9):
         raise ValueError(
             f"{effective} needs compute capability 8.9, and {device.title} has none; use an unquantized model"
         )
+    if rounds_activations:
+        return effective, "the checkpoint's, with activations in FP4"
     return effective, "the checkpoint's" if stored else f"{requested} is {effective}" if requested in defaults else ""
 
 

@@ -36,6 +36,7 @@ def examine_model(config: EngineConfig, report: Report) -> list[Finding]:
     loaded = load(
         config.model, dtype, plan.device, config.load_format, trust, report, plan.max_model_len,
         revision=revision, download_dir=download_dir, overrides=config.hf_overrides,
+        ignore_unused_weights=config.ignore_unused_weights,
     )  # fmt: skip
     inputs = {
         "input_ids": InputSpec("int64", ("T",), loaded.module.vocab_size),

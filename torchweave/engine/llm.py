@@ -424,7 +424,7 @@ class LLM(ControlMethods):
             top_p=1.0 if defaults.top_p is None else defaults.top_p,
             min_p=defaults.min_p or 0.0,
             repetition_penalty=1.0 if defaults.repetition_penalty is None else defaults.repetition_penalty,
-            max_tokens=256,
+            max_tokens=defaults.max_new_tokens or 256,
         )
 
     get_default_sampling_params = default_sampling_params  # vLLM's name

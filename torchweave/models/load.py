@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from torchweave.config import ModelFacts
-from torchweave.config.model_source import Source, reject_draft_head, resolve, resolve_tokenizer
+from torchweave.config.model_source import Source, check_no_adapter, reject_draft_head, resolve, resolve_tokenizer
 from torchweave.config.options import PoolerConfig, Runner
 from torchweave.distributed.process_groups import ProcessGroups
 from torchweave.models import experts
@@ -40,6 +40,7 @@ from torchweave.models.weights.quantized_checkpoint import (
     quantization_config,
     resolve_scheme,
 )
+from torchweave.models.weights.unused import UnusedRule
 from torchweave.pooling import Pooling
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer, read_eos_token_id
@@ -116,6 +117,7 @@ def load(
     pooler: PoolerConfig = _NO_POOLER,
     plugins: Sequence[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    ignore_unused_weights: bool = False,
 ) -> LoadedModel:
     """Load a decoder from a folder, a hub id, a built-in name, or (`load_format="dummy"`) a config or `shape:` name.
 
@@ -131,6 +133,7 @@ def load(
         images: load an image-text model with its vision tower, if it is served with images; else its text decoder.
         revision, download_dir, overrides: see `resolve`.
         runner, pooler, plugins: whether the model generates text or pools, how, and who may add formats; see `EngineConfig`.
+        ignore_unused_weights: load a checkpoint without the tensors that have no place in the model, and without an adapter.
 
     Raises:
         ValueError: the model does not exist, is damaged or unsupported.
@@ -142,6 +145,7 @@ def load(
     pooling = resolve_pooling(source, whole_config, runner, pooler)
     no_images = _why_no_images(whole_config, images, pooling)
     images = images and not no_images
+    check_no_adapter(source, ignore_unused_weights)
     config = _read_served_config(source, trust_remote_code, no_images, images)
     if no_images:
         report.event("images", served=False, why=no_images)
@@ -167,7 +171,8 @@ def load(
         stored = None if stored is None else stage.filter_checkpoint(stored, weights.map_tensor_names(model, stored))
     served_config = read_config(source, trust_remote_code, images)
     placement = resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
-    spec = WeightLoadSpec(source, served_config, *placement, auto_class(pooling), plugins)
+    unused = UnusedRule(pooling is not None or type(config) is not type(whole_config), ignore_unused_weights)
+    spec = WeightLoadSpec(source, served_config, *placement, auto_class(pooling), plugins, unused)
     model = _load_weights(model, stored, spec, report)
     freeze_rope(model, length, report)
     step = make_step(model, layers.attention, num_columns, length, layers.recurrent, pooling)
@@ -290,6 +295,7 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
         )
     if not isinstance(model_type, str | None):
         raise ValueError(f"The config of {source.name!r} has model_type={model_type!r}: expected a name; correct it.")
+    has_code = trust_remote_code and source.folder is not None and bool(raw.get("auto_map"))
     if source.folder is None:
         raw = dict(raw)
         raw.pop("model_type", None)
@@ -312,8 +318,26 @@ def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedCon
                 config = kind.from_dict(source.raw_config())
     except (*_BAD_CONFIG, OSError) as error:
         why = " ".join(str(error).split())[:200]
+        if has_code:
+            raise _code_fault(source.name, error) from error
         raise ValueError(f"The config of {source.name!r} is not a valid {model_type} config: {why}") from error
+    except (Exception, SystemExit) as error:
+        if not has_code:
+            raise
+        raise _code_fault(source.name, error) from error
     return config
+
+
+def _code_fault(name: str, error: BaseException) -> ValueError:
+    """The error of a checkpoint whose own Python code fails, whatever it raises."""
+    if isinstance(error, FileNotFoundError) or "does not appear to have a file named" in str(error):
+        cure = "a file of the code is missing: copy or download the checkpoint again"
+    elif isinstance(error, ImportError | AttributeError):
+        cure = f"install what it imports, or the version of transformers that it was written for (here: {transformers.__version__})"
+    else:
+        cure = "correct it, or copy or download it again"
+    why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ValueError(f"The Python code of {name!r} cannot be used ({why}); {cure}.")
 
 
 def _why_no_images(config: PreTrainedConfig, images: bool, pooling: Pooling | None) -> str:
@@ -387,18 +411,28 @@ def build_on_meta(
                 model = auto_class(pooling).from_config(
                     config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
                 )
-    except (RuntimeError, NotImplementedError) as error:
-        raise UnsupportedModel(f"{name} cannot be built on the meta device: {str(error).splitlines()[0]}") from error
-    except (*_BAD_CONFIG, ImportError, AssertionError) as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(
-            f"transformers cannot build a {name} model from this config ({why}); check config.json."
-        ) from error
+    except (Exception, SystemExit) as error:
+        if trust_remote_code and not is_mapped(config):
+            raise _code_fault(name, error) from error
+        fault = _build_fault(name, error)
+        if fault is error:
+            raise
+        raise fault from error
     if pooling is not None and pooling.task == "classify" and not hasattr(model, "score"):
         raise UnsupportedModel(
             f"{type(model).__name__} has no linear head named score over its last token, which is needed."
         )
     return model.eval().requires_grad_(False)
+
+
+def _build_fault(name: str, error: BaseException) -> BaseException:
+    """The error of a model of transformers that cannot be built from a config; one that is no fault of the config as it is."""
+    if isinstance(error, RuntimeError | NotImplementedError):
+        return UnsupportedModel(f"{name} cannot be built on the meta device: {str(error).splitlines()[0]}")
+    if not isinstance(error, (*_BAD_CONFIG, ImportError, AssertionError)):
+        return error
+    why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ValueError(f"transformers cannot build a {name} model from this config ({why}); check config.json.")
 
 
 def _choose_dtype(dtype: torch.dtype | str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:

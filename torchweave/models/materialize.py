@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,14 +40,9 @@ from torchweave.models.weights.merge_experts import (
 from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE, PackedCheckpoint, PackedFormat
 from torchweave.models.weights.packed_experts import PackedExpertReader
 from torchweave.models.weights.quantize import Quantizer, QuantScheme
-from torchweave.models.weights.quantized_checkpoint import (
-    WEIGHT_SCALES,
-    check_dtypes,
-    check_scales,
-    checkpoint_format,
-    pop_scales,
-    shard_scales,
-)
+from torchweave.models.weights.quantized_checkpoint import check_dtypes, checkpoint_format
+from torchweave.models.weights.scales import WEIGHT_SCALES, check_scales, pop_scales, shard_scales
+from torchweave.models.weights.unused import UnusedRule
 from torchweave.ops.quant.fp8 import GROUP
 from torchweave.report import Report
 
@@ -83,6 +78,7 @@ class WeightLoadSpec:
         whole: tensors of the whole model if there is a stage; see `weights.init_random_weights`.
         auto_class: transformers' auto class of the model.
         plugins: see `EngineConfig.plugins`.
+        unused: which tensors of the checkpoint may have no place in the model.
     """
 
     source: Source
@@ -96,6 +92,7 @@ class WeightLoadSpec:
     whole: Mapping[str, Tensor] | None = None
     auto_class: Any = AutoModelForCausalLM
     plugins: Sequence[str] | None = None
+    unused: UnusedRule = field(default_factory=UnusedRule)
 
     def quantizer(self, model: PreTrainedModel) -> WeightQuantizer | None:
         return None if self.quantization is None else self.quantization.quantizer(model)
@@ -186,7 +183,11 @@ class _CheckpointLoader:
         check_merges(model, self._stored, merge_plan, shards)
         packed_plan, merge_plan = _split_packed(merge_plan, self._stored)
         if packed_plan.merged:
-            assert isinstance(self._packed, PackedCheckpoint), "tensors of packed experts were collected"
+            if not isinstance(self._packed, PackedCheckpoint):
+                raise UnsupportedModel(
+                    f"{self.folder} has experts in a form that is read for linears only; use an unquantized checkpoint "
+                    "(quantization=fp8 or int4 quantizes it at load time)."
+                )
             self._packed_experts = PackedExpertReader(model, self._packed, packed_plan, shards)
         self._expert_merger = ExpertMerger(model, merge_plan, shards)
         self._expert_scales = merge_expert_scales(model, merge_plan, self._stored_expert_scales, shards, GROUP)
@@ -199,13 +200,17 @@ class _CheckpointLoader:
         _restore_buffers(self._model, self._load_spec)
         return quantizer
 
+    def _check_names(self, renamed: dict[str, str], pieces: Mapping[str, str]) -> None:
+        rule, report = self._load_spec.unused, self._report
+        weights.check_tensor_names(self._model, self._stored, renamed, self.folder, self._shards, pieces, rule, report)
+
     def _load_plain(self, renamed: dict[str, str], pieces: Mapping[str, str]) -> WeightQuantizer | None:
         """Fill the model, with scales for linears and experts in FP8."""
         model, stored, shards, quant_scheme = self._model, self._stored, self._shards, self.format
         assert quant_scheme is None or isinstance(quant_scheme, QuantScheme), "packed weights were collected"
         scales, inputs = pop_scales(stored, renamed) if quant_scheme is not None else ({}, {})
         check_dtypes(model, stored, {**renamed, **pieces}, {**scales, **self._expert_scales})
-        weights.check_tensor_names(model, stored, renamed, self.folder, shards, pieces)
+        self._check_names(renamed, pieces)
         check_scales(scales, inputs if quant_scheme is not None and quant_scheme.static else {})
         quantizer = (
             self._load_spec.quantizer(model)
@@ -226,7 +231,7 @@ class _CheckpointLoader:
         plain = {name: target for name, target in renamed.items() if name not in packed.weights}
         check_dtypes(model, stored, {**plain, **pieces}, {})
         whole = {} if packed_experts is None else packed_experts.matrices
-        weights.check_tensor_names(model, stored, renamed, self.folder, shards, {**pieces, **whole})
+        self._check_names(renamed, {**pieces, **whole})
         quantizer = reader.quantizer(model, packed_experts)
         readers = [each for each in (reader, self._expert_merger, packed_experts) if each is not None]
         parts = {**reader.parts, **({} if packed_experts is None else packed_experts.parts)}
@@ -289,6 +294,9 @@ def _load_with_transformers(
         )  # type: ignore[misc]
         if missing := sorted(info["missing_keys"]):
             raise ValueError(weights.missing_tensors_message(converted, folder, missing, stored))
+        of_drafters = weights.read_headers(folder).keys() - stored.keys()
+        unused = info["unexpected_keys"] - of_drafters
+        load_spec.unused.check(converted, folder, unused, weights.loadable_tensors(converted), report)
         converted = converted.eval().requires_grad_(False)
         install_ops(converted, like=model, plugins=load_spec.plugins)
         if load_spec.plan is not None:

@@ -191,6 +191,7 @@ def _model_card(engine: Engine) -> wire.ModelCard:
         trust_remote_code=plan.config.trust_remote_code,
         images=engine.scheduler.image_limits,
         pooling=engine.scheduler.limits.pooling,
+        max_new_tokens=loaded.generation.max_new_tokens,
         **{name: getattr(loaded.generation, name) for name in wire.GENERATION_DEFAULTS},
     )
 

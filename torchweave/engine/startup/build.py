@@ -225,6 +225,7 @@ def load_model(
             pooler=config.pooler_config,
             plugins=config.plugins,
             overrides=config.hf_overrides,
+            ignore_unused_weights=config.ignore_unused_weights,
         )
     loaded = replace(loaded, generation=with_options(loaded.generation, config))
     plan = _with_runner(plan, loaded)

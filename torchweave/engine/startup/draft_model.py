@@ -53,6 +53,7 @@ def load_draft_model(
                 max_model_len=plan.max_model_len,
                 process_groups=process_groups,
                 expert_parallel=config.enable_expert_parallel,
+                ignore_unused_weights=config.ignore_unused_weights,
             )
         except ValueError as error:
             raise ValueError(f"{_OPTION}={name}: {error}") from error

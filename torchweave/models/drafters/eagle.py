@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -246,17 +245,12 @@ def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
 
 def _read_tensors(folder: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a head by their names in `speculators`."""
-    old = folder / "pytorch_model.bin"
-    if old.is_file() and not any(folder.glob("*.safetensors")):
-        stored = torch.load(old, map_location="cpu", weights_only=True)
-    else:
-        files = dict.fromkeys(tensor.file for tensor in weights.read_headers(folder).values())
-        stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    stored = weights.read_tensors(weights.read_headers(folder))
     named = {
         name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor.to(
             device, dtype if tensor.is_floating_point() else None
         )
-        for name, tensor in stored.items()
+        for name, tensor in stored
     }
     return {name: tensor for name, tensor in named.items() if name != "t2d" and not name.startswith("verifier_")}
 

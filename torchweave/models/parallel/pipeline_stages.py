@@ -39,6 +39,7 @@ class PipelineStage:
         number, size: index of the stage and number of stages.
         layers: name of the list of layers.
         begin, end: layers `begin` to `end - 1` belong to this stage.
+        num_layers: of the whole model.
         specs: of all attention layers of the whole model.
         attention: numbers of this stage's attention layers among them.
         has_recurrent_layers: layers of any stage have a recurrent state.
@@ -53,6 +54,7 @@ class PipelineStage:
     layers: str
     begin: int
     end: int
+    num_layers: int
     specs: tuple[LayerSpec, ...]
     attention: tuple[int, ...]
     has_recurrent_layers: bool
@@ -76,16 +78,17 @@ class PipelineStage:
         return [of_all_layers[number] for number in self.attention]
 
     def filter_checkpoint(self, stored: Mapping[str, T], own: Collection[str]) -> dict[str, T]:
-        """Drop other layers' tensors from a checkpoint, whatever the name prefix of its layers.
+        """Drop the layers of other stages from a checkpoint, whatever the name prefix of its layers.
 
         Args:
             own: checkpoint names of parameters of this stage, of which some may be in other lists of layers (a vision tower's).
         """
         layer = re.compile(rf"(?:^|\.){re.escape(self.layers.rpartition('.')[2])}\.(\d+)\.")
+        others = {*range(self.num_layers)} - {*range(self.begin, self.end)}
         return {
             name: tensor
             for name, tensor in stored.items()
-            if name in own or (match := layer.search(name)) is None or self.begin <= int(match[1]) < self.end
+            if name in own or (match := layer.search(name)) is None or int(match[1]) not in others
         }
 
     def layer_of(self, name: str) -> int | None:
@@ -259,6 +262,7 @@ def _stage_of(model: PreTrainedModel, layers: ModelLayers, number: int, size: in
         layers=path,
         begin=begin,
         end=end,
+        num_layers=count,
         specs=tuple(layers.attention),
         attention=(),
         has_recurrent_layers=bool(layers.recurrent),

@@ -14,40 +14,46 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchweave.config.model_source import Source
-from torchweave.models.attention import UnsupportedModel
+from torchweave.config.model_source import Source, read_json
 from torchweave.models.weights import packed_checkpoint
 from torchweave.models.weights.formats import QuantizationFormat, Scheme, StoredFormat, unsupported
 from torchweave.models.weights.int_linear import MXFP4, NVFP4, NVFP4_W4A4, PER_CHANNEL, IntScheme
+from torchweave.models.weights.methods.dequantized import FP8_WEIGHTS_ONLY
+from torchweave.models.weights.methods.mixed import MixedFormat
 from torchweave.models.weights.packed_checkpoint import PackedFormat
 from torchweave.models.weights.quantize import QuantScheme
-from torchweave.models.weights.read import CheckpointTensor, loadable_tensors, read_tensors
-from torchweave.models.weights.shards import TensorShard
+from torchweave.models.weights.read import CheckpointTensor, loadable_tensors
 from torchweave.ops.quant.fp8 import GROUP
 from torchweave.plug_points import QUANTIZATION_FORMATS
 
-WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")
-INPUT_SCALES = (".input_scale", ".activation_scale")
 _CACHE_SCALES = {
     "k": (".k_scale", ".k_proj.output_scale", ".kv_scale"),
     "v": (".v_scale", ".v_proj.output_scale", ".kv_scale"),
 }
 """Name suffixes of KV-cache scales: current, first llm-compressor, AutoFP8."""
+_MODELOPT_FILE = "hf_quant_config.json"
 _BLOCKS = ([GROUP, GROUP], (GROUP, GROUP))
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def quantization_config(source: Source) -> dict[str, Any] | None:
-    """The `quantization_config` of config.json or of its text part; None if absent."""
+    """The `quantization_config` of config.json, of its text part, or Model Optimizer's hf_quant_config.json; None if absent."""
     raw = source.raw_config()
     inner = raw.get("text_config")
     config = raw.get("quantization_config") or (inner if isinstance(inner, dict) else {}).get("quantization_config")
-    return config if isinstance(config, dict) else None
+    file = None if source.folder is None else source.folder / _MODELOPT_FILE
+    if not config and file is not None and file.is_file():
+        config = read_json(file)
+    if not isinstance(config, dict) or not config:
+        return None
+    nested = config.get("quantization")
+    if isinstance(nested, dict) and "quant_algo" not in config:  # Model Optimizer's own file, also within config.json
+        return {"quant_method": "modelopt", **nested}
+    return config
 
 
 def checkpoint_scheme(source: Source, plugins: Sequence[str] | None = None) -> Scheme | None:
@@ -78,7 +84,10 @@ def checkpoint_format(source: Source, plugins: Sequence[str] | None = None) -> S
 
 def checkpoint_kv_cache_dtype(source: Source) -> str | None:
     """KV-cache dtype requested by a checkpoint; None if none or an unsupported one."""
-    cache = (quantization_config(source) or {}).get("kv_cache_scheme")
+    config = quantization_config(source) or {}
+    if config.get("kv_cache_quant_algo") == "FP8":
+        return "fp8_e4m3"
+    cache = config.get("kv_cache_scheme")
     if not isinstance(cache, dict) or cache.get("dynamic") or cache.get("strategy", "tensor") != "tensor":
         return None
     return "fp8_e4m3" if (cache.get("type"), cache.get("num_bits")) == ("float", 8) else None
@@ -143,13 +152,36 @@ def _requested_scheme(name: str, plugins: Sequence[str] | None) -> Scheme:
     return scheme
 
 
-def _modelopt(config: Mapping[str, Any]) -> QuantScheme | PackedFormat:
+def _modelopt(config: Mapping[str, Any]) -> StoredFormat | None:
     algorithm = config.get("quant_algo")
-    if algorithm == "FP8":
-        return QuantScheme("tensor", static=True)
-    if algorithm == "NVFP4":
-        return packed_checkpoint.modelopt_fp4_format(NVFP4)
+    if algorithm is None and "quant_algo" in config:
+        return None  # the KV cache alone
+    if algorithm == "MIXED_PRECISION":
+        return _modelopt_mixed(_json_object(config.get("quantized_layers"), "quantized_layers"))
+    if algorithm in _MODELOPT_ALGORITHMS:
+        return _MODELOPT_ALGORITHMS[algorithm]
     raise unsupported(f"by modelopt with the algorithm {algorithm}")
+
+
+def _modelopt_mixed(layers: Mapping[str, Any]) -> StoredFormat:
+    """The format of layers that are quantized by different algorithms."""
+    by_algorithm: dict[Any, list[str]] = {}
+    for name, settings in layers.items():
+        by_algorithm.setdefault(_json_object(settings, name).get("quant_algo"), []).append(name)
+    if unknown := [each for each in by_algorithm if each not in _MODELOPT_ALGORITHMS]:
+        raise unsupported(f"by modelopt with the algorithm {unknown[0]} in {by_algorithm[unknown[0]][0]}")
+    if not by_algorithm:
+        raise unsupported("by modelopt with MIXED_PRECISION that lists no quantized_layers")
+    return MixedFormat(tuple((tuple(names), _MODELOPT_ALGORITHMS[each]) for each, names in by_algorithm.items()))
+
+
+_MODELOPT_ALGORITHMS: Mapping[str, StoredFormat] = {
+    "FP8": QuantScheme("tensor", static=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": QuantScheme("channel"),
+    "FP8_PB_WO": QuantScheme("block"),
+    "NVFP4": packed_checkpoint.modelopt_fp4_format(NVFP4),
+}
+"""Formats of Model Optimizer; `FP8_PB_WO` runs with activations in FP8 by 128 channels, as in vLLM and TensorRT-LLM."""
 
 
 def _awq(config: Mapping[str, Any]) -> PackedFormat:
@@ -198,18 +230,31 @@ def _fine_grained(config: Mapping[str, Any]) -> QuantScheme:
     return QuantScheme("block")
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> QuantScheme | PackedFormat | None:
+def _fbgemm_fp8(config: Mapping[str, Any]) -> QuantScheme:
+    """Weights by row; activations by token, whose upper bound (`input_scale_ub`) is not applied."""
+    return QuantScheme("channel")
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> StoredFormat | None:
     if places := sorted(_online_transforms(config)):
         raise unsupported(f"by compressed-tensors with online transforms of {', '.join(places)}")
-    schemes = {
-        _parse_config_group(*each, config.get("format"))
-        for each in _json_object(config.get("config_groups"), "config_groups").items()
-    }
-    if not schemes and config.get("kv_cache_scheme"):
-        return None
-    if len(schemes) != 1:
-        raise unsupported(f"by compressed-tensors in {len(schemes)} different ways")
-    return schemes.pop()
+    groups = [
+        (_targets(name, group), _parse_config_group(name, group, config.get("format")))
+        for name, group in _json_object(config.get("config_groups"), "config_groups").items()
+    ]
+    if not groups:
+        if config.get("kv_cache_scheme"):
+            return None
+        raise unsupported("by compressed-tensors without config_groups")
+    if all(stored == groups[0][1] for _, stored in groups):
+        return groups[0][1]
+    return MixedFormat(tuple(groups))
+
+
+def _targets(name: str, group: Any) -> tuple[str, ...]:
+    """Names of modules, expressions and classes that a config group is about."""
+    targets = _json_object(group, name).get("targets")
+    return tuple(map(str, targets)) if isinstance(targets, list) and targets else ("Linear",)
 
 
 def _json_object(value: Any, name: str) -> Mapping[str, Any]:
@@ -238,7 +283,7 @@ def _online_transforms(config: Mapping[str, Any]) -> set[str]:
     return places - {"weight_input", "weight_output"}
 
 
-def _parse_config_group(name: str, group: Any, stored_format: Any) -> QuantScheme | PackedFormat:
+def _parse_config_group(name: str, group: Any, stored_format: Any) -> StoredFormat:
     """Scheme or packing of one config group; `stored_format`: of groups that name none."""
     group = _json_object(group, name)
     weights, inputs = _json_object(group.get("weights"), "weights"), group.get("input_activations")
@@ -247,6 +292,8 @@ def _parse_config_group(name: str, group: Any, stored_format: Any) -> QuantSchem
     stored_format = group.get("format") or stored_format
     if (weights.get("type"), weights.get("num_bits")) == ("float", 4):
         return _parse_fp4_group(weights, group.get("input_activations"), stored_format, description)
+    if inputs is None and (weights.get("type"), weights.get("num_bits")) == ("float", 8):
+        return FP8_WEIGHTS_ONLY
     if inputs is None or stored_format == "int-quantized":
         activations = _json_object(inputs, "input_activations")
         return _parse_integer_group(weights, activations, stored_format, description)
@@ -306,86 +353,8 @@ def _parse_integer_group(
 
 
 AWQ, GPTQ, MODELOPT, COMPRESSED_TENSORS = map(QuantizationFormat, (_awq, _gptq, _modelopt, _compressed_tensors))
+FBGEMM_FP8 = QuantizationFormat(_fbgemm_fp8)
 FINE_GRAINED_FP8 = QuantizationFormat(_fine_grained, QuantScheme("tensor"))
-
-
-def pop_scales(
-    stored: dict[str, CheckpointTensor], renamed: Mapping[str, str]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Remove the scales from `stored`; returns (weight scales, input scales) by name of the model's linear.
-
-    Args:
-        renamed: checkpoint name -> model name of weights.
-    """
-    weights: dict[str, Tensor] = {}
-    inputs: dict[str, Tensor] = {}
-    entries: dict[tuple[str, bool], CheckpointTensor] = {}  # by linear, and whether it is an input scale
-    for name in list(stored):
-        ending = next((end for end in (*WEIGHT_SCALES, *INPUT_SCALES) if name.endswith(end)), None)
-        if ending is None:
-            continue
-        entry = stored.pop(name)
-        target = renamed.get(name.removesuffix(ending) + ".weight")
-        if target is not None:
-            entries[target.removesuffix(".weight"), ending in INPUT_SCALES] = entry
-    for (linear, is_input), scale in read_tensors(entries):
-        (inputs if is_input else weights)[linear] = scale
-    return weights, inputs
-
-
-def shard_scales(scales: Mapping[str, Tensor], shards: Mapping[str, TensorShard]) -> dict[str, Tensor]:
-    """Scales of this rank's parts of weights.
-
-    Raises:
-        UnsupportedModel: a part ends within a block of weights with one scale.
-        ValueError: a weight has another number of scales than rows or blocks.
-    """
-    return {name: _shard_scale(name, scale, shards.get(f"{name}.weight")) for name, scale in scales.items()}
-
-
-def _shard_scale(name: str, scale: Tensor, shard: TensorShard | None) -> Tensor:
-    if shard is None or scale.numel() == 1:
-        return scale
-    if scale.numel() == shard.full[0]:  # one for each row
-        return scale if shard.dim else TensorShard((scale.numel(),), 0, shard.ranges).extract(scale.flatten())
-    if tuple(scale.shape) != (whole := tuple(-(-length // GROUP) for length in shard.full)):
-        raise ValueError(
-            f"{name} has scales of shape {list(scale.shape)}, expected one, {[shard.full[0]]}, or {list(whole)}; check that "
-            "config.json belongs to these weights."
-        )
-    blocks = shard.for_block_scales(GROUP, scale.shape)
-    if blocks is None:
-        raise UnsupportedModel(
-            f"{name} has one scale per {GROUP} x {GROUP} weights, and the parts of ranks would split such a block; "
-            "use fewer ranks, or a checkpoint with scales per row."
-        )
-    return blocks.extract(scale)
-
-
-def check_scales(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
-    """Validate scales.
-
-    Raises:
-        ValueError: a weight scale is an integer, negative or not finite, or an input scale is not a finite number above 0.
-    """
-    for name, scale in weights.items():
-        if not scale.is_floating_point():
-            dtype = str(scale.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"This checkpoint has scales of {name}.weight in {dtype}, expected floating-point numbers; check that config.json "
-                "belongs to these weights."
-            )
-        if not bool((torch.isfinite(scale.float()) & (scale.float() >= 0)).all()):
-            raise ValueError(
-                f"This checkpoint has scales of {name}.weight that are not all finite and at least 0; copy or download it again."
-            )
-    for name, scale in inputs.items():
-        value = float(scale) if scale.numel() == 1 else f"a tensor of shape {list(scale.shape)}"
-        if isinstance(value, str) or not (math.isfinite(value) and value > 0):
-            raise ValueError(
-                f"This checkpoint has {value} as input scale of {name}: expected one finite number above 0; copy or "
-                "download it again."
-            )
 
 
 def check_dtypes(

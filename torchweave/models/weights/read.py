@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,19 +16,17 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchweave.config.model_source import read_json
+from torchweave.models.weights.files import UNREADABLE, open_weights, weight_files, without_wrappers
 from torchweave.models.weights.shards import TensorShard
+from torchweave.models.weights.unused import UnusedRule, adapter_hint, first_names
 from torchweave.report import Report
 
 Key = TypeVar("Key")
 _NO_PIECES: Mapping[str, str] = {}
-INDEX = "model.safetensors.index.json"
-# Buffers stored by old releases and computed now: rotary frequencies and causal masks.
-_OBSOLETE = re.compile(r"(rotary_emb\.inv_freq|(attn|attention|self_attention)\.(masked_)?bias|position_ids)$")
 _TEXT_PART = re.compile(r"^(?P<base>model\.)?(language_model|text_model)\.")
 
 
@@ -52,7 +51,7 @@ def read_tensors(stored: Mapping[Key, CheckpointTensor]) -> Iterator[tuple[Key, 
     for key, tensor in stored.items():
         by_file.setdefault(tensor.file, []).append((key, tensor.name))
     for file, entries in by_file.items():
-        with safe_open(file, framework="pt") as tensors:
+        with open_weights(file) as tensors:
             for key, name in entries:
                 yield key, tensors.get_tensor(name)
 
@@ -110,42 +109,18 @@ def read_headers(folder: Path) -> dict[str, CheckpointTensor]:
         ValueError: no files, or a missing or damaged file.
     """
     stored: dict[str, CheckpointTensor] = {}
-    for file in _files(folder):
+    for file in weight_files(folder):
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with open_weights(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
                     part = tensors.get_slice(name)
                     shape = tuple(part.get_shape())
                     dtype = part.get_dtype()
                     stored[name] = CheckpointTensor(file, name, shape, _num_bytes(shape, dtype), dtype)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is damaged or cut short ({error}); copy or download it again.") from error
-    return stored
-
-
-def _files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / INDEX
-    if single.is_file():  # an index next to it may be outdated; transformers has the same precedence
-        return [single]
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index} has no weight_map; copy or download it again.")
-        for name in weight_map.values():
-            if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-                raise ValueError(f"{index} names {name!r}, which is no file of its folder; copy or download it again.")
-        names = sorted(set(weight_map.values()))
-        if missing := [name for name in names if not (folder / name).is_file()]:
-            raise ValueError(f"{folder} lacks {missing[0]}, which its index names; copy or download the missing files.")
-        return [folder / name for name in names]
-    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    if files:
-        return files
-    if any(folder.glob("*.bin")):
-        raise ValueError(f"{folder} has weights only as *.bin: convert them to safetensors (save_pretrained does).")
-    raise ValueError(
-        f"{folder} has no weights: expected model.safetensors or {INDEX}; use load_format=dummy for random weights."
-    )
+        except UNREADABLE as error:
+            why = " ".join(str(error).split())[:200]
+            raise ValueError(f"{file} is damaged or cut short ({why}); copy or download it again.") from error
+    return {name: stored[in_file] for name, in_file in without_wrappers(stored).items()}
 
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16}
@@ -244,12 +219,15 @@ def check_tensor_names(
     folder: Path,
     shards: Mapping[str, TensorShard],
     pieces: Mapping[str, str],
+    rule: UnusedRule,
+    report: Report,
 ) -> None:
     """Raise `ValueError` if tensors are missing, have other shapes, or are unused under the config.
 
     Args:
         shards: parts of whole checkpoint tensors in the model.
         pieces: checkpoint name -> model name of tensors that are pieces.
+        rule: which tensors may be unused.
     """
     wanted = checkpoint_shapes(model, shards)
     if missing := sorted(_missing(model, {*renamed.values(), *pieces.values()})):
@@ -260,21 +238,7 @@ def check_tensor_names(
                 f"{stored[name].file} has {name} of shape {list(stored[name].shape)}, expected "
                 f"{list(wanted[target])}; check that config.json belongs to these weights."
             )
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    owners = {name.rpartition(".")[0] for name in wanted}
-    prefix = f"{model.base_model_prefix}."
-    unused = sorted(
-        name
-        for name in stored.keys() - renamed.keys() - pieces.keys()
-        if not _OBSOLETE.search(name)
-        and not any(re.search(pattern, name) for pattern in ignored)
-        and {(owner := name.rpartition(".")[0]), prefix + owner} & owners
-    )
-    if unused:
-        raise ValueError(
-            f"{folder} has {_first_names(unused)}, which {type(model).__name__} does not use under this config.json; "
-            "check that config.json belongs to these weights."
-        )
+    rule.check(model, folder, stored.keys() - renamed.keys() - pieces.keys(), wanted, report)
 
 
 def missing_tensors_message(model: PreTrainedModel, folder: Path, missing: list[str], stored: Iterable[str]) -> str:
@@ -288,14 +252,8 @@ def missing_tensors_message(model: PreTrainedModel, folder: Path, missing: list[
                 f"{folder} has {elsewhere[0]} where {kind} has {name}: the names of this checkpoint's text part are "
                 "unknown, so it cannot be served."
             )
-    return (
-        f"{folder} lacks {_first_names(missing)} of {kind}: expected every tensor that config.json implies; "
-        "check that config.json belongs to these weights."
-    )
-
-
-def _first_names(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+    hint = adapter_hint(stored) or "check that config.json belongs to these weights"
+    return f"{folder} lacks {first_names(missing)} of {kind}: expected every tensor that config.json implies; {hint}."
 
 
 def stream_weights(
@@ -354,10 +312,10 @@ def _open_unchanged(file: Path) -> Iterator[Any]:
     """
     try:
         before = file.stat()
-        with safe_open(file, framework="pt") as tensors:
+        with open_weights(file) as tensors:
             yield tensors
         after = file.stat()
-    except (SafetensorError, FileNotFoundError) as error:
+    except (SafetensorError, FileNotFoundError, pickle.UnpicklingError) as error:
         raise ValueError(f"{file} changed while it was loaded ({error}); load the model again.") from error
     if (before.st_ino, before.st_mtime_ns, before.st_size) != (after.st_ino, after.st_mtime_ns, after.st_size):
         raise ValueError(f"{file} changed while it was loaded; load the model again.")

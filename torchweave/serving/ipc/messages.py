@@ -78,6 +78,7 @@ class ModelCard:
         max_batch_size: requests in a step.
         trust_remote_code: the tokenizer may run code from the folder.
         temperature, top_k, top_p, min_p, repetition_penalty: the checkpoint's defaults; None if it has none.
+        max_new_tokens: the checkpoint's default of `max_tokens`; None if it has none.
         images: how prompts with images are encoded.
         pooling: how a model with runner=pooling pools; None: it generates.
     """
@@ -100,6 +101,7 @@ class ModelCard:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
     images: ImageLimits = field(default_factory=ImageLimits)
     pooling: Pooling | None = None
 

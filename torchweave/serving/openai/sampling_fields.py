@@ -131,6 +131,8 @@ def _params(body: Generation, model: ModelCard, **others: Any) -> SamplingParams
         {} if beam_search else {name: value for name, value in defaults.items() if value is not None}
     )
     merged |= fields
+    if "max_tokens" in others and merged["max_tokens"] is None:
+        merged["max_tokens"] = model.max_new_tokens
     is_forced = "structured_outputs" in others  # a tool call; `response_format` is that of answers without calls
     structured_outputs = _structured_outputs(body, with_response_format=not is_forced)
     if structured_outputs is not None:
