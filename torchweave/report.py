@@ -42,9 +42,11 @@ class Report:
         return time.monotonic() - self._start
 
     def event(self, kind: str, /, **facts: Any) -> None:
-        """Record an event; a `warning` (`what`, `why`) is also logged."""
+        """Record an event; a `warning` (`what`, `why`) is also logged, and at the level DEBUG every event but progress."""
         if kind == "warning":
             _log.warning("%s: %s", facts["what"], facts["why"])
+        elif kind != "progress" and _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%.3f s: %s %s", self.seconds(), kind, " ".join(f"{key}={fact}" for key, fact in facts.items()))
         with self._lock:
             self._events.append((self.seconds(), kind, facts))
             listeners = tuple(self._listeners)

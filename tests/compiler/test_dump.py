@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -33,9 +34,19 @@ def test_dump_dir_holds_graphs_around_passes_and_the_code_of_pieces(tmp_path: Pa
     before, after = (folder / "passes" / "01-merge_linears" / f"{name}.py" for name in ("before", "after"))
     assert before.read_text().count("torch._C._nn.linear") > after.read_text().count("torch._C._nn.linear") > 0
     assert "LOAD_" in (folder / "dynamo" / "transformed_code.txt").read_text()
+    assert_graph_and_code(folder)
     timeline = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
     assert [event["event"] for event in timeline] == [event["event"] for event in report.events()]
     assert {"capture", "pass", "piece", "stage"} <= {event["event"] for event in timeline}
+
+
+def assert_graph_and_code(folder: Path) -> None:
+    graph, code = (folder / "computation_graph.py").read_text(), (folder / "transformed_code.py").read_text()
+    for text in (graph, code):
+        ast.parse(text)
+    calls = graph.partition("\n\n")[0].splitlines()[1:]
+    assert len(calls) > 1 and any("piece_" in call for call in calls) and any("piece_" not in call for call in calls)
+    assert ': "f32[s' in graph and "def forward(boundary" in code
 
 
 def test_a_second_dump_leaves_nothing_of_the_first(tmp_path: Path) -> None:
@@ -65,6 +76,8 @@ def test_a_piece_from_the_cache_is_dumped_with_its_code(tmp_path: Path) -> None:
         (piece,) = report.select("piece")
         assert piece["built"] == ("inductor" if start == "cold" else "cache")
         assert "def call" in texts[f"pieces/{piece['hash']}/inductor.py"]
+        assert f"piece_{piece['hash']}(" in texts["computation_graph.py"]
+        assert f"piece_{piece['hash']}(" in texts["transformed_code.py"]
 
 
 def test_artifacts_are_generated_for_a_listener_only() -> None:

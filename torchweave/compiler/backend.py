@@ -21,7 +21,7 @@ from torchweave.compiler.ir.size_ranges import size_range
 from torchweave.compiler.ir.symbols import DynamicDims
 from torchweave.compiler.partition.pipeline_stages import extract_pipeline_stage
 from torchweave.compiler.partition.result_views import separate_result_views
-from torchweave.compiler.partition.split import Piece, report_parts, select_splitting_ops, split
+from torchweave.compiler.partition.split import Piece, parts_text, report_parts, select_splitting_ops, split
 from torchweave.compiler.passes.base import Pass
 from torchweave.compiler.passes.manager import PassManager
 from torchweave.compiler.piece_builder import PieceBuilder, build_pieces
@@ -101,7 +101,10 @@ def compile_graph(
     # 6. Assemble: generate the forward that calls the pieces and boundary ops in order.
     sizes = size_range(graph, config.dynamic_shapes, report, as_eager)
     sizes = sizes._replace(high=min([sizes.high, *(each.max_size for each in built.values())]))
-    return CompiledGraph(graph, parts, built, sizes, report)
+    compiled = CompiledGraph(graph, parts, built, sizes, report)
+    report.artifact("computation_graph.py", lambda: parts_text(parts))
+    report.artifact("transformed_code.py", compiled.code)
+    return compiled
 
 
 def _load_or_capture(

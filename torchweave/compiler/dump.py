@@ -1,7 +1,9 @@
 """The dump folder: every artifact as a file, every event as a line of `timeline.jsonl`.
 
 timeline.jsonl                    every event, in order: {"at": seconds, "event": its kind, facts}
-dynamo/transformed_code.txt       the bytecode that Dynamo generated for the forward
+computation_graph.py              the pieces and boundary ops in execution order, and each distinct piece with its shapes
+transformed_code.py               the Python of a call: it passes tensors to the pieces and the boundary ops
+dynamo/transformed_code.txt       the bytecode that Dynamo generated for the forward; not where the cache had the graph
 passes/NN-NAME/{before,after}.py  the graph before and after each pass
 pieces/DIGEST/{fx,inductor}.py    each distinct piece, and the code that Inductor generated for it
 explain.json, report.html         all decisions, written once everything is built

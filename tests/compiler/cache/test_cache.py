@@ -378,6 +378,17 @@ def test_global_torch_state_changes_the_key() -> None:
         assert machine(cpu) != base
     finally:
         torch.set_default_dtype(torch.float32)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert machine(cpu) != base
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert machine(cpu) != base
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert machine(cpu) == base
 
 

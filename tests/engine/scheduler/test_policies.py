@@ -196,6 +196,14 @@ def test_max_utilization_pauses_no_more_than_is_needed() -> None:
     assert decide(snapshot(free_blocks=3, decode=running)).skipped == ()
 
 
+def test_max_utilization_never_pauses_the_request_that_started_first() -> None:
+    decide = POLICIES["max_utilization"]
+    for rows in ([(9, 1, 0), (1, 1, 1), (1, 1, 2)], [(1, 1, 2), (1, 1, 1), (9, 1, 0)]):
+        paused = decide(snapshot(free_blocks=0, decode=decode(*rows))).paused
+        assert sorted(rows[index][2] for index in paused) == [1, 2], "all others, though it lacks blocks even so"
+    assert decide(snapshot(free_blocks=0, decode=decode((9, 1, 0)))).paused == ()
+
+
 def test_max_utilization_reserves_a_block_per_running_request() -> None:
     decide = POLICIES["max_utilization"]
     running = decode((0, 5, 0), (0, 5, 1))

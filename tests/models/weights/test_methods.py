@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from tests.models.paged import paged_tokens
 from tests.models.weights.packings import CODES, FORMS, change_config, tensors_and_values
+from torchweave import LLM, SamplingParams
 from torchweave.models import load
 from torchweave.models.load import model_facts
-from torchweave.models.weights.int_linear import IntLinear
+from torchweave.models.weights.int_linear import Fp4Linear, IntLinear
 from torchweave.models.weights.quantize import Fp8Linear, QuantScheme, quantize_weight
 from torchweave.report import Report
 from torchweave.verify import zoo
@@ -402,3 +403,19 @@ def test_a_group_of_a_mixture_that_is_not_supported(tmp_path: Path) -> None:
     change_config(tmp_path, config)
     with pytest.raises(ValueError, match="int3"):
         load(tmp_path)
+
+
+# -- options of an engine ----------------------------------------------------------------------------------------------
+
+
+def test_fp4_activations_are_taken_by_the_options_of_an_engine(tmp_path: Path) -> None:
+    form = FORMS["modelopt-nvfp4"]
+    write(tmp_path, lambda owner, weight: tensors_and_values(owner, weight, form), form.config)
+    options: dict[str, Any] = {"enforce_eager": True, "device": "cpu", "num_kv_blocks": 16, "max_batch_size": 2}
+    with LLM(str(tmp_path), quantization="nvfp4_w4a4", max_num_tokens=32, **options) as llm:
+        assert llm.plan.quantization == "nvfp4_w4a4"
+        assert sum(type(each) is Fp4Linear for each in llm.engine.loaded.module.modules()) == 21
+        (answer,) = llm.generate([{"prompt_token_ids": [1, 5, 9]}], SamplingParams(temperature=0.0, max_tokens=2))
+        assert len(answer.outputs[0].token_ids) == 2
+    with pytest.raises(ValueError, match="contradicts"):
+        LLM(str(tmp_path), quantization="int4", **options)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from torchweave.compiler.dump import graph_text
 from torchweave.compiler.errors import InvariantError, TraceError, source_location
 from torchweave.compiler.ir.collectives import exchanges
 from torchweave.compiler.ir.graph import CapturedGraph, FakeGraph
@@ -74,6 +75,21 @@ def report_parts(parts: Sequence[Piece | BoundaryCall], symbols: Mapping[str, st
     for piece in {piece.digest: piece for piece in reversed(pieces)}.values():
         if collectives := exchanges(piece, symbols):
             report.event("communication", piece=piece.digest, shared_by=uses[piece.digest], exchanges=collectives)
+
+
+def parts_text(parts: Sequence[Piece | BoundaryCall]) -> str:
+    """Pieces and boundary ops in execution order as Python: their calls, then the graph of each distinct piece, with shapes."""
+    calls, pieces = [], {}
+    for part in parts:
+        if isinstance(part, Piece):
+            pieces.setdefault(part.digest, part)
+            outputs = ", ".join(node.name for node in part.outputs)
+            inputs = ", ".join(node.name for node in part.inputs)
+            calls.append(f"{outputs or '_'} = piece_{part.digest}({inputs})  # piece {part.index}")
+        else:
+            calls.append(f"{part.op._schema.name.replace('::', '.')}({', '.join(map(str, part.args))})")
+    graphs = (f"# piece_{digest}\n{graph_text(piece.module)}" for digest, piece in pieces.items())
+    return "\n\n".join(["# In execution order; weights are left out.\n" + "\n".join(calls), *graphs]) + "\n"
 
 
 def split(graph: CapturedGraph) -> list[Piece | BoundaryCall]:
