@@ -144,7 +144,7 @@ def load(
     whole_config = _read_whole_config(source, trust_remote_code)
     pooling = resolve_pooling(source, whole_config, runner, pooler)
     no_images = _why_no_images(whole_config, images, pooling)
-    images = images and not no_images
+    images = not no_images and _runs_whole(whole_config, images)
     check_no_adapter(source, ignore_unused_weights)
     config = _read_served_config(source, trust_remote_code, no_images, images)
     if no_images:
@@ -279,9 +279,19 @@ def read_config(source: Source, trust_remote_code: bool = False, images: bool = 
         images: the whole config of an image-text model that is served with images; else its text part.
     """
     config = _read_whole_config(source, trust_remote_code)
-    if images and takes_images(config) and not image_rejection(config):
-        return config
-    return _text_part(config)
+    return config if _runs_whole(config, images) else _text_part(config)
+
+
+def _runs_whole(config: PreTrainedConfig, images: bool) -> bool:
+    """Whether an image-text model is loaded whole: for images, or because transformers has no class for its text part alone."""
+    if not takes_images(config) or image_rejection(config):
+        return False
+    return images or not _has_class(config.get_text_config())
+
+
+def _has_class(text: PreTrainedConfig) -> bool:
+    """Whether transformers has a decoder class of a text part."""
+    return is_mapped(text) or causal_lm_class(text) is not None
 
 
 def _read_whole_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
@@ -344,7 +354,7 @@ def _why_no_images(config: PreTrainedConfig, images: bool, pooling: Pooling | No
     """Why a model with a vision tower is loaded without it, as a clause; empty if it is not."""
     if not takes_images(config):
         return ""
-    if not images:
+    if not _runs_whole(config, images) and not images:
         return "limit_mm_per_prompt.image is 0"
     if pooling is not None:
         return "a model that pools takes no images"
@@ -377,7 +387,7 @@ def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
         return config
     if getattr(config, "tie_word_embeddings", False):
         text.tie_word_embeddings = True  # the full model owns the head, so its config decides on tying
-    if not is_mapped(text) and causal_lm_class(text) is None:
+    if not _has_class(text):
         raise UnsupportedModel(
             f"{config.model_type} takes images or audio, and transformers has no decoder class for its text part."
         )

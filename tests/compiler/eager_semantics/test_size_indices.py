@@ -44,6 +44,15 @@ def _write_by_tensors_and_a_size(self: nn.Module, x: Tensor) -> Tensor:
     return m
 
 
+def _write_slices(self: nn.Module, x: Tensor) -> Tensor:
+    m = x * 2
+    m[1:] = x[1:]
+    m[:-1, 2:4], m[..., 0] = x[1:, :2], x[:, 5]
+    m[None, 1:] = m[:-1].clone()
+    m[:, 1:3] = x[:1, :2]
+    return m.sub_(m[:, :1] * 2)
+
+
 def _read_rows(self: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
     n = x.shape[0]
     x[n // 2, ::2] = 0
@@ -72,7 +81,15 @@ def _write_lists(self: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("config", [FX, INDUCTOR], ids=["fx", "inductor"])
 @pytest.mark.parametrize(
     "forward",
-    [_write_a_row, _write_elements_and_columns, _write_by_tensors_and_a_size, _read_rows, _read_lists, _write_lists],
+    [
+        _write_a_row,
+        _write_elements_and_columns,
+        _write_by_tensors_and_a_size,
+        _write_slices,
+        _read_rows,
+        _read_lists,
+        _write_lists,
+    ],
 )
 def test_sizes_are_indices(forward: Any, config: TorchCompileConfig) -> None:
     """torch reads an integer in a tuple or a list of indices as a number."""

@@ -1,11 +1,12 @@
 """Index a tensor by a size beside other indices, or by a list with sizes.
 
-Before    m[n // 2, 1:3] = x                 m[[0, n // 2]]
-After     m.select(0, n // 2)[1:3] = x       m[torch.tensor([0, n // 2])]
+Before    m[n // 2, 1:3] = x                 m[[0, n // 2]]                     m[1:] = x[1:]
+After     m.select(0, n // 2)[1:3] = x       m[torch.tensor([0, n // 2])]       m[1:].copy_(x[1:])
 
 torch reads an integer in a tuple of indices as a Python number, which fixes the size. Dynamo selects where the size is the only
 index, `m[n // 2]`; the same holds beside others, since torch selects by each integer before it applies tensors of indices. A list
-of integers is the tensor of them.
+of integers is the tensor of them. A write by slices asks whether leading sizes of the value are one, which would exclude a size of
+2 above, though it copies either way.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torchweave.compiler.eager_semantics.branches import replace_tensor_method
 @contextmanager
 def select_by_sizes() -> Iterator[None]:
     """See the module's text; for the reads and writes that Dynamo traces."""
+    from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.tensor import TensorVariable
 
@@ -38,7 +40,11 @@ def select_by_sizes() -> Iterator[None]:
 
     def write_selected(self: Any, tracer: Any, key: Any, value: Any) -> Any:
         tensor, key = _selected(tracer, self, _with_tensors(tracer, self, key.realize()))
-        return write(tensor, tracer, key, value)
+        part = _written_part(tracer, tensor, key, value.realize())
+        if part is None:
+            return write(tensor, tracer, key, value)
+        part.call_method(tracer, "copy_", [value], {})
+        return ConstantVariable.create(None)
 
     with (
         mock.patch.object(BuiltinVariable, "_handle_insert_op_in_graph", insert_op),
@@ -106,6 +112,24 @@ def _selected(tracer: Any, tensor: Any, key: Any) -> tuple[Any, Any]:
         tensor = tensor.call_method(tracer, "select", [ConstantVariable.create(dim), size], {})
     rest = [item for item in items if not _is_size(item)] or [ConstantVariable.create(...)]
     return tensor, TupleVariable(rest)
+
+
+def _written_part(tracer: Any, tensor: Any, key: Any, value: Any) -> Any | None:
+    """The view that a write by slices writes to, where its value has dynamic sizes; None for other writes. Dynamo's variables."""
+    from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SliceVariable, TensorVariable, TupleVariable
+
+    items = [item.realize() for item in key.items] if isinstance(key, TupleVariable) else [key.realize()]
+    plain = all(
+        isinstance(item, SliceVariable) or (isinstance(item, ConstantVariable) and not isinstance(item.value, bool))
+        for item in items
+    )
+    if not (plain and isinstance(value, TensorVariable)):
+        return None
+    fake = value.proxy.node.meta.get("example_value")
+    if fake is None or not any(isinstance(size, torch.SymInt) for size in fake.shape):
+        return None
+    part = BuiltinVariable(operator.getitem).call_function(tracer, [tensor, key], {})
+    return part if isinstance(part, TensorVariable) and part.ndim is not None and value.ndim <= part.ndim else None
 
 
 def _is_size(item: Any) -> bool:
