@@ -93,13 +93,13 @@ def test_any_and_ldexp_and_promotion_have_the_dtypes_of_eager_code() -> None:
     check(forward, inputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
 def test_extremes_of_small_integers(dtype: torch.dtype) -> None:
     """16 or more elements fill a vector, whose lanes began with a number out of range."""
 
     def forward(self: Any, x: Tensor) -> tuple[Tensor, ...]:
         return (
-            *(x.min(), x.max(), x.argmin(), x.argmax(), x.amin(), x.amax(), *x.aminmax(), x.sum()),
+            *(x.min(), x.max(), x.argmin(), x.argmax(), x.amin(), x.amax(), *x.aminmax(), x.sum(), x.abs().max()),
             *(x.amin(1), x.amax(0), x.argmax(1), x.argmin(0), *x.min(1), *x.max(0), x.amax((0, 1))),
         )
 

@@ -25,7 +25,7 @@ INDUCTOR = TorchCompileConfig(compile_cache=False)
 
 
 def gated(x: Tensor, y: Tensor) -> Tensor:
-    return x * torch.sigmoid(x) * y
+    return torch.sin(x) * y - x
 
 
 def gated_fake(x: Tensor, y: Tensor) -> Tensor:

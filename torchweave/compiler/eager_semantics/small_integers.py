@@ -5,7 +5,8 @@ After     convert(amax(convert(x, int32), 0), uint8)    convert(convert(float ->
 
 When      Inductor's vectorized C++ code (2.13) begins minima, maxima and their positions of int8 and uint8 with a number of
           another range, or fills unused lanes with 0, so that 16 or more elements give another result; and it saturates a cast of
-          a float that is out of range, where eager code wraps.
+          a float that is out of range, where eager code wraps. Its code for extrema of int16 whose operand was computed in 32 bits
+          does not compile.
 Numerics  exact.
 Cost      32 bits a lane instead of 8.
 """
@@ -29,6 +30,7 @@ _VALUES = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.defa
 _POSITIONS = (aten.argmax.default, aten.argmin.default)
 _BOTH = (aten.max.dim, aten.min.dim, aten.aminmax.default)
 _SMALL = (torch.int8, torch.uint8)
+_REDUCED = (*_SMALL, torch.int16)
 
 
 class WidenSmallIntegers(CustomGraphPass):
@@ -41,7 +43,7 @@ class WidenSmallIntegers(CustomGraphPass):
                 continue
             if fake.device.type != "cpu":
                 continue
-            if node.target in (*_VALUES, *_POSITIONS, *_BOTH) and fake.dtype in _SMALL:
+            if node.target in (*_VALUES, *_POSITIONS, *_BOTH) and fake.dtype in _REDUCED:
                 _widen(graph, node, source)
             elif node.target is _CONVERT and fake.dtype.is_floating_point and node.args[1] in _SMALL:
                 with graph.inserting_before(node):
