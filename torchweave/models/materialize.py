@@ -37,11 +37,11 @@ from torchweave.models.weights.merge_experts import (
     plan_expert_merge,
     pop_expert_scales,
 )
+from torchweave.models.weights.methods.scales import WEIGHT_SCALES, check_scales, pop_scales, shard_scales
 from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE, PackedCheckpoint, PackedFormat
 from torchweave.models.weights.packed_experts import PackedExpertReader
 from torchweave.models.weights.quantize import Quantizer, QuantScheme
 from torchweave.models.weights.quantized_checkpoint import check_dtypes, checkpoint_format
-from torchweave.models.weights.scales import WEIGHT_SCALES, check_scales, pop_scales, shard_scales
 from torchweave.models.weights.unused import UnusedRule
 from torchweave.ops.quant.fp8 import GROUP
 from torchweave.report import Report

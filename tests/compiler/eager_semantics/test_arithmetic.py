@@ -93,6 +93,18 @@ def test_any_and_ldexp_and_promotion_have_the_dtypes_of_eager_code() -> None:
     check(forward, inputs)
 
 
+def test_operands_beside_a_factor_of_zero_are_not_read() -> None:
+    def forward(self: Any, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        nan = x * torch.nan
+        return (
+            torch.addmm(nan, a, b, beta=0),
+            torch.addmm(nan[:1], a, b[:, :1], beta=0),
+            torch.addmm(x, a * torch.nan, b, alpha=0),
+        )
+
+    check(forward, lambda: {"x": torch.randn(4), "a": torch.randn(1, 4), "b": torch.randn(4, 4)})
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
 def test_extremes_of_small_integers(dtype: torch.dtype) -> None:
     """16 or more elements fill a vector, whose lanes began with a number out of range."""

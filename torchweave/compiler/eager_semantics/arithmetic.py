@@ -4,6 +4,7 @@ x + 0.0                        Inductor (2.13) returns x, which for -0.0 is anot
 x * 0                          0, also for NaN and infinity, where eager code gives NaN
 x // y, x % y of floats        floor(x / y), which rounds up: 1.0 // 0.1 is 9.0 in eager code
 bmm, mm, addmm of integers     a sum, whose dtype is int64, where one of the operands is a row or a column
+addmm by beta or alpha of 0     NaN of an operand that eager code does not read, where the other is one row
 cumsum(ones, dtype=...)        an arange of the dtype of the ones
 a tensor with one float64      an error without a text: a restart of Dynamo, which has long ended
 """
@@ -95,6 +96,8 @@ def _decompositions(table: Any) -> dict[Any, Callable[..., Any]]:
 def _floats_only(decompose: Callable[..., Any]) -> Callable[..., Any]:
     def decompose_floats(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(each, Tensor) and _is_exact(each) for each in args):
+            return NotImplemented
+        if 0 in (kwargs.get("beta", 1), kwargs.get("alpha", 1)):
             return NotImplemented
         return decompose(*args, **kwargs)
 

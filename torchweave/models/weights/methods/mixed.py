@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchweave.models.weights.formats import Scheme, StoredFormat, StoredWeights, WeightQuantizer, WeightReader
+from torchweave.models.weights.methods.scales import INPUT_SCALES, WEIGHT_SCALES, check_scales, shard_scales
 from torchweave.models.weights.packed_checkpoint import PACKED_DTYPE
 from torchweave.models.weights.quantize import Quantizer, QuantScheme
 from torchweave.models.weights.read import AssemblerGroup, CheckpointTensor, read_tensors, set_tensor
-from torchweave.models.weights.scales import INPUT_SCALES, WEIGHT_SCALES, check_scales, shard_scales
 from torchweave.models.weights.shards import TensorShard
 from torchweave.report import Report
 
