@@ -228,7 +228,7 @@ class Parser(argparse.ArgumentParser):
 def _config_files(argv: Sequence[str]) -> list[str]:
     """The values of `--config` before `--`."""
     end = argv.index("--") if "--" in argv else len(argv)
-    pairs = zip(argv[:end], [*argv[1:end], ""], strict=True)
+    pairs = zip(argv[:end], [*argv[1:end], ""], strict=False)
     return [
         value if argument == "--config" else argument.partition("=")[2]
         for argument, value in pairs
