@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchweave.chat_template import TemplateTraits, adapt, probe
-from torchweave.utils.git_lfs import check_no_pointer
 from torchweave.utils.transformers_import import import_models, postponed
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -160,12 +159,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | None, trust_remote_code: bool = False) -> Tokenizer | None:
-        """The tokenizer of `folder`, or None if it has none; ValueError for a pointer of Git LFS."""
-        files = [] if folder is None else [folder / name for name in _FILES if (folder / name).is_file()]
-        if folder is None or not files:
+        """The tokenizer of `folder`, or None if it has none."""
+        if folder is None or not any((folder / name).is_file() for name in _FILES):
             return None
-        for file in files:
-            check_no_pointer(file)
         return cls(folder, trust_remote_code)
 
     @functools.cached_property

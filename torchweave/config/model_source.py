@@ -14,13 +14,15 @@ from typing import Any
 
 from torchweave.config.model_shapes import SHAPES
 from torchweave.config.options import expand_path
-from torchweave.utils.git_lfs import check_no_pointer
 
 BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft", "demo-eagle": "demo_eagle"}
 """Built-in models, and the draft head of `demo`: name -> folder in `_BUILT_IN_FOLDER`."""
 _BUILT_IN_FOLDER = Path(__file__).parents[1] / "models"
 
 ADAPTER = "adapter_config.json"
+_LFS_START = b"version https://git-lfs"
+_READ = frozenset({".json", ".jinja", ".model", ".txt"})
+"""Kinds of files that are read beside the weights."""
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -198,6 +200,15 @@ def _adapter(folder: Path) -> str:
     )
 
 
+def check_no_pointer(file: Path) -> None:
+    """Raise `ValueError` for a pointer that Git LFS leaves where a clone did not download a file."""
+    with file.open("rb") as content:
+        if content.read(len(_LFS_START)) == _LFS_START:
+            raise ValueError(
+                f"{file} is a pointer of Git LFS and not the file itself; run `git lfs pull` in its folder, or download it again."
+            )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; ValueError if the file holds none."""
     content = _read_json(path)
@@ -216,7 +227,6 @@ def read_json_list(path: Path) -> list[Any]:
 
 def _read_json(path: Path) -> Any:
     try:
-        check_no_pointer(path)
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy or download the file again.") from error
@@ -233,6 +243,8 @@ def _checked(folder: Path, name: str) -> Path:
                 "a link to a file that does not exist" if entry.is_symlink() else "no regular file (a pipe or a device)"
             )
             raise ValueError(f"{entry} is {kind}; copy or download the model again.")
+        if entry.suffix in _READ and entry.is_file():
+            check_no_pointer(entry)
     has_weights = any(not path.name.startswith("adapter_") for path in folder.glob("*.safetensors")) or any(
         folder.glob("pytorch_model*")
     )

@@ -17,8 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchweave.config.model_source import read_json
-from torchweave.utils.git_lfs import check_no_pointer
+from torchweave.config.model_source import check_no_pointer, read_json
 
 INDEX = "model.safetensors.index.json"
 _OLD, _OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
