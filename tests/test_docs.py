@@ -142,7 +142,7 @@ def test_command_lines_are_taken(line: str, page: str):
     """Every option of an example exists and takes its value; nothing is run."""
     name, *rest = shlex.split(line)[1:]
     assert name in COMMANDS
-    command = import_module(f"torchweave.cli.commands.{name}")
+    command = import_module(f"torchweave.cli.commands.{name.replace('-', '_')}")
     if "--config" in rest:
         del rest[rest.index("--config") : rest.index("--config") + 2]
     (command.parser(rest.pop(0)) if name == "bench" else command.parser()).parse_argv(rest)

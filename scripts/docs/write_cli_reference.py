@@ -18,6 +18,7 @@ from torchweave.cli.commands import (
     bench,
     cache,
     chat,
+    collect_env,
     doctor,
     explain,
     generate,
@@ -109,6 +110,7 @@ def page() -> str:
         "List built-in models and supported architectures, or compare tokens with transformers (`NAME...` or `--all`).",
         models.parser(),
     )
+    lines += _command("collect-env", collect_env.DESCRIPTION, collect_env.parser())
     lines += [
         "## bench",
         "",

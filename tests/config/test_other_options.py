@@ -128,6 +128,12 @@ def test_the_options_are_at_least_sixty_of_vllm_serve() -> None:
     assert len({command.split()[0] for command, *_ in COMMANDS}) >= 60
 
 
+@pytest.mark.parametrize("argv", [[], ["--host", "0.0.0.0"], ["--api-key"]])
+def test_a_command_without_a_model_or_value_says_so(argv: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"the following arguments are required: MODEL|expected one argument"):
+        serve.parser().parse_argv(argv)
+
+
 def test_a_model_is_named_by_an_option_or_by_the_file(tmp_path: Path) -> None:
     assert serve.parser().parse_argv(["--model", "demo", "--api-key", "a", "b"]).api_key == ["a", "b"]
     path = tmp_path / "vllm.yaml"

@@ -22,6 +22,7 @@ COMMANDS = {
     "models": "list built-in models and supported architectures, or verify them against transformers",
     "cache": "manage the compile cache: list, inspect, verify, prune, export, import",
     "tune": "measure kernel candidates for a model on this machine and keep the results",
+    "collect-env": "show versions, processors and GPUs of this machine, for a report of a fault",
     "bench": "measure latency, throughput, start-up and host time",
 }
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -78,7 +79,7 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS, f"it is one of {', '.join(COMMANDS)}")
         raise ValueError(f"unknown command {name!r}; {hint}")
-    return import_module(f"torchweave.cli.commands.{name}").run(rest)
+    return import_module(f"torchweave.cli.commands.{name.replace('-', '_')}").run(rest)
 
 
 def _help() -> str:

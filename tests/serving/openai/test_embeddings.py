@@ -71,7 +71,7 @@ def test_scores_and_ranks_are_cosines(embedder: ServerProcess, base: PreTrainedM
         answer = embedder.post(path, {"model": "embedder", "text_1": TEXTS[0], "text_2": TEXTS[1:]}).json()
         assert [each["score"] for each in answer["data"]] == pytest.approx(cosines.tolist(), abs=1e-4)
     best = int(cosines.argmax())
-    for path in ("/v1/rerank", "/rerank"):
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
         body = {"query": TEXTS[0], "documents": [{"text": TEXTS[1]}, {"text": TEXTS[2]}], "top_n": 1}
         results = embedder.post(path, body).json()["results"]
         assert [(each["index"], each["document"]["text"]) for each in results] == [(best, TEXTS[1 + best])]

@@ -37,7 +37,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 Value = TypeVar("Value")
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/version", "/docs", "/openapi.json"})
 """Accessible without a key."""
 REQUEST_ID = "torchweave.request_id"
 """Scope key of the request id, which the response's header and body contain."""

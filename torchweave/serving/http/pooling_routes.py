@@ -46,6 +46,7 @@ async def score(body: bodies.ScoreRequest, request: Request) -> Response:
 
 @router.post("/v1/rerank", summary="Order documents by their relevance to a query")
 @router.post("/rerank", summary="The same as /v1/rerank", operation_id="rerank_without_version")
+@router.post("/v2/rerank", summary="The same as /v1/rerank, at Cohere's path", operation_id="rerank_second_version")
 async def rerank(body: bodies.RerankRequest, request: Request) -> Response:
     service, name, pooling = _begin(body, request, "score")
     scores, num_tokens = await _scores(body, [body.query], body.documents, request, service, pooling)

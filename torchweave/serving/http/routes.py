@@ -57,6 +57,11 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(body, 200 if client.alive else 503)
 
 
+@router.get("/ping", tags=["status"], summary="The same as /health, as SageMaker asks")
+async def ping(request: Request) -> JSONResponse:
+    return await health(request)
+
+
 @router.get("/health_generate", tags=["status"], summary="200 once the engine has generated a token for this request")
 async def health_generate(request: Request) -> dict[str, str]:
     service = service_of(request)
