@@ -63,7 +63,8 @@ def _fork(cache: Path, writing: int) -> int:
 
 
 def _libraries(cache: Path) -> list[Path]:
-    return sorted(cache.glob("**/*.main.so"))
+    """Those that were linked; names with a point are of files that are being written."""
+    return sorted(path for path in cache.glob("**/*.main.so") if not path.name.startswith("."))
 
 
 def _kill(cache: Path, delay: float) -> int:
