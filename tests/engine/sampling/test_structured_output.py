@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import string
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import torchweave
 from tests.engine import fake
 from torchweave import LLM, SamplingParams
 from torchweave.config.model_source import resolve
 from torchweave.config.options import TorchCompileConfig
 from torchweave.engine.request import InferenceRequest, StructuredOutputs
+from torchweave.engine.sampling import structured_output
 from torchweave.engine.sampling.structured_output import Constraint, GrammarManager, rejection_reason
 from torchweave.report import Report
 from torchweave.tokenizer import Tokenizer
@@ -369,6 +373,34 @@ def test_nothing_is_compiled_for_a_request_that_is_gone(monkeypatch: pytest.Monk
     for work in waiting:
         work()
     assert kept.ready and compiled == [params.structured_outputs]
+
+
+def test_grammars_are_compiled_by_client_and_masks_on_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of running requests waited for the grammars of one client, and another's first for 24 s."""
+    manager = GrammarManager(Tokenizer(Path("none")), 8, (0,))
+    compiling: list[str] = []
+    threads = SimpleNamespace(submit=lambda client, _: compiling.append(client))
+    monkeypatch.setattr(manager, "_compile_threads", threads)
+    params, advanced = SamplingParams(structured_outputs=StructuredOutputs(regex="a")), threading.Event()
+    first, _ = manager.constraint(params, (), "one"), manager.constraint(params, (), "another")
+    assert compiling == ["one", "another"]
+    monkeypatch.setattr(manager, "_advance", lambda _: advanced.set())
+    first.ready = True
+    manager.advance([(first, 5)])
+    assert advanced.wait(60)
+
+
+def test_compiled_grammars_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty-four that take gigabytes were kept, because they were counted."""
+    tokenizer = Tokenizer(Path(torchweave.__file__).parent / "models" / "demo")
+    manager, grown = (
+        GrammarManager(tokenizer, len(tokenizer.hf_tokenizer), (tokenizer.eos_token_id or 0,)),
+        iter(range(99)),
+    )
+    monkeypatch.setattr(structured_output, "_resident_bytes", lambda: next(grown) * (100 << 20))
+    for number in range(4):
+        manager.matcher(StructuredOutputs(regex=f"a{number}"))
+    assert len(manager._compiled) == 2 and sum(manager._sizes.values()) <= structured_output._MAX_CACHED_BYTES
 
 
 def test_a_panic_of_the_library_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,11 @@ def test_a_list_of_wrong_items_costs_a_few_errors(name: str) -> None:
     ("kind", "body", "words"),
     [
         (ChatRequest, {"messages": TALK["messages"] * 20_000}, "messages holds more than 16384 items"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 20_000}]},
+            "holds more than 16384 items",
+        ),
         (ChatRequest, TALK | {"tools": [TOOL] * 3000}, "tools holds more than 2048 items"),
         (CompletionRequest, {"prompt": ["a"] * 20_000}, "prompt: holds 20000 prompts; send at most 16384"),
         (CompletionRequest, {"prompt": "a", "stop": ["a"] * 2000}, "stop holds more than 1024 items"),
