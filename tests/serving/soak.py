@@ -79,7 +79,7 @@ class Soak:
             self.wrong.append(f"{prompt} {how} {text[:80]!r}")
 
     async def _answer(self, prompt: str) -> AsyncIterator[str]:
-        body = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
         async with (
             httpx.AsyncClient(base_url=self.server.url, timeout=120, verify=False) as http,
             http.stream("POST", "/v1/completions", json=body) as response,
@@ -96,8 +96,11 @@ class Soak:
                     yield chunk["choices"][0]["text"]
 
     async def learn(self) -> None:
-        for prompt in _PROMPTS:
-            self.right[prompt] = "".join([part async for part in self._answer(prompt)])
+        async def whole(prompt: str) -> str:
+            return "".join([part async for part in self._answer(prompt)])
+
+        self.right = dict(zip(_PROMPTS, await asyncio.gather(*map(whole, _PROMPTS)), strict=True))
+        print(f"{len(self.right)} answers are known", flush=True)
 
     async def faults(self, disk: Path | None) -> None:
         """Kill, stop, and fill the disk, in turn."""
