@@ -21,10 +21,7 @@ import httpx
 import openai
 
 ENGINE_NAME = "tw-engine-"
-QUICK = (
-    *("--device", "cpu", "-O0", "--cpu_kv_cache_gib", "0.02", "--port", "0", "--quiet"),
-    *("--api_server_count", "1", "--drain_timeout", "240"),
-)
+QUICK = ("--device", "cpu", "-O0", "--cpu_kv_cache_gib", "0.02", "--port", "0", "--quiet", "--api_server_count", "1")
 """On each machine the same; of options that are given twice the last one counts."""
 LONG = {"max_tokens": 450, "temperature": 0, "extra_body": {"ignore_eos": True}}
 """Parameters of an answer that takes a while."""

@@ -12,5 +12,5 @@ from tests.serving.running import ServerProcess
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_finished_answers_validate(server: ServerProcess, kind: str) -> None:
-    _, faults = asyncio.run(check(server.url, kind, 8))
+    _, faults = asyncio.run(check(server.url, kind, 4))
     assert not faults
