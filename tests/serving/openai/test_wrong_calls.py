@@ -165,6 +165,15 @@ def test_an_end_as_the_format_has_it_outranks_one_within_a_value() -> None:
         assert read(make_tool_parser("qwen3_coder", TOOLS), parts) == ("Done.", [("write", {"path": content})]), parts
 
 
+@pytest.mark.parametrize("content", ["x</tool_call><tool_call>=null", "x</tool_call><tool_call>a<tool_call>("])
+def test_a_call_after_a_call_is_one_only_with_arguments_or_an_end(content: str) -> None:
+    answer = glm(("path", content), ("content", "y"))
+    for parts in cuts(answer):
+        assert read(make_tool_parser("glm45", TOOLS), parts) == ("", [("write", {"path": content, "content": "y"})]), (
+            parts
+        )
+
+
 def test_text_after_a_call_is_text() -> None:
     first, second = (("path", "a"), ("content", "b")), (("path", "c"), ("content", "d"))
     calls = [("write", dict(first)), ("write", dict(second))]

@@ -12,7 +12,9 @@ from torchweave.serving.openai.tools.tagged import key_value_arguments
 
 _END = "</longcat_tool_call>"
 _HEAD = regex.compile(rf"\s*{NAME}(?=\s*(?:<longcat_arg_key>|{_END}|{END}))")
-_ARGUMENTS = key_value_arguments("longcat_", "", _END, r"<longcat_tool_call>\s*[^\s<>]{1,256}\s*<")
+_ARGUMENTS = key_value_arguments(
+    "longcat_", "", _END, rf"<longcat_tool_call>\s*[^\s<>]{{1,256}}\s*(?:<longcat_arg_key>|{_END})"
+)
 
 FAMILY = Family(
     name="longcat",

@@ -11,7 +11,7 @@ from torchweave.serving.openai.tools.source import END
 from torchweave.serving.openai.tools.tagged import key_value_arguments
 
 _HEAD = regex.compile(rf"\s*{NAME}(?=\s*(?:<arg_key>|</tool_call>|{END}))")
-_ARGUMENTS = key_value_arguments("", "", "</tool_call>", r"<tool_call>\s*[^\s<>{}]{1,256}\s*<")
+_ARGUMENTS = key_value_arguments("", "", "</tool_call>", r"<tool_call>\s*[^\s<>{}]{1,256}\s*(?:<arg_key>|</tool_call>)")
 
 FAMILY = Family(
     name="glm45",

@@ -15,7 +15,16 @@ _SUFFIXES = ("", ":opensource")
 def _call(suffix: str) -> HeadedCall:
     head = regex.compile(rf"<tool_call{suffix}>\s*{NAME}\s*<tool_sep{suffix}>")
     end = f"</tool_calls{suffix}>"
-    return HeadedCall(head, key_value_arguments("", f"</tool_call{suffix}>", end, f"<tool_call{suffix}>", suffix))
+    return HeadedCall(
+        head,
+        key_value_arguments(
+            "",
+            f"</tool_call{suffix}>",
+            end,
+            rf"<tool_call{suffix}>\s*[^\s<>{{}}]{{1,256}}\s*<tool_sep{suffix}>",
+            suffix,
+        ),
+    )
 
 
 FAMILY = Family(
