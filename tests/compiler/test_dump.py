@@ -45,7 +45,7 @@ def assert_graph_and_code(folder: Path) -> None:
     for text in (graph, code):
         ast.parse(text)
     calls = graph.partition("\n\n")[0].splitlines()[1:]
-    assert len(calls) > 1 and any("piece_" in call for call in calls) and any("piece_" not in call for call in calls)
+    assert calls and all("piece_" in call for call in calls)
     assert ': "f32[s' in graph and "def forward(boundary" in code
 
 

@@ -95,12 +95,12 @@ class DequantizedFormat:
         return DequantizedCheckpoint(self, weights)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DequantizedCheckpoint:
     """See `StoredWeights`."""
 
     format: DequantizedFormat
-    weights: dict[str, Parts]
+    weights: dict[str, Any]
 
     def reader(
         self,
