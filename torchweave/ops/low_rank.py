@@ -83,12 +83,16 @@ class AdapterSlots:
     @classmethod
     def of(cls, model: nn.Module, num_slots: int, max_rank: int, max_tokens: int, device: torch.device) -> AdapterSlots:
         """Slots for the linears of a model; memory is allocated for those that `place` is called for."""
-        linears = {
-            id(weight): name
-            for name, module in model.named_modules()
-            if isinstance(weight := getattr(module, "weight", None), Tensor) and not isinstance(module, nn.Embedding)
-        }
-        return cls(num_slots, max_rank, torch.zeros(max_tokens, dtype=torch.int32, device=device), linears)
+        linears: dict[int, str] = {}
+        refusals: dict[str, str] = {}
+        for name, module in model.named_modules():
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, Tensor) or isinstance(module, nn.Embedding):
+                continue
+            if (other := linears.setdefault(id(weight), name)) != name:  # an adapter may change one and not the other
+                refusals |= {other: f"it has the weight of {name}", name: f"it has the weight of {other}"}
+        index = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        return cls(num_slots, max_rank, index, linears, refusals=refusals)
 
     def place(self, name: str, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> AdapterPlace:
         """The place of a linear; a second call returns the first one's."""

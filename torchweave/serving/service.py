@@ -76,7 +76,7 @@ class Service:
         self.names = settings.served_model_name or (public_name(model),)
         self._aliases = () if settings.served_model_name else (model,)
         self.adapters = lora_modules(client.config)
-        if both := sorted({*self.adapters} & {*self.names, *self._aliases}):
+        if both := sorted(filter(self.is_model_name, self.adapters)):
             raise ValueError(
                 f"lora_modules has an adapter {both[0]!r}, which is the model's own name; give it another one"
             )
@@ -139,6 +139,10 @@ class Service:
             param="model",
             code="model_not_found",
         )
+
+    def is_model_name(self, name: str) -> bool:
+        """Whether clients may use a name for the model itself."""
+        return name in self.names or name in self._aliases
 
     def adapter_of(self, name: str | None) -> str:
         """The adapter of a model's name; empty for the model itself."""

@@ -39,9 +39,14 @@ def make_adapter(
 
 def linears(model: PreTrainedModel) -> list[str]:
     """Names of the linears of a model, its head among them where it is not tied, without routers of experts."""
+    excluded = {"gate", "router"}
+    if any(parameter.ndim == 3 and ".experts." in name for name, parameter in model.named_parameters()):
+        excluded |= {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}  # for which PEFT takes those of the experts
+    if model.config.model_type in ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"):
+        excluded |= {"out_proj"}  # which PEFT refuses
     tied = model.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
     named = ((name, module) for name, module in model.named_modules() if is_linear(module) and module is not tied)
-    return [name for name, _ in named if name.rpartition(".")[2] not in ("gate", "router")]
+    return [name for name, _ in named if name.rpartition(".")[2] not in excluded]
 
 
 def engine_config(folder: Path, **options: Any) -> EngineConfig:

@@ -42,7 +42,7 @@ class UnloadRequest(BaseModel):
 @router.post("/load_lora_adapter", summary="Serve an adapter from a folder of this machine as a model of its own")
 async def load_lora_adapter(body: LoadRequest, request: Request) -> PlainTextResponse:
     service = service_of(request)
-    if body.lora_name in service.names:
+    if service.is_model_name(body.lora_name):
         raise ApiError(
             400, f"{body.lora_name!r} is the model's own name; give the adapter another one.", param="lora_name"
         )

@@ -82,12 +82,13 @@ class Read(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.read, self.fixed, self.plain = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.read, self.fixed, self.plain, self.one, self.same = (nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.same.weight = self.one.weight
         self.register_buffer("rows", torch.randn(5, WIDTH))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = input_ids.float()
-        return self.plain(self.read(x)) + self.read.weight.sum() + self.fixed(self.rows).sum()
+        return self.plain(self.read(self.one(self.same(x)))) + self.read.weight.sum() + self.fixed(self.rows).sum()
 
 
 def test_linears_without_a_place_say_why() -> None:
@@ -100,6 +101,7 @@ def test_linears_without_a_place_say_why() -> None:
     assert list(slots.places) == ["plain"]
     assert slots.refusals == {
         "read": "its weight is read by more than products", "fixed": "its rows are not the tokens of a step",
+        "one": "it has the weight of same", "same": "it has the weight of one",
     }  # fmt: skip
     slots.index[:] = 1
     torch.testing.assert_close(compiled(call_op, ids[:7]), module(ids[:7]))
