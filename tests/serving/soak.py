@@ -141,7 +141,7 @@ async def _run(it: Soak, minutes: float, clients: int, disk: Path | None) -> Non
     await asyncio.gather(*tasks)
     await asyncio.sleep(2 * _TIMEOUT)
     async with httpx.AsyncClient(base_url=it.server.url, timeout=60, verify=False) as http:
-        load, live = ((await http.get(path)).json() for path in ("/load", "/live"))
+        load, live = [(await http.get(path)).json() for path in ("/load", "/live")]
     if load["server_load"] or live["blocks"]["used"]:
         it.wrong.append(f"something runs after the end: {load}, {live['blocks']}")
     last = it.memory()
