@@ -32,6 +32,7 @@ _MAX_ENDS, _ENDS_SECONDS = (
     5,
     60.0,
 )  # unexpected ends of processes within this time, after which they are not started again
+_START_SECONDS = 300.0  # for a process that was started again to listen, before it counts as silent
 _log = logging.getLogger("torchweave")
 
 
@@ -214,14 +215,16 @@ class FrontendGroup:
             await socket_stream.read(listening, on_message)
 
     async def _keep_running(self, number: int) -> None:
-        """Start a process again that ends after it has listened, until the server ends. Too many ends are a failure."""
+        """Start a process again that ends, until the server does. The end of one that starts with the server, and too many, are
+        a failure."""
         while True:
             why = await self._end_of(number, self._processes[number])
             if self._stopping:
                 break
             self._ends.append(asyncio.get_running_loop().time())
             too_many = len(self._ends) == _MAX_ENDS and self._ends[-1] - self._ends[0] < _ENDS_SECONDS
-            if number not in self._joined or too_many:
+            starts_with_server = number not in self._joined and not self._infos[number].life
+            if starts_with_server or too_many:
                 self._fail(why)
                 break
             info = self._infos[number] = replace(self._infos[number], life=self._infos[number].life + 1)
@@ -252,8 +255,10 @@ class FrontendGroup:
 
     async def _until_silent(self, number: int, seconds: float) -> None:
         """Wait until a process that has listened sends nothing, not even answers to pings: it would hold its connections."""
-        while number not in self._joined:
+        waited = 0.0
+        while number not in self._joined and (waited < _START_SECONDS or not self._infos[number].life):
             await asyncio.sleep(PING_SECONDS)
+            waited += PING_SECONDS
         silence = self._silence_of[number] = Silence()
         while silence.seconds <= seconds or self._stopping:
             await silence.wait()
