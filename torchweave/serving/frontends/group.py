@@ -255,10 +255,10 @@ class FrontendGroup:
 
     async def _until_silent(self, number: int, seconds: float) -> None:
         """Wait until a process that has listened sends nothing, not even answers to pings: it would hold its connections."""
-        waited = 0.0
-        while number not in self._joined and (waited < _START_SECONDS or not self._infos[number].life):
+        passed = 0.0
+        while number not in self._joined and (passed < _START_SECONDS or not self._infos[number].life):
             await asyncio.sleep(PING_SECONDS)
-            waited += PING_SECONDS
+            passed += PING_SECONDS
         silence = self._silence_of[number] = Silence()
         while silence.seconds <= seconds or self._stopping:
             await silence.wait()
