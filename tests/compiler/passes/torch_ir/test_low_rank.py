@@ -105,3 +105,20 @@ def test_linears_without_a_place_say_why() -> None:
     }  # fmt: skip
     slots.index[:] = 1
     torch.testing.assert_close(compiled(call_op, ids[:7]), module(ids[:7]))
+
+
+def test_a_linear_reads_what_the_adapter_made_of_another_one() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, 8), nn.Linear(8, 4)).requires_grad_(False)
+    slots = AdapterSlots.of(module, 1, RANK, 64, torch.device("cpu"))
+    x = torch.randn(23, WIDTH)
+    compiled = compile_graph(
+        module, {"input": x}, {"input": {0: "T"}}, config=FX, first_passes=(LowRankAdapters(slots),)
+    )
+    slots.index[:] = 1
+    expected = x
+    for name, place in sorted(slots.places.items()):
+        place.a.normal_()
+        place.b.normal_()
+        expected = module[int(name)](expected) + expected @ place.a[0].t() @ place.b[0].t()
+    assert len(slots.places) == 3
+    torch.testing.assert_close(compiled(call_op, x), expected, rtol=1e-4, atol=1e-3)

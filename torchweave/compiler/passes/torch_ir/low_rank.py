@@ -66,12 +66,14 @@ class LowRankAdapters(GraphPass):
         placed = [(name, product) for name, product in named if name is not None and name not in self._slots.refusals]
         if placed:
             index = graph.add_constant("adapter_index", self._slots.index)
+        changed: dict[fx.Node, fx.Node] = {}
         for name, product in placed:
-            self._add(graph, product, name, index)
+            x = changed.get(product.x, product.x)  # a linear may read another one directly
+            changed[product.node] = self._add(graph, product._replace(x=x), name, index)
         return PassResult(len(placed), 0, near_misses_by_reason(rejected))
 
-    def _add(self, graph: CapturedGraph, product: _Product, name: str, index: fx.Node) -> None:
-        """Insert the op after a product."""
+    def _add(self, graph: CapturedGraph, product: _Product, name: str, index: fx.Node) -> fx.Node:
+        """Insert the op after a product, and return it."""
         fake, last = value(product.node), product.node
         place = self._slots.place(name, value(product.x).shape[-1], fake.shape[-1], fake.dtype)
         a, b = (graph.add_constant(f"adapter_{part}", getattr(place, part)) for part in ("a", "b"))
@@ -81,6 +83,7 @@ class LowRankAdapters(GraphPass):
         with graph.graph.inserting_after(last):
             added = graph.call(_LOW_RANK, product.node, product.x, index, a, b)
         product.node.replace_all_uses_with(added, lambda user: user is not added)
+        return added
 
 
 def _products(graph: CapturedGraph) -> Iterator[_Product]:
