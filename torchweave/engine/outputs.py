@@ -220,3 +220,38 @@ class PoolingRequestOutput(Generic[Pooled]):
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
 ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
 ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
+
+
+# -- beam search -------------------------------------------------------------------------------------------------------
+
+_SAMPLING_DEFAULTS = {"temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "top_n_sigma": (0, -1)}
+_UNSUPPORTED_WITH_BEAMS = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+}
+
+
+def beam_search_error(params: Any) -> str:
+    """Why these `SamplingParams` exclude a beam search, in a sentence; empty if they do not."""
+    if params.n > params.beam_width:
+        return (
+            f"A beam search with beam_width={params.beam_width} has at most {params.beam_width} answers, but n is {params.n}; "
+            "raise beam_width or lower n."
+        )
+    if params.stops_in_text:
+        return "A beam search does not support stop strings; give stop_token_ids, or leave stop or beam_width out."
+    if params.logprobs == -1:
+        return "logprobs=-1 is not supported in a beam search; give a number, or leave logprobs or beam_width out."
+    for name, meaningless in _SAMPLING_DEFAULTS.items():
+        if getattr(params, name) not in meaningless:
+            return f"A beam search does not sample, so {name} has no effect with beam_width; leave one of them out."
+    for name, default in _UNSUPPORTED_WITH_BEAMS.items():
+        if getattr(params, name) != default:
+            return f"{name} is not supported in a beam search; leave it or beam_width out."
+    return ""

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
+from torchweave.engine.outputs import beam_search_error
 from torchweave.images import ImageInput
 from torchweave.utils.stop_regex import RegexMatcher
 from torchweave.utils.suggest import did_you_mean, suggest_keywords
@@ -135,6 +136,7 @@ _MAX_SHOWN = 400  # characters of a value in an error
 _N_RANGE = f"from 1 to {_MAX_N}"  # formatted once, not per request
 _TEMPERATURE_RANGE = f"0 (greedy) or a positive number up to {_MAX_FLOAT:g}"
 _TOP_N_SIGMA_RANGE = f"a number up to {_MAX_FLOAT:g}, or 0 or -1 for all tokens"
+_TRUNCATION_RANGE = "at least 1, -1 for as many as fit, or None"
 _LOGPROBS_RANGE = "at least 0, -1 for the vocabulary, or None"
 _PENALTY_RANGE = f"between {1 / _MAX_FLOAT:g} and {_MAX_FLOAT:g}, 1 for none"
 
@@ -230,6 +232,7 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", StructuredOutputs(**self.structured_outputs))
         _check_types(self)
         _check_lengths(self)
+        keep = self.truncate_prompt_tokens or 0
         checks = (
             ("n", 1 <= self.n <= _MAX_N, _N_RANGE),
             ("temperature", 0 <= self.temperature <= _MAX_FLOAT, _TEMPERATURE_RANGE),
@@ -261,13 +264,7 @@ class SamplingParams:
                 self.extra_args is None or isinstance(self.extra_args, dict),
                 "a dict of arguments, or None",
             ),
-            (
-                "truncate_prompt_tokens",
-                self.truncate_prompt_tokens is None
-                or self.truncate_prompt_tokens == -1
-                or self.truncate_prompt_tokens >= 1,
-                "at least 1, -1 for as many as fit, or None",
-            ),
+            ("truncate_prompt_tokens", self.truncate_prompt_tokens in (None, -1) or keep >= 1, _TRUNCATION_RANGE),
             ("output_kind", 0 <= self.output_kind <= 2, "a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY"),
             ("early_stopping", self.early_stopping in (True, False, "never"), 'True, False or "never"'),
         )
@@ -288,7 +285,7 @@ class SamplingParams:
             _check_stop_regex(self.stop_regex)
         if self.stops_in_text and not self.detokenize:
             raise ValueError("stop strings are looked for in the text; set detokenize=True, or give stop_token_ids.")
-        if self.beam_width > 1 and (why := _beam_search_error(self)):
+        if self.beam_width > 1 and (why := beam_search_error(self)):
             raise ValueError(why)
 
     @classmethod
@@ -422,39 +419,6 @@ def _check_stop_regex(given: object) -> None:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-_SAMPLING_DEFAULTS = {"temperature": (0, 1), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "top_n_sigma": (0, -1)}
-_UNSUPPORTED_WITH_BEAMS = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "prompt_logprobs": None,
-    "structured_outputs": None,
-}
-
-
-def _beam_search_error(params: SamplingParams) -> str:
-    """Why these parameters exclude a beam search, in a sentence; empty if they do not."""
-    if params.n > params.beam_width:
-        return (
-            f"A beam search with beam_width={params.beam_width} has at most {params.beam_width} answers, but n is {params.n}; "
-            "raise beam_width or lower n."
-        )
-    if params.stops_in_text:
-        return "A beam search does not support stop strings; give stop_token_ids, or leave stop or beam_width out."
-    if params.logprobs == -1:
-        return "logprobs=-1 is not supported in a beam search; give a number, or leave logprobs or beam_width out."
-    for name, meaningless in _SAMPLING_DEFAULTS.items():
-        if getattr(params, name) not in meaningless:
-            return f"A beam search does not sample, so {name} has no effect with beam_width; leave one of them out."
-    for name, default in _UNSUPPORTED_WITH_BEAMS.items():
-        if getattr(params, name) != default:
-            return f"{name} is not supported in a beam search; leave it or beam_width out."
-    return ""
 
 
 def _is_token(value: object) -> bool:
