@@ -1,7 +1,7 @@
 """A model that says given texts: its next token depends on the position alone, and its chat template chooses the position.
 
 Each text of a script has a range of positions. The template renders a conversation as a real one does, drops it, and writes as many
-padding tokens as the text that is due begins at: the one after as many calls as the conversation has.
+padding tokens as the text that is due begins at: the one after as many answers as the conversation has.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _conversation(kind: str, form: str) -> str:
 
 def template(kind: str, form: str, starts: dict[str, list[int]]) -> str:
     """The chat template; `starts` are the places of each script's texts, by its marker."""
-    count = "{% set ns = namespace(n=0) %}{% for m in messages if m.tool_calls %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+    count = "{% set ns = namespace(n=0) %}{% for m in messages if m.role == 'assistant' %}{% set ns.n = ns.n + 1 %}{% endfor %}"
     choice = str(starts[""])
     for marker, places in starts.items():
         if marker:
