@@ -179,7 +179,7 @@ def path_of(item: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _entry_points(path: tuple[str, ...]) -> metadata.EntryPoints:
+def _entry_points(path: tuple[str, ...]) -> Any:
     """Of all packages on `path`, which is `sys.path`: reading them takes a tenth of a second."""
     return metadata.entry_points()
 

@@ -140,16 +140,7 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
     compile_image_encoder(loaded, plan, report)
     encoder_graphs, plan = record_encoder_graphs(loaded, plan, report)
 
-    state = SlotState(
-        plan.max_batch_size,
-        -(-plan.max_model_len // plan.block_size),
-        device=plan.device,
-        num_tables=len(windows),
-        history_len=plan.history_len,
-        max_rows=max(plan.max_batch_size, min_size(forward, draft_model)),
-        rope_axes=loaded.module.rope_axes,
-        has_adapters=adapter_slots is not None,
-    )
+    state = _slot_state(plan, loaded, len(windows), min_size(forward, draft_model))
     num_snapshots, plan = _num_state_snapshots(loaded, cache_spec, plan, process_groups)
     recurrent_states = _allocate_states(cache_spec, plan, num_snapshots, report)
     with report.stage("measuring memory"):
@@ -187,6 +178,19 @@ def _build(config: EngineConfig, report: Report, loaded: LoadedModel | None, pro
         report,
         runner,
         RankCalls(Rank(runner, process_groups.rank, loaded.module.model)),
+    )
+
+
+def _slot_state(plan: Plan, loaded: LoadedModel, num_tables: int, min_rows: int) -> SlotState:
+    return SlotState(
+        plan.max_batch_size,
+        -(-plan.max_model_len // plan.block_size),
+        device=plan.device,
+        num_tables=num_tables,
+        history_len=plan.history_len,
+        max_rows=max(plan.max_batch_size, min_rows),
+        rope_axes=loaded.module.rope_axes,
+        has_adapters=plan.config.enable_lora,
     )
 
 

@@ -158,8 +158,8 @@ def _modelopt(config: Mapping[str, Any]) -> StoredFormat | None:
         return None  # the KV cache alone
     if algorithm == "MIXED_PRECISION":
         return _modelopt_mixed(_json_object(config.get("quantized_layers"), "quantized_layers"))
-    if algorithm in _MODELOPT_ALGORITHMS:
-        return _MODELOPT_ALGORITHMS[algorithm]
+    if (known := _MODELOPT_ALGORITHMS.get(str(algorithm))) is not None:
+        return known
     raise unsupported(f"by modelopt with the algorithm {algorithm}")
 
 

@@ -115,7 +115,7 @@ class WholeAnswer:
     calls: list[tuple[str, str]]
 
     @classmethod
-    def of(cls, pieces: list[ParserDelta]) -> WholeAnswer:
+    def of(cls, pieces: Sequence[ParserDelta]) -> WholeAnswer:
         """Join the parts of a whole answer."""
         arguments: dict[int, str] = {}
         for piece in pieces:

@@ -320,12 +320,10 @@ class Tool(Body):
     @property
     def definition(self) -> dict[str, Any]:
         """For the chat template, complete: templates read all of it."""
-        definition = self.model_dump(exclude_none=True) | {"type": "function"}
+        definition = self.model_dump(exclude_none=True)
         filled = {"description": "", "parameters": {"type": "object", "properties": {}}}
-        return {
-            **definition,
-            "function": definition["function"] | {k: v for k, v in filled.items() if k not in definition["function"]},
-        }
+        function = definition["function"] | {k: v for k, v in filled.items() if k not in definition["function"]}
+        return {**definition, "type": "function", "function": function}
 
 
 def _tool(value: Any) -> Any:

@@ -64,8 +64,9 @@ class LowRankAdapters(GraphPass):
                 rejected.setdefault(why, []).append(product.node.name)
                 self._slots.refusals[name] = why
         placed = [(name, product) for name, product in named if name is not None and name not in self._slots.refusals]
-        if placed:
-            index = graph.add_constant("adapter_index", self._slots.index)
+        if not placed:
+            return PassResult(0, 0, near_misses_by_reason(rejected))
+        index = graph.add_constant("adapter_index", self._slots.index)
         changed: dict[fx.Node, fx.Node] = {}
         for name, product in placed:
             x = changed.get(product.x, product.x)  # a linear may read another one directly
