@@ -152,7 +152,7 @@ def test_a_stage_keeps_layers_that_no_stage_has(model: Any) -> None:
     for name, value in {"layers": "model.layers", "begin": 0, "end": 1, "num_layers": 2}.items():
         object.__setattr__(stage, name, value)
     names = [f"model.layers.{layer}.weight" for layer in range(3)]
-    assert list(stage.filter_checkpoint(dict.fromkeys(names), ())) == [names[0], names[2]]
+    assert list(stage.filter_checkpoint(dict.fromkeys(names), (), ())) == [names[0], names[2]]
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ EVERYTHING: list[tuple[str, str, bytes | None]] = [
     ("DELETE", "/v1/completions", b"{}"),
     ("POST", "/tokenize", b'{"prompt": "12+30="}'),
     ("POST", "/v1/completions", b'{"prompt": "12'),
-    ("POST", "/v1/completions", b'{"model": "demo", "prompt": "1+1=", "no_such": 1}'),
+    ("POST", "/v1/completions", b'{"model": "demo", "prompt": "1+1=", "max_token": 1}'),
     ("POST", "/v1/completions", b'{"model": "demo", "prompt": "1+1=", "temperature": -1}'),
     ("POST", "/v1/chat/completions", b'{"model": "other", "messages": [{"role": "user", "content": "a"}]}'),
     ("POST", "/v1/completions", b'{"model": "demo", "prompt": "12+30=", "temperature": 0, "max_tokens": 0}'),

@@ -77,18 +77,22 @@ class PipelineStage:
         """This stage's part of a sequence over all attention layers."""
         return [of_all_layers[number] for number in self.attention]
 
-    def filter_checkpoint(self, stored: Mapping[str, T], own: Collection[str]) -> dict[str, T]:
-        """Drop the layers of other stages from a checkpoint, whatever the name prefix of its layers.
+    def filter_checkpoint(
+        self, stored: Mapping[str, T], of_any_stage: Collection[str], own: Collection[str]
+    ) -> dict[str, T]:
+        """Drop the tensors of other stages from a checkpoint, layers whatever the name prefix of its layers.
 
         Args:
-            own: checkpoint names of parameters of this stage, of which some may be in other lists of layers (a vision tower's).
+            of_any_stage: checkpoint names of parameters of the whole model.
+            own: those of this stage, of which some may be in other lists of layers (a vision tower's).
         """
         layer = re.compile(rf"(?:^|\.){re.escape(self.layers.rpartition('.')[2])}\.(\d+)\.")
         others = {*range(self.num_layers)} - {*range(self.begin, self.end)}
         return {
             name: tensor
             for name, tensor in stored.items()
-            if name in own or (match := layer.search(name)) is None or int(match[1]) not in others
+            if name in own
+            or (name not in of_any_stage and ((match := layer.search(name)) is None or int(match[1]) not in others))
         }
 
     def layer_of(self, name: str) -> int | None:
