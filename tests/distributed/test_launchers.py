@@ -29,6 +29,7 @@ def expected() -> list[int]:
         return list(llm.generate("1+1=", GREEDY)[0].outputs[0].token_ids)
 
 
+@pytest.mark.whole
 def test_torchrun_runs_one_script_on_two_ranks(expected: list[int]):
     script = Path(__file__).with_name("two_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.captured import CAPTURED
 from tests.models.weights.packings import FORMS, write
+from tests.parameters import few
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.config.model_source import resolve
 from torchweave.config.options import Quantization
@@ -38,7 +39,7 @@ def full() -> float:
     return accuracy(None)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block"])
+@pytest.mark.parametrize("quantization", few(["fp8", "fp8_per_block"], ["fp8"]))
 def test_fp8_keeps_the_accuracy_within_one_point(quantization: Quantization, full: float) -> None:
     assert accuracy(quantization, compiled=quantization == "fp8") >= full - 0.01
 

@@ -18,6 +18,7 @@ from tests.models.drafters.mtp_checkpoints import (
     transformers_models,
     write_checkpoint,
 )
+from tests.parameters import few
 from tests.ranks import run_torchrun_ranks
 from torchweave import LLM, SamplingParams, TorchCompileConfig
 from torchweave.compiler.explain.facts import explain
@@ -54,7 +55,7 @@ def engine(
     )
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=few(MODELS, ("deepseek_v3",)))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield write_checkpoint(tmp_path_factory.mktemp("mtp") / request.param, request.param)
 
@@ -123,6 +124,7 @@ def _serve_on_two_ranks(folder: Path) -> tuple[list[list[int]], list[Any]]:
     return _tokens_and_drafts(folder, tensor_parallel_size=2, executor="torchrun")
 
 
+@pytest.mark.whole
 def test_every_rank_drafts_alike(tmp_path: Path) -> None:
     """The layer is divided as the model is, with the embeddings and the head that the ranks share."""
     folder = write_checkpoint(tmp_path, "deepseek_v3")

@@ -210,6 +210,7 @@ with LLM("demo", device="cpu", cpu_kv_cache_gib=0.02, torch_compile_config=confi
 """A process of its own, as tests before may have changed what the cache's key depends on."""
 
 
+@pytest.mark.whole
 def test_two_servers_start_on_one_cold_compile_cache(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     compiled = ("--device", "cpu", "-O2", "-cc.enable_inductor=false", f"-cc.compile_cache_dir={tmp_path / 'cache'}")
 

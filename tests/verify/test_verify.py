@@ -37,6 +37,7 @@ def test_ranks_answer_each_prompt_again_from_the_prefix_cache(tmp_path: Path) ->
         assert result.num_cached_tokens > 0
 
 
+@pytest.mark.whole
 def test_architectures_pass_on_two_ranks_and_the_page_has_a_column_for_them() -> None:
     result = verify(["falcon-alibi", "llama-tied", "gemma3-images"], ranks=(2,))
     falcon, llama, gemma = result["results"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parameters import few
 from torchweave.compiler import CompiledGraph, compile_graph
 from torchweave.compiler.passes.manager import default_passes
 from torchweave.compiler.runtime.forward import call_op
@@ -60,7 +61,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", few(EXPECTED, ("llama", "gemma3", "cohere2")))
 def test_fusion_counts_and_bitwise_equality(name: str) -> None:
     """bfloat16 on a CPU, where every op is its reference: the same operations, so the same bits as in eager mode."""
     module = load(zoo.zoo_model(name).config().to_dict(), torch.bfloat16, load_format="dummy").module

@@ -17,6 +17,7 @@ import pytest
 
 from tests.distributed.two_ranks import agreed
 from tests.engine.captured import CAPTURED
+from tests.parameters import few
 from torchweave.config.options import EngineConfig
 from torchweave.engine.llm import LLM
 from torchweave.engine.request import SamplingParams
@@ -146,7 +147,7 @@ def test_an_engine_is_named_without_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("option", few(["tensor_parallel_size", "pipeline_parallel_size"], ["tensor_parallel_size"]))
 def test_images_are_encoded_on_all_ranks(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Qwen3-VL: positions of three axes, features added in layers, a chunk that cuts an image, and one that cannot be encoded.
 
