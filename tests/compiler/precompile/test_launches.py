@@ -58,7 +58,7 @@ def communicator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SymmetricCommunica
 def layer(x: Tensor, w: Tensor, norm: Tensor, residual: Tensor, down: Tensor) -> tuple[Tensor, ...]:
     first, h = ops.all_reduce_add_rms_norm(x, None, norm, 1e-5, 0.0, False, True, "tp")
     second, total = ops.buffered_all_reduce_add_rms_norm(
-        "linear", [first, w], f"4={ROW}", BF16, 1, h + residual, norm, 1e-5, 0.0, False, True, False, False, "tp"
+        "linear", [first, w], f"4={ROW}", BF16, 1, h + residual, norm, 1e-5, 0.0, False, True, "tp"
     )
     return ops.all_reduce(second, "tp"), total, ops.all_gather(second @ down, -1, "tp")
 
@@ -81,7 +81,7 @@ def calls(tokens: int) -> list[Callable[[], object]]:
     rest = (norm, 1e-5, 0.0, False, True)
     return [
         lambda: ops.all_reduce_add_rms_norm(x, None, *rest, "tp"),
-        lambda: ops.buffered_all_reduce_add_rms_norm("copy", [x], "", BF16, 2, x, *rest, False, False, "tp"),
+        lambda: ops.buffered_all_reduce_add_rms_norm("copy", [x], "", BF16, 2, x, *rest, "tp"),
         lambda: ops.all_reduce(x, "tp"),
         lambda: ops.all_gather(torch.empty(1, tokens, VOCAB, dtype=BF16), -1, "tp"),
     ]
