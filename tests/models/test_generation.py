@@ -38,7 +38,7 @@ def test_defaults_of_another_folder(tmp_path: Path) -> None:
         with_options(STORED, config)
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({"do_sample": True, "top_p": 0.8, "eos_token_id": 9}))
-    assert with_options(STORED, config) == GenerationDefaults((2,), top_p=0.8)
+    assert with_options(STORED, config) == GenerationDefaults((2,), temperature=1.0, top_p=0.8)
     file.write_text(json.dumps({"repetition_penalty": "x"}))
     with pytest.raises(ValueError, match="repetition_penalty='x': expected a number"):
         with_options(STORED, config)

@@ -483,7 +483,6 @@ def test_tensor_of_another_shape(tmp_path: Path) -> None:
         ({"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}, "not causal"),
         ({"model_type": "vit"}, "no causal language model"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by gptq"),
-        ({"model_type": "qwen2_vl"}, "images"),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
