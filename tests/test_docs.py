@@ -128,7 +128,7 @@ def commands(page: Path) -> list[str]:
     lines = [line.strip() for block in code for line in "".join(block).replace("\\\n", " ").splitlines()]
     parts = [part.strip() for line in lines for part in re.sub(r"\s{2,}#.*", "", line).split("&&")]
     return [
-        part for part in parts if re.match(r"torchweave [a-z]", part) and "..." not in part and "COMMAND" not in part
+        part for part in parts if re.match(r"torchweave [a-z]", part) and not re.search(r"\.\.\.|COMMAND| \[--", part)
     ]
 
 

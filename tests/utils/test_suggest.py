@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchweave import LLM, SamplingParams
+from torchweave import SamplingParams
 from torchweave.serving.openai.protocol import ChatRequest, CompletionRequest
 from torchweave.utils.suggest import did_you_mean, suggest_value
 
@@ -60,12 +60,3 @@ def test_an_unknown_sampling_parameter_is_refused_with_a_suggestion(name: str, w
     values: dict[str, Any] = {name: 1}
     with pytest.raises(TypeError, match=f"SamplingParams got an unexpected keyword argument '{name}'; .*{words}"):
         SamplingParams(**values)
-    with pytest.raises(TypeError, match=r"LLM\.generate got .* 'lora_request'; LoRA adapters are not supported"):
-        LLM.generate(object(), "hi", lora_request=None)  # type: ignore[arg-type, call-arg]
-    unknown: Any = {"lora_request": None}
-    llm: Any = object()
-    for method in (LLM.embed, LLM.classify, LLM.score, LLM.stream):
-        with pytest.raises(
-            TypeError, match=rf"LLM\.{method.__name__} got .* 'lora_request'; LoRA adapters are not supported"
-        ):
-            method(llm, "hi", **unknown)

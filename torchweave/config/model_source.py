@@ -20,7 +20,7 @@ BUILT_IN = {"demo": "demo", "demo-draft": "demo_draft", "demo-eagle": "demo_eagl
 _BUILT_IN_FOLDER = Path(__file__).parents[1] / "models"
 
 ADAPTER = "adapter_config.json"
-_LFS_START = b"version https://git-lfs"
+_POINTER_START = b"version https://git-lfs"
 _READ = frozenset({".json", ".jinja", ".model", ".txt"})
 """Kinds of files that are read beside the weights."""
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -203,7 +203,7 @@ def _adapter(folder: Path) -> str:
 def check_no_pointer(file: Path) -> None:
     """Raise `ValueError` for a pointer that Git LFS leaves where a clone did not download a file."""
     with file.open("rb") as content:
-        if content.read(len(_LFS_START)) == _LFS_START:
+        if content.read(len(_POINTER_START)) == _POINTER_START:
             raise ValueError(
                 f"{file} is a pointer of Git LFS and not the file itself; run `git lfs pull` in its folder, or download it again."
             )

@@ -41,7 +41,6 @@ NOT_APPLICABLE = (
         "Images, audio and video in messages, and their caches",
         "the built-in model reads text; images have tests of their own",
     ),
-    ("LoRA adapters as models of a server", "one server serves one model"),
     ("`prompt_embeds` and embeddings in place of tokens", "a prompt is text or token ids"),
     ("`kv_transfer_params`, routing of disaggregated prefill and decode", "prefill and decode run in one engine"),
     ("Sleep, pause, and update of weights at run time", "weights are loaded at start"),
