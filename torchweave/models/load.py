@@ -166,11 +166,10 @@ def load(
         plan, layers = shard_model(model, layers, process_groups, expert_parallel, report)
     if process_groups.pipeline_parallel_size > 1:
         whole = weights.untied_tensors(model)
-        of_any_stage = weights.map_tensor_names(model, stored or ())
+        names = weights.map_tensor_names(model, stored or ())
         stage, layers = make_pipeline_stage(model, layers, process_groups, report)
         plan = None if plan is None else plan.restricted_to(stage.owns)
-        if stored is not None:
-            stored = stage.filter_checkpoint(stored, of_any_stage, weights.map_tensor_names(model, stored))
+        stored = stored and stage.filter_checkpoint(stored, names, weights.map_tensor_names(model, stored))
     served_config = read_config(source, trust_remote_code, images)
     placement = resolved_dtype, device, trust_remote_code, quant_scheme, plan, stage, whole
     unused = UnusedRule(pooling is not None or type(config) is not type(whole_config), ignore_unused_weights)
