@@ -165,8 +165,7 @@ def load(
     if process_groups.tensor_parallel_size > 1:
         plan, layers = shard_model(model, layers, process_groups, expert_parallel, report)
     if process_groups.pipeline_parallel_size > 1:
-        whole = weights.untied_tensors(model)
-        names = weights.map_tensor_names(model, stored or ())
+        whole, names = weights.untied_tensors(model), weights.map_tensor_names(model, stored or ())
         stage, layers = make_pipeline_stage(model, layers, process_groups, report)
         plan = None if plan is None else plan.restricted_to(stage.owns)
         stored = stored and stage.filter_checkpoint(stored, names, weights.map_tensor_names(model, stored))
