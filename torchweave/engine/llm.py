@@ -79,8 +79,7 @@ class LLM(ControlMethods):
     def __init__(
         self, model: str, *, report: Report | None = None, disable_log_stats: bool | None = False, **options: Any
     ) -> None:
-        disable_log_stats = bool(disable_log_stats) if disable_log_stats is None else disable_log_stats
-        if not isinstance(disable_log_stats, bool):
+        if not isinstance(disable_log_stats, bool | None):
             raise ValueError(f"disable_log_stats={disable_log_stats!r} must be True or False")
         self._with_metrics = not disable_log_stats
         if "logits_processors" in options:

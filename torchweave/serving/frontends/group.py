@@ -28,10 +28,7 @@ from torchweave.utils.child_process import ChildProcess
 
 _POLL_TIMEOUT_SECONDS = 1.0  # for the others' metrics; a process that is later is shown with its previous ones
 _END_SECONDS = 7.0  # for the others to end by themselves
-_MAX_ENDS, _ENDS_SECONDS = (
-    5,
-    60.0,
-)  # unexpected ends of processes within this time, after which they are not started again
+_MAX_ENDS, _ENDS_SECONDS = 5, 60.0  # unexpected ends within this time, after which no process is started again
 _START_SECONDS = 300.0  # for a process that was started again to listen, before it counts as silent
 _log = logging.getLogger("torchweave")
 
