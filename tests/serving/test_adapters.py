@@ -72,7 +72,7 @@ def test_adapters_are_models(server: ServerProcess, folders: dict[str, Path]) ->
     }
     assert responses["demo"] != responses["first"]
     loaded = post(server, "load", lora_name="second", lora_path=str(folders["second"]))
-    assert loaded.status_code == 200 and loaded.text == "Success: LoRA adapter 'second' added successfully."
+    assert loaded.status_code == 200 and loaded.text == "The adapter second is loaded."
     for _ in range(4):  # either HTTP process
         assert len({base, first, text(server, "second")}) == 3
         assert text(server, "first") == first and text(server, "demo") == base

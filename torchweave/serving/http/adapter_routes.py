@@ -62,7 +62,7 @@ async def load_lora_adapter(body: LoadRequest, request: Request) -> PlainTextRes
             with suppress(ControlError):
                 await call(service, "unload_adapter", adapter=body.lora_name)
         raise
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    return PlainTextResponse(f"The adapter {body.lora_name} is loaded.")
 
 
 @router.post("/unload_lora_adapter", summary="Serve an adapter no longer; requests that have it end with it")
@@ -71,4 +71,4 @@ async def unload_lora_adapter(body: UnloadRequest, request: Request) -> PlainTex
     if body.lora_name not in service.adapters:
         raise ApiError(404, f"There is no adapter {body.lora_name!r}; GET /v1/models lists them.", param="lora_name")
     await call(service, "unload_adapter", adapter=body.lora_name)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    return PlainTextResponse(f"The adapter {body.lora_name} is unloaded.")
