@@ -220,12 +220,12 @@ class TorchPatternPass(GraphPass):
         return PassResult(matches, matches)
 
 
-def as_pass(thing: Any, name: str = "") -> Any:
+def as_pass(value: Any, name: str = "") -> Any:
     """A pattern matcher of torch as a pass; anything else as it is.
 
     Args:
         name: of the pass, where the matcher has none.
     """
     module = sys.modules.get("torch._inductor.pattern_matcher")  # not imported: the object is none of it
-    is_matcher = module is not None and isinstance(thing, module.PatternMatcherPass)
-    return TorchPatternPass(thing, name) if is_matcher else thing
+    is_matcher = module is not None and isinstance(value, module.PatternMatcherPass)
+    return TorchPatternPass(value, name) if is_matcher else value
