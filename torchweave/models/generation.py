@@ -17,8 +17,8 @@ from torchweave.tokenizer import read_eos_token_id
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _ALWAYS = ("repetition_penalty", "max_new_tokens")
 _WHOLE = frozenset({"eos_token_id", "top_k", "max_new_tokens"})
-_LEAST = {"temperature": 0.0, "top_k": -1, "min_p": 0.0, "top_p": 0.0, "max_new_tokens": 1, "eos_token_id": -1}
-_MOST = {"min_p": 1.0, "top_p": 1.0}
+_MIN = {"temperature": 0.0, "top_k": -1, "min_p": 0.0, "top_p": 0.0, "max_new_tokens": 1, "eos_token_id": -1}
+_MAX = {"min_p": 1.0, "top_p": 1.0}
 _FILE = "generation_config.json"
 
 
@@ -107,12 +107,12 @@ def _number(name: str, value: Any, subject: str) -> Any:
     """
     if value is None:
         return None
-    whole, least = name in _WHOLE, _LEAST.get(name, math.nextafter(0.0, 1.0))
+    whole, least = name in _WHOLE, _MIN.get(name, math.nextafter(0.0, 1.0))
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or (whole and value != int(value)):
         raise ValueError(f"{subject} {name}={value!r}: expected a {'whole ' * whole}number; correct it.")
-    if not least <= value <= _MOST.get(name, math.inf):
-        expected = f"a number between {least:g} and {_MOST[name]:g}" if name in _MOST else f"at least {least:g}"
-        expected = expected if name in _LEAST else "a number above 0"
+    if not least <= value <= _MAX.get(name, math.inf):
+        expected = f"a number between {least:g} and {_MAX[name]:g}" if name in _MAX else f"at least {least:g}"
+        expected = expected if name in _MIN else "a number above 0"
         raise ValueError(f"{subject} {name}={value!r}: expected {expected}; correct it.")
     return int(value) if whole else value

@@ -21,7 +21,7 @@ from torchweave.engine.scheduler.parts.base import Host, StepPart, StepRows
 from torchweave.engine.scheduler.request_state import RequestState
 from torchweave.engine.scheduler.step import Payload
 
-_MOST_PASSES = 256
+_MAX_PASSES = 256
 """Requests with adapters that may start before one that waits for an adapter slot."""
 
 
@@ -159,7 +159,7 @@ class AdaptersPart(StepPart):
                 starting.add(number)
                 return True
             since = self._passed_since.setdefault(state.request.id, self._num_starts)
-            others_wait = self._num_starts - since >= _MOST_PASSES
+            others_wait = self._num_starts - since >= _MAX_PASSES
             return False
 
         return may_start
