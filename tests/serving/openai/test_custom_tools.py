@@ -73,6 +73,7 @@ def test_the_input_comes_whole_at_the_end_of_a_call() -> None:
         ("{}", "{}"),
         ("a", "a"),
         ('{"input": 5}', '{"input": 5}'),
+        ("[" * 9999, "[" * 9999),
     ],
 )
 def test_the_text_of_arguments(arguments: str, text: str) -> None:

@@ -102,6 +102,11 @@ def test_every_call_has_its_own_function(form: str, answer: str, text: str, call
         ('"{\\"a\\": 1}"', {"a": 1}),
         ("null", {}),
         ("[]", {}),
+        # Half a character, which no UTF-8 holds, is U+FFFD.
+        (
+            '{"s": "\\ud83d\\ude00 \\uD83D \\ude00\\ud83d\\ud83d\\ude00", "\\ud800": "\\ud83d"}',
+            {"s": "\U0001f600 \ufffd \ufffd\ufffd\U0001f600", "\ufffd": "\ufffd"},
+        ),
     ],
     ids=str,
 )
@@ -117,6 +122,23 @@ def test_arguments_are_always_json(written: str, arguments: Any) -> None:
     ):
         for parts in cuts(answer):
             assert read(make_tool_parser(form, TOOLS), parts) == ("", [("f", arguments)]), (form, parts)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("{'name': 'f', 'arguments': {'a': 1}}", {"a": 1}),
+        ('{"name": "f", "args": {"a": 1}}', {"a": 1}),
+        ('{"input": {"a": 1}, "name": "f"}', {"a": 1}),
+        ('{"name": "f", "a": 1, "id": "x"}', {"a": 1}),
+        ('{"name": "f", "id": "x"}', {}),
+        ('{"name": "f", "arguments": {}, "a": 1}', {}),
+    ],
+    ids=str,
+)
+def test_arguments_at_another_place_are_not_lost(call: str, arguments: Any) -> None:
+    for parts in cuts(f"<tool_call>{call}</tool_call>"):
+        assert read(make_tool_parser("hermes", TOOLS), parts) == ("", [("f", arguments)]), parts
 
 
 CONTENTS = [

@@ -146,9 +146,10 @@ class MessagesBuilder(ResponseBuilder):
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Arguments of a call; empty if they were cut off, which `stop_reason` reports."""
+    """Arguments of a call; empty if they were cut off, which `stop_reason` reports, or nested too deeply to be sent."""
     try:
         arguments = json.loads(text or "{}")
-    except ValueError:
+        msgspec.json.encode(arguments)
+    except (ValueError, RecursionError):
         return {}
     return arguments if isinstance(arguments, dict) else {}

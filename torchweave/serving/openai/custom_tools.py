@@ -37,7 +37,7 @@ def custom_input(arguments: str) -> str:
     for end in ("", '"}', '\\"}'):  # of a call that was cut off
         try:
             fields = json.loads(arguments + end)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         value = fields.get("input") if isinstance(fields, dict) else None
         return value if isinstance(value, str) else arguments

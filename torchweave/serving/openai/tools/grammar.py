@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import regex
 
+from torchweave.serving.openai.tools.schema_types import Parameters
 from torchweave.serving.openai.tools.source import END, Output, Source, Steps
 from torchweave.serving.openai.tools.values import JSON_QUOTES, PYTHON_QUOTES, ValueReader
 
@@ -189,7 +190,7 @@ class JsonCall(CallGrammar):
             if mark == "}":
                 source.take(1)
                 break
-            if mark != '"':  # the last brace is missing
+            if mark not in JSON_QUOTES:  # the last brace is missing
                 return call.is_begun or (call.arguments is not None and self._end(state, call))
             key = yield from _json_value(source)
             if (yield from source.accept(_COLON)) is None or key is None:
@@ -212,10 +213,13 @@ class JsonCall(CallGrammar):
         if key in self.names and call.name is None:
             call.name = json.loads(value)
             return state.may_call(call.name, is_whole=True)
+        call.others[key] = value
         return True
 
     def _end(self, state: Parsing, call: _JsonCallState) -> bool:
         """Begin and end a call that had its arguments before its name, or none."""
+        if call.name is not None and call.arguments is None:
+            call.arguments = call.other_arguments(Parameters(state.tools.get(call.name)))
         arguments = as_arguments(call.arguments)
         if call.name is None or arguments is None or not state.may_call(call.name, is_whole=call.arguments is not None):
             return False
@@ -223,12 +227,29 @@ class JsonCall(CallGrammar):
         return True
 
 
+@dataclass
 class _JsonCallState:
-    """What was read of a call."""
+    """What was read of a call.
+
+    Attributes:
+        arguments: those that came before the name, JSON.
+        others: JSON of the other values by key.
+    """
 
     name: str | None = None
-    arguments: str | None = None  # that came before the name
-    is_begun = False
+    arguments: str | None = None
+    is_begun: bool = False
+    others: dict[str, str] = field(default_factory=dict)
+
+    def other_arguments(self, parameters: Parameters) -> str | None:
+        """Arguments that small models write beside the name, or under another key; None without any."""
+        beside = [f"{json.dumps(key)}: {value}" for key, value in self.others.items() if key in parameters]
+        if beside:
+            return f"{{{', '.join(beside)}}}"
+        return next((value for key, value in self.others.items() if key in _OTHER_KEYS), None)
+
+
+_OTHER_KEYS = ("args", "input", "params")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ _WORD = regex.compile(r"[^\s,:{}\[\]()\"']+")
 _WORD_BEFORE_MARKS = regex.compile(r"[^\s,:{}\[\]()\"'<]+")
 _PLAIN = {quote: regex.compile(rf'[^{quote}"\\\x00-\x1f]+') for quote in "\"'"}
 _NUMBER = regex.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_HALF = regex.compile("[dD][89a-fA-F]..")
+_PAIR = regex.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _ESCAPES = 'bfnrt"\\/'
 _CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 JSON_QUOTES = ('"', "'")
@@ -213,6 +215,8 @@ class ValueReader:
         if not kind or (len(digits) < size and _is_hex(digits)):
             return _WAITS
         if size and _is_hex(digits):
+            if kind == "u" and _HALF.fullmatch(digits):
+                return self._read_half(text, at)
             self._write(f"\\u{int(digits, 16):04x}" if kind == "x" else text[at : at + 6])
             return at + 2 + size
         if kind == "'":
@@ -221,6 +225,14 @@ class ValueReader:
         is_valid = kind in _ESCAPES
         self._write(f"\\{kind}" if is_valid else "\\\\")
         return at + 2 if is_valid else at + 1
+
+    def _read_half(self, text: str, at: int) -> int:
+        """An escape of half a character beyond U+FFFF: with its other half, or as U+FFFD, since no UTF-8 holds a half."""
+        pair = _PAIR.fullmatch(text, at, min(at + 12, len(text)), partial=True)
+        if pair is not None and pair.partial:
+            return _WAITS
+        self._write("\\ufffd" if pair is None else pair[0])
+        return at + (6 if pair is None else 12)
 
     # -- words and numbers ---------------------------------------------------------------------------------------------
 
