@@ -137,6 +137,8 @@ def test_errors_have_anthropics_form(server: ServerProcess) -> None:
         messages.create(**SUM | {"messages": untyped})
     for body, said in (
         ({"messages": SUM["messages"]}, "max_tokens"),
+        ({"messages": SUM["messages"], "max_tokens": 0}, "max_tokens:"),
+        ({"messages": SUM["messages"], "max_tokens": 1, "tool_choice": {"type": "any"}}, "tools is empty"),
         ({"messages": SUM["messages"], "max_tokens": 1, "max_token": 1}, "did you mean max_tokens?"),
     ):
         answer: httpx.Response = server.post("/v1/messages", body)

@@ -62,6 +62,19 @@ def test_a_response_continues_another(server: ServerProcess) -> None:
         responses.create(**SUM, previous_response_id="resp_0")
 
 
+def test_the_input_of_a_response_is_listed(server: ServerProcess) -> None:
+    responses = server.client().responses
+    first = responses.create(**SUM)
+    second = responses.create(**(SUM | {"input": [{"role": "user", "content": "1+1="}]}), previous_response_id=first.id)
+    newest = responses.input_items.list(second.id, limit=2)
+    assert [item.content[0].text for item in newest] == ["1+1=", "42", "12+30="], "the client asks for both pages"  # type: ignore[union-attr]
+    oldest = responses.input_items.list(second.id, order="asc", limit=1)
+    assert oldest.data[0].content[0].text == "12+30=" and oldest.has_more  # type: ignore[union-attr]
+    assert responses.retrieve(first.id).text.model_dump(exclude_none=True) == {"format": {"type": "text"}}  # type: ignore[union-attr]
+    with pytest.raises(openai.BadRequestError, match="no item 'x'"):
+        responses.input_items.list(second.id, after="x")
+
+
 def test_events_add_up_to_the_response(server: ServerProcess) -> None:
     responses = server.client().responses
     events = list(responses.create(**SUM, stream=True, include=["message.output_text.logprobs"], top_logprobs=1))

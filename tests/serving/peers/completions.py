@@ -194,7 +194,7 @@ def no_usage_unless_included(server: ServerProcess) -> None:
 def usage_comes_last(server: ServerProcess) -> None:
     """With `include_usage` one last event without choices has it, and it adds up."""
     chunks = events(server, COMPLETIONS, prompt="12+30=", stream_options={"include_usage": True})
-    assert not any(chunk.get("usage") for chunk in chunks[:-1]) and chunks[-1]["choices"] == []
+    assert all(chunk["usage"] is None for chunk in chunks[:-1]) and chunks[-1]["choices"] == []
     usage = chunks[-1]["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] == 10
 

@@ -115,6 +115,8 @@ class CountTokensRequest(Body):
         if self.tools:
             fields["tools"] = self._functions(warnings)
             fields |= self._tool_choice()
+        elif self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
+            raise ApiError(400, "tool_choice forces a tool, but tools is empty; add tools.", param="tool_choice")
         if self.thinking is not None:
             switch = self.thinking.type != "disabled"
             variables = {"enable_thinking": switch, "thinking": switch}
@@ -155,7 +157,7 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest):
     """Body of `/v1/messages`. Accepted and ignored: `metadata`, `diagnostics`, `service_tier`, `inference_geo`."""
 
-    max_tokens: Whole
+    max_tokens: Annotated[Whole, Field(ge=1)]
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     temperature: float | None = None

@@ -6,9 +6,9 @@ The first HTTP process handles all of it, since responses are stored in its memo
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from torchweave.serving.errors import ApiError, api_error
@@ -27,7 +27,7 @@ from torchweave.serving.openai.generation import AnswerStream
 from torchweave.serving.openai.protocol import ChatRequest, Message
 from torchweave.serving.openai.responses.builder import ResponsesBuilder, new_response
 from torchweave.serving.openai.responses.protocol import ResponsesRequest
-from torchweave.serving.openai.responses.store import StoredResponse
+from torchweave.serving.openai.responses.store import StoredResponse, input_page
 from torchweave.serving.openai.responses.tools import flatten
 from torchweave.serving.request_warnings import RequestWarnings
 from torchweave.serving.service import Service, service_of
@@ -124,6 +124,17 @@ async def retrieve(response_id: str, request: Request, stream: bool = False) -> 
     service = service_of(request)
     running = service.background_responses.get(response_id)
     return JSONResponse(running or _stored(service, response_id, "response_id").response)
+
+
+@router.get("/responses/{response_id}/input_items", summary="List the input of a stored response")
+async def input_items(
+    response_id: str,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> dict[str, Any]:
+    return input_page(_stored(service_of(request), response_id, "response_id"), limit, order == "desc", after)
 
 
 @router.delete("/responses/{response_id}", summary="Delete a stored response")

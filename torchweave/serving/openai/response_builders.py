@@ -110,7 +110,9 @@ class OpenAIResponseBuilder(ResponseBuilder):
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         body = {**self._head, "choices": [choice]}
-        return self._with_usage(body, with_details=False) if self._continuous_usage else body
+        if self._continuous_usage:
+            return self._with_usage(body, with_details=False)
+        return {**body, "usage": None} if self._with_usage_event else body
 
     def _full(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._with_usage({**self._head, "object": self._OBJECT, "choices": choices})

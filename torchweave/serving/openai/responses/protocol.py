@@ -27,7 +27,7 @@ class TextFormat(Body):
     """Format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str = "answer"
+    name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -134,7 +134,7 @@ class ResponsesRequest(SharedFields):
                 raise ValueError('text.format of type json_schema needs a schema: {"name": ..., "schema": {...}}.')
             fields["response_format"] = {
                 "type": "json_schema",
-                "json_schema": {"name": form.name, "schema": form.schema_, "strict": form.strict},
+                "json_schema": {"name": form.name or "answer", "schema": form.schema_, "strict": form.strict},
             }
         if self.tools:
             fields["tools"] = tools.functions

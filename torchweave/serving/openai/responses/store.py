@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from torchweave.serving.errors import ApiError
+
 
 @dataclass(frozen=True)
 class StoredResponse:
@@ -67,6 +69,37 @@ class ResponseStore:
         for item in msgspec.json.decode(entry, type=StoredResponse).response.get("output", ()):
             self._response_of.pop(item.get("id"), None)
         return True
+
+
+def input_page(stored: StoredResponse, limit: int, newest_first: bool, after: str | None) -> dict[str, Any]:
+    """A page of the items that a response answers, as OpenAI lists them: up to `limit`, behind the item `after`.
+
+    Raises:
+        ApiError: 400, there is no item `after`.
+    """
+    response = stored.response
+    items = stored.items[: len(stored.items) - len(response.get("output", ()))]
+    listed = [_listed(item, f"msg_{response['id'].removeprefix('resp_')}_{at}") for at, item in enumerate(items)]
+    listed = listed[::-1] if newest_first else listed
+    begin = 0
+    if after is not None:
+        begin = next((at for at, item in enumerate(listed, 1) if item["id"] == after), 0)
+        if not begin:
+            raise ApiError(400, f"There is no item {after[:80]!r} among the input of this response.", param="after")
+    page = listed[begin : begin + limit]
+    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    has_more = begin + limit < len(listed)
+    return {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": has_more}
+
+
+def _listed(item: dict[str, Any], own_id: str) -> dict[str, Any]:
+    """An item with an id; a message with its content in parts."""
+    listed = {"type": "message", **item}
+    listed["id"] = item.get("id") or own_id
+    if listed["type"] == "message" and isinstance(content := item.get("content"), str):
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        listed["content"] = [{"type": kind, "text": content}]
+    return listed
 
 
 class BackgroundResponses:
